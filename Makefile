@@ -1,0 +1,63 @@
+# The two commands: `make demo` trains gates on one reference seed and compares them; `make test` checks everything.
+# Either makes .venv first, if there is none.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+SEED ?= 0
+
+BIN := $(abspath $(VENV))/bin
+INSTALLED := $(VENV)/installed
+TYPED := $(VENV)/typed
+
+# The models here are small: one thread a process, and two processes where there is more than one thing to do.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	train/distill.py --config configs/distill/reference.yaml
+
+.PHONY: demo compare test lint format reference install gates gates-seed0 gates-seed1 gates-seed2
+
+# Trains anew each time; `compare` goes on with what an earlier run has finished.
+demo: $(INSTALLED)
+	$(DISTILL) model=reference:0 seed=0 output=runs/gates-seed0 overwrite=true
+	$(BIN)/python eval/compare.py --config configs/compare/demo.yaml
+
+compare: $(INSTALLED)
+	$(MAKE) -j 2 gates
+	$(BIN)/python eval/compare.py --config configs/compare/reference.yaml
+
+gates: gates-seed0 gates-seed1 gates-seed2
+
+gates-seed0 gates-seed1 gates-seed2: gates-seed%: $(INSTALLED)
+	$(DISTILL) model=reference:$* seed=$* output=runs/gates-seed$*
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+# mypy does not follow an editable install, so it is shown the installed layout as links.
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(TYPED) && mkdir -p $(TYPED)/retain
+	ln -s $(CURDIR)/retain/* $(CURDIR)/kernels $(CURDIR)/train $(CURDIR)/eval $(TYPED)/retain
+	cd $(TYPED) && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p retain
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+reference: $(INSTALLED)
+	$(BIN)/python -m retain.reference.train --seed $(SEED)
+
+install: $(INSTALLED)
+
+# torch goes in first and alone: a later resolution must not replace it by another build.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install $(TORCH)
+	$(BIN)/pip install -c constraints.txt -e '.[train,eval,kernels,dev]'
+	touch $@

@@ -1,0 +1,24 @@
+"""Fast ops for ragged caches: one folder an op, `retain.kernels.<op>`.
+
+Each op's folder holds `reference` (the definition, in plain PyTorch), `kernel` (Triton) and `cases` (named
+shapes). This file stays light and defines no `__version__`: Triton is imported by the `kernel` files alone.
+
+From the repository root this folder is also reachable under the top-level name `kernels`, the name of
+another distribution that transformers looks for when it is imported. Reached under that name, the module
+hands over to the real distribution if there is one, and else stays empty, by which transformers concludes
+that none is installed.
+"""
+
+if __name__ == "kernels":
+    import importlib.machinery
+    import importlib.util
+    import os
+    import sys
+
+    _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    _elsewhere = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != _root]
+    _spec = importlib.machinery.PathFinder.find_spec("kernels", _elsewhere)
+    if _spec is not None and _spec.loader is not None:
+        _module = importlib.util.module_from_spec(_spec)
+        sys.modules["kernels"] = _module
+        _spec.loader.exec_module(_module)

@@ -1,0 +1,57 @@
+"""`retain`: KV-cache eviction gates, trained, used and compared.
+
+Three things are meant to be typed by a newcomer: `retain.attach(model)` once, `retain.Cache(model,
+policy=...)` per conversation, and `retain.policies()` to see what there is to choose from. They are
+resolved on first use, so that `import retain` costs nothing: neither torch nor transformers is imported by
+it, and nothing is patched.
+
+The parts, in the order of the flow (`retain.policy` composes them on one screen):
+
+    evidence -> scores, gates -> fusion -> protection -> budget -> selection -> cache -> attend
+
+`retain.hf` connects them to Hugging Face models, `retain.kernels` holds fast ops, `retain.train` and
+`retain.eval` are the training and the comparison. In a checkout the last three lie beside this folder; see
+the end of this file.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retain.hf.attach import attach
+    from retain.hf.cache import Cache
+    from retain.hf.gates import load_gates
+    from retain.policy import load_policy, policies
+
+__version__ = "0.1.0"
+
+__all__ = ["Cache", "attach", "load_gates", "load_policy", "policies"]
+
+_HOMES = {
+    "Cache": "retain.hf.cache",
+    "attach": "retain.hf.attach",
+    "load_gates": "retain.hf.gates",
+    "load_policy": "retain.policy",
+    "policies": "retain.policy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an exported name from its home when it is first asked for (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'retain' has no attribute {name!r}; it exports {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# A checkout keeps kernels/, train/ and eval/ beside retain/, a wheel keeps them inside. Looking one folder
+# further up makes `retain.kernels` and its siblings the same modules in a checkout, installed or not.
+_here = Path(__file__).resolve().parent
+if not (_here / "kernels").exists() and (_here.parent / "kernels" / "__init__.py").is_file():
+    __path__.append(str(_here.parent))

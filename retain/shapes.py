@@ -1,0 +1,32 @@
+"""The legend: one letter an axis, for names, annotations, docs and kernels of the whole project.
+
+A tensor whose shape changes hands carries its axes as a suffix (`keys_BHTD`), and public functions annotate
+them with the same letters through jaxtyping (`Float[Tensor, "B H T D"]`; one-letter axes are written
+`" B"`). Layout is head first, as in Hugging Face caches. A digit is a literal size or an offset:
+`offsets_R1` is `[R + 1]`. What is nobody else's axis is a lower-case word (`"B Q rows T"`).
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+LEGEND: Mapping[str, str] = MappingProxyType(
+    {
+        "B": "sequences of the batch",
+        "L": "attention layers",
+        "H": "KV heads",
+        "Q": "query heads",
+        "G": "query heads that share one KV head, G = Q / H",
+        "T": "entries seen by one KV head, padding included",
+        "S": "query positions of this call (or of the observation window)",
+        "D": "head width",
+        "E": "model width",
+        "F": "hidden width of a gate",
+        "R": "ragged rows of a layer, R = B * H, head fastest",
+        "N": "entries held over all rows",
+        "C": "capacity: entries for which a store has room, C >= N",
+        "W": "queries of an observation window",
+        "K": "keep ratios looked at together",
+        "V": "token ids of the vocabulary",
+        "P": "pairs that a ranking loss draws",
+    }
+)

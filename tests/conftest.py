@@ -1,0 +1,59 @@
+"""What every test runs under: offline, one thread, the same seed, deterministic algorithms, checked shapes.
+
+The environment is set before torch, transformers or triton is imported, since each reads it once. The import
+hook makes jaxtyping check every annotated function of `retain` through beartype; users never pay for that.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["MPLBACKEND"] = "Agg"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import jaxtyping
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Not `retain.kernels`: Triton compiles the source of a kernel, and a checking wrapper is no part of it.
+_CHECKED = sorted(f"retain.{path.stem}" for path in (ROOT / "retain").iterdir() if path.stem.isidentifier())
+jaxtyping.install_import_hook([*_CHECKED, "retain.train", "retain.eval"], "beartype.beartype")
+
+
+def pytest_configure() -> None:
+    early = sorted(name for name in sys.modules if name.startswith("retain."))
+    assert not early, f"imported before the shape-checking hook was installed: {early}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"skipped tests: {len(terminalreporter.stats.get('skipped', []))}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _reproducible(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seed torch and numpy; on the CPU also demand determinism, which fills `torch.empty` with NaN."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    torch.use_deterministic_algorithms(request.node.get_closest_marker("gpu") is None)
+    yield
+    torch.use_deterministic_algorithms(False)

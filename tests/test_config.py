@@ -1,0 +1,240 @@
+"""A YAML file becomes a dataclass, or one error that lists everything wrong with it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from retain.config import build, load, save, to_mapping
+
+
+@dataclass(frozen=True)
+class Guard:
+    sinks: int = 4
+    fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction < 1:
+            raise ValueError(f"fraction must lie in [0, 1), got {self.fraction}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: str
+    seed: int
+    rate: float = 1e-3
+    kind: Literal["linear", "mlp"] = "linear"
+    resume: bool = False
+    output: Path = Path("runs/x")
+    guard: Guard = Guard(sinks=8)
+    ratios: tuple[float, ...] = (0.1, 0.2)
+    betas: tuple[float, float] = (0.9, 0.99)
+    limit: int | None = None
+    extra_guard: Guard | None = None
+    weights: dict[str, float] = field(default_factory=dict)
+    guards: dict[str, Guard] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    size: int | float | str = 1
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems_of(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ValueError) as caught:
+        load(written(folder, text), Recipe, overrides)
+    first, *rest = str(caught.value).splitlines()
+    assert "recipe.yaml does not fit Recipe" in first
+    assert first.endswith("1 problem" if len(rest) == 1 else f"{len(rest)} problems")
+    return [line.removeprefix("  - ") for line in rest]
+
+
+def test_defaults_come_from_the_dataclass(tmp_path: Path) -> None:
+    assert load(written(tmp_path, "model: a\nseed: 1\n"), Recipe) == Recipe(model="a", seed=1)
+
+
+def test_every_annotation_is_understood(tmp_path: Path) -> None:
+    text = """
+model: a
+seed: 1
+rate: 2e-4
+kind: mlp
+resume: true
+output: some/where
+guard: {fraction: 0}
+ratios: [1, 5e-1]
+betas: [0.5, 0.6]
+limit: 7
+extra_guard: {sinks: 1}
+weights: {a: 1, b: 2.5}
+guards: {x: {sinks: 2}}
+settings: {window: 32, pool: null}
+size: big
+"""
+    recipe = load(written(tmp_path, text), Recipe)
+    assert recipe == Recipe(
+        model="a",
+        seed=1,
+        rate=2e-4,
+        kind="mlp",
+        resume=True,
+        output=Path("some/where"),
+        guard=Guard(sinks=8, fraction=0.0),
+        ratios=(1.0, 0.5),
+        betas=(0.5, 0.6),
+        limit=7,
+        extra_guard=Guard(sinks=1),
+        weights={"a": 1.0, "b": 2.5},
+        guards={"x": Guard(sinks=2)},
+        settings={"window": 32, "pool": None},
+        size="big",
+    )
+    assert isinstance(recipe.guard.fraction, float)
+    assert all(isinstance(ratio, float) for ratio in recipe.ratios)
+
+
+def test_a_section_left_out_in_part_keeps_the_rest_of_its_default(tmp_path: Path) -> None:
+    recipe = load(written(tmp_path, "model: a\nseed: 1\n"), Recipe, ["guard.fraction=0.3"])
+    assert recipe.guard == Guard(sinks=8, fraction=0.3)
+
+
+def test_overrides_come_after_the_file_and_in_order(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: a\nseed: 1\nrate: 1\n")
+    recipe = load(path, Recipe, ["seed=2", "seed=3", "ratios=[0.4]", "extra_guard.sinks=1", "limit=null"])
+    assert (recipe.seed, recipe.ratios, recipe.extra_guard) == (3, (0.4,), Guard(sinks=1))
+    assert recipe.rate == 1.0
+
+
+def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
+    text = """
+modle: a
+rate: fast
+kind: mpl
+resume: 1
+guard: {sink: 4, fraction: 2e0}
+ratios: 0.1
+betas: [0.9]
+limit: 1.5
+extra_guard: {sinks: many}
+weights: {a: no}
+size: [1]
+"""
+    found = problems_of(tmp_path, text, "limt=3", "seed", "rate.deep=1")
+    assert found == [
+        "override 'seed': expected key=value, for example section.key=value",
+        "override 'rate.deep=1': rate is 'fast' (str), not a section",
+        "unknown key 'modle' (did you mean 'model'?)",
+        "unknown key 'limt' (did you mean 'limit'?)",
+        "missing key 'model' (str)",
+        "missing key 'seed' (int)",
+        "rate: expected float, got 'fast' (str)",
+        "kind: expected one of 'linear', 'mlp', got 'mpl' (str) (did you mean 'mlp'?)",
+        "resume: expected bool, got 1 (int)",
+        "unknown key 'guard.sink' (did you mean 'sinks'?)",
+        "ratios: expected a list for tuple[float, ...], got 0.1 (float)",
+        "betas: expected 2 items for tuple[float, float], got [0.9] (list)",
+        "limit: expected int, got 1.5 (float)",
+        "extra_guard.sinks: expected int, got 'many' (str)",
+        "weights.a: expected float, got False (bool)"
+        " (YAML reads yes, no, on, off as true or false: quote a word)",
+        "size: expected int | float | str, got [1] (list)",
+    ]
+
+
+def test_an_unknown_key_near_nothing_gets_the_list(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, "model: a\nseed: 1\nguard: {zzz: 1}\n")
+    assert problem == "unknown key 'guard.zzz'; known keys: sinks, fraction"
+
+
+def test_what_the_dataclass_itself_refuses_is_a_problem_like_others(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, "model: a\nguard: {fraction: 2.0}\n")
+    assert found == ["missing key 'seed' (int)", "guard: fraction must lie in [0, 1), got 2.0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("seed: true", "seed: expected int, got True (bool)"),
+        ("seed: 2e3", "seed: expected int, got '2e3' (str)"),
+        ("model: 3", "model: expected str, got 3 (int)"),
+        ("model: null", "model: expected str, got None (NoneType)"),
+        ("model: on", "model: expected str, got True (bool)"),
+        ("rate: true", "rate: expected float, got True (bool)"),
+        ("guard: 3", "guard: expected a section with the keys of Guard, got 3 (int)"),
+        ("weights: [1]", "weights: expected dict[str, float], got [1] (list)"),
+        ("weights: {1: 2}", "weights: expected dict[str, float], got {1: 2} (dict)"),
+        ("output: 3", "output: expected Path, got 3 (int)"),
+    ],
+)
+def test_wrong_types_are_named(tmp_path: Path, line: str, problem: str) -> None:
+    required = {"model": "model: a", "seed": "seed: 1"} | {line.split(":")[0]: line}
+    (found,) = problems_of(tmp_path, "\n".join(required.values()))
+    assert found.startswith(problem)
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    written(tmp_path, "model: a\n")
+    with pytest.raises(
+        FileNotFoundError, match=r"recipes\.yaml' does not exist \(did you mean '.*recipe\.yaml'"
+    ):
+        load(tmp_path / "recipes.yaml", Recipe)
+    with pytest.raises(FileNotFoundError, match=r"does not exist\. Pass the path of a YAML file for Recipe"):
+        load(tmp_path / "nowhere" / "x.yaml", Recipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1\n- 2\n", r"must hold `key: value` lines at its top, got \[1, 2\] \(list\)"),
+        ("model: [1\n", r"recipe\.yaml is not valid YAML"),
+        ("seed: 1\nseed: 2\n", r"(?s)not valid YAML.*key 'seed' is given twice"),
+        ("model: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(written(tmp_path, text), Recipe)
+
+
+def test_an_empty_file_lacks_the_required_keys(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, "") == ["missing key 'model' (str)", "missing key 'seed' (int)"]
+
+
+def test_yaml_anchors_and_merges_still_work(tmp_path: Path) -> None:
+    text = "model: a\nseed: 1\nguard: &g {sinks: 2}\nextra_guard:\n  <<: *g\n  fraction: 0.5\n"
+    assert load(written(tmp_path, text), Recipe).extra_guard == Guard(sinks=2, fraction=0.5)
+
+
+def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
+    recipe = Recipe(
+        model="ä: b",
+        seed=1,
+        rate=1e-7,
+        limit=3,
+        extra_guard=Guard(1, 0.2),
+        guards={"x": Guard(3)},
+        weights={"a": float("inf")},
+        size="1",
+    )
+    path = tmp_path / "deep" / "resolved.yaml"
+    save(recipe, path)
+    assert load(path, Recipe) == recipe
+    assert [file.name for file in path.parent.iterdir()] == ["resolved.yaml"]
+    assert build(to_mapping(recipe), Recipe) == recipe
+
+
+def test_build_reports_like_load() -> None:
+    with pytest.raises(
+        ValueError, match=r"mapping does not fit Recipe: 1 problem\n  - missing key 'seed' \(int\)"
+    ):
+        build({"model": "a"}, Recipe)
+
+
+def test_the_caller_s_mapping_is_left_as_it_was() -> None:
+    mapping = {"model": "a", "seed": 1, "guard": {"sinks": 1}}
+    build(mapping, Recipe)
+    assert mapping == {"model": "a", "seed": 1, "guard": {"sinks": 1}}

@@ -1,0 +1,180 @@
+"""Imports go one way: kernels <- retain <- {train, eval} <- tests; transformers enters in two places.
+
+Read from the source by `ast`: an import inside a function or under TYPE_CHECKING counts like any other.
+"""
+
+import ast
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.train", "eval": "retain.eval"}
+
+# Stages are composed by retain.policy and do not know one another, nor what composes them.
+STAGES = ("scores", "fusion", "protection", "budget", "selection", "gates")
+COMPOSED = ("policy", "cache", "attend", "hf", "future", "reference", "train", "eval")
+SCORE_TYPE = "retain.scores.score"  # not a stage: what scores, gates and fusion exchange
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the project by its installed name."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[tuple[str, str | None]]:
+    """What a module imports, as (module, name taken from it), wherever in the file it does so."""
+    found: set[tuple[str, str | None]] = set()
+    for node in ast.walk(ast.parse(sources()[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} line {node.lineno}: write an absolute retain.* import"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add((inner, None) if inner in sources() else (node.module, alias.name))
+    return frozenset(found)
+
+
+def imported_modules(module: str) -> set[str]:
+    return {name for name, _ in imports(module)}
+
+
+def within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def offenders(inside: tuple[str, ...], outside: tuple[str, ...], forbidden: tuple[str, ...]) -> list[str]:
+    """Imports of `forbidden` by modules that lie within `inside` but not within `outside`."""
+    return sorted(
+        f"{module} imports {target}"
+        for module in sources()
+        if within(module, *inside) and not within(module, *outside)
+        for target in imported_modules(module)
+        if within(target, *forbidden)
+    )
+
+
+def test_the_map_is_not_empty() -> None:
+    assert {
+        "retain",
+        "retain.policy",
+        "retain.kernels",
+        "retain.train.distill",
+        "retain.eval.compare",
+    } <= set(sources())
+
+
+def test_kernels_import_nothing_of_retain() -> None:
+    found = offenders(("retain.kernels",), (), ("retain", "train", "eval", "kernels"))
+    assert [line for line in found if not within(line.split()[-1], "retain.kernels")] == []
+
+
+def test_retain_imports_neither_train_nor_eval() -> None:
+    outside = ("retain.kernels", "retain.train", "retain.eval")
+    assert offenders(("retain",), outside, ("retain.train", "retain.eval", "train", "eval", "kernels")) == []
+
+
+def test_train_and_eval_do_not_import_each_other() -> None:
+    assert offenders(("retain.train",), (), ("retain.eval", "eval", "train", "kernels")) == []
+    assert offenders(("retain.eval",), (), ("retain.train", "eval", "train", "kernels")) == []
+
+
+def test_only_hf_and_reference_import_transformers() -> None:
+    outside = ("retain.hf", "retain.reference", "retain.train", "retain.eval")
+    assert offenders(("retain",), outside, ("transformers",)) == []
+
+
+def test_only_train_and_eval_import_future() -> None:
+    assert offenders(("retain",), ("retain.train", "retain.eval"), ("retain.future",)) == []
+
+
+def reachable(starts: list[str]) -> set[str]:
+    """Modules of the project that importing or using `starts` can load, parents included."""
+    seen: set[str] = set()
+    waiting = list(starts)
+    while waiting:
+        module = waiting.pop()
+        if module in seen or module not in sources():
+            continue
+        seen.add(module)
+        waiting += imported_modules(module)
+        if "." in module:
+            waiting.append(module.rpartition(".")[0])
+    return seen
+
+
+def test_future_is_out_of_reach_of_what_users_run() -> None:
+    starts = ["retain", "retain.policy", "retain.cache", "retain.attend"]
+    starts += [module for module in sources() if within(module, "retain.hf", "retain.gates", "retain.scores")]
+    reached = reachable(starts)
+    assert "retain.future" in sources()
+    assert {"retain.evidence", "retain.fusion", "retain.selection", "retain.hf.cache"} <= reached
+    assert "retain.future" not in reached
+
+
+def test_policy_reaches_no_gate() -> None:
+    """The gate's score is handed to `decide`: a policy without a gate needs nothing of retain.gates."""
+    assert [module for module in imported_modules("retain.policy") if within(module, "retain.gates")] == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_do_not_import_one_another(stage: str) -> None:
+    own = f"retain.{stage}"
+    modules = [module for module in sources() if within(module, own)]
+    assert modules, f"no module of stage {stage}"
+    forbidden = [f"retain.{other}" for other in (*STAGES, *COMPOSED) if other != stage]
+    pairs = {(module, target, name) for module in modules for target, name in imports(module)}
+    shared = {target for _, target, _ in pairs if within(target, "retain") and not within(target, own)}
+    shared = {module for module in shared & set(sources()) if not within(module, *forbidden)}
+    pairs |= {(module, target, name) for module in shared for target, name in imports(module)}
+    foreign = sorted(
+        f"{module} imports {name or 'all'} from {target}"
+        for module, target, name in pairs
+        if within(target, *forbidden) and target != SCORE_TYPE
+    )
+    assert foreign == []
+
+
+def test_only_kernel_files_import_triton() -> None:
+    """`import retain.kernels.<op>` must work where Triton is not installed."""
+    found = [line.split()[0] for line in offenders(("retain",), (), ("triton",))]
+    assert [module for module in found if not within(module, "retain.kernels")] == []
+
+
+IMPORT_NAMES = {"PyYAML": "yaml"}
+
+
+@pytest.mark.parametrize(
+    ("package", "extras"),
+    [
+        ("retain", ()),
+        ("retain.kernels", ("kernels",)),
+        ("retain.train", ("train", "deepspeed", "wandb")),
+        ("retain.eval", ("eval",)),
+    ],
+)
+def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["dependencies"] + [r for e in extras for r in project["optional-dependencies"][e]]
+    names = {requirement.split(">")[0].split(";")[0].strip() for requirement in declared}
+    known = {IMPORT_NAMES.get(name, name) for name in names} | set(sys.stdlib_module_names) | {"retain"}
+    others = tuple(other for other in FOLDERS.values() if other not in ("retain", package))
+    used = {
+        target.partition(".")[0]
+        for module in sources()
+        if within(module, package) and not within(module, *others)
+        for target in imported_modules(module)
+    }
+    assert used - known == set()

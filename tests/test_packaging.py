@@ -1,0 +1,159 @@
+"""What is installed is what is here: the wheel, the package map, and the name `kernels`, which two share."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import retain
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+DATA = {".json", ".md", ".safetensors", ".typed", ".yaml"}
+
+
+def folder_of(package: str) -> Path:
+    """Where a package's files lie in the checkout, by the package map (the longest listed prefix decides)."""
+    prefix = max((p for p in SETUPTOOLS["package-dir"] if f"{package}.".startswith(f"{p}.")), key=len)
+    return ROOT.joinpath(SETUPTOOLS["package-dir"][prefix], *package[len(prefix) :].split("."))
+
+
+def test_every_package_is_listed() -> None:
+    homes = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.train", "eval": "retain.eval"}
+    present = {
+        ".".join((package, *init.parent.relative_to(ROOT / folder).parts))
+        for folder, package in homes.items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert set(SETUPTOOLS["packages"]) == present | {"retain.policies"}
+
+
+@pytest.mark.parametrize("folder", ["retain", "kernels", "train", "eval"])
+def test_every_folder_with_code_is_a_package(folder: str) -> None:
+    folders = {path.parent for path in (ROOT / folder).rglob("*.py")}
+    assert [str(path) for path in folders if not (path / "__init__.py").is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in a wheel built offline, from a copy, since setuptools leaves its build/ in the source."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for folder in ("retain", "kernels", "train", "eval", "configs"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    done = subprocess.run([*command, "-w", str(out), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = out.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
+    expected = set()
+    for package in SETUPTOOLS["packages"]:
+        folder = folder_of(package)
+        files = [path for path in folder.iterdir() if path.suffix in DATA | {".py"}]
+        data_folders = [f for f in folder.iterdir() if f.is_dir() and not (f / "__init__.py").is_file()]
+        files += [path for data in data_folders for path in data.rglob("*") if path.suffix in DATA]
+        for path in files:
+            if path.name not in {"README.md", "FINDINGS.md"}:
+                expected.add(f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}")
+    assert expected - wheel_names == set()
+    assert {"retain/py.typed", "retain/kernels/__init__.py", "retain/policies/fused.yaml"} <= wheel_names
+    assert any(name.startswith("retain/reference/") and name.endswith(".safetensors") for name in wheel_names)
+
+
+def test_the_wheel_holds_one_top_level_name(wheel_names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"retain"}
+
+
+def test_the_makefile_names_files_that_exist() -> None:
+    named = re.findall(r"(?:configs|train|eval)/[\w/.-]+\.(?:yaml|py)", (ROOT / "Makefile").read_text())
+    assert len(named) >= 5
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("folder", ["train", "eval"])
+def test_no_script_neighbour_bears_a_foreign_name(folder: str) -> None:
+    """A script's own folder comes first on its path: train/datasets.py would shadow Hugging Face datasets."""
+    foreign = (set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions())) - {"retain"}
+    mine = {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert mine & foreign == set()
+
+
+def python(code: str, cwd: Path, *path: Path) -> str:
+    """Return what code prints in a fresh interpreter with `cwd`, then `path`, first on sys.path."""
+    prelude = f"import sys; sys.path[0:1] = {[str(cwd), *map(str, path)]!r}\n"
+    done = subprocess.run([sys.executable, "-c", prelude + code], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_top_level_kernels_is_empty_and_harmless() -> None:
+    """transformers finds our folder under the top-level name, and must take it for no HF kernels."""
+    code = (
+        "import kernels, transformers\n"
+        "from transformers.utils import is_kernels_available\n"
+        "print(hasattr(kernels, '__version__'), is_kernels_available(), 'triton' in sys.modules)"
+    )
+    assert python(code, ROOT) == "False False False"
+
+
+def test_top_level_kernels_hands_over_to_a_real_one(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(
+        "__version__ = '9.9'\nfrom kernels.inner import VALUE\n"
+    )
+    (tmp_path / "kernels" / "inner.py").write_text("VALUE = 7\n")
+    code = (
+        "import kernels, retain.kernels\n"
+        "print(kernels.__version__, kernels.VALUE, hasattr(retain.kernels, 'VALUE'))"
+    )
+    assert python(code, ROOT, tmp_path) == "9.9 7 False"
+
+
+def test_a_plain_checkout_resolves_its_four_folders(tmp_path: Path) -> None:
+    """Without installation (-S hides site-packages), the checkout's root on the path is enough."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import retain.kernels, retain.train, retain.eval\n"
+        "print(retain.kernels.__file__, retain.train.__file__, retain.eval.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    expected = [str(ROOT / folder / "__init__.py") for folder in ("kernels", "train", "eval")]
+    assert done.stdout.split() == expected
+
+
+def test_importing_retain_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import retain, retain.kernels, retain.train, retain.eval, retain.config, retain.shapes\n"
+        "heavy = {'torch', 'transformers', 'triton', 'accelerate', 'datasets', 'peft', 'matplotlib'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    assert python(code, tmp_path, ROOT) == "[]"
+
+
+def test_every_export_resolves() -> None:
+    assert sorted(retain.__all__) == sorted(retain._HOMES)
+    for name in retain.__all__:
+        assert callable(getattr(retain, name)), name
+    assert set(retain.__all__) <= set(dir(retain))
+    retain.load_policy("fused")
+    assert callable(retain.policies), "the data folder retain.policies was imported over the function"
+
+
+def test_an_unknown_export_lists_the_known() -> None:
+    with pytest.raises(
+        AttributeError, match=r"module 'retain' has no attribute 'cache_'; it exports Cache, attach"
+    ):
+        _ = retain.cache_
