@@ -1,0 +1,10 @@
+"""The reference model: a small decoder, trained here, on which eviction can be judged without a model hub.
+
+`load_model(seed)` and `load_tokenizer()` give a stock Qwen3 and a stock fast tokenizer; `documents` writes
+texts with something to find. See `MODEL_CARD.md` for what it is and what it is not.
+"""
+
+from retain.reference.model import SEEDS, load_model
+from retain.reference.tokenizer import load_tokenizer
+
+__all__ = ["SEEDS", "load_model", "load_tokenizer"]

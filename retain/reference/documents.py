@@ -1,0 +1,509 @@
+"""Documents with something to find: statements woven into real text, questions after it.
+
+In: a split of the standard library's text and a seed. Out: `Item`s (one question on one context, for
+    evaluation) and `Document`s (a context with questions on everything in it, for distillation). The one
+    decision taken here: keys, values, chain links and list items are all drawn from one pool of ordinary
+    words which also occurs in the filler, so a token's identity says little; what makes a needle is the
+    statement around it.
+
+Families (the question's verb): `get` a fact's value, `all` values of a key, `each` of several keys, `trace` a
+chain of variables, `common` words of the text, `list` the items of a list, `who` has a value, `quote` the
+token after a word of the filler. The last three, and two of the five surface formats of a fact, are held out:
+gate training never sees them (the reference model does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from retain.reference.text import Split, stream, words
+from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
+
+FACT_FORMATS = (" set{key}{value};", " note:{key} is{value}.", "#{key} ->{value}\n")
+HELD_OUT_FACT_FORMATS = ("\n{key} ={value}\n", "{key}({value}),")
+LINK_FORMATS = (" pass{key}{value};", " move{key} to{value}.")
+USE_FORMAT = " use{key}{value};"
+LIST_FORMAT = " list{key}:"
+VERBS = {
+    "get": " get",
+    "all": " all",
+    "each": " each",
+    "trace": " trace",
+    "common": " common",
+    "list": " list",
+    "who": " who",
+    "quote": " after",
+}
+PHRASING = (
+    "".join((*VERBS.values(), *FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS, USE_FORMAT, LIST_FORMAT))
+    .translate(str.maketrans("", "", "{}"))
+    .replace("key", "")
+    .replace("value", "")
+)
+
+TOPIC_SHARE = 0.07
+NUM_TOPICS = 3
+DECOY_SHARE = 0.22
+
+
+@dataclass(frozen=True)
+class Target:
+    """Supervision of one position: after `ids[offset]` any token of `accept` is right."""
+
+    offset: int
+    accept: tuple[int, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens that stays together, with the positions in it that can be predicted."""
+
+    ids: tuple[int, ...]
+    targets: tuple[Target, ...] = ()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question from `<q>` to `<a>`, and one right continuation of it."""
+
+    ids: tuple[int, ...]
+    gold_ids: tuple[int, ...]
+    accept: tuple[tuple[int, ...], ...]
+    kinds: tuple[str, ...]
+
+    def segment(self) -> Segment:
+        """Question and answer as one run; every answer token is a target."""
+        start = len(self.ids) - 1
+        targets = [
+            Target(start + i, *pair) for i, pair in enumerate(zip(self.accept, self.kinds, strict=True))
+        ]
+        return Segment(self.ids + self.gold_ids, tuple(targets))
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question on one context.
+
+    Attributes:
+        task: Name in `TASKS`.
+        context_ids: Token ids of the context, `<bos>` first.
+        question_ids: From `<q>` to `<a>`; comes after the context.
+        answers: The tokens to be found.
+        scored: Which of the generated tokens are compared with `answers` (the others restate a key).
+        ordered: Whether `answers` must come in this order.
+        gold_ids: A right continuation, `<eos>` included.
+    """
+
+    task: str
+    context_ids: tuple[int, ...]
+    question_ids: tuple[int, ...]
+    answers: tuple[int, ...]
+    scored: tuple[int, ...]
+    ordered: bool
+    gold_ids: tuple[int, ...]
+
+    @property
+    def generate(self) -> int:
+        """How many tokens to generate: the answer without its `<eos>`."""
+        return len(self.gold_ids) - 1
+
+    def score(self, generated: Sequence[int]) -> tuple[float, float]:
+        """Exact match and the share of answers found, of freely generated token ids."""
+        given = [generated[i] if i < len(generated) else -1 for i in self.scored]
+        if self.ordered:
+            hits = [a == b for a, b in zip(given, self.answers, strict=True)]
+            return float(all(hits)), sum(hits) / len(hits)
+        found = set(given) & set(self.answers)
+        return float(found == set(self.answers)), len(found) / len(set(self.answers))
+
+
+@dataclass(frozen=True)
+class Document:
+    """A context and the questions with answers appended after it, for distillation."""
+
+    context_ids: tuple[int, ...]
+    appendix_ids: tuple[int, ...]
+
+
+@dataclass
+class Content:
+    """What a document states. All words in it are different."""
+
+    facts: list[tuple[int, int]]
+    multis: list[tuple[int, tuple[int, ...]]]
+    chains: list[tuple[int, ...]]
+    lists: list[tuple[int, tuple[int, ...]]]
+    topics: tuple[int, ...] = ()
+
+
+@cache
+def _encode(text: str) -> tuple[int, ...]:
+    return tuple(load_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def _fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
+    """Token ids of a statement template; its words are single tokens that carry their space."""
+    before, after = template.split("{key}")
+    if value is None:
+        return (*_encode(before), key, *_encode(after))
+    between, after = after.split("{value}")
+    return (*_encode(before), key, *_encode(between), value, *_encode(after))
+
+
+def _tie(template: str, key: int, value: int, accept: tuple[int, ...] | None = None) -> Segment:
+    """A statement; with `accept` it repeats an earlier one, so that its value can be predicted."""
+    ids = _fill(template, key, value)
+    if accept is None:
+        return Segment(ids)
+    return Segment(ids, (Target(ids.index(value, ids.index(key) + 1) - 1, accept, "use"),))
+
+
+class Writer:
+    """Writes documents of one split from one seed.
+
+    Args:
+        split: `train` or `eval` text of the standard library.
+        seed: Of the generator; the same seed on the same Python version gives the same documents.
+        held_out: Whether the held-out fact formats may be used where the format is free.
+    """
+
+    def __init__(self, split: Split, seed: int, *, held_out: bool = False) -> None:
+        self.rng = np.random.default_rng([seed, 0 if split == "train" else 1])
+        self.text = stream(split)
+        self.pool = words()
+        self.formats = FACT_FORMATS + (HELD_OUT_FACT_FORMATS if held_out else ())
+        phrasing = sorted(
+            {
+                i
+                for template in (
+                    *FACT_FORMATS,
+                    *HELD_OUT_FACT_FORMATS,
+                    *LINK_FORMATS,
+                    USE_FORMAT,
+                    LIST_FORMAT,
+                )
+                for i in _encode(template.replace("{key}", "").replace("{value}", ""))
+            }
+        )
+        self.markers = np.asarray(phrasing, dtype=np.int64)
+
+    # -- words and filler ------------------------------------------------------------------------------------
+
+    def draw(self, count: int) -> list[int]:
+        """`count` different words of the pool."""
+        return self.rng.choice(self.pool, size=count, replace=False).tolist()
+
+    def filler(self, count: int, taken: Sequence[int], topics: Sequence[int]) -> np.ndarray:
+        """Real text with decoys (random words, bits of phrasing); `taken` words occur only in statements."""
+        start = int(self.rng.integers(0, len(self.text) - count))
+        ids = self.text[start : start + count].copy()
+        free = np.setdiff1d(self.pool, np.asarray([*taken, *topics], dtype=np.int64))
+        decoy = self.rng.random(count) < DECOY_SHARE
+        ids[decoy] = self.rng.choice(free, size=int(decoy.sum()))
+        marker = decoy & (self.rng.random(count) < 0.15)
+        ids[marker] = self.rng.choice(self.markers, size=int(marker.sum()))
+        clash = np.isin(ids, np.asarray([*taken, *topics], dtype=np.int64))
+        ids[clash] = self.rng.choice(free, size=int(clash.sum()))
+        if len(topics):
+            each = max(4, round(count * TOPIC_SHARE))
+            places = self.rng.permutation(count)[: each * len(topics)]
+            for i, topic in enumerate(topics):
+                ids[places[i :: len(topics)]] = topic
+        return ids
+
+    # -- statements ------------------------------------------------------------------------------------------
+
+    def pick(self, options: Sequence[str]) -> str:
+        return options[int(self.rng.integers(len(options)))]
+
+    def popularity(self, count: int) -> np.ndarray:
+        """How often each of `count` statements is used again, and asked for: a few often, most seldom."""
+        weights = 1.0 / np.arange(1, count + 1)
+        return weights / weights.sum()
+
+    def again(
+        self, key: int, value: int, accept: tuple[int, ...], formats: Sequence[str], *, turn: bool
+    ) -> Segment:
+        """A later use of a statement: a call, the statement repeated, or a question with its answer."""
+        kind = int(self.rng.integers(3 if turn else 2))
+        if kind == 0:
+            return _tie(USE_FORMAT, key, value, accept)
+        if kind == 1:
+            return _tie(self.pick(formats), key, value, accept)
+        return self.ask_get(key, value).segment()
+
+    def groups(self, content: Content, reuses: int) -> list[list[Segment]]:
+        """The statements of a document; the order inside a group is kept when they are woven in.
+
+        `reuses` statements come again later in the text, by popularity: the first facts of `content` most
+        often.
+        """
+        groups = [[_tie(self.pick(self.formats), key, value)] for key, value in content.facts]
+        uses: list[Callable[[], None]] = []
+        for (key, value), group in zip(content.facts, groups, strict=True):
+            uses.append(
+                lambda g=group, k=key, v=value: g.append(self.again(k, v, (v,), self.formats, turn=True))
+            )
+        for key, values in content.multis:
+            template = self.pick(self.formats)
+            for value in values:
+                groups.append([_tie(template, key, value)])
+        for chain in content.chains:
+            template = self.pick(LINK_FORMATS)
+            links = [_tie(template, a, b) for a, b in zip(chain, chain[1:], strict=False)]
+            at = int(self.rng.integers(1, len(links) + 1))
+            groups.append(links)
+            a, b = chain[at - 1], chain[at]
+            uses.append(lambda g=links, a=a, b=b: g.append(self.again(a, b, (b,), LINK_FORMATS, turn=False)))
+        for name, items in content.lists:
+            groups.append([Segment((*_fill(LIST_FORMAT, name), *items, *_encode(";")))])
+        if uses and reuses:
+            for which in self.rng.choice(len(uses), size=reuses, p=self.popularity(len(uses))):
+                uses[int(which)]()
+        return groups
+
+    def weave(
+        self, groups: list[list[Segment]], length: int, taken: Sequence[int], topics: Sequence[int]
+    ) -> tuple[np.ndarray, list[Target], list[int]]:
+        """Weave statements into filler: ids `[length]`, absolute targets, and where statements end.
+
+        Raises:
+            ValueError: The statements alone are longer than `length`.
+        """
+        labels = self.rng.permutation([g for g, group in enumerate(groups) for _ in group])
+        heads = [iter(group) for group in groups]
+        ordered = [next(heads[int(g)]) for g in labels]
+        used = sum(len(segment.ids) for segment in ordered)
+        room = length - 1 - used
+        if room < 0:
+            raise ValueError(
+                f"statements of {used} tokens do not fit into a context of {length}: "
+                "state fewer, or ask for a longer context"
+            )
+        filler = self.filler(room, taken, topics)
+        cuts = np.sort(self.rng.integers(0, room + 1, len(ordered))).tolist()
+        parts: list[np.ndarray] = [np.asarray([BOS_ID])]
+        targets: list[Target] = []
+        ends: list[int] = []
+        at, previous = 1, 0
+        for cut, segment in zip(cuts, ordered, strict=True):
+            parts += [filler[previous:cut], np.asarray(segment.ids)]
+            at += cut - previous
+            targets += [Target(at + t.offset, t.accept, t.kind) for t in segment.targets]
+            at += len(segment.ids)
+            ends.append(at)
+            previous = cut
+        parts.append(filler[previous:])
+        return np.concatenate(parts), targets, ends
+
+    # -- questions -------------------------------------------------------------------------------------------
+
+    def _question(
+        self,
+        verb: str,
+        words: Sequence[int],
+        gold: Sequence[int],
+        accept: Sequence[Sequence[int]],
+        kinds: Sequence[str],
+    ) -> Question:
+        ids = (QUESTION_ID, *_encode(VERBS[verb]), *words, ANSWER_ID)
+        return Question(ids, (*gold, EOS_ID), (*map(tuple, accept), (EOS_ID,)), (*kinds, "eos"))
+
+    def ask_get(self, key: int, value: int) -> Question:
+        return self._question("get", [key], [value], [[value]], ["get"])
+
+    def ask_who(self, key: int, value: int) -> Question:
+        return self._question("who", [value], [key], [[key]], ["who"])
+
+    def ask_each(self, facts: Sequence[tuple[int, int]]) -> Question:
+        gold = [word for fact in facts for word in fact]
+        return self._question(
+            "each", [k for k, _ in facts], gold, [[w] for w in gold], ["key", "get"] * len(facts)
+        )
+
+    def ask_all(self, key: int, values: Sequence[int]) -> Question:
+        """Values in any order, the key restated between them: `<a> V1 K V2 K V3`."""
+        order = [values[i] for i in self.rng.permutation(len(values))]
+        gold: list[int] = []
+        accept: list[Sequence[int]] = []
+        for i, value in enumerate(order):
+            gold += [key, value] if i else [value]
+            accept += [[key], order[i:]] if i else [order]
+        return self._question("all", [key], gold, accept, ["all", *["key", "all"] * (len(order) - 1)])
+
+    def ask_trace(self, chain: Sequence[int]) -> Question:
+        return self._question(
+            "trace", chain[:1], chain[1:], [[x] for x in chain[1:]], ["trace"] * (len(chain) - 1)
+        )
+
+    def ask_list(self, name: int, items: Sequence[int]) -> Question:
+        return self._question("list", [name], items, [[x] for x in items], ["list"] * len(items))
+
+    def quotable(self, ids: np.ndarray, taken: Sequence[int]) -> np.ndarray:
+        """Words that occur once in the text `ids` and are none of the `taken` words."""
+        found, counts = np.unique(ids[:-1], return_counts=True)
+        own = np.asarray(taken, dtype=np.int64)
+        return found[(counts == 1) & np.isin(found, self.pool) & ~np.isin(found, own)]
+
+    def ask_quote(self, ids: np.ndarray, taken: Sequence[int]) -> Question:
+        """What stands after a quotable word of the text `ids`."""
+        word = int(self.rng.choice(self.quotable(ids, taken)))
+        after = int(ids[int(np.flatnonzero(ids == word)[0]) + 1])
+        return self._question("quote", [word], [after], [[after]], ["quote"])
+
+    def ask_common(self, topics: Sequence[int]) -> Question:
+        order = [topics[i] for i in self.rng.permutation(len(topics))]
+        return self._question(
+            "common", [], order, [order[i:] for i in range(len(order))], ["common"] * len(order)
+        )
+
+    def questions(self, content: Content, *, held_out: bool) -> list[Question]:
+        """Questions on everything that a document states, shuffled."""
+        asked: list[Question] = []
+        facts = [content.facts[i] for i in self.rng.permutation(len(content.facts))]
+        while facts:
+            u = self.rng.random()
+            if len(facts) >= 2 and u < 0.25:
+                n = min(len(facts), int(self.rng.integers(2, 5)))
+                asked.append(self.ask_each(facts[:n]))
+                facts = facts[n:]
+            else:
+                fact = facts.pop()
+                asked.append(self.ask_who(*fact) if held_out and u > 0.7 else self.ask_get(*fact))
+        asked += [self.ask_all(*multi) for multi in content.multis]
+        asked += [self.ask_trace(chain) for chain in content.chains]
+        asked += [self.ask_list(*listing) for listing in content.lists]
+        if content.topics:
+            asked.append(self.ask_common(content.topics))
+        return [asked[i] for i in self.rng.permutation(len(asked))]
+
+    # -- evaluation ------------------------------------------------------------------------------------------
+
+    def item(self, task: str, context_tokens: int) -> Item:
+        """One question of a task on a context of exactly `context_tokens` tokens.
+
+        Raises:
+            ValueError: Unknown task, or a context too short for the task's statements.
+        """
+        if task not in TASKS:
+            from retain.registry import lookup
+
+            lookup(task, {name: name for name in TASKS}, what="task")
+        crowd = max(4, context_tokens // 32)
+        content, topics, ordered = Content([], [], [], []), (), True
+        held_out_format = task == "format"
+        pool = self.draw(2 * crowd + 24)
+
+        def take(n: int) -> list[int]:
+            return [pool.pop() for _ in range(n)]
+
+        if task == "single":
+            content.facts = [(pool.pop(), pool.pop())]
+            question, reuses = self.ask_get(*content.facts[0]), int(self.rng.integers(0, 3))
+        elif task in ("multikey", "format", "reverse"):
+            content.facts = [(pool.pop(), pool.pop()) for _ in range(crowd)]
+            asked = content.facts[int(self.rng.choice(crowd, p=self.popularity(crowd)))]
+            question, reuses = (self.ask_who if task == "reverse" else self.ask_get)(*asked), crowd // 3
+        elif task == "multivalue":
+            content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
+            content.multis = [(pool.pop(), tuple(take(4)))]
+            question, reuses, ordered = self.ask_all(*content.multis[0]), 3, False
+        elif task == "multiquery":
+            content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
+            question = self.ask_each([content.facts[i] for i in self.rng.permutation(8)[:4]])
+            reuses = 3
+        elif task == "tracing":
+            content.chains = [tuple(take(5)) for _ in range(2)]
+            question, reuses = self.ask_trace(content.chains[int(self.rng.integers(2))]), 2
+        elif task == "lists":
+            content.lists = [(pool.pop(), tuple(take(4))) for _ in range(4)]
+            content.facts = [(pool.pop(), pool.pop()) for _ in range(4)]
+            question, reuses = self.ask_list(*content.lists[int(self.rng.integers(4))]), 2
+        elif task == "quote":
+            content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
+            reuses = 3
+        else:
+            topics = tuple(take(NUM_TOPICS))
+            question, reuses, ordered = self.ask_common(topics), 0, False
+        formats = self.formats
+        self.formats = HELD_OUT_FACT_FORMATS if held_out_format else FACT_FORMATS
+        groups = self.groups(content, reuses)
+        self.formats = formats
+        ids, _, _ = self.weave(groups, context_tokens, _taken(content), topics)
+        if task == "quote":
+            question = self.ask_quote(ids, _taken(content))
+        scored = tuple(i for i, kind in enumerate(question.kinds) if kind not in ("key", "eos"))
+        return Item(
+            task=task,
+            context_ids=tuple(ids.tolist()),
+            question_ids=question.ids,
+            answers=tuple(question.gold_ids[i] for i in scored),
+            scored=scored,
+            ordered=ordered,
+            gold_ids=question.gold_ids,
+        )
+
+
+SEEN_TASKS = ("single", "multikey", "multivalue", "multiquery", "tracing", "common")
+HELD_OUT_TASKS = ("format", "lists", "reverse", "quote")
+TASKS = SEEN_TASKS + HELD_OUT_TASKS
+
+
+def _taken(content: Content) -> list[int]:
+    """All words that a document's statements are made of."""
+    pairs = [word for fact in content.facts for word in fact]
+    named = [word for name, items in (*content.multis, *content.lists) for word in (name, *items)]
+    return pairs + named + [word for chain in content.chains for word in chain]
+
+
+def random_content(writer: Writer, room: float, *, held_out: bool, topics: bool) -> Content:
+    """Statements of all families that take about `room` tokens, their questions included."""
+    rng = writer.rng
+    pool = writer.draw(420)
+    content = Content([], [], [], [])
+    cost = 0.0
+    if topics:
+        content.topics = tuple(pool.pop() for _ in range(NUM_TOPICS))
+        cost += 8
+    while len(pool) > 12:
+        u, n = rng.random(), int(rng.integers(2, 5))
+        if u < 0.5:
+            cost += 12
+        elif u < 0.68:
+            cost += 8 * n + 4
+        elif u < 0.88 or not held_out:
+            cost += 6 * n + 6
+        else:
+            cost += 2 * n + 10
+        if cost > room or len(content.facts) > 48:
+            break
+        if u < 0.5:
+            content.facts.append((pool.pop(), pool.pop()))
+        elif u < 0.68:
+            content.multis.append((pool.pop(), tuple(pool.pop() for _ in range(n))))
+        elif u < 0.88 or not held_out:
+            content.chains.append(tuple(pool.pop() for _ in range(n + 1)))
+        else:
+            content.lists.append((pool.pop(), tuple(pool.pop() for _ in range(n + 1))))
+    return content
+
+
+def distill_document(writer: Writer, context_tokens: int) -> Document:
+    """A context of `context_tokens` tokens in seen families and formats, and questions on all of it."""
+    rng = writer.rng
+    while True:
+        topics = rng.random() < 0.35
+        content = random_content(
+            writer, context_tokens * rng.uniform(0.1, 0.7), held_out=False, topics=topics
+        )
+        asked = writer.questions(content, held_out=False)
+        if asked:
+            break
+    groups = writer.groups(content, reuses=round(context_tokens / 100))
+    ids, _, _ = writer.weave(groups, context_tokens, _taken(content), content.topics)
+    return Document(tuple(ids.tolist()), tuple(i for question in asked for i in question.segment().ids))

@@ -1,0 +1,121 @@
+"""Full-cache accuracy of a reference model by generation: `python -m retain.reference.evaluate --seed 0`.
+
+In: a seed and a number of items. Out: exact match and its standard error a task. The one decision taken here:
+    nothing is teacher-forced, because a task can be 92 % right forced and 0 % right free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from retain.reference.documents import TASKS, Item, Writer
+from retain.reference.model import load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MINIMUM = {
+    "single": 0.98,
+    "multikey": 0.98,
+    "multiquery": 0.98,
+    "tracing": 0.98,
+    "multivalue": 0.92,
+    "common": 0.88,
+}
+
+
+@torch.inference_mode()
+def answers(model: PreTrainedModel, items: list[Item], batch_size: int = 8) -> list[list[int]]:
+    """Greedy continuations of items of one task, whose prompts all have the same length."""
+    given: list[list[int]] = []
+    for start in range(0, len(items), batch_size):
+        chosen = items[start : start + batch_size]
+        prompt = torch.tensor([item.context_ids + item.question_ids for item in chosen])
+        count = max(item.generate for item in chosen)
+        output = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            min_new_tokens=1,
+            do_sample=False,
+        )
+        given += output[:, prompt.shape[1] :].tolist()
+    return given
+
+
+def accuracy(
+    model: PreTrainedModel,
+    *,
+    items: int = 200,
+    context_tokens: int = 1000,
+    seed: int = 7,
+    tasks: tuple[str, ...] = TASKS,
+) -> dict[str, dict[str, float]]:
+    """Exact and partial match a task, on text of the `eval` split.
+
+    Args:
+        model: A reference model.
+        items: Items a task.
+        context_tokens: Length of each context; question and answer come on top.
+        seed: Of the documents.
+        tasks: Names in `TASKS`.
+    """
+    results = {}
+    for task in tqdm(tasks, desc="full cache"):
+        writer = Writer("eval", seed)
+        drawn = [writer.item(task, context_tokens) for _ in range(items)]
+        scores = [item.score(given) for item, given in zip(drawn, answers(model, drawn), strict=True)]
+        exact = sum(score for score, _ in scores) / items
+        results[task] = {
+            "exact": round(exact, 4),
+            "standard_error": round((exact * (1 - exact) / items) ** 0.5, 4),
+            "partial": round(sum(score for _, score in scores) / items, 4),
+            "items": items,
+        }
+    return results
+
+
+def main() -> None:
+    """Command line: print accuracies, and whether they reach what the project asks of a reference model."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the reference model")
+    parser.add_argument("--items", type=int, default=200, help="a task")
+    parser.add_argument("--context-tokens", type=int, default=1000)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
+    parser.add_argument("--weights", type=Path, default=None, help="other weights than the shipped ones")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file")
+    arguments = parser.parse_args()
+    model = load_model(arguments.seed, path=arguments.weights)
+    results = accuracy(
+        model, items=arguments.items, context_tokens=arguments.context_tokens, tasks=tuple(arguments.tasks)
+    )
+    for task, row in results.items():
+        verdict = (
+            ""
+            if task not in MINIMUM
+            else ("  ok" if row["exact"] >= MINIMUM[task] else f"  below {MINIMUM[task]:.2f}")
+        )
+        print(
+            f"{task:12s} exact {row['exact']:.3f} +- {row['standard_error']:.3f}  "
+            f"partial {row['partial']:.3f}{verdict}"
+        )
+    if arguments.output is not None:
+        arguments.output.write_text(
+            json.dumps(
+                {"seed": arguments.seed, "context_tokens": arguments.context_tokens, "tasks": results},
+                indent=2,
+            )
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
