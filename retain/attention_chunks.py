@@ -1,0 +1,45 @@
+"""Attention of many queries, a few at a time: what h2o and future risk walk instead of a T x T matrix.
+
+In: the evidence of one layer. Out: `attention_probs` of consecutive queries, each chunk over only the keys
+that its last query can see. The decision taken here: memory is `B * Q * chunk * T` floats, whatever the
+number of queries.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from retain.evidence import Evidence, attention_probs
+
+
+def truncate(evidence: Evidence, stop: int) -> Evidence:
+    """The same layer when only its first `stop` entries had been seen (views)."""
+    hidden, tokens = evidence.hidden_BTE, evidence.token_ids_BT
+    return replace(
+        evidence,
+        queries_BQSD=evidence.queries_BQSD[:, :, : evidence.num_queries - (evidence.num_seen - stop)],
+        keys_BHTD=evidence.keys_BHTD[:, :, :stop],
+        values_BHTD=evidence.values_BHTD[:, :, :stop],
+        positions_BT=evidence.positions_BT[:, :stop],
+        valid_BT=evidence.valid_BT[:, :stop],
+        hidden_BTE=None if hidden is None else hidden[:, :stop],
+        token_ids_BT=None if tokens is None else tokens[:, :stop],
+    )
+
+
+def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """Yield `(start, probs_BQsK)`: attention of the queries at entries `start..start+s` over entries `0..K`.
+
+    Causality makes `K = start + s` enough. Rows of left-padded queries are zeros; where padding may also
+    stand between valid entries, the caller drops the rows of padded queries by `valid_BT`.
+
+    Args:
+        evidence: the layer.
+        chunk: queries at a time, at least 1.
+        first: entry index of the first query wanted; queries `first..T` must be held.
+    """
+    T, S = evidence.num_seen, evidence.num_queries
+    for start in range(first, T, chunk):
+        stop = min(start + chunk, T)
+        yield start, attention_probs(truncate(evidence, stop), start - (T - S), stop - (T - S))

@@ -1,0 +1,134 @@
+"""Fusion: what was observed and what a gate predicts, made into one score.
+
+In: an observed score, a learned score, either or both. Out: one score and its unit. The decision taken here:
+numbers are only compared when their units are the same; whoever wants to blend unlike scores says
+`rank_blend`. The default, `max`, keeps an entry that either side fears for: the learned risk is the prior for
+what a short window under-observes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from retain.ranking import rank_entries
+from retain.registry import lookup
+from retain.scores.score import Score
+
+
+def fuse(
+    observed: Score | None, learned: Score | None, how: str = "max", *, weight: float | Tensor = 0.5
+) -> Score:
+    """One score from two.
+
+    With `o` observed, `l` learned and `w` the weight of the learned side:
+
+    - `max`: `max(o, l)`; one unit.
+    - `observed`, `learned`: that one alone.
+    - `log_linear`: `o^(1-w) * l^w`, both in `risk`; for 0 < w < 1 an entry that either side calls 0 scores 0.
+    - `rank_blend`: `(1-w) * rank(o) + w * rank(l)`, where `rank` is the share of the head's other entries
+      that rank below (0..1, ties to the later position); any units; the result is in `rank`.
+
+    Args:
+        observed: score over queries already seen; None if there is none.
+        learned: a gate's score; None if there is none.
+        how: which fusion.
+        weight: of the learned side in `log_linear` and `rank_blend`, in [0, 1]: one number, or one per KV
+            head `[H]`.
+
+    Returns:
+        the fused score.
+
+    Raises:
+        ValueError: if a score is missing, or the units do not fit the fusion.
+    """
+    function = lookup(how, FUSIONS, what="fusion")
+    for side, given, alone in (("observed", observed, "learned"), ("learned", learned, "observed")):
+        if given is None and how != alone:
+            step = "pass gates" if side == "learned" else "name an observed score"
+            raise ValueError(
+                f"fusion {how!r} needs the {side} score and there is none: {step}, or use fusion {alone!r}."
+            )
+    if observed is not None and learned is not None and observed.values_BHT.shape != learned.values_BHT.shape:
+        shapes = list(observed.values_BHT.shape), list(learned.values_BHT.shape)
+        raise ValueError(
+            f"observed scores {shapes[0]} and learned scores {shapes[1]} are not of the same entries [B, H, "
+            f"T]."
+        )
+    if isinstance(weight, Tensor) and weight.dim() == 1:
+        weight = weight[:, None]
+    return function(observed, learned, weight)
+
+
+def floor(score: Score, kind: str | None) -> Score:
+    """Lift every entry of a head to a prior.
+
+    `mean: max(s_h[i], mean_i s_h[i])`, the mean over the entries that exist.
+
+    The prior of DefensiveKV (arXiv 2510.13334): what the window did not see is not worth nothing. It makes
+    ties, so `retain/policy.py` lets a floored score share a budget between heads, and the score before the
+    floor order each head.
+
+    Args:
+        score: any unit.
+        kind: `mean`, or None for no floor.
+    """
+    if kind is None:
+        return score
+    if kind != "mean":
+        raise ValueError(f"floor is 'mean' or None; got {kind!r}.")
+    values_BHT = score.values_BHT
+    exists_BHT = values_BHT > float("-inf")
+    total_BH1 = values_BHT.masked_fill(~exists_BHT, 0.0).sum(-1, keepdim=True)
+    mean_BH1 = total_BH1 / exists_BHT.sum(-1, keepdim=True).clamp_min(1)
+    return Score(torch.maximum(values_BHT, mean_BH1).masked_fill(~exists_BHT, float("-inf")), score.unit)
+
+
+def _observed(observed: Score, learned: Score | None, weight: float | Tensor) -> Score:
+    return observed
+
+
+def _learned(observed: Score | None, learned: Score, weight: float | Tensor) -> Score:
+    return learned
+
+
+def _maximum(observed: Score, learned: Score, weight: float | Tensor) -> Score:
+    if observed.unit != learned.unit:
+        raise ValueError(
+            f"fusion 'max' compares numbers, and the observed score is in {observed.unit!r} while the "
+            f"learned one is in {learned.unit!r}: use an observed score in {learned.unit!r} (observed_risk "
+            "is in 'risk'), or fusion 'rank_blend', which takes any units."
+        )
+    return Score(torch.maximum(observed.values_BHT, learned.values_BHT), observed.unit)
+
+
+def _log_linear(observed: Score, learned: Score, weight: float | Tensor) -> Score:
+    if (observed.unit, learned.unit) != ("risk", "risk"):
+        raise ValueError(
+            f"fusion 'log_linear' takes two scores in 'risk'; got {observed.unit!r} and {learned.unit!r}: "
+            "use observed_risk and a risk gate, or fusion 'rank_blend', which takes any units."
+        )
+    exists_BHT = observed.values_BHT > float("-inf")
+    o, l = observed.values_BHT.clamp_min(0.0), learned.values_BHT.clamp_min(0.0)
+    return Score((o ** (1 - weight) * l**weight).masked_fill(~exists_BHT, float("-inf")), "risk")
+
+
+def _rank_blend(observed: Score, learned: Score, weight: float | Tensor) -> Score:
+    exists_BHT = observed.values_BHT > float("-inf")
+    blend = (1 - weight) * _rank_share(observed.values_BHT) + weight * _rank_share(learned.values_BHT)
+    return Score(blend.masked_fill(~exists_BHT, float("-inf")), "rank")
+
+
+def _rank_share(values_BHT: Tensor) -> Tensor:
+    """Share of the head's other entries that rank below: 1 for the best, 0 for the worst that exists."""
+    others_BH1 = (values_BHT > float("-inf")).sum(-1, keepdim=True) - 1
+    return (others_BH1 - rank_entries(values_BHT)).float() / others_BH1.clamp_min(1)
+
+
+FUSIONS: dict[str, Callable[..., Score]] = {
+    "max": _maximum,
+    "observed": _observed,
+    "learned": _learned,
+    "log_linear": _log_linear,
+    "rank_blend": _rank_blend,
+}

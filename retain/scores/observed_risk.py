@@ -1,0 +1,40 @@
+"""Observed risk: what the queries already seen would have lost, in the worst case.
+
+The observed side of the default fusion. In: evidence with at least `window` queries. Out: a score in `risk`.
+The decision taken here: the value norm of each query head stands *inside* the maximum, and heads are not
+normalised against each other, so that the number is in the very unit of `retain/future.py` and a gate's
+learned risk can be fused with it by a plain maximum.
+"""
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+from retain.scores.value_norm import value_norm_l1
+from retain.scores.window import group_heads, pool_entries, window_attention
+
+
+def observed_risk(
+    evidence: Evidence, *, window: int = 32, pool: str | None = None, pool_size: int = 5
+) -> Score:
+    """Largest value-weighted attention that the last `window` queries paid to each entry.
+
+    `risk[h, i] = max_{q in group(h)} ( ||v_i W_O^q||_1 * max_{j in window} pool(a_qj)[i] )`
+
+    After DefensiveKV (Taming the Fragility of KV Cache Eviction, arXiv 2510.13334), whose worst case over the
+    window this is; the published orders and norms are the score `defensive`.
+
+    Args:
+        evidence: the layer.
+        window: last queries observed.
+        pool: `avg` or `max` smoothing of each query's row over neighbouring entries; None (default) for none.
+        pool_size: neighbours pooled, odd.
+
+    Returns:
+        score in `risk`, non-negative.
+
+    Raises:
+        ValueError: if a sequence is shorter than the window.
+    """
+    probs = window_attention(evidence, window)
+    worst_BQT = pool_entries(probs, pool, pool_size, window=window).amax(2)
+    risk_BQT = worst_BQT * value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
+    return masked_score(group_heads(risk_BQT, evidence.num_heads).amax(2), evidence.valid_BT, "risk")

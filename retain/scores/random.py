@@ -1,0 +1,64 @@
+"""Random scores: the floor that every policy must beat, reproducible one sequence at a time.
+
+In: one integer seed a sequence. Out: a score in `rank`. The decision taken here: no generator state. Each
+number is a hash of (seed, layer, head, place among the valid entries), so a sequence gets the same scores
+alone, in any batch, under any padding and on any device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+
+
+def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None) -> Score:
+    """Uniform numbers in [0, 1), independent over sequences, layers, heads and entries.
+
+    `score[b, h, i] = mix(mix(mix(mix(seed_b) + layer) + h) + place_i) / 2**64` in 24 bits, with the
+    splitmix64 finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+
+    Args:
+        evidence: the layer (its index, padding and number of heads are read).
+        seeds_B: one integer a sequence. None counts the rows, 0..B-1: then a sequence's scores depend on its
+            row.
+
+    Returns:
+        score in `rank`.
+
+    Raises:
+        ValueError: if the number of seeds is not the number of sequences.
+    """
+    B, T = evidence.valid_BT.shape
+    seeds = list(range(B)) if seeds_B is None else [int(seed) for seed in seeds_B]
+    if len(seeds) != B:
+        raise ValueError(f"random scores need one seed a sequence: got {len(seeds)} seeds for {B} sequences.")
+    device = evidence.valid_BT.device
+    state_B = _mix(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device))
+    state_B = _mix(state_B + evidence.layer_idx)
+    state_BH = _mix(state_B[:, None] + torch.arange(evidence.num_heads, device=device))
+    place_BT = evidence.valid_BT.cumsum(-1) - 1
+    bits_BHT = _mix(state_BH[:, :, None] + place_BT[:, None, :])
+    return masked_score(_shift(bits_BHT, 40).float() / 2**24, evidence.valid_BT, "rank")
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64 on int64, whose products wrap."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical shift right: int64 shifts copy the sign, so those bits are masked away."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 with the same 64 bits."""
+    number %= 2**64
+    return number - 2**64 if number >= 2**63 else number

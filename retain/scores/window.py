@@ -1,0 +1,80 @@
+"""The observation window: the attention of the last queries, and its smoothing.
+
+In: the evidence of one layer. Out: attention `[B, Q, W, T]` of the last `W` queries over all entries. Two
+decisions are taken here. Rows are softmaxed over all entries and keep the window's own columns (published
+code drops them and pads them with huge scores instead; here protection keeps the window, as a mask). And
+pooling treats the entries before the window and those inside it apart, so that the window's large
+self-attention leaks into nobody, as if its columns had been dropped.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from retain.evidence import Evidence, attention_probs
+
+
+def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"]:
+    """Attention of the last `window` queries, float32, causal.
+
+    Args:
+        evidence: the layer.
+        window: queries observed, at least 1.
+
+    Raises:
+        ValueError: if a sequence is shorter than the window, or the evidence holds fewer queries.
+    """
+    if window < 1:
+        raise ValueError(f"the observation window is at least 1 query; got {window}.")
+    lengths = evidence.valid_BT.sum(-1).tolist()
+    for row, length in enumerate(lengths):
+        if length < window:
+            raise ValueError(
+                f"sequence {row} of {len(lengths)} has {length} tokens, which is shorter than the "
+                f"observation window of {window}: pass a smaller window, or keep this sequence whole "
+                "(keep_ratio=1 with a windowless policy)."
+            )
+    S = evidence.num_queries
+    if window > S:
+        raise ValueError(
+            f"the evidence holds the last {S} queries, the observation window needs {window}: "
+            f"record more queries, or pass window={S}."
+        )
+    return attention_probs(evidence, S - window, S)
+
+
+def pool_entries(
+    values_T: Float[Tensor, "*rows T"], kind: str | None, size: int, *, window: int
+) -> Float[Tensor, "*rows T"]:
+    """Smooth along the entries: the average or the maximum over `size` neighbours, window and prefix apart.
+
+    With `r = size // 2` and the segment (prefix or window) of entry i, `avg: sum_{|k-i| <= r} x[k] / size`
+    (neighbours outside the segment count as zero, as in the released code: edges are damped),
+    `max: max_{|k-i| <= r} x[k]`.
+
+    Args:
+        values_T: non-negative, zero on padding.
+        kind: `avg`, `max`, or None to leave the values alone.
+        size: neighbours, odd.
+        window: the last `window` entries are pooled on their own.
+    """
+    if kind is None:
+        return values_T
+    if kind not in ("avg", "max"):
+        raise ValueError(f"pool is 'avg', 'max' or None; got {kind!r}.")
+    if size < 1 or size % 2 == 0:
+        raise ValueError(f"pool_size is an odd number of entries, so that the pool is centred; got {size}.")
+    pool = avg_pool1d if kind == "avg" else max_pool1d
+    split = values_T.shape[-1] - window
+    parts = []
+    for part in (values_T[..., :split], values_T[..., split:]):
+        if part.shape[-1]:
+            rows = part.reshape(-1, 1, part.shape[-1])
+            parts.append(pool(rows, size, stride=1, padding=size // 2).view(part.shape))
+    return torch.cat(parts, dim=-1)
+
+
+def group_heads(values_BQT: Float[Tensor, "B Q *rest"], num_heads: int) -> Float[Tensor, "B H G *rest"]:
+    """Query heads beside the KV head that they share: `[B, Q, ...] -> [B, H, G, ...]` (a view)."""
+    return values_BQT.unflatten(1, (num_heads, -1))

@@ -1,0 +1,98 @@
+"""Evidence made of random numbers, and attention by three plain loops in float64: what formulas are checked "
+"against."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from retain.evidence import Evidence
+
+
+def random_evidence(
+    pads: tuple[int, ...] = (0, 4),
+    *,
+    num_tokens: int = 14,
+    num_heads: int = 2,
+    group: int = 2,
+    head_width: int = 3,
+    model_width: int = 5,
+    num_queries: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    sharp: float = 1.5,
+    **settings,
+) -> Evidence:
+    """One layer's evidence, left-padded by `pads`; padded slots hold large garbage, which must not matter."""
+    draw = torch.Generator().manual_seed(seed)
+    B, H, T, D, E = len(pads), num_heads, num_tokens, head_width, model_width
+    Q, S = H * group, num_queries or num_tokens
+    queries, keys, values = (
+        torch.randn(B, heads, length, D, generator=draw) * sharp for heads, length in ((Q, S), (H, T), (H, T))
+    )
+    valid = torch.arange(T) >= torch.tensor(pads)[:, None]
+    keys = keys.masked_fill(~valid[:, None, :, None], 30.0)
+    values = values.masked_fill(~valid[:, None, :, None], -30.0)
+    return Evidence(
+        layer_idx=3,
+        queries_BQSD=queries.to(dtype),
+        keys_BHTD=keys.to(dtype),
+        values_BHTD=values.to(dtype),
+        output_weight_QDE=torch.randn(Q, D, E, generator=draw).to(dtype),
+        scaling=D**-0.5,
+        positions_BT=(valid.cumsum(-1) - 1).clamp_min(0),
+        valid_BT=valid,
+        **settings,
+    )
+
+
+def naive_attention(evidence: Evidence) -> Tensor:
+    """Attention `[B, Q, S, T]` in float64: one softmax at a time, entry by entry. Rows that see nothing are "
+    "zero."""
+    queries, keys = evidence.queries_BQSD.double(), evidence.keys_BHTD.double()
+    B, Q, S, _ = queries.shape
+    T, G = keys.shape[2], Q // keys.shape[1]
+    attention = torch.zeros(B, Q, S, T, dtype=torch.float64)
+    for b in range(B):
+        for q in range(Q):
+            for s in range(S):
+                own = T - S + s
+                reach = own + 1 if evidence.window is None else evidence.window
+                seen = [i for i in range(own + 1) if evidence.valid_BT[b, i] and own - i < reach]
+                logits = [float(queries[b, q, s] @ keys[b, q // G, i]) * evidence.scaling for i in seen]
+                if evidence.soft_cap is not None:
+                    logits = [evidence.soft_cap * math.tanh(x / evidence.soft_cap) for x in logits]
+                total = sum(math.exp(x) for x in logits)
+                for i, x in zip(seen, logits, strict=True):
+                    attention[b, q, s, i] = math.exp(x) / total
+    return attention
+
+
+def naive_norm(evidence: Evidence, b: int, q: int, i: int) -> float:
+    """`||v_i W_O^q||_1` by loops in float64."""
+    G = evidence.output_weight_QDE.shape[0] // evidence.keys_BHTD.shape[1]
+    value = evidence.values_BHTD[b, q // G, i].double()
+    weight = evidence.output_weight_QDE[q].double()
+    return sum(
+        abs(sum(float(value[d] * weight[d, e]) for d in range(weight.shape[0])))
+        for e in range(weight.shape[1])
+    )
+
+
+def alone(evidence: Evidence, b: int) -> Evidence:
+    """Sequence `b` on its own, without its padding."""
+    pad = int((~evidence.valid_BT[b]).sum())
+    one = evidence.select_batch(slice(b, b + 1))
+    S, T = one.num_queries, one.num_seen
+    return Evidence(
+        layer_idx=one.layer_idx,
+        queries_BQSD=one.queries_BQSD[:, :, max(0, pad - (T - S)) :],
+        keys_BHTD=one.keys_BHTD[:, :, pad:],
+        values_BHTD=one.values_BHTD[:, :, pad:],
+        output_weight_QDE=one.output_weight_QDE,
+        scaling=one.scaling,
+        positions_BT=one.positions_BT[:, pad:],
+        valid_BT=one.valid_BT[:, pad:],
+        soft_cap=one.soft_cap,
+        window=one.window,
+    )

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from retain.scores.window import pool_entries, window_attention
+from tests.close import assert_close
+from tests.naive import naive_attention, random_evidence
+
+
+@pytest.mark.parametrize("settings", [{}, {"soft_cap": 2.0}, {"window": 5}])
+def test_window_attention_is_the_softmax_over_all_valid_entries(settings):
+    evidence = random_evidence(**settings)
+    assert_close(window_attention(evidence, 6), naive_attention(evidence)[:, :, -6:])
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+@pytest.mark.parametrize(("size", "window"), [(1, 4), (3, 4), (5, 4), (7, 4), (5, 14)])
+def test_pooling_is_its_formula_with_the_window_apart(kind, size, window):
+    values = torch.rand(2, 3, 14)
+    split = 14 - window
+    naive = torch.zeros(2, 3, 14, dtype=torch.float64)
+    for row in range(2):
+        for head in range(3):
+            for i in range(14):
+                near = [
+                    float(values[row, head, k])
+                    for k in range(max(0, i - size // 2), min(14, i + size // 2 + 1))
+                    if (k < split) == (i < split)
+                ]
+                naive[row, head, i] = sum(near) / size if kind == "avg" else max(near)
+    assert_close(pool_entries(values, kind, size, window=window), naive)
+
+
+def test_no_pool_is_no_copy():
+    values = torch.rand(2, 14)
+    assert pool_entries(values, None, 5, window=4) is values
+
+
+def test_bad_pools_are_refused():
+    with pytest.raises(ValueError, match="pool is 'avg', 'max' or None; got 'mean'"):
+        pool_entries(torch.rand(2, 14), "mean", 5, window=4)
+    with pytest.raises(ValueError, match="odd number of entries.*got 4"):
+        pool_entries(torch.rand(2, 14), "avg", 4, window=4)
+    with pytest.raises(ValueError, match="at least 1 query; got 0"):
+        window_attention(random_evidence(), 0)

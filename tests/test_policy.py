@@ -1,0 +1,209 @@
+"""The pipeline as a whole: presets, budgets realised exactly, controls, and what nesting does and does not "
+"promise."""
+
+import doctest
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import retain.policy
+from retain.budget import Budget
+from retain.fusion import floor
+from retain.policy import Policy, decide, load_policy, policies, score_entries
+from retain.protection import Protection
+from retain.scores import SCORES, Score, masked_score
+from tests.naive import random_evidence
+
+PRESETS = ("defensive", "full", "fused", "gate", "h2o", "random", "recency", "snapkv")
+FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
+SMALL = ("protection.recent=8",)
+
+
+def _small(name: str) -> Policy:
+    """The preset, with a window that fits short sequences."""
+    policy = load_policy(name, SMALL)
+    if "window" in policy.observed_settings:
+        policy = replace(policy, observed_settings={**policy.observed_settings, "window": 8})
+    return policy
+
+
+def _learned(evidence, seed: int = 5) -> Score:
+    draw = torch.Generator().manual_seed(seed)
+    return masked_score(torch.rand(evidence.keys_BHTD.shape[:3], generator=draw), evidence.valid_BT, "risk")
+
+
+def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by():
+    assert tuple(sorted(path.stem for path in FOLDER.glob("*.yaml"))) == PRESETS
+    for name in PRESETS:
+        lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
+        assert all(line.startswith("# ") for line in lines[:3]) and not lines[3].startswith("#")
+        assert lines[1].startswith("# Needs: ")
+        assert lines[2].startswith("# python eval/compare.py --config ")
+        assert load_policy(name).name == name
+    assert tuple(preset.name for preset in policies()) == PRESETS
+
+
+def test_presets_protect_alike_so_that_a_comparison_compares_scores():
+    protections = {load_policy(name).protection for name in PRESETS if name != "full"}
+    assert protections == {Protection(4, 0.1, 0.1, 4, 32)}
+    assert {load_policy(name).scope for name in PRESETS} == {"head"}
+
+
+def test_presets_say_their_unit_and_needs():
+    table = {preset.name: preset for preset in policies()}
+    assert table["fused"].unit == table["gate"].unit == "risk"
+    assert table["fused"].needs == {"window", "gates"}
+    assert table["snapkv"].unit == table["h2o"].unit == "mass"
+    assert all(preset.paper for preset in table.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_every_preset_keeps_exactly_its_budget(name, scope):
+    evidence = random_evidence(pads=(0, 17), num_tokens=100)
+    decision = decide(
+        replace(_small(name), scope=scope),
+        evidence,
+        Budget(keep_ratio=0.3),
+        learned=_learned(evidence),
+        seeds_B=[3, 4],
+    )
+    valid = evidence.valid_BT[:, None].expand_as(decision.keep_BHT)
+    if name == "full":
+        assert torch.equal(decision.keep_BHT, valid)
+        return
+    assert decision.keep_BHT.sum((1, 2)).tolist() == [60, 50]  # 0.3 * 83 * 2 = 49.8
+    if scope == "head":
+        assert decision.keep_BHT.sum(-1).tolist() == [[30, 30], [25, 25]]
+    assert not (decision.keep_BHT & ~valid).any()
+    assert not (decision.protected_BT[:, None] & ~decision.keep_BHT).any()
+    assert decision.score_BHT.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "full"])
+def test_a_budget_that_covers_everything_keeps_everything(name):
+    evidence = random_evidence(pads=(0, 17), num_tokens=60)
+    for budget in (Budget(keep_ratio=1.0), Budget(tokens_per_head=60), Budget(bytes=10**6, scope="layer")):
+        decision = decide(_small(name), evidence, budget, learned=_learned(evidence))
+        assert torch.equal(decision.keep_BHT, evidence.valid_BT[:, None].expand_as(decision.keep_BHT))
+
+
+def test_fused_is_the_larger_of_observed_and_learned():
+    evidence = random_evidence(pads=(0, 17), num_tokens=60)
+    learned = _learned(evidence)
+    score = score_entries(_small("fused"), evidence, learned=learned)
+    observed = SCORES["observed_risk"].function(evidence, window=8)
+    assert torch.equal(score.values_BHT, torch.maximum(observed.values_BHT, learned.values_BHT))
+    assert score.unit == "risk"
+
+
+def test_a_score_made_once_serves_many_budgets():
+    evidence = random_evidence(pads=(0, 17), num_tokens=100)
+    policy = _small("fused")
+    score = score_entries(policy, evidence, learned=_learned(evidence))
+    for ratio in (0.25, 0.5):
+        once = decide(policy, evidence, Budget(keep_ratio=ratio), score=score)
+        again = decide(policy, evidence, Budget(keep_ratio=ratio), learned=_learned(evidence))
+        assert torch.equal(once.keep_BHT, again.keep_BHT)
+
+
+def test_a_control_runs_through_the_same_stages():
+    """An observed score that is handed in replaces the policy's own; protection and budget stay."""
+    evidence = random_evidence(pads=(0, 17), num_tokens=100)
+    control = _learned(evidence, seed=9)
+    for name in ("snapkv", "full"):
+        policy = replace(_small(name), protection=load_policy("snapkv", SMALL).protection)
+        decision = decide(policy, evidence, Budget(keep_ratio=0.3), observed=control)
+        assert decision.score_BHT is control.values_BHT
+        assert decision.keep_BHT.sum((1, 2)).tolist() == [60, 50]
+        assert not (decision.protected_BT[:, None] & ~decision.keep_BHT).any()
+
+
+def test_the_floor_shares_the_budget_but_does_not_order_a_head():
+    evidence = random_evidence(pads=(0,), num_tokens=60)
+    policy = replace(_small("fused"), scope="layer")
+    assert policy.floor == "mean"
+    score = score_entries(policy, evidence, learned=_learned(evidence))
+    keep = decide(policy, evidence, Budget(keep_ratio=0.4), score=score).keep_BHT
+    lifted = decide(replace(policy, floor=None), evidence, Budget(keep_ratio=0.4), score=floor(score, "mean"))
+    assert torch.equal(keep.sum(-1), lifted.keep_BHT.sum(-1))
+    free = ~decide(policy, evidence, Budget(keep_ratio=0.4), score=score).protected_BT[0]
+    for h in range(2):
+        kept, evicted = keep[0, h] & free, ~keep[0, h] & free
+        assert score.values_BHT[0, h, kept].min() >= score.values_BHT[0, h, evicted].max()
+
+
+def test_random_keeps_the_same_entries_of_a_sequence_in_any_batch():
+    policy = _small("random")
+    batch = random_evidence(pads=(0, 20, 10), num_tokens=80)
+    together = decide(policy, batch, Budget(keep_ratio=0.4), seeds_B=[1, 2, 3])
+    alone = decide(policy, random_evidence(pads=(0,), num_tokens=60), Budget(keep_ratio=0.4), seeds_B=[2])
+    assert torch.equal(together.keep_BHT[1, :, 20:], alone.keep_BHT[0])
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10**6), st.sampled_from(["head", "layer"]))
+def test_kept_sets_nest_when_the_protected_set_is_fixed(seed, scope):
+    evidence = random_evidence(pads=(0, 9), num_tokens=60, seed=seed)
+    policy = replace(
+        _small("fused"),
+        scope=scope,
+        protection=Protection(4, prefix_fraction=0.0, suffix_fraction=0.0, recent=8),
+    )
+    score = score_entries(policy, evidence, learned=_learned(evidence, seed))
+    before = torch.zeros_like(score.values_BHT, dtype=torch.bool)
+    for ratio in (0.3, 0.31, 0.4, 0.55, 0.8, 1.0):
+        keep = decide(policy, evidence, Budget(keep_ratio=ratio), score=score).keep_BHT
+        assert not (before & ~keep).any()
+        before = keep
+
+
+def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():
+    """Counterexample: from 19 to 20 entries, prefix and suffix each grow by one, and a scored entry is "
+    "pushed out."""
+    evidence = random_evidence(pads=(0,), num_tokens=60, num_heads=1)
+    policy = Policy("control", observed="recency", protection=Protection(0, 0.1, 0.1, 0, 0))
+    score = masked_score(-((torch.arange(60.0) - 30) ** 2)[None, None], evidence.valid_BT, "rank")
+    small, large = (
+        decide(policy, evidence, Budget(tokens_per_head=tokens), score=score).keep_BHT[0, 0]
+        for tokens in (19, 20)
+    )
+    assert small.sum() == 19 and large.sum() == 20
+    assert (small & ~large).sum() == 1
+
+
+def test_what_is_missing_is_said():
+    evidence = random_evidence(num_tokens=60)
+    with pytest.raises(ValueError, match="policy 'gate' takes a gate's score and there is none: pass gates="):
+        decide(_small("gate"), evidence, Budget(keep_ratio=0.5))
+    with pytest.raises(
+        ValueError, match="sequence 0 has a budget of 6 entries per head, 30 fewer than the 36 protected"
+    ):
+        decide(load_policy("recency"), evidence, Budget(keep_ratio=0.1))
+    mass = Score(_learned(evidence).values_BHT, "mass")
+    with pytest.raises(ValueError, match="observed score is in 'risk' while the learned one is in 'mass'"):
+        decide(_small("fused"), evidence, Budget(keep_ratio=0.5), learned=mass)
+
+
+def test_unknown_names_are_told_with_a_suggestion(tmp_path):
+    with pytest.raises(ValueError, match="unknown policy 'snapk': did you mean 'snapkv'"):
+        load_policy("snapk")
+    with pytest.raises(FileNotFoundError, match=r"missing.yaml"):
+        load_policy(tmp_path / "missing.yaml")
+    (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\nscope: heads\n")
+    with pytest.raises(
+        ValueError, match=r"(?s)did you mean 'snapkv'.*did you mean 'max'.*scope is 'head' or 'layer'"
+    ):
+        load_policy(tmp_path / "mine.yaml")
+    with pytest.raises(ValueError, match="score 'snapkv' has no setting 'windw' .did you mean 'window'"):
+        load_policy("snapkv", ["observed_settings.windw=3"])
+    with pytest.raises(ValueError, match="did you mean 'recent'"):
+        load_policy("snapkv", ["protection.recnt=3"])
+
+
+def test_the_examples_in_the_docstrings_run():
+    assert doctest.testmod(retain.policy).failed == 0
