@@ -1,11 +1,14 @@
 """What one attention layer shows at one moment: the only thing that scores, gates and targets may look at.
 
-In: the tensors that the layer's attention really used (after the query/key norm and after RoPE), the attention input,
-and where the padding is. Out: an `Evidence`, whose fields are views and never copies, and `attention_probs`, the plain
-float32 definition of the attention weights that every score shares. Nothing here knows transformers.
+In: the tensors that the layer's attention really used (after the query/key norm and after RoPE), the
+    attention input,
+and where the padding is. Out: an `Evidence`, whose fields are views and never copies, and `attention_probs`,
+the plain float32 definition of the attention weights that every score shares. Nothing here knows
+transformers.
 
-The one decision taken here: causality is by *entry index*, not by position id. Query `s` of `S` sits at entry index
-`T - S + s`, whatever its RoPE position is, so padding and gaps in the positions cannot change who sees whom.
+The one decision taken here: causality is by *entry index*, not by position id. Query `s` of `S` sits at entry
+index `T - S + s`, whatever its RoPE position is, so padding and gaps in the positions cannot change who sees
+whom.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +27,8 @@ class Evidence:
         queries_BQSD: the last S queries, after norm and RoPE. At prefill S == T.
         keys_BHTD: all keys seen, after norm and RoPE.
         values_BHTD: all values seen.
-        output_weight_QDE: the output projection viewed per query head, without bias: the contribution of query head
-            `q` to the residual stream is `out_q @ output_weight_QDE[q]`.
+        output_weight_QDE: the output projection viewed per query head, without bias: the contribution of
+            query head `q` to the residual stream is `out_q @ output_weight_QDE[q]`.
         scaling: factor on the logits before the softmax (usually D ** -0.5).
         positions_BT: int64 RoPE position of each entry.
         valid_BT: False on padding. Only left padding exists here.
@@ -88,8 +91,8 @@ class Evidence:
 def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, "B Q s T"]:
     """Attention weights of queries `start..stop`, in float32 (float64 if the evidence is float64).
 
-    `a_qs = softmax_i(cap(scaling * q_s . k_i))` over the valid entries `i <= T - S + s` (and inside the window).
-    A padded query sees nothing valid: its row is zeros.
+    `a_qs = softmax_i(cap(scaling * q_s . k_i))` over the valid entries `i <= T - S + s` (and inside the
+    window). A padded query sees nothing valid: its row is zeros.
 
     Args:
         evidence: the layer.

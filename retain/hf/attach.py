@@ -1,0 +1,194 @@
+"""Connect a model to `retain.Cache`, and disconnect it again.
+
+In: a causal language model. Out: a handle, also a context manager, that undoes everything. Mechanism, the
+    public
+extension points of transformers only: an attention function and a mask function registered under a name of
+ours, which the model's config then points to; a forward pre-hook on each attention module that hands our
+function the cache and the attention input; and hooks on the decoder that show the cache what the call was
+given (2D mask, token ids, positions).
+
+The one decision taken here: all of it is inert unless the forward's `past_key_values` is a `retain.Cache`.
+Any other cache, or none, reaches the implementation that the model had before. No state is kept here; it is
+the cache's.
+"""
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from retain.hf.cache import Cache, Step
+from retain.hf.model import base_model, describe
+
+# What the model may have used before, and what we then call ours.
+PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
+# Keyword under which a step travels from the attention module's hook to the attention function.
+STEP = "retain_step"
+
+_attached_with: Counter[str] = Counter()  # how many attached models use each registered name
+
+
+def _previous_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function of that name; `eager` lives beside each architecture's attention module."""
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def retain_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        step: Step | None = kwargs.pop(STEP, None)
+
+        def dense() -> tuple[Tensor, Tensor | None]:
+            return _previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
+
+        if step is None:
+            return dense()
+        return step.cache.attention(
+            step, query, key, value, dense, scaling=kwargs.get("scaling"), soft_cap=kwargs.get("softcap")
+        )
+
+    return retain_attention
+
+
+def _mask_function(previous: str) -> Callable[..., Tensor | None]:
+    def retain_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)
+
+    return retain_mask
+
+
+class _BeforeModel:
+    """Decoder pre-hook: shows our cache what this forward was given. Also how an attached model is
+    recognised."""
+
+    def __init__(self, handle: "Handle", base: nn.Module):
+        self.handle = handle
+        self.names = list(inspect.signature(base.forward).parameters)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        cache = given.get("past_key_values")
+        if isinstance(cache, Cache):
+            cache.begin(
+                input_ids=given.get("input_ids"),
+                inputs_embeds=given.get("inputs_embeds"),
+                attention_mask=given.get("attention_mask"),
+                position_ids=given.get("position_ids"),
+            )
+
+
+def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Decoder hook: the forward went through; the cache counts the tokens as seen."""
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        cache = next((value for value in args if isinstance(value, Cache)), None)
+    if isinstance(cache, Cache):
+        cache.finish()
+
+
+def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """Attention pre-hook: lets the cache and the attention input travel to the attention function."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, Cache):
+        return None
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return args, {**kwargs, STEP: cache.expect(module.layer_idx, hidden)}
+
+
+class Handle:
+    """Undoes `attach`: call `undo()`, or use it as a context manager."""
+
+    def __init__(self, model: nn.Module):
+        specs, base = describe(model), base_model(model)
+        previous = str(base.config._attn_implementation)
+        if previous not in PREVIOUS:
+            raise ValueError(
+                f"attention implementation {previous!r} is not supported: call "
+                "model.set_attn_implementation('sdpa') "
+                f"(or one of {', '.join(map(repr, PREVIOUS))}) before retain.attach(model)."
+            )
+        self.base = base
+        self.previous = previous
+        self.name = PREVIOUS[previous]
+        AttentionInterface.register(self.name, _attention_function(previous))
+        AttentionMaskInterface.register(self.name, _mask_function(previous))
+        _attached_with[self.name] += 1
+        base.set_attn_implementation(self.name)
+        self.hooks: list[RemovableHandle] = [
+            base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
+            base.register_forward_hook(_after_model, with_kwargs=True),
+            *(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True) for spec in specs),
+        ]
+
+    def undo(self) -> None:
+        """Put the model back as it was: hooks gone, its own attention implementation selected. Harmless
+        twice."""
+        if not self.hooks:
+            return
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        if self.base.config._attn_implementation == self.name:
+            self.base.set_attn_implementation(self.previous)
+        _attached_with[self.name] -= 1
+        if not _attached_with[self.name]:
+            # transformers has no unregister; without this our names would outlive the last attached model.
+            for registry in (AttentionInterface, AttentionMaskInterface):
+                registry._global_mapping.pop(self.name, None)
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.undo()
+
+
+def handle_of(model: nn.Module) -> Handle | None:
+    """The handle of an attached model, or None."""
+    hooks = base_model(model)._forward_pre_hooks.values()
+    return next((hook.handle for hook in hooks if isinstance(hook, _BeforeModel)), None)
+
+
+def attach(model: nn.Module) -> Handle:
+    """Let `retain.Cache` work on this model. Once is enough: a second call returns the same handle.
+
+    Args:
+        model: a causal language model of transformers (Llama, Qwen2, Qwen3 and relatives), using `sdpa` or
+            `eager`.
+
+    Returns:
+        the handle that undoes it.
+
+    Raises:
+        ValueError: unsupported architecture or attention implementation; nothing was changed then.
+
+    Example:
+        >>> with retain.attach(model):  # doctest: +SKIP
+        ...     model.generate(**inputs, past_key_values=retain.Cache(model, policy="snapkv", keep_ratio=0.2))
+    """
+    return handle_of(model) or Handle(model)
+
+
+@contextmanager
+def attached(model: nn.Module) -> Iterator[None]:
+    """Attach for the length of a `with`, and leave a model that already was attached as it is."""
+    if handle_of(model) is not None:
+        yield
+        return
+    with Handle(model):
+        yield

@@ -1,0 +1,143 @@
+"""What one forward of the decoder was given, and what is refused there.
+
+In: the decoder's arguments and what the cache has seen. Out: a `Call`, with validity and positions of the new
+    tokens.
+The one decision taken here: everything that would go wrong silently later (right padding, a mask that
+contradicts the past, packed sequences) is found before the first layer runs, with a single transfer from the
+device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One forward.
+
+    Args:
+        is_prefill: the first tokens of the cache.
+        mask_BT: True on real tokens, over the past and the new tokens.
+        valid_BS: the new tokens' part of it; None when nothing of it is padding.
+        positions_BS: int64 RoPE positions of the new tokens.
+        token_ids_BS: None if the caller passed embeddings.
+        forgotten_BT: past tokens that this call's mask declares padding; None when there are none.
+    """
+
+    is_prefill: bool
+    mask_BT: Bool[Tensor, "B T"]
+    valid_BS: Bool[Tensor, "B S"] | None
+    positions_BS: Int[Tensor, "B S"]
+    token_ids_BS: Int[Tensor, "B S"] | None
+    forgotten_BT: Bool[Tensor, "B P"] | None
+
+
+def read_call(
+    past_BT: Bool[Tensor, "B P"] | None,
+    last_B: Int[Tensor, " B"] | None,
+    *,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+) -> Call:
+    """Check a forward's arguments against what was seen.
+
+    Args:
+        past_BT: True on real tokens among those seen; None before the first.
+        last_B: position of the last real token of each sequence; None before the first.
+        input_ids: of the forward, or None.
+        inputs_embeds: of the forward, or None.
+        attention_mask: 2D over past and new tokens, or None for no padding.
+        position_ids: of the new tokens, or None to count on from what was seen, padding included, as
+            transformers does.
+
+    Raises:
+        ValueError: right padding, a mask of another width or kind, positions that do not increase, another
+            batch size.
+    """
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    if tokens is None:
+        raise ValueError("the decoder got neither input_ids nor inputs_embeds.")
+    (B, S), device = tokens.shape[:2], tokens.device
+    if past_BT is None:
+        past_BT = torch.ones(B, 0, dtype=torch.bool, device=device)
+    past_BT, seen = past_BT.to(device), past_BT.shape[1]
+    if past_BT.shape[0] != B:
+        raise ValueError(
+            f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
+            "batch_repeat_interleave (beams, "
+            "several returned sequences) or batch_select_indices first."
+        )
+    if attention_mask is None:
+        mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
+    elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
+        got = (
+            tuple(attention_mask.shape)
+            if isinstance(attention_mask, Tensor)
+            else type(attention_mask).__name__
+        )
+        raise ValueError(
+            f"attention_mask is {got}, but the cache has seen {seen} tokens and {S} are new: pass the 2D "
+            "mask "
+            f"[{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
+        )
+    else:
+        mask_BT = attention_mask.to(device=device, dtype=torch.bool)
+    if position_ids is None:
+        position_ids = torch.arange(seen, seen + S, device=device)[None]
+    if position_ids.ndim != 2 or position_ids.shape[1] != S:
+        raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
+    positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
+
+    valid_BS, forgotten_BT = mask_BT[:, seen:], past_BT & ~mask_BT[:, :seen]
+    disordered = ((positions_BS[:, 1:] <= positions_BS[:, :-1]) & valid_BS[:, :-1]).any()
+    if last_B is not None:
+        disordered = disordered | ((positions_BS <= last_B.to(device)[:, None]) & valid_BS).any()
+    answers = torch.stack(
+        [
+            ~valid_BS.all(),
+            (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any(),
+            ~valid_BS.any(1).all(),
+            forgotten_BT.any(),
+            (mask_BT[:, :seen] & ~past_BT).any(),
+            disordered,
+        ]
+    )
+    padded, right, empty, forgotten, revived, disorder = answers.tolist()
+    if right:
+        raise ValueError(
+            "right padding: a row of the attention mask goes from 1 to 0 inside this call. Decoding "
+            "continues after the "
+            "last column, so pads there would stand between a prompt and its continuation: set "
+            "tokenizer.padding_side = 'left'."
+        )
+    if empty and not seen:
+        raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
+    if revived:
+        raise ValueError(
+            "attention_mask shows tokens as real that were padding when the cache saw them, and padding is "
+            "never stored: "
+            "continue the mask that the earlier call had."
+        )
+    if disorder:
+        raise ValueError(
+            "position_ids of a sequence do not increase from token to token (packed sequences, or a "
+            "continuation at an "
+            "earlier position): give each sequence its own row, and let positions continue where they were. "
+            "After "
+            "cache.prefill, or generate with padding, continue through generate or pass position_ids: "
+            "without them "
+            "transformers counts padding too."
+        )
+    return Call(
+        is_prefill=seen == 0,
+        mask_BT=mask_BT,
+        valid_BS=valid_BS if padded else None,
+        positions_BS=positions_BS,
+        token_ids_BS=input_ids,
+        forgotten_BT=forgotten_BT if forgotten else None,
+    )

@@ -1,0 +1,81 @@
+"""One layer of `retain.Cache`, as transformers sees it.
+
+In: the keys and values that an attention module hands over. Out: the lengths and mask sizes that
+transformers asks a cache layer for, as if nothing had been evicted. The one decision taken here: `update`
+stores nothing but a prefill's dense tensors and returns what it was given; the attention function, which
+knows the padding, does the rest.
+"""
+
+import copy
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from retain.cache import RaggedStore
+
+
+class Layer(CacheLayerMixin):
+    """One layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False  # keeps assisted decoding away: its prefill holds speculative tokens
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.store: RaggedStore | None = None
+        self.seen = 0
+        self.expected = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.expected:
+            raise ValueError(
+                "this model is not attached, so the cache would not be used: call retain.attach(model) first."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.seen == 0:
+            self.keys, self.values = key_states.detach(), value_states.detach()
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Only the new tokens' square is ever looked at: the past is ragged, and needs no mask.
+        return query_length, self.seen
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of a prefill that was not evicted."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def fork(self) -> "Layer":
+        """A layer that can go its own way: a store is copied, dense tensors (never changed in place) are
+        shared."""
+        other = copy.copy(self)
+        other.store = None if self.store is None else self.store.fork()
+        return other
+
+    def select_batch(self, idx: Int[Tensor, " N"]) -> None:
+        if self.store is not None:
+            self.store = self.store.select_batch(idx)
+        elif self.keys is not None and self.values is not None:
+            self.keys = self.keys.index_select(0, idx.to(self.keys.device))
+            self.values = self.values.index_select(0, idx.to(self.values.device))

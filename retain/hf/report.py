@@ -1,0 +1,75 @@
+"""What a cache holds and what it freed, per layer, as a table.
+
+In: counts that the cache took from its stores. Out: a `Report` whose `str` is the table. The one decision
+    taken here:
+`bytes_held` counts the keys and values of held entries exactly; what the storage really takes (slack, unequal
+rooms, positions) is `bytes_allocated`, and stands beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer, or the total of all.
+
+    Args:
+        name: `layer 0`, ..., `total`.
+        entries_seen: (sequence, KV head, token) triples seen, padding apart.
+        entries_held: of those, held now.
+        bytes_full: bytes of keys and values of all entries seen.
+        bytes_held: bytes of keys and values held.
+        bytes_allocated: bytes of all storage behind them.
+    """
+
+    name: str
+    entries_seen: int
+    entries_held: int
+    bytes_full: int
+    bytes_held: int
+    bytes_allocated: int
+
+    @property
+    def entries_evicted(self) -> int:
+        return self.entries_seen - self.entries_held
+
+
+@dataclass(frozen=True)
+class Report:
+    """A cache at one moment.
+
+    Args:
+        policy: name of the policy that evicted.
+        path: which attention path decodes.
+        layers: one row a layer.
+        total: their sum.
+    """
+
+    policy: str
+    path: str
+    layers: tuple[LayerReport, ...]
+    total: LayerReport
+
+    def __str__(self) -> str:
+        head = (
+            f"{'':>9} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} {'allocated':>10}"
+        )
+        lines = [f"policy {self.policy}; attention: {self.path}", head]
+        for row in (*self.layers, self.total):
+            share = row.bytes_held / row.bytes_full if row.bytes_full else 1.0
+            lines.append(
+                f"{row.name:>9} {row.entries_seen:>10,} {row.entries_held:>10,} {row.entries_evicted:>10,} "
+                f"{_mib(row.bytes_held):>10} {share:>8.1%} {_mib(row.bytes_allocated):>10}"
+            )
+        return "\n".join(lines)
+
+
+def total_of(rows: Sequence[LayerReport]) -> LayerReport:
+    """The sum of all layers."""
+    names = ("entries_seen", "entries_held", "bytes_full", "bytes_held", "bytes_allocated")
+    return LayerReport("total", *(sum(getattr(row, name) for row in rows) for name in names))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB"

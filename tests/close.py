@@ -1,0 +1,59 @@
+"""The one home of tolerances.
+
+A result is close when its error against a reference in higher precision is at most twice the error of plain
+PyTorch in the same precision, plus a stated floor. Integers, offsets and masks are compared exactly,
+elsewhere, with `torch.equal`.
+"""
+
+import torch
+from torch import Tensor
+
+# Floors of one operation, relative to the reference's largest magnitude: some units in the last place of the
+# format.
+FLOOR = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Two runs through a whole tiny model round in every layer: that many operations' floors (logits against
+# logits).
+MODEL = 8
+
+
+def error(actual: Tensor, reference: Tensor) -> float:
+    """Largest absolute difference; inf where one is not finite and the other is not equal to it."""
+    actual, reference = actual.detach().double(), reference.detach().double()
+    difference = torch.where(actual == reference, 0.0, (actual - reference).abs())
+    return (
+        float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
+        if difference.numel()
+        else 0.0
+    )
+
+
+def magnitude(reference: Tensor) -> float:
+    """Largest finite magnitude of the reference."""
+    finite = reference.detach().double()
+    finite = finite[finite.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def assert_close(
+    actual: Tensor,
+    reference: Tensor,
+    plain: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    ops: int = 1,
+) -> None:
+    """Assert that `actual` is as good as plain PyTorch in the same precision.
+
+    Args:
+        actual: the result under test.
+        reference: the same in float64 (or float32, for half precision).
+        plain: the same by plain PyTorch in `actual`'s precision; without it only the floor is allowed.
+        dtype: the precision whose floor applies; default that of `actual`. Name the model's precision if the
+            result was cast afterwards.
+        ops: operations that round one after another; `MODEL` for logits of a whole tiny model.
+    """
+    assert actual.shape == reference.shape, f"shape {tuple(actual.shape)} != {tuple(reference.shape)}"
+    floor = ops * FLOOR[dtype or actual.dtype] * max(magnitude(reference), 1e-30)
+    allowed = floor + (0.0 if plain is None else 2.0 * error(plain, reference))
+    got = error(actual, reference)
+    assert got <= allowed, f"error {got:.3e} > allowed {allowed:.3e} (floor {floor:.3e})"

@@ -1,0 +1,122 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
+
+import retain
+from retain.hf.attach import attach, handle_of
+from retain.hf.cache import Cache
+from tests.tiny import FAMILIES, tiny_batch, tiny_model
+
+REGISTRIES = (AttentionInterface, AttentionMaskInterface)
+
+
+def everything_about(model):
+    """What attaching may touch: hooks, attributes, the config, the registries."""
+    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks), sorted(vars(m))) for m in model.modules()]
+    config = model.config.to_dict(), model.config._attn_implementation
+    return hooks, config, [sorted(registry._global_mapping) for registry in REGISTRIES]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_undo_leaves_no_trace(family, attn):
+    model = tiny_model(family, attn=attn)
+    before = everything_about(model)
+    handle = attach(model)
+    assert everything_about(model) != before and handle_of(model) is handle
+    assert model.config._attn_implementation == f"retain_{attn}"
+    handle.undo()
+    handle.undo()
+    assert everything_about(model) == before and handle_of(model) is None
+    with attach(model):
+        model(input_ids=tiny_batch()[0], past_key_values=Cache(model, policy=None))
+    assert everything_about(model) == before
+
+
+def test_attaching_twice_is_attaching_once():
+    model = tiny_model()
+    before = everything_about(model)
+    first = retain.attach(model)
+    once = everything_about(model)
+    assert retain.attach(model) is first and everything_about(model) == once
+    first.undo()
+    assert everything_about(model) == before
+
+
+def test_undoing_one_model_leaves_the_other_attached():
+    one, two = tiny_model("llama"), tiny_model("qwen3")
+    ids, mask = tiny_batch()
+    first, second = attach(one), attach(two)
+    first.undo()
+    assert Cache(two, policy=None).prefill(ids, mask).entries_held == 40 * 2 * 3
+    second.undo()
+    assert not any(name.startswith("retain") for registry in REGISTRIES for name in registry._global_mapping)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inert_for_other_caches_and_for_none(family, attn):
+    model = tiny_model(family, attn=attn)
+    ids, mask = tiny_batch((0, 6))
+
+    @torch.no_grad()
+    def run():
+        outputs = [model(input_ids=ids, attention_mask=mask, use_cache=False).logits]
+        outputs.append(model(input_ids=ids, attention_mask=mask, past_key_values=DynamicCache()).logits)
+        settings = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        outputs.append(model.generate(input_ids=ids, **settings))
+        static = StaticCache(config=model.config, max_cache_len=64)
+        outputs.append(model(input_ids=ids, attention_mask=mask, past_key_values=static).logits)
+        return outputs
+
+    before = run()
+    with attach(model):
+        during = run()
+    for a, b, c in zip(before, during, run(), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_gradients_still_flow_on_an_attached_model():
+    model = tiny_model().requires_grad_(True)
+    ids, mask = tiny_batch((0, 4))
+    with attach(model):
+        model(input_ids=ids, attention_mask=mask, use_cache=False).logits.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_changing_the_attention_implementation_after_attaching_is_noticed():
+    model = tiny_model()
+    ids, mask = tiny_batch()
+    with attach(model):
+        model.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match="changed after retain.attach"):
+            Cache(model, policy=None).prefill(ids, mask)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_other_attention_implementations_are_refused():
+    model = tiny_model()
+    model.set_attn_implementation("flex_attention")
+    before = everything_about(model)
+    with pytest.raises(
+        ValueError, match="'flex_attention' is not supported: call model.set_attn_implementation"
+    ):
+        attach(model)
+    assert everything_about(model) == before
+
+
+def test_nothing_is_patched_at_import():
+    code = (
+        "from transformers import AttentionInterface as A, AttentionMaskInterface as M\n"
+        "import transformers.cache_utils as c, torch\n"
+        "before = sorted(A._global_mapping), sorted(M._global_mapping), sorted(vars(c.Cache)), "
+        "sorted(vars(torch.nn.Module))\n"
+        "import retain, retain.hf.attach, retain.hf.cache, retain.hf.model\n"
+        "after = sorted(A._global_mapping), sorted(M._global_mapping), sorted(vars(c.Cache)), "
+        "sorted(vars(torch.nn.Module))\n"
+        "assert before == after\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
