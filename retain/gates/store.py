@@ -1,0 +1,212 @@
+"""The gate artifact: a folder with `gates.safetensors` and `gates.json`, and nothing else needed.
+
+In: a `GateSet` and what is known about it. Out: the two files, or the gates back. The one decision taken
+here: both files are written in full beside the old ones, and only then renamed over them, and the JSON
+carries the weights' sha256; so a full disk leaves the old artifact whole, and a torn or truncated one is
+noticed. Neither transformers nor any training extra is needed to read an artifact: the fingerprint of the
+model at hand is passed in as a plain dict.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from retain.gates import GATES, GateSet, build_gates
+
+SCHEMA_VERSION = 1
+WEIGHTS_FILE = "gates.safetensors"
+METADATA_FILE = "gates.json"
+RESERVED = ("schema_version", "family", "layers", "inputs", "unit", "fingerprint", "sha256")
+
+Fingerprint = Mapping[str, Any]
+
+
+def save_gates(
+    gates: GateSet,
+    folder: str | os.PathLike[str],
+    *,
+    fingerprint: Fingerprint,
+    metadata: Mapping[str, Any] = {},
+) -> Path:
+    """Write the artifact; an older one in the same folder survives until the new one is complete on disk.
+
+    Args:
+        gates: the trained gates.
+        folder: where; made if missing.
+        fingerprint: of the base model (`retain.hf.model.fingerprint`).
+        metadata: anything JSON to keep with it: input point, target and loss recipe, data revision, protected
+            window.
+
+    Returns:
+        the folder.
+
+    Raises:
+        ValueError: if `metadata` uses a key that the artifact itself writes.
+    """
+    clash = sorted(set(metadata) & set(RESERVED))
+    if clash:
+        raise ValueError(
+            f"metadata of a gate artifact may not set {clash}: the artifact writes {list(RESERVED)} itself."
+        )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in gates.state_dict().items()}
+    payload = save_tensors(tensors)
+    first = gates[gates.layers[0]]
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "family": gates.family,
+        "layers": {str(layer): gates[layer].dims() for layer in gates.layers},
+        "inputs": sorted(first.inputs),
+        "unit": first.unit,
+        "fingerprint": dict(fingerprint),
+        "sha256": hashlib.sha256(payload).hexdigest(),
+        **metadata,
+    }
+    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+    fresh = [
+        (write_beside(folder / WEIGHTS_FILE, payload), folder / WEIGHTS_FILE),
+        (write_beside(folder / METADATA_FILE, text.encode()), folder / METADATA_FILE),
+    ]
+    for beside, final in fresh:
+        os.replace(beside, final)
+    return folder
+
+
+def write_beside(path: Path, payload: bytes) -> Path:
+    """Write `payload`, synced to disk, to a sibling of `path`; the caller renames it. A failed write leaves
+    no sibling."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with open(beside, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    return beside
+
+
+def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The artifact's JSON, checked for being there, being JSON, and being of a schema that we read.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    folder = Path(folder)
+    path = folder / METADATA_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} is not a gate artifact: it has no {METADATA_FILE}. Pass the folder that "
+            "train/distill.py wrote "
+            "(`output:` of its config), or a hub id; a run that was killed leaves only checkpoints: start "
+            "it again and it resumes."
+        )
+    try:
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not readable JSON ({error}): fetch or train the gates again.") from None
+    version = metadata.get("schema_version") if isinstance(metadata, dict) else None
+    if not isinstance(version, int):
+        raise ValueError(f"{path} states no schema_version: it was not written by retain.")
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema version {version}, this retain reads up to {SCHEMA_VERSION}: upgrade retain "
+            "to load it."
+        )
+    return metadata
+
+
+def load_gates(
+    folder: str | os.PathLike[str], *, fingerprint: Fingerprint | Callable[[], Fingerprint] | None = None
+) -> GateSet:
+    """Read gates back, in float32 on the CPU, in eval mode and without gradients.
+
+    Args:
+        folder: the artifact.
+        fingerprint: of the model that they are about to be used on (or a function that gives it, called only
+            once the files are known to be sound); None skips the check.
+
+    Returns:
+        the gates, with the JSON's content in `metadata`.
+
+    Raises:
+        ValueError: if a file is missing, truncated, inconsistent or of a newer schema, or the model is
+            another one.
+    """
+    folder = Path(folder)
+    metadata = read_metadata(folder)
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has {METADATA_FILE} but no {WEIGHTS_FILE}: fetch or train the gates again."
+        )
+    payload = path.read_bytes()
+    try:
+        tensors = load_tensors(payload)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is truncated or corrupt ({error}): fetch or train the gates again."
+        ) from None
+    if hashlib.sha256(payload).hexdigest() != metadata.get("sha256"):
+        raise ValueError(
+            f"{path} and {METADATA_FILE} do not belong together (the sha256 differs): a write was cut "
+            "between the two, or "
+            "one was replaced. Fetch or train the gates again."
+        )
+    gates = _build(metadata, tensors, path)
+    if fingerprint is not None:
+        check_fingerprint(metadata, fingerprint() if callable(fingerprint) else fingerprint, folder)
+    gates.metadata = metadata
+    return gates.eval().requires_grad_(False)
+
+
+def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: Path) -> GateSet:
+    layers = metadata.get("layers")
+    if not isinstance(layers, dict) or not layers or metadata.get("family") not in GATES:
+        raise ValueError(
+            f"{path.parent / METADATA_FILE} describes no gates that this retain knows: family "
+            f"{metadata.get('family')!r}, "
+            f"known {sorted(GATES)}. Upgrade retain, or train the gates again."
+        )
+    gates = build_gates(metadata["family"], {int(layer): dims for layer, dims in layers.items()})
+    wanted = {name: tuple(tensor.shape) for name, tensor in gates.state_dict().items()}
+    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wanted != got:
+        wrong = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
+        name = wrong[0]
+        raise ValueError(
+            f"{path} does not hold the tensors that {METADATA_FILE} describes: {len(wrong)} differ, the "
+            f"first is {name!r}, "
+            f"wanted {wanted.get(name)}, got {got.get(name)}. Fetch or train the gates again."
+        )
+    gates.load_state_dict(tensors)
+    return gates
+
+
+def check_fingerprint(metadata: Mapping[str, Any], fingerprint: Fingerprint, folder: Path) -> None:
+    """Compare the base model of an artifact with the one at hand, field by field.
+
+    Raises:
+        ValueError: naming the fields that differ.
+    """
+    trained = metadata.get("fingerprint") or {}
+    at_hand = json.loads(json.dumps(dict(fingerprint)))
+    differ = [key for key in sorted(trained.keys() | at_hand.keys()) if trained.get(key) != at_hand.get(key)]
+    if differ:
+        listing = ", ".join(f"{key} {trained.get(key)!r} -> {at_hand.get(key)!r}" for key in differ)
+        raise ValueError(
+            f"the gates in {folder} were trained on another model ({listing}; trained -> at hand): load the "
+            "model named "
+            f"{metadata.get('base_model', '(not stated)')!r}, or train gates for this one with "
+            "train/distill.py."
+        )

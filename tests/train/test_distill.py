@@ -1,0 +1,237 @@
+"""Whole runs: what is written, resuming to the same numbers, two real processes, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import retain
+from retain.config import load, save
+from retain.train import loop
+from retain.train.checkpoint import latest, read_log
+from retain.train.data import Document
+from retain.train.distill import DistillConfig, distill, main
+from retain.train.teacher import load_frozen, look
+
+ROOT = Path(__file__).resolve().parents[2]
+Make = Callable[..., Any]
+
+
+def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> None:
+    config = make_config()
+    folder = distill(config)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.yaml",
+        "gates.json",
+        "gates.safetensors",
+        "log.jsonl",
+    ]
+    assert load(folder / "config.yaml", DistillConfig) == config
+    log = read_log(folder)
+    steps = [record for record in log if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, 9))
+    assert all(0 <= record["overlap"] <= 1 for record in steps)
+    looks = [record for record in log if "held_out" in record]
+    assert [record["step"] for record in looks] == [0, 4, 8]
+    assert {"overlap_random", "overlap_recency", "overlap_value_norm"} <= looks[0]["held_out"].keys()
+    assert looks[-1]["held_out"]["loss"] < looks[0]["held_out"]["loss"]
+
+    frozen = load_frozen(config.model, dtype="float32")
+    gates = retain.load_gates(folder, frozen.model)
+    made = gates.metadata["training"]
+    assert made["num_processes"] == 1 and made["documents_of_process"] == [32]
+    assert made["held_out"] == looks[-1]["held_out"]
+    assert gates.metadata["config"]["model"] == config.model and gates.metadata["protected_window"] == 8
+    from retain.train.data import collate
+
+    batch = collate([Document(tuple(range(2, 40)))], [0], pad_id=0, device="cpu")
+    for evidence in look(frozen.model, batch):
+        assert gates.score(evidence).values_BHT.isfinite().all()
+
+
+def test_a_killed_run_resumes_to_the_same_numbers(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = distill(make_config(output=str(tmp_path / "whole")))
+    killed = make_config(output=str(tmp_path / "killed"))
+    step_ = loop.take_step_
+
+    def until_killed(*arguments: Any) -> dict[str, Any]:
+        if arguments[5] == 6:  # two steps after the checkpoint: their log lines must go
+            raise KeyboardInterrupt
+        return step_(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step_", until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            distill(killed)
+    found = latest(Path(killed.output))
+    assert found is not None and found[0] == 4
+    assert not (Path(killed.output) / "gates.json").exists()
+    torch.rand(100)  # whatever else happened to the global generator must not matter
+    resumed = distill(killed)
+    assert read_log(resumed) == read_log(whole), "losses, documents, learning rates: all digits"
+    first, second = (retain.load_gates(folder).state_dict() for folder in (whole, resumed))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_finished_run_is_left_alone_and_another_config_refused(
+    make_config: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(**{"training.steps": 1})
+    folder = distill(config)
+    before = (folder / "gates.json").read_bytes()
+    distill(config)
+    assert "nothing to do" in capsys.readouterr().out
+    other = replace(config, seed=5)
+    with pytest.raises(ValueError, match=r"run of another config \(seed: 0 -> 5\)"):
+        distill(other)
+    assert (folder / "gates.json").read_bytes() == before
+    distill(replace(other, overwrite=True))
+    assert json.loads((folder / "gates.json").read_text())["training"]["seed"] == 5
+    assert len(read_log(folder)) == 3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    config = make_config(**{"data.held_out": 0, "training.micro_batch": 4})
+    calls = []
+    regression_loss = loop.regression_loss
+
+    def spoilt(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        loss_B = regression_loss(*arguments)
+        return loss_B * bad if len(calls) == 2 * 5 + 1 else loss_B  # two layers: step 6
+
+    monkeypatch.setattr(loop, "regression_loss", spoilt)
+    with pytest.raises(
+        FloatingPointError, match=r"step 6: the loss is not finite \(batch of documents \[.*step-000004"
+    ):
+        distill(config)
+    folder = Path(config.output)
+    assert not (folder / "gates.json").exists() and len(read_log(folder)) == 5
+    monkeypatch.setattr(loop, "regression_loss", regression_loss)
+    assert len(read_log(distill(config))) == 8, "and the run goes on from there"
+
+
+def test_a_tracker_that_is_not_installed(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"tracker=wandb needs .*retain\[wandb\]"):
+        distill(make_config(tracker="wandb"))
+
+
+def write(path: Path, config: DistillConfig) -> str:
+    save(config, path)
+    return str(path)
+
+
+def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", make_config())
+    with pytest.raises(SystemExit, match=r"(?s)error: .*2 problems.*loss.bandd' .did you mean.*stpes"):
+        main(["--config", path, "training.stpes=3", "loss.bandd=1"])
+    with pytest.raises(SystemExit, match="missing.yaml"):
+        main(["--config", str(tmp_path / "missing.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["gate.family=mpl", "target.horizon=0", "training.steps=0"],
+            "(?s)did you mean 'mlp'.*horizon=0.*steps=0",
+        ),
+        (["target.horizon=500"], "too short: .* more than 500 are needed"),
+        (["data.held_out=50"], "empty data set"),
+        (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
+        (["data.path=nowhere.jsonl"], "no such data file"),
+    ],
+)
+def test_bad_requests_end_before_work_starts(
+    make_config: Make, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    path = write(tmp_path / "c.yaml", make_config())
+    with pytest.raises(SystemExit, match=message):
+        main(["--config", path, *overrides])
+    assert not (tmp_path / "run").exists()
+
+
+def test_appendix_alone_needs_appendices(make_config: Make, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"context_ids": list(range(2 + i, 40 + i))}) + "\n" for i in range(8)))
+    with pytest.raises(ValueError, match="needs a question and answer after every document"):
+        distill(make_config(**{"data.path": str(rows), "target.sources": ["appendix"]}))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "distill").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_shipped_configs_build(path: Path) -> None:
+    config = load(path, DistillConfig)
+    assert config.output.startswith("runs/")
+    head = path.read_text().splitlines()[:3]
+    assert all(line.startswith("# ") for line in head) and "accelerate launch train/distill.py" in head[2]
+
+
+def launch(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += [
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        "0",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    env.pop("TRITON_INTERPRET", None)
+    return subprocess.run(
+        [*command, "train/distill.py", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_two_processes_train_together_and_equal_one(make_config: Make, tmp_path: Path) -> None:
+    changes = {"training.steps": 3, "training.micro_batch": 1}
+    alone = distill(make_config(output=str(tmp_path / "alone"), **changes))
+    path = write(tmp_path / "c.yaml", make_config(output=str(tmp_path / "both"), **changes))
+    done = launch(["--config", path], ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    both = tmp_path / "both"
+    made = json.loads((both / "gates.json").read_text())["training"]
+    assert made["num_processes"] == 2 and made["documents_of_process"] == [6, 6]
+    for one, two in zip(read_log(alone), read_log(both), strict=True):
+        if "held_out" in one:
+            assert two["held_out"]["loss"] == pytest.approx(one["held_out"]["loss"], rel=1e-4)
+            continue
+        first, second = two["documents"]
+        assert len(first) == len(second) == 2 and not set(first) & set(second), "each read its own documents"
+        assert sorted(first + second) == sorted(one["documents"][0])
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    one, two = (retain.load_gates(folder).state_dict() for folder in (alone, both))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-3)
+
+
+def test_processes_that_would_train_alone_are_refused(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match="started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU=true"
+    ):
+        distill(make_config())

@@ -1,0 +1,23 @@
+"""The schedule: warm-up, cosine, and what is refused."""
+
+import math
+
+import pytest
+
+from retain.train.schedule import TrainingSettings, check_training, learning_rate
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    settings = TrainingSettings(steps=30, warmup_steps=10, lr=1.0, final_lr=0.1)
+    rates = [learning_rate(step, settings) for step in range(30)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False)) and rates[-1] > 0.1
+    assert math.isclose(rates[20], 0.55)
+    assert learning_rate(0, TrainingSettings(warmup_steps=0, lr=1.0)) == 1.0
+
+
+def test_settings_that_mean_nothing_are_refused_together() -> None:
+    with pytest.raises(
+        ValueError, match="steps=0 must be positive.*warmup_steps=-1.*multiple of the 3 processes"
+    ):
+        check_training(TrainingSettings(steps=0, warmup_steps=-1), 3)

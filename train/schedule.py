@@ -1,0 +1,70 @@
+"""How long training lasts, how fast it goes, and how often it looks up.
+
+In: settings. Out: the learning rate of a step. The one decision taken here: the schedule is a function of the
+step, not an object with a state, so that resuming and several processes need nothing from it.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How long, how fast, how often.
+
+    Args:
+        steps: optimiser steps.
+        batch_documents: documents of a step, over all processes; a multiple of their number.
+        micro_batch: documents of one forward pass of one process; bounds the memory, changes no number but by
+            rounding.
+        lr: peak learning rate of AdamW.
+        final_lr: share of `lr` that the cosine ends at.
+        weight_decay: of AdamW.
+        betas: of AdamW.
+        warmup_steps: linear warm-up.
+        clip: largest gradient norm.
+        held_out_every: steps between looks at the held-out documents (0 = only at the end).
+        checkpoint_every: steps between checkpoints (0 = none).
+    """
+
+    steps: int = 200
+    batch_documents: int = 8
+    micro_batch: int = 4
+    lr: float = 5e-3
+    final_lr: float = 0.05
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.99)
+    warmup_steps: int = 10
+    clip: float = 1.0
+    held_out_every: int = 50
+    checkpoint_every: int = 50
+
+
+def check_training(settings: TrainingSettings, num_processes: int) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        ValueError: with all of them.
+    """
+    problems = []
+    for name in ("steps", "batch_documents", "micro_batch", "lr", "clip"):
+        if getattr(settings, name) <= 0:
+            problems.append(f"training.{name}={getattr(settings, name)} must be positive")
+    for name in ("warmup_steps", "held_out_every", "checkpoint_every", "weight_decay", "final_lr"):
+        if getattr(settings, name) < 0:
+            problems.append(f"training.{name}={getattr(settings, name)} must not be negative")
+    if settings.batch_documents % num_processes:
+        problems.append(
+            f"training.batch_documents={settings.batch_documents} must be a multiple of the {num_processes} "
+            "processes"
+        )
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
+
+
+def learning_rate(step: int, settings: TrainingSettings) -> float:
+    """Linear warm-up, then half a cosine down to `final_lr * lr`; `step` counts from 0."""
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+    return settings.lr * (settings.final_lr + (1 - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
