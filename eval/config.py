@@ -1,0 +1,219 @@
+"""What a comparison is told, and everything about it that can be wrong before work starts.
+
+In: a YAML file and `key=value` overrides. Out: a `CompareConfig` that is known to work: names exist, gates
+are there, budgets hold what is protected. The one decision taken here: all problems are found first and told
+at once.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from retain.budget import Budget, budget_tokens
+from retain.eval.tasks import Suite
+from retain.policy import Policy, load_policy, policies
+from retain.protection import protected_mask
+from retain.registry import suggest
+
+Regime = Literal["context_only", "query_aware"]
+
+# Scores that no one could have at inference: they need context of the future, or none at all.
+CONTROLS = ("token_identity", "oracle")
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """One comparison.
+
+    Attributes:
+        run: Name of the run; the results are written to `<results>/<run>`.
+        seeds: Seeds of the models that answer.
+        items_per_task: Items of each task, for each seed.
+        gates: Folder of a seed's gates, with `{seed}` in it.
+        suite: Suite of tasks.
+        tasks: Names of tasks; empty for all of the suite.
+        regimes: "context_only": the context is prefilled and evicted, the question arrives afterwards.
+            "query_aware": context and question are prefilled, then evicted.
+        keep_ratios: Kept / seen, each in (0, 1). The full cache is always measured, once.
+        policies: Presets of `configs/policy`, and the controls "token_identity" and "oracle".
+        context_tokens: Length of every context.
+        control_documents: Documents that the token-identity control is fitted on, for each seed.
+        horizon: Distance, in entries, from which a document's own later tokens count in the control's target.
+        batch_items: Items that are prefilled together.
+        max_sequences: Most sequences that are decoded together; more memory, fewer steps.
+        workers: Processes, each with one thread; 0 runs everything in this process, with its own threads.
+        margin_points: Difference that would not matter, in points of 100, for the verdict "equivalent".
+        resamples: Bootstrap resamples of an interval.
+        results: Folder of all runs.
+    """
+
+    run: str
+    seeds: tuple[int, ...]
+    items_per_task: int
+    gates: str
+    suite: str = "reference"
+    tasks: tuple[str, ...] = ()
+    regimes: tuple[Regime, ...] = ("context_only", "query_aware")
+    keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.4)
+    policies: tuple[str, ...] = (
+        "random",
+        "recency",
+        "token_identity",
+        "snapkv",
+        "defensive",
+        "h2o",
+        "gate",
+        "fused",
+        "oracle",
+    )
+    context_tokens: int = 1000
+    control_documents: int = 128
+    horizon: int = 32
+    batch_items: int = 8
+    max_sequences: int = 128
+    workers: int = 2
+    margin_points: float = 2.0
+    resamples: int = 5000
+    results: str = "results"
+
+    @property
+    def folder(self) -> Path:
+        """Where this run's results lie."""
+        return Path(self.results) / self.run
+
+    def gates_of(self, seed: int) -> str:
+        """Folder of one seed's gates."""
+        return self.gates.replace("{seed}", str(seed))
+
+
+# Fields that do not change a row: a finished run may be reported again under others.
+NOT_IDENTITY = ("results", "workers", "max_sequences", "margin_points", "resamples")
+
+
+@cache
+def find_policy(name: str) -> Policy:
+    """The policy of that name; a control is the gate's pipeline with the control's score in the gate's
+    place."""
+    if name not in CONTROLS:
+        return load_policy(name)
+    return replace(load_policy("gate"), name=name, learned=True, observed=None, fusion="learned")
+
+
+def needs_gates(config: CompareConfig) -> bool:
+    """Whether any policy asks for trained gates."""
+    return any(find_policy(name).learned for name in config.policies if name not in CONTROLS)
+
+
+def with_all_tasks(config: CompareConfig, suite: Suite) -> tuple[str, ...]:
+    """Names of the tasks asked for, in the suite's order."""
+    return tuple(name for name in suite.tasks if not config.tasks or name in config.tasks)
+
+
+def check(config: CompareConfig, suite: Suite) -> None:
+    """Find everything that is wrong with a config.
+
+    Raises:
+        ValueError: All problems in one message.
+    """
+    problems = _names(config, suite) + _numbers(config)
+    missing = [] if problems else _gates(config, suite)
+    if not problems:
+        problems += missing + _budgets(config)
+    if problems:
+        raise ValueError(
+            "This comparison cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def _names(config: CompareConfig, suite: Suite) -> list[str]:
+    known = [FULL, *(preset.name for preset in policies()), *CONTROLS]
+    checks = [("policy", config.policies, known), ("task", config.tasks, list(suite.tasks))]
+    problems = [
+        f"unknown {what} {name!r}{suggest(name, names)}; known: {', '.join(dict.fromkeys(names))}"
+        for what, given, names in checks
+        for name in given
+        if name not in names
+    ]
+    problems += [
+        f"suite {suite.name!r} has no model of seed {seed}; it has {', '.join(map(str, suite.seeds))}"
+        for seed in config.seeds
+        if seed not in suite.seeds
+    ]
+    if FULL in config.policies:
+        problems.append(f"{FULL!r} is always measured: leave it out of `policies`")
+    repeatable = ("seeds", "tasks", "regimes", "keep_ratios", "policies")
+    problems += [
+        f"`{field}` names something twice: {getattr(config, field)}"
+        for field in repeatable
+        if len(set(getattr(config, field))) < len(getattr(config, field))
+    ]
+    if Path(config.run).name != config.run or config.run in ("", ".", ".."):
+        problems.append(f"`run` is the name of a folder under {config.results}, got {config.run!r}")
+    return problems
+
+
+def _numbers(config: CompareConfig) -> list[str]:
+    problems = [
+        f"`{name}` is empty"
+        for name in ("seeds", "regimes", "keep_ratios", "policies")
+        if not getattr(config, name)
+    ]
+    problems += [
+        f"a keep_ratio is kept / seen, above 0 and below 1 (the full cache is measured anyway); got {ratio}"
+        for ratio in config.keep_ratios
+        if not 0 < ratio < 1
+    ]
+    least = {
+        "items_per_task": 1,
+        "context_tokens": 64,
+        "control_documents": 1,
+        "horizon": 1,
+        "batch_items": 1,
+    }
+    least |= {"max_sequences": 1, "workers": 0, "resamples": 100}
+    problems += [
+        f"`{name}` must be at least {low}, got {getattr(config, name)}"
+        for name, low in least.items()
+        if getattr(config, name) < low
+    ]
+    if config.margin_points <= 0:
+        problems.append(f"`margin_points` must be positive, got {config.margin_points}")
+    if len(config.seeds) > 1 and "{seed}" not in config.gates:
+        problems.append(
+            f"`gates` needs a {{seed}} in it, since there are {len(config.seeds)} seeds; got {config.gates!r}"
+        )
+    return problems
+
+
+def _gates(config: CompareConfig, suite: Suite) -> list[str]:
+    if not needs_gates(config):
+        return []
+    problems = []
+    for seed in config.seeds:
+        folder = config.gates_of(seed)
+        if not (Path(folder) / "gates.json").is_file():
+            command = suite.train_gates.format(seed=seed, gates=folder)
+            problems.append(
+                f"there are no gates for seed {seed} in {folder}; train them first:\n      {command}"
+            )
+    return problems
+
+
+def _budgets(config: CompareConfig) -> list[str]:
+    """Try each policy's protection on a context: a budget below what is protected is found here, not hours
+    later."""
+    valid = torch.ones(1, config.context_tokens, dtype=torch.bool)
+    problems = []
+    for name in config.policies:
+        policy = find_policy(name)
+        for ratio in config.keep_ratios:
+            try:
+                per_head, _ = budget_tokens(Budget(keep_ratio=ratio), valid, 1, 1)
+                protected_mask(policy.protection, valid, per_head)
+            except ValueError as error:
+                problems.append(f"policy {name!r} at keep_ratio {ratio}: {error}")
+    return problems

@@ -1,0 +1,259 @@
+"""`report.md` of a run: what was claimed, the scores, who beats whom, at what memory, and how seeds differ.
+
+In: the scores and the manifest. Out: Markdown. The one decision taken here: every number is computed from the
+rows of this run, and a run that cannot be trusted (unclean tree, rows made by different code) says so in its
+first lines.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retain.eval.picture import draw
+from retain.eval.record import read_rows, write_text
+from retain.eval.significance import standard_error
+from retain.eval.summary import (
+    FAMILIES,
+    Claim,
+    Comparison,
+    Scores,
+    against_best_heuristic,
+    best_heuristic,
+    check_claims,
+    gather,
+    learned_against_each,
+)
+from retain.eval.tasks import Task
+
+REGIMES = {
+    "context_only": "the context is prefilled and evicted, the question arrives afterwards",
+    "query_aware": "context and question are prefilled, then evicted; only the question's last token and the "
+    "answer follow",
+}
+
+
+def write_report(
+    folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]
+) -> tuple[Path, list[Claim]]:
+    """Write `report.md` and `scores.png` of a finished run.
+
+    Args:
+        folder: `results/<run>`, which holds the rows.
+        manifest: Of the run.
+        tasks: The suite's tasks.
+
+    Returns:
+        Path of the report, and the claims with their outcomes.
+    """
+    scores = gather(read_rows(folder), list(tasks))
+    config = manifest["config"]
+    options = {"margin": config["margin_points"], "resamples": config["resamples"]}
+    single_key = [task.name for task in tasks.values() if task.single_key]
+    claims = check_claims(scores, single_key, **options)
+    best = against_best_heuristic(scores, **options)
+    each = learned_against_each(scores, **options)
+    draw(
+        scores, folder / "scores.png", title=f"{config['run']}: exact match at equal memory, mean over tasks"
+    )
+    sections = [
+        _head(scores, manifest),
+        _claims(claims),
+        "![score against keep_ratio](scores.png)",
+        *(_regime(scores, regime) for regime in scores.regimes),
+        _best(scores, best, config["margin_points"]),
+        _each(each),
+        _seeds(scores),
+        _memory(scores),
+        _tasks(scores, tasks),
+        _reading(config),
+    ]
+    path = folder / "report.md"
+    write_text(path, "\n\n".join(sections) + "\n")
+    return path, claims
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    rule = ["---" if i < text_columns else "---:" for i in range(len(columns))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *rows))
+
+
+def _head(scores: Scores, manifest: Mapping[str, Any]) -> str:
+    config, machine = manifest["config"], manifest["environment"]
+    states = manifest["code_states"]
+    commits = ", ".join(
+        f"`{(state['commit'] or 'none')[:12]}`{'' if state['clean'] else ' (tree not clean)'}"
+        for state in states
+    )
+    counts = {task: len(seeds) for task, seeds in scores.seeds.items()}
+    per_task = sorted(set(counts.values()))
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    lines = [
+        f"# Comparison `{config['run']}`",
+        "",
+        f"Seeds {', '.join(map(str, config['seeds']))} of the {config['suite']} model; "
+        f"{' to '.join(map(str, per_task))} items a task over all seeds ({sum(counts.values())} in all), "
+        f"contexts of {config['context_tokens']} tokens; greedy generation through the ragged cache. "
+        "Exact match in %.",
+        "A test bed: it ranks policies on a model of about a million parameters. Nothing about large models "
+        "follows from it.",
+        "",
+        f"Code {commits}; config hash `{manifest['identity_sha']}`; Python {machine['python']}, {versions}; "
+        f"{machine['device']} ({machine['processor']}); finished {manifest.get('finished', 'not yet')}.",
+    ]
+    if len(states) > 1:
+        lines += ["", "**Mixed code:** the rows were made by more than one state of the code."]
+    if not all(state["clean"] for state in states):
+        lines += ["", "**Scratch:** the working tree was not clean, so these numbers enter no table."]
+    return "\n".join(lines)
+
+
+def _claims(claims: Sequence[Claim]) -> str:
+    lines = ["## Claims checked", "", "Paired 95 % bootstrap intervals, in points.", ""]
+    for claim in claims:
+        lines.append(f"- **{claim.outcome}**: {claim.text}.")
+        lines += [f"  - {number}" for number in claim.numbers]
+    return "\n".join(lines)
+
+
+def _regime(scores: Scores, regime: str) -> str:
+    lines = [f"## Scores, {regime}", "", f"Here {REGIMES.get(regime, regime)}.", ""]
+    columns = ["keep_ratio", "policy"]
+    for family in FAMILIES:
+        if scores.tasks(family):
+            columns += [*scores.tasks(family), f"**{family}**"]
+    columns.append("partial")
+    rows = []
+    cells = [cell for cell in scores.exact if cell.regime == regime]
+    order = {name: i for i, name in enumerate(scores.policies)}
+    for cell in sorted(cells, key=lambda cell: (-cell.keep_ratio, order[cell.policy])):
+        row = [f"{cell.keep_ratio:g}", cell.policy]
+        for family in FAMILIES:
+            tasks = scores.tasks(family)
+            if tasks:
+                row += [f"{scores.exact[cell][task].mean():.1f}" for task in tasks]
+                half = 1.96 * standard_error(scores.strata(cell, tasks))
+                row.append(f"**{scores.mean(cell, tasks):.1f}** ±{half:.1f}")
+        partial = [scores.partial[cell][task].mean() for task in scores.families]
+        rows.append([*row, f"{sum(partial) / len(partial):.1f}"])
+    return "\n".join([*lines, _table(columns, rows, 2)])
+
+
+def _spelled(made: Comparison) -> tuple[str, str]:
+    i = made.interval
+    mark = "" if i.method in ("BCa", "constant") else " (percentile)"
+    return f"{i.estimate:+.1f} [{i.low:+.1f}, {i.high:+.1f}]{mark}", made.verdict
+
+
+def _pivot(
+    made: Sequence[Comparison], key: Callable[[Comparison], tuple[str, ...]], names: Sequence[str]
+) -> str:
+    """Comparisons as rows, the families side by side."""
+    families = [family for family in FAMILIES if any(one.family == family for one in made)]
+    rows: dict[tuple[str, ...], dict[str, tuple[str, str]]] = {}
+    for one in made:
+        rows.setdefault(key(one), {})[one.family] = _spelled(one)
+    columns = [*names, *(text for family in families for text in (f"{family}, points", "verdict"))]
+    body = [
+        [*row, *(text for family in families for text in cells.get(family, ("", "")))]
+        for row, cells in rows.items()
+    ]
+    return _table(columns, body, len(names))
+
+
+def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
+    chosen = [
+        f"{regime} {ratio:g}: {best_heuristic(scores, regime, ratio)}"
+        for regime in scores.regimes
+        for ratio in scores.keep_ratios
+    ]
+    head = [
+        "## Against the best heuristic",
+        "",
+        "Policy minus the heuristic with the highest mean over the seen tasks, at the same regime, "
+        "keep_ratio and bytes, with paired 95 % intervals; equivalent means within "
+        f"±{margin:g} points. The rows of `full` are the full cache minus that heuristic. "
+        f"Best heuristic: {'; '.join(chosen)}.",
+        "",
+    ]
+    if not made:
+        return "\n".join([*head, "No heuristic was measured."])
+    names = ("regime", "keep_ratio", "policy", "minus")
+    return "\n".join(
+        [*head, _pivot(made, lambda o: (o.regime, f"{o.keep_ratio:g}", o.policy, o.baseline), names)]
+    )
+
+
+def _each(made: Sequence[Comparison]) -> str:
+    head = ["## Gate and fused against each policy", ""]
+    if not made:
+        return "\n".join([*head, "Neither was measured."])
+    names = ("regime", "keep_ratio", "policy", "minus")
+    return "\n".join(
+        [*head, _pivot(made, lambda o: (o.regime, f"{o.keep_ratio:g}", o.policy, o.baseline), names)]
+    )
+
+
+def _seeds(scores: Scores) -> str:
+    seeds = sorted({int(seed) for own in scores.seeds.values() for seed in own})
+    families = [family for family in FAMILIES if scores.tasks(family)]
+    columns = ["regime", "keep_ratio", "policy"]
+    columns += [f"{family}, seed {seed}" for family in families for seed in seeds]
+    rows = []
+    for cell in scores.exact:
+        means = [scores.seed_means(cell, scores.tasks(family)) for family in families]
+        numbers = [f"{own[seed]:.1f}" if seed in own else "" for own in means for seed in seeds]
+        rows.append([cell.regime, f"{cell.keep_ratio:g}", cell.policy, *numbers])
+    note = (
+        "Means over tasks, for each seed of the model apart. Intervals above resample items, not seeds: "
+        f"{len(seeds)} seed{'s are' if len(seeds) > 1 else ' is'} too few to speak for others."
+    )
+    return "\n".join(["## Spread over seeds", "", note, "", _table(columns, rows, 3)])
+
+
+def _memory(scores: Scores) -> str:
+    rows = [
+        [
+            cell.regime,
+            f"{cell.keep_ratio:g}",
+            cell.policy,
+            f"{own.kept_entries:.1f}",
+            f"{own.bytes_held / 1024:.1f}",
+            f"{100 * own.bytes_held / own.bytes_full:.2f}",
+            f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}",
+        ]
+        for cell, own in scores.memory.items()
+    ]
+    columns = ["regime", "keep_ratio", "policy", "entries", "KiB held", "% of full", "kept / seen"]
+    note = (
+        "Per item, over all layers and KV heads, after eviction and before the question or the answer is "
+        "appended, as the cache reports it. Every policy but the full cache holds the same number of "
+        "entries, item by item: the run stops where that is not so."
+    )
+    return "\n".join(["## Memory held", "", note, "", _table(columns, rows, 3)])
+
+
+def _tasks(scores: Scores, tasks: Mapping[str, Task]) -> str:
+    rows = [
+        [name, family, str(len(scores.seeds[name])), tasks[name].about if name in tasks else ""]
+        for name, family in scores.families.items()
+    ]
+    return "\n".join(["## Tasks", "", _table(["task", "family", "items", "what is asked"], rows, 4)])
+
+
+def _reading(config: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [
+            "## How to read this",
+            "",
+            "- Means are over tasks, each counting alike; **seen** families are those that gates train on.",
+            "- ± is 1.96 standard errors of that mean. Whether two policies differ is a paired question: see "
+            "the tables of differences.",
+            "- Intervals: paired, stratified by task, BCa bootstrap over (seed, item) clusters, "
+            f"{config['resamples']} resamples, not adjusted for the number of comparisons.",
+            "- better / worse: the interval excludes 0. equivalent: it lies within the margin. identical: "
+            "every item has the same score. inconclusive: none of these.",
+            "- `token_identity` and `oracle` are controls: the mean target of a token's id without any "
+            "context, and the true future risk under the question and the right answer. Neither is a method.",
+            "- partial: share of the answer found, mean over all tasks.",
+        ]
+    )

@@ -1,0 +1,307 @@
+"""Rows in, what can be said about them out: scores by cell, paired comparisons, and the claims that they bear
+on.
+
+A cell is (regime, policy, keep_ratio). Its scores are kept per task as arrays over the same (seed, item)
+clusters in the same order for every cell, so that a difference of two cells is a subtraction. Everything is
+in points of 100.
+
+The one decision taken here: which comparisons are made is fixed before any number is seen. The primary one is
+each policy against the best heuristic of its regime and keep_ratio, best by its mean over the seen tasks;
+that choice is made on the same items, which favours the heuristic.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from retain.eval.significance import Interval, Verdict, macro_mean, paired_interval, verdict
+
+HEURISTICS = ("snapkv", "defensive", "h2o", "recency", "random")
+LEARNED = ("gate", "fused")
+FAMILIES = ("seen", "held-out")
+
+
+class Cell(NamedTuple):
+    """One line of a table at one keep_ratio; the full cache has keep_ratio 1."""
+
+    regime: str
+    policy: str
+    keep_ratio: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a cell held: per item, entries and bytes, and the realised kept / seen."""
+
+    kept_entries: float
+    bytes_held: float
+    bytes_full: float
+    lowest_ratio: float
+    highest_ratio: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All scores of a run, aligned.
+
+    Attributes:
+        exact: Per cell and task, exact match of each cluster, 0 or 100.
+        partial: The same for the share of the answer found.
+        memory: Per cell.
+        seeds: Per task, the seed of each cluster.
+        families: Per task, "seen" or "held-out"; in the order of the report's columns.
+    """
+
+    exact: Mapping[Cell, Mapping[str, np.ndarray]]
+    partial: Mapping[Cell, Mapping[str, np.ndarray]]
+    memory: Mapping[Cell, Memory]
+    seeds: Mapping[str, np.ndarray]
+    families: Mapping[str, str]
+
+    @property
+    def regimes(self) -> list[str]:
+        """Regimes measured, in the order of the rows."""
+        return list(dict.fromkeys(cell.regime for cell in self.exact))
+
+    @property
+    def policies(self) -> list[str]:
+        """Policies measured, in the order of the rows."""
+        return list(dict.fromkeys(cell.policy for cell in self.exact))
+
+    @property
+    def keep_ratios(self) -> list[float]:
+        """Ratios below one, ascending."""
+        return sorted({cell.keep_ratio for cell in self.exact if cell.keep_ratio < 1})
+
+    def tasks(self, family: str) -> list[str]:
+        """Tasks of a family."""
+        return [task for task, own in self.families.items() if own == family]
+
+    def strata(self, cell: Cell, tasks: Iterable[str]) -> list[np.ndarray]:
+        """Exact match of a cell, one array per task."""
+        return [self.exact[cell][task] for task in tasks]
+
+    def mean(self, cell: Cell, tasks: Sequence[str]) -> float:
+        """Mean over tasks of the mean exact match."""
+        return float(macro_mean(*self.strata(cell, tasks)))
+
+    def seed_means(self, cell: Cell, tasks: Sequence[str]) -> dict[int, float]:
+        """Mean over tasks, for each seed apart."""
+        seeds = sorted({int(seed) for task in tasks for seed in self.seeds[task]})
+        parts = {s: [self.exact[cell][task][self.seeds[task] == s] for task in tasks] for s in seeds}
+        return {s: float(macro_mean(*strata)) for s, strata in parts.items() if all(len(x) for x in strata)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Policy minus baseline at one regime and keep_ratio, over the tasks of one family, in points.
+
+    Where one of the two is the full cache, keep_ratio is the other's.
+    """
+
+    policy: str
+    baseline: str
+    regime: str
+    keep_ratio: float
+    family: str
+    interval: Interval
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement that the run was made to check, with the numbers that decide it."""
+
+    text: str
+    outcome: Literal["holds", "fails", "not measured"]
+    numbers: tuple[str, ...]
+
+
+def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] = ()) -> Scores:
+    """Sort rows into aligned scores, in an order that does not depend on which unit was finished first.
+
+    Args:
+        rows: Of `items.jsonl`.
+        tasks: Names in the order of the report's columns; others follow by name.
+
+    Raises:
+        ValueError: If there are no rows, or a cell lacks items that another cell of its regime and task has.
+    """
+    found: dict[Cell, dict[str, dict[tuple[int, int], Mapping[str, Any]]]] = {}
+    families: dict[str, str] = {}
+    for row in rows:
+        cell = Cell(row["regime"], row["policy"], float(row["keep_ratio"]))
+        found.setdefault(cell, {}).setdefault(row["task"], {})[row["seed"], row["item"]] = row
+        families[row["task"]] = row["family"]
+    if not found:
+        raise ValueError(
+            "There are no rows to report. Run eval/compare.py until at least one unit is finished."
+        )
+    names = [*(task for task in tasks if task in families), *sorted(set(families) - set(tasks))]
+    ordered = {task: families[task] for family in FAMILIES for task in names if families[task] == family}
+    found = {cell: found[cell] for cell in sorted(found, key=lambda cell: cell.regime)}
+    clusters = {task: sorted(next(iter(found.values())).get(task, {})) for task in ordered}
+    for cell, own in found.items():
+        for task in ordered:
+            if sorted(own.get(task, {})) != clusters[task]:
+                raise ValueError(
+                    f"{cell} has {len(own.get(task, {}))} items of task {task!r} where another cell has "
+                    f"{len(clusters[task])}: the run is unfinished. Run eval/compare.py again, same config."
+                )
+
+    def column(cell: Cell, name: str) -> dict[str, np.ndarray]:
+        return {
+            task: np.array([100.0 * found[cell][task][cluster][name] for cluster in clusters[task]])
+            for task in ordered
+        }
+
+    return Scores(
+        exact={cell: column(cell, "exact") for cell in found},
+        partial={cell: column(cell, "partial") for cell in found},
+        memory={
+            cell: _memory(row for task in found[cell].values() for row in task.values()) for cell in found
+        },
+        seeds={task: np.array([seed for seed, _ in clusters[task]]) for task in ordered},
+        families=ordered,
+    )
+
+
+def _memory(rows: Iterable[Mapping[str, Any]]) -> Memory:
+    names = ("kept_entries", "seen_entries", "bytes_held", "bytes_full")
+    kept, seen, held, full = np.array([[row[name] for name in names] for row in rows], dtype=np.float64).T
+    ratio = kept / seen
+    return Memory(kept.mean(), held.mean(), full.mean(), ratio.min(), ratio.max())
+
+
+def compare(
+    scores: Scores, cell: Cell, baseline: Cell, family: str, *, margin: float, resamples: int
+) -> Comparison | None:
+    """Compare two cells on the tasks of a family; None if a cell or the family was not measured."""
+    tasks = scores.tasks(family)
+    if not tasks or cell not in scores.exact or baseline not in scores.exact:
+        return None
+    pairs = zip(scores.strata(cell, tasks), scores.strata(baseline, tasks), strict=True)
+    interval = paired_interval([own - other for own, other in pairs], resamples=resamples)
+    names = (cell.policy, baseline.policy, cell.regime, min(cell.keep_ratio, baseline.keep_ratio), family)
+    return Comparison(*names, interval, verdict(interval, margin))
+
+
+def best_heuristic(scores: Scores, regime: str, keep_ratio: float) -> str | None:
+    """The heuristic with the highest mean over the seen tasks (all tasks, if none is seen); None without
+    any."""
+    tasks = scores.tasks("seen") or list(scores.families)
+    cells = [Cell(regime, name, keep_ratio) for name in HEURISTICS]
+    measured = [cell for cell in cells if cell in scores.exact]
+    return max(measured, key=lambda cell: scores.mean(cell, tasks)).policy if measured else None
+
+
+def against_best_heuristic(scores: Scores, *, margin: float, resamples: int) -> list[Comparison]:
+    """Every other policy minus the best heuristic, per regime, keep_ratio and family."""
+    made: list[Comparison | None] = []
+    for regime in scores.regimes:
+        for ratio in scores.keep_ratios:
+            best = best_heuristic(scores, regime, ratio)
+            if best is None:
+                continue
+            for policy in scores.policies:
+                if policy == best:
+                    continue
+                cell = Cell(regime, policy, 1.0 if policy == "full" else ratio)
+                for family in FAMILIES:
+                    pair = (cell, Cell(regime, best, ratio))
+                    made.append(compare(scores, *pair, family, margin=margin, resamples=resamples))
+    return [one for one in made if one is not None]
+
+
+def learned_against_each(scores: Scores, *, margin: float, resamples: int) -> list[Comparison]:
+    """Gate and fused minus every other policy, per regime, keep_ratio and family."""
+    made = [
+        compare(
+            scores,
+            Cell(regime, policy, ratio),
+            Cell(regime, baseline, 1.0 if baseline == "full" else ratio),
+            family,
+            margin=margin,
+            resamples=resamples,
+        )
+        for regime in scores.regimes
+        for ratio in scores.keep_ratios
+        for policy in LEARNED
+        for baseline in scores.policies
+        if baseline != policy and (policy, baseline) != ("gate", "fused")
+        for family in FAMILIES
+    ]
+    return [one for one in made if one is not None]
+
+
+def check_claims(scores: Scores, single_key: Sequence[str], *, margin: float, resamples: int) -> list[Claim]:
+    """Check what the comparison was made to check, at keep_ratio 0.2 on the seen families.
+
+    Args:
+        scores: Of the run.
+        single_key: Tasks that one fact of one key answers.
+        margin: Of the verdicts, in points.
+        resamples: Of the intervals.
+    """
+    ratio = 0.2
+    options: dict[str, Any] = {"margin": margin, "resamples": resamples}
+    claims = []
+    for policy in LEARNED:
+        baselines = ("snapkv", "defensive", "recency", "random", "token_identity")
+        pairs = [
+            (Cell("context_only", policy, ratio), Cell("context_only", name, ratio)) for name in baselines
+        ]
+        claims.append(
+            _all_better(policy, [compare(scores, *pair, "seen", **options) for pair in pairs], baselines)
+        )
+    claims.append(_no_worse(scores, ratio, options))
+    claims.append(
+        _holds_single_keys(scores, ratio, [t for t in scores.tasks("seen") if t in single_key], resamples)
+    )
+    return claims
+
+
+def _all_better(policy: str, made: Sequence[Comparison | None], baselines: Sequence[str]) -> Claim:
+    text = f"context_only, keep_ratio 0.2, seen families: {policy} is better than {', '.join(baselines)}"
+    numbers = tuple(describe(one) for one in made if one is not None)
+    if any(one is None for one in made):
+        return Claim(text, "not measured", numbers)
+    return Claim(text, "holds" if all(one.verdict == "better" for one in made if one) else "fails", numbers)
+
+
+def _no_worse(scores: Scores, ratio: float, options: Mapping[str, Any]) -> Claim:
+    text = (
+        "query_aware, keep_ratio 0.2, seen: fused - the better of snapkv and gate has its lower end above -2"
+    )
+    cells = {name: Cell("query_aware", name, ratio) for name in ("fused", "snapkv", "gate")}
+    if not scores.tasks("seen") or any(cell not in scores.exact for cell in cells.values()):
+        return Claim(text, "not measured", ())
+    better = max(("snapkv", "gate"), key=lambda name: scores.mean(cells[name], scores.tasks("seen")))
+    made = compare(scores, cells["fused"], cells[better], "seen", **options)
+    assert made is not None
+    return Claim(text, "holds" if made.interval.low > -2.0 else "fails", (describe(made),))
+
+
+def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str], resamples: int) -> Claim:
+    text = "query_aware, keep_ratio 0.2: snapkv keeps >= 90 % of the full cache's score on single-key tasks"
+    cell, full = Cell("query_aware", "snapkv", ratio), Cell("query_aware", "full", 1.0)
+    if not tasks or cell not in scores.exact or full not in scores.exact:
+        return Claim(text, "not measured", ())
+    own, ceiling = scores.mean(cell, tasks), scores.mean(full, tasks)
+    if ceiling == 0:
+        return Claim(text, "fails", (f"the full cache scores 0 on {', '.join(tasks)}",))
+    pairs = zip(scores.strata(cell, tasks), scores.strata(full, tasks), strict=True)
+    slack = paired_interval([a - 0.9 * b for a, b in pairs], resamples=resamples)
+    numbers = (
+        f"{own:.1f} of {ceiling:.1f} on {', '.join(tasks)}: {100 * own / ceiling:.1f} %",
+        f"snapkv - 0.9 full: {slack.estimate:+.1f} [{slack.low:+.1f}, {slack.high:+.1f}]",
+    )
+    return Claim(text, "holds" if own >= 0.9 * ceiling else "fails", numbers)
+
+
+def describe(made: Comparison) -> str:
+    """One comparison in one line."""
+    i = made.interval
+    return f"{made.policy} - {made.baseline}: {i.estimate:+.1f} [{i.low:+.1f}, {i.high:+.1f}], {made.verdict}"

@@ -1,0 +1,77 @@
+"""The two controls, against loops over their definitions."""
+
+import math
+
+import pytest
+import torch
+
+from retain.eval.baselines import FLOOR_SHARE, fit_token_identity, load_token_identity, oracle
+from retain.evidence import attention_probs
+from retain.future import future_risk
+from retain.hf.model import observe
+from tests.eval.stub import stub_documents, stub_model
+from tests.tiny import VOCAB
+
+
+def test_token_identity_is_the_mean_target_of_an_id():
+    model, documents = stub_model(0), list(stub_documents(0, 3, 80))
+    fitted = fit_token_identity(model, documents, horizon=16)
+    found, floor, everything = {}, None, []
+    for document in documents:
+        ids = [*document.context_ids, *document.appendix_ids]
+        evidence = observe(model, torch.tensor([ids]))[1]
+        risk, reached = future_risk(evidence, document_tokens=80, horizon=16)
+        if floor is None:
+            floor = FLOOR_SHARE * float(risk[0, 1].sum() / reached[0, 1].sum())
+        for i in range(80):
+            if reached[0, 1, i]:
+                value = math.log(float(risk[0, 1, i]) + floor)
+                found.setdefault(ids[i], []).append(value)
+                everything.append(value)
+    head_mean = sum(everything) / len(everything)
+    for token in range(VOCAB):
+        own = found.get(token, [])
+        assert fitted.mean_LHV[1, 1, token].item() == pytest.approx(
+            (sum(own) + head_mean) / (len(own) + 1), abs=1e-4
+        )
+
+
+def test_token_identity_knows_no_context():
+    model = stub_model(0)
+    fitted = fit_token_identity(model, stub_documents(0, 2, 80), horizon=16)
+    (first, *_), (second, *_) = (observe(model, torch.tensor([ids])) for ids in ([5, 6, 7, 8], [9, 5, 5, 7]))
+    a, b = fitted.score(first).values_BHT, fitted.score(second).values_BHT
+    assert torch.equal(a[:, :, 0], b[:, :, 1]) and torch.equal(b[:, :, 1], b[:, :, 2])
+    assert fitted.score(first).unit == "risk" and (a > 0).all()
+
+
+def test_a_table_is_read_back_only_for_what_it_was_made_from(tmp_path):
+    fitted = fit_token_identity(stub_model(0), stub_documents(0, 1, 60), horizon=8)
+    path = tmp_path / "table.safetensors"
+    fitted.save(path, {"model": "a", "documents": 1})
+    assert torch.equal(load_token_identity(path, {"model": "a", "documents": 1}).mean_LHV, fitted.mean_LHV)
+    assert load_token_identity(path, {"model": "b", "documents": 1}) is None
+    assert load_token_identity(tmp_path / "none", {}) is None
+
+
+def test_no_documents():
+    with pytest.raises(ValueError, match="no documents to be fitted on"):
+        fit_token_identity(stub_model(0), [], horizon=8)
+
+
+def test_oracle_is_the_attention_of_what_really_comes():
+    model, size = stub_model(0), 20
+    ids = torch.tensor([[*range(2, 22), 3, 9, 4], [*range(30, 50), 51, 2, 30]])
+    teacher = observe(model, ids)
+    scores = oracle(teacher, size)
+    evidence = teacher[2]
+    probs = attention_probs(evidence, size, 23).double()
+    values = evidence.values_BHTD.double().repeat_interleave(3, 1)
+    norms = (values @ evidence.output_weight_QDE.double()).abs().sum(-1)
+    for row in range(2):
+        for head in range(2):
+            for i in range(size):
+                group = range(3 * head, 3 * head + 3)
+                worst = max(float(probs[row, q, j, i] * norms[row, q, i]) for q in group for j in range(3))
+                assert scores[2].values_BHT[row, head, i].item() == pytest.approx(worst, rel=1e-4)
+    assert scores[2].values_BHT.shape == (2, 2, size) and scores[2].unit == "risk"

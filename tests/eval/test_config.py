@@ -1,0 +1,96 @@
+"""A comparison that cannot work is refused before it starts, with everything that is wrong at once."""
+
+from pathlib import Path
+
+import pytest
+
+from retain.config import load
+from retain.eval.compare import compare, main
+from retain.eval.config import CompareConfig, check
+from tests.eval.stub import STUB, save_stub_gates, stub_config
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
+
+
+def test_every_config_builds_and_names_what_exists():
+    paths = sorted(CONFIGS.glob("*.yaml"))
+    assert [path.stem for path in paths] == ["demo", "reference"]
+    for path in paths:
+        config = load(path, CompareConfig)
+        assert config.run == path.stem and config.workers == 2
+        first_lines = path.read_text().splitlines()[:3]
+        assert all(line.startswith("# ") for line in first_lines) and str(path.name) in first_lines[2]
+
+
+def test_all_problems_come_in_one_message(tmp_path):
+    config = stub_config(
+        tmp_path,
+        policies=("snapk", "full", "oracel"),
+        tasks=("copi",),
+        seeds=(0, 7),
+        keep_ratios=(0.5, 1.0),
+        gates="gates",
+        items_per_task=0,
+        run="a/b",
+    )
+    with pytest.raises(ValueError) as caught:
+        check(config, STUB)
+    text = str(caught.value)
+    for part in (
+        "unknown policy 'snapk' (did you mean 'snapkv'?)",
+        "unknown policy 'oracel' (did you mean 'oracle'?)",
+        "unknown task 'copi' (did you mean 'copy'?)",
+        "'full' is always measured",
+        "suite 'stub' has no model of seed 7; it has 0, 1",
+        "above 0 and below 1 (the full cache is measured anyway); got 1.0",
+        "`gates` needs a {seed} in it, since there are 2 seeds",
+        "`items_per_task` must be at least 1, got 0",
+        "`run` is the name of a folder",
+    ):
+        assert part in text, part
+
+
+def test_missing_gates_say_the_command_and_nothing_is_written(tmp_path):
+    save_stub_gates(tmp_path)
+    config = stub_config(tmp_path, seeds=(0, 1))
+    with pytest.raises(
+        ValueError, match="(?s)no gates for seed 1 in .*train gates of seed 1 into .*gates-seed1"
+    ):
+        compare(config, STUB)
+    assert not config.folder.exists()
+
+
+def test_gates_are_only_asked_for_where_a_policy_takes_them(tmp_path):
+    check(stub_config(tmp_path, policies=("recency", "oracle", "token_identity")), STUB)
+    with pytest.raises(ValueError, match="no gates for seed 0"):
+        check(stub_config(tmp_path, policies=("fused",)), STUB)
+
+
+def test_a_budget_below_the_protected_count_is_found_at_the_start(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"policy 'recency' at keep_ratio 0.1: .*26 fewer than the 36 protected"
+    ):
+        check(stub_config(tmp_path, policies=("recency",), keep_ratios=(0.1,)), STUB)
+
+
+def test_rows_of_two_configurations_are_never_mixed(tmp_path):
+    config = stub_config(tmp_path, policies=("recency",), tasks=("pair",), keep_ratios=(0.5,))
+    compare(config, STUB)
+    other = stub_config(tmp_path, policies=("recency",), tasks=("pair",), keep_ratios=(0.6,))
+    with pytest.raises(
+        ValueError, match=r"items of another configuration.*config.keep_ratios \(\[0.5\] there, \[0.6\]"
+    ):
+        compare(other, STUB)
+
+
+def test_the_command_line_says_what_is_wrong_and_where_to_look(tmp_path, capsys):
+    assert main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+    arguments = ["--config", str(CONFIGS / "demo.yaml"), "keep_ratos=[0.2]", "workers=two"]
+    assert main(arguments) == 2
+    text = capsys.readouterr().err
+    assert (
+        "unknown key 'keep_ratos' (did you mean 'keep_ratios'?)" in text and "workers: expected int" in text
+    )
+    assert main(["--config", str(CONFIGS / "demo.yaml"), "suite=referense"]) == 2
+    assert "unknown suite of tasks 'referense': did you mean 'reference'?" in capsys.readouterr().err

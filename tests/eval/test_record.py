@@ -1,0 +1,102 @@
+"""What a run leaves on disk, and what a killed one may leave."""
+
+import json
+
+import pytest
+
+from retain.eval.record import (
+    ITEMS,
+    Row,
+    append_unit,
+    code_state,
+    folder_hash,
+    open_run,
+    read_rows,
+    take_up,
+    tokens_sha,
+)
+
+
+def row(unit: str, item: int) -> Row:
+    return Row(
+        run="r",
+        unit=unit,
+        seed=0,
+        task="t",
+        family="seen",
+        item=item,
+        regime="context_only",
+        policy="full",
+        keep_ratio=1.0,
+        exact=1.0,
+        partial=1.0,
+        kept_entries=4,
+        seen_entries=4,
+        bytes_held=64,
+        bytes_full=64,
+        tokens=(1, 2),
+        tokens_sha=tokens_sha((1, 2)),
+    )
+
+
+def manifest(**identity):
+    return {"identity": identity, "code": {"commit": "a", "clean": True}, "started": "then"}
+
+
+def test_rows_come_back(tmp_path):
+    append_unit(tmp_path, [row("a", 0), row("a", 1)])
+    append_unit(tmp_path, [row("b", 2)])
+    back = read_rows(tmp_path)
+    assert [(own["unit"], own["item"]) for own in back] == [("a", 0), ("a", 1), ("b", 2)]
+    assert back[0]["tokens"] == [1, 2] and set(back[0]) == set(Row.__dataclass_fields__)
+
+
+def test_half_units_and_torn_lines_are_dropped_and_whole_ones_kept(tmp_path):
+    append_unit(tmp_path, [row("a", 0), row("a", 1)])
+    append_unit(tmp_path, [row("b", 2)])
+    whole = (tmp_path / ITEMS).read_text()
+    (tmp_path / ITEMS).write_text(whole + '{"unit": "c", "it')
+    assert take_up(tmp_path, {"a": 2, "b": 2, "c": 1}) == {"a"}
+    assert [own["unit"] for own in read_rows(tmp_path)] == ["a", "a"]
+    assert take_up(tmp_path / "none", {"a": 2}) == set()
+
+
+def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it(tmp_path):
+    folder = tmp_path / "run"
+    open_run(folder, manifest(x=1))
+    again = open_run(folder, {**manifest(x=1), "code": {"commit": "b", "clean": False}, "started": "now"})
+    assert again["started"] == "then"
+    assert [state["commit"] for state in again["code_states"]] == ["a", "b"]
+
+
+def test_another_identity_is_refused_by_field(tmp_path):
+    open_run(tmp_path / "run", manifest(config={"seeds": (0,), "n": 3}))
+    open_run(tmp_path / "run", manifest(config={"seeds": (0,), "n": 3}))
+    with pytest.raises(ValueError, match=r"config.seeds \(\[0\] there, \[0, 1\] now\)"):
+        open_run(tmp_path / "run", manifest(config={"seeds": (0, 1), "n": 3}))
+
+
+def test_rows_without_a_manifest_are_refused(tmp_path):
+    append_unit(tmp_path, [row("a", 0)])
+    with pytest.raises(ValueError, match="nothing says what made those rows"):
+        open_run(tmp_path, manifest())
+
+
+def test_a_folder_hash_follows_its_weights(tmp_path):
+    (tmp_path / "gates.json").write_text("{}")
+    (tmp_path / "gates.safetensors").write_bytes(b"1")
+    before = folder_hash(tmp_path)
+    (tmp_path / "log.txt").write_text("not part of it")
+    assert folder_hash(tmp_path) == before
+    (tmp_path / "gates.safetensors").write_bytes(b"2")
+    assert folder_hash(tmp_path) != before
+
+
+def test_code_outside_a_checkout_is_not_clean(tmp_path):
+    assert code_state(tmp_path) == {"commit": None, "clean": False}
+
+
+def test_reading_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing was measured there yet"):
+        read_rows(tmp_path)
+    json.dumps(manifest())

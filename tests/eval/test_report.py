@@ -1,0 +1,169 @@
+"""The report of a fixed items file: cells, intervals and verdicts that can be worked out by hand."""
+
+import json
+
+import pytest
+
+from retain.eval.record import ITEMS
+from retain.eval.report import write_report
+from retain.eval.summary import Cell, best_heuristic, check_claims, compare, gather, learned_against_each
+from tests.eval.stub import TASKS
+
+OPTIONS = {"margin": 2.0, "resamples": 1000}
+# Of ten items, how many are right: (regime, policy, keep_ratio) -> copy, pair, odd.
+RIGHT = {
+    ("context_only", "full", 1.0): (10, 10, 10),
+    ("context_only", "random", 0.2): (1, 0, 0),
+    ("context_only", "recency", 0.2): (1, 1, 0),
+    ("context_only", "token_identity", 0.2): (6, 2, 0),
+    ("context_only", "snapkv", 0.2): (3, 1, 8),
+    ("context_only", "defensive", 0.2): (2, 3, 0),
+    ("context_only", "gate", 0.2): (9, 9, 5),
+    ("context_only", "fused", 0.2): (10, 9, 5),
+    ("query_aware", "full", 1.0): (10, 10, 10),
+    ("query_aware", "snapkv", 0.2): (9, 8, 9),
+    ("query_aware", "gate", 0.2): (8, 8, 5),
+    ("query_aware", "fused", 0.2): (9, 8, 9),
+}
+
+
+def rows():
+    for (regime, policy, ratio), counts in RIGHT.items():
+        for (name, task), right in zip(TASKS.items(), counts, strict=True):
+            for item in range(10):
+                yield {
+                    "seed": item % 2,
+                    "item": item,
+                    "task": name,
+                    "family": task.family,
+                    "regime": regime,
+                    "policy": policy,
+                    "keep_ratio": ratio,
+                    "exact": float(item < right),
+                    "partial": 1.0 if item < right else 0.5,
+                    "kept_entries": round(1000 * ratio),
+                    "seen_entries": 1000,
+                    "bytes_held": 512 * round(1000 * ratio),
+                    "bytes_full": 512_000,
+                }
+
+
+@pytest.fixture(scope="module")
+def scores():
+    return gather(rows(), list(TASKS))
+
+
+def manifest(clean=True, commits=("a" * 40,)):
+    return {
+        "config": {
+            "run": "fixed",
+            "seeds": [0, 1],
+            "suite": "stub",
+            "context_tokens": 100,
+            "margin_points": 2.0,
+            "resamples": 1000,
+        },
+        "identity_sha": "0123456789abcdef",
+        "code_states": [{"commit": commit, "clean": clean} for commit in commits],
+        "environment": {
+            "python": "3.11.7",
+            "device": "cpu",
+            "processor": "a processor",
+            "versions": {"torch": "2"},
+        },
+    }
+
+
+def test_means_are_macro_and_in_points(scores):
+    cell = Cell("context_only", "snapkv", 0.2)
+    assert scores.mean(cell, ["copy", "pair"]) == 20.0
+    assert scores.mean(cell, ["copy", "pair", "odd"]) == pytest.approx(40.0)
+    # Items 0..9 alternate between the seeds: items 0 and 2 of three right ones are seed 0's.
+    assert scores.seed_means(cell, ["copy"]) == {0: 40.0, 1: 20.0}
+
+
+def test_the_best_heuristic_is_chosen_on_seen_tasks(scores):
+    # snapkv has (30 + 10) / 2, defensive (20 + 30) / 2; on the held-out task it is the other way round.
+    assert best_heuristic(scores, "context_only", 0.2) == "defensive"
+    assert best_heuristic(scores, "query_aware", 0.2) == "snapkv"
+    assert best_heuristic(scores, "query_aware", 0.4) is None
+
+
+def test_a_difference_by_hand(scores):
+    pair = Cell("context_only", "gate", 0.2), Cell("context_only", "snapkv", 0.2)
+    made = compare(scores, *pair, "seen", **OPTIONS)
+    # copy: 9 - 3 of 10 items, pair: 9 - 1: (60 + 80) / 2 points.
+    assert made.interval.estimate == pytest.approx(70.0)
+    assert (made.interval.num_items, made.interval.num_nonzero, made.verdict) == (20, 14, "better")
+    assert compare(scores, *pair, "held-out", **OPTIONS).interval.estimate == pytest.approx(-30.0)
+
+
+def test_identical_and_worse(scores):
+    fused, snapkv = Cell("query_aware", "fused", 0.2), Cell("query_aware", "snapkv", 0.2)
+    assert compare(scores, fused, snapkv, "seen", **OPTIONS).verdict == "identical"
+    snapkv, full = Cell("context_only", "snapkv", 0.2), Cell("context_only", "full", 1.0)
+    made = compare(scores, snapkv, full, "seen", **OPTIONS)
+    assert (made.verdict, made.keep_ratio) == ("worse", 0.2)
+
+
+def test_claims_are_computed(scores):
+    outcomes = [claim.outcome for claim in check_claims(scores, ["copy"], **OPTIONS)]
+    # fused equals snapkv when the question is seen; snapkv holds 90 of 100 on the single-key task.
+    assert outcomes == ["holds", "holds", "holds", "holds"]
+    assert check_claims(scores, ["pair"], **OPTIONS)[3].outcome == "fails"
+    assert "80.0 of 100.0 on pair: 80.0 %" in check_claims(scores, ["pair"], **OPTIONS)[3].numbers[0]
+
+
+def test_a_claim_fails_where_one_interval_holds_zero():
+    weak = gather(
+        {**row, "exact": 1.0} if (row["policy"], row["item"]) == ("token_identity", 9) else row
+        for row in rows()
+        if row["policy"] != "defensive" and row["regime"] == "context_only"
+    )
+    gate, _, no_worse, single = check_claims(weak, ["copy"], **OPTIONS)
+    assert gate.outcome == "not measured" and len(gate.numbers) == 4
+    assert (no_worse.outcome, single.outcome) == ("not measured", "not measured")
+    tied = [{**row, "exact": 1.0} if row["policy"] == "token_identity" else row for row in rows()]
+    assert check_claims(gather(tied), ["copy"], **OPTIONS)[0].outcome == "fails"
+
+
+def test_gate_and_fused_meet_every_policy_once(scores):
+    made = learned_against_each(scores, **OPTIONS)
+    pairs = {(one.policy, one.baseline) for one in made if one.regime == "context_only"}
+    others = {"full", "random", "recency", "token_identity", "snapkv", "defensive"}
+    assert pairs == {(own, other) for own in ("gate", "fused") for other in others} | {("fused", "gate")}
+
+
+def test_the_report_says_it(tmp_path):
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    path, _ = write_report(tmp_path, manifest(), TASKS)
+    text = path.read_text()
+    assert (tmp_path / "scores.png").stat().st_size > 10_000
+    assert "| 1 | full | 100.0 | 100.0 | **100.0** ±0.0 | 100.0 | **100.0** ±0.0 | 100.0 |" in text
+    assert "| 0.2 | snapkv | 30.0 | 10.0 | **20.0** ±17.9 | 80.0 | **80.0** ±26.1 | 70.0 |" in text
+    assert "Best heuristic: context_only 0.2: defensive; query_aware 0.2: snapkv." in text
+    same = "+0.0 [+0.0, +0.0] | identical"
+    assert f"| query_aware | 0.2 | fused | snapkv | {same} | {same} |" in text
+    assert "| context_only | 0.2 | gate | 200.0 | 100.0 | 20.00 | 0.2000 to 0.2000 |" in text
+    assert (
+        "- **holds**: context_only, keep_ratio 0.2, seen families: gate is better than snapkv, defensive"
+        in text
+    )
+    assert "Scratch" not in text and "Mixed code" not in text
+
+
+def test_runs_that_cannot_be_trusted_say_so(tmp_path):
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    path, _ = write_report(tmp_path, manifest(clean=False, commits=("a" * 40, "b" * 40)), TASKS)
+    text = path.read_text()
+    assert "**Scratch:**" in text and "**Mixed code:**" in text and "`bbbbbbbbbbbb` (tree not clean)" in text
+
+
+def test_unfinished_rows_are_not_reported():
+    cut = [row for row in rows() if (row["policy"], row["task"], row["item"]) != ("gate", "pair", 3)]
+    with pytest.raises(
+        ValueError, match="9 items of task 'pair' where another cell has 10: the run is unfinished"
+    ):
+        gather(cut)
+    with pytest.raises(ValueError, match="no rows to report"):
+        gather([])

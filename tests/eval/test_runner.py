@@ -1,0 +1,191 @@
+"""Units of work on a tiny random model: equal memory, answers as of one cache at a time, resuming."""
+
+import json
+
+import pytest
+import torch
+
+from retain.eval import runner
+from retain.eval.compare import compare, describe_run
+from retain.eval.config import find_policy
+from retain.eval.record import ITEMS, open_run, read_rows
+from retain.eval.runner import (
+    Unit,
+    item_seed,
+    load_subject,
+    plan,
+    rows_of,
+    run_all,
+    run_unit,
+    seen_tokens,
+)
+from retain.hf.cache import Cache
+from tests.eval.stub import STUB, save_stub_gates, stub_config, stub_item
+
+
+@pytest.fixture
+def gated(tmp_path):
+    save_stub_gates(tmp_path)
+    return tmp_path
+
+
+def test_every_policy_holds_the_same_entries_item_by_item(gated):
+    config = stub_config(gated, regimes=("query_aware",))
+    unit = Unit(0, "odd", 0, 2)
+    subject = load_subject(config, STUB, 0)
+    rows = run_unit(config, STUB, subject, unit)
+    assert len(rows) == rows_of(config, unit) == 2 * (1 + 9 * 2)
+    layers, heads = subject.model.config.num_hidden_layers, subject.model.config.num_key_value_heads
+    for item, question in ((0, 3), (1, 4)):
+        seen = 100 + question - 1
+        for ratio in config.keep_ratios:
+            held = {row.kept_entries for row in rows if (row.item, row.keep_ratio) == (item, ratio)}
+            assert held == {layers * round(ratio * seen * heads)}
+    for row in rows:
+        entry = row.bytes_full // row.seen_entries
+        assert row.bytes_held == row.kept_entries * entry and entry == 2 * 16 * 4
+        assert row.kept_entries < row.seen_entries or row.policy == "full"
+
+
+@pytest.mark.parametrize("regime", ["context_only", "query_aware"])
+@pytest.mark.parametrize("task", ["copy", "odd"])
+def test_answers_equal_one_cache_one_item_at_a_time(gated, task, regime):
+    policies = ("snapkv", "fused", "random")
+    config = stub_config(gated, policies=policies, keep_ratios=(0.45,), max_sequences=4, regimes=(regime,))
+    subject = load_subject(config, STUB, 0)
+    rows = run_unit(config, STUB, subject, Unit(0, task, 0, 2))
+    assert len({row.tokens for row in rows}) > 1, (
+        "every answer is the same: this test would pass whatever happened"
+    )
+    for row in rows:
+        item = stub_item(task, 0, row.item, 100)
+        whole = (*item.context_ids, *item.question_ids)
+        before = whole[: seen_tokens(item, regime)]
+        options = {} if row.policy == "full" else {"keep_ratio": 0.45}
+        seeds = [item_seed(0, task, row.item)]
+        gates = subject.gates if row.policy == "fused" else None
+        cache = Cache(subject.model, row.policy, gates=gates, seeds=seeds, **options)
+        cache.prefill(torch.tensor([before]))
+        assert cache.bytes_held() == row.bytes_held
+        ids = torch.tensor([whole])
+        with torch.no_grad():
+            out = subject.model.generate(
+                ids, past_key_values=cache, max_new_tokens=item.generate, do_sample=False
+            )
+        assert tuple(out[0, ids.shape[1] :].tolist()) == row.tokens
+
+
+def test_scores_and_tokens_are_those_of_the_item(gated):
+    config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,))
+    rows = run_unit(config, STUB, load_subject(config, STUB, 0), Unit(0, "copy", 0, 2))
+    for row in rows:
+        item = stub_item("copy", 0, row.item, 100)
+        assert len(row.tokens) == item.generate == 3
+        assert (row.exact, row.partial) == item.score(row.tokens)
+        assert (row.family, row.task) == ("seen", "copy")
+
+
+def test_a_killed_run_goes_on_to_the_same_report(gated):
+    config = stub_config(gated, items_per_task=3, policies=("snapkv", "gate", "token_identity"))
+    whole, _ = compare(config, STUB)
+    broken = stub_config(gated, items_per_task=3, policies=config.policies, results=str(gated / "broken"))
+    open_run(broken.folder, describe_run(broken, STUB))
+
+    class KilledError(Exception):
+        pass
+
+    written = []
+
+    def kill(unit):
+        written.append(unit.key)
+        if len(written) == 3:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        run_all(broken, STUB, on_unit=kill)
+    items = broken.folder / ITEMS
+    torn = items.read_text().splitlines(keepends=True)
+    # Half of the last unit, and half a line: what a power cut leaves.
+    items.write_text("".join(torn[:-3]) + torn[-3][:40])
+    resumed, _ = compare(broken, STUB)
+    units = [row["unit"] for row in read_rows(broken.folder)]
+    assert sorted(units) == sorted(row["unit"] for row in read_rows(config.folder))
+    assert len(units) == sum(rows_of(config, unit) for unit in plan(config, STUB))
+
+    def stable(path):
+        return [line for line in path.read_text().splitlines() if not line.startswith("Code ")]
+
+    assert stable(resumed) == stable(whole)
+
+
+def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
+    config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,))
+    compare(config, STUB)
+    monkeypatch.setattr(runner, "run_unit", lambda *_: pytest.fail("a finished unit was run again"))
+    report, _ = compare(stub_config(gated, policies=("recency",), keep_ratios=(0.6,), resamples=300), STUB)
+    assert "300 resamples" in report.read_text()
+
+
+def test_all_of_it_end_to_end(gated):
+    config = stub_config(gated, seeds=(0, 1))
+    save_stub_gates(gated, seeds=(1,))
+    report, claims = compare(config, STUB)
+    text = report.read_text()
+    assert report == config.folder / "report.md"
+    assert (config.folder / "scores.png").read_bytes().startswith(b"\x89PNG")
+    manifest = json.loads((config.folder / "manifest.json").read_text())
+    assert manifest["config"]["seeds"] == [0, 1] and manifest["finished"]
+    assert set(manifest["identity"]["models"]) == set(manifest["identity"]["gates"]) == {"0", "1"}
+    for name in (
+        "random",
+        "token_identity",
+        "fused",
+        "oracle",
+        "full",
+        "## Claims checked",
+        "held-out, seed 1",
+    ):
+        assert name in text
+    # keep_ratio 0.2 was not run, so no claim about it may be made.
+    assert {claim.outcome for claim in claims} == {"not measured"}
+
+
+def test_random_scores_do_not_depend_on_the_batch(gated):
+    rows = {}
+    for batch in (1, 3):
+        config = stub_config(
+            gated, items_per_task=3, policies=("random",), batch_items=batch, keep_ratios=(0.45,)
+        )
+        subject = load_subject(config, STUB, 0)
+        for unit in plan(config, STUB):
+            if unit.task == "pair":
+                for row in run_unit(config, STUB, subject, unit):
+                    rows.setdefault((row.item, row.regime, row.policy), []).append(row.tokens)
+    assert all(len(tokens) == 2 and tokens[0] == tokens[1] for tokens in rows.values())
+
+
+def test_two_processes_write_what_one_does(gated):
+    options = {"policies": ("snapkv", "token_identity"), "keep_ratios": (0.45,), "batch_items": 1}
+    for workers in (0, 2):
+        config = stub_config(gated, run=f"workers{workers}", workers=workers, **options)
+        open_run(config.folder, describe_run(config, STUB))
+        assert run_all(config, STUB) == 6
+
+    def rows(workers):
+        own = read_rows(stub_config(gated, run=f"workers{workers}").folder)
+        return sorted(tuple(sorted((k, str(v)) for k, v in row.items() if k != "run")) for row in own)
+
+    assert rows(0) == rows(2) and len(rows(2)) == 6 * 2 * 3
+
+
+def test_the_last_question_token_is_read_after_the_eviction():
+    item = stub_item("odd", 0, 1, 100)
+    assert (seen_tokens(item, "context_only"), seen_tokens(item, "query_aware")) == (100, 103)
+    assert len(item.question_ids) == 4
+
+
+def test_controls_share_the_gates_protection_and_scope():
+    gate = find_policy("gate")
+    for name in ("token_identity", "oracle"):
+        control = find_policy(name)
+        assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
