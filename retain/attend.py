@@ -2,9 +2,8 @@
 attention.
 
 In: queries `[B, Q, S, D]`, and one layer's entries as a flat `[C, D]` store in which row `r` (one sequence
-    and KV head)
-owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]` entries at its beginning. Out: `[B, Q, S,
-D]`.
+and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]` entries at its beginning.
+Out: `[B, Q, S, D]`.
 
 The one decision taken here: rows whose rooms are equal and adjacent form a *block*, which is a plain `[rows,
 room, D]` view of the store, so that the PyTorch path is a handful of batched matrix products and copies no

@@ -2,8 +2,8 @@
 KV head).
 
 In: dense keys and values with a keep mask; later, new tokens. Out: a flat `[C, D]` store for keys and one for
-    values
-that `retain.attend` reads in place. Evicted entries are not masked, they are gone; padding never comes in.
+values that `retain.attend` reads in place. Evicted entries are not masked, they are gone; padding never comes
+in.
 
 The one decision taken here: rooms. Rows are stored in blocks of equal room (`retain.attend.Block`). If giving
 every row the longest row's room wastes under a quarter of what is needed, that is one block in natural order;

@@ -1,10 +1,9 @@
 """What one attention layer shows at one moment: the only thing that scores, gates and targets may look at.
 
 In: the tensors that the layer's attention really used (after the query/key norm and after RoPE), the
-    attention input,
-and where the padding is. Out: an `Evidence`, whose fields are views and never copies, and `attention_probs`,
-the plain float32 definition of the attention weights that every score shares. Nothing here knows
-transformers.
+attention input, and where the padding is. Out: an `Evidence`, whose fields are views and never copies, and
+`attention_probs`, the plain float32 definition of the attention weights that every score shares. Nothing here
+knows transformers.
 
 The one decision taken here: causality is by *entry index*, not by position id. Query `s` of `S` sits at entry
 index `T - S + s`, whatever its RoPE position is, so padding and gaps in the positions cannot change who sees

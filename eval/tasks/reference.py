@@ -34,10 +34,11 @@ _ITEM_STREAM, _CONTROL_STREAM = 7, 11
 def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
     """Item `index` of a task, for the model of one seed; the same arguments give the same item."""
     from retain.reference.documents import Writer
+    from retain.reference.items import write_item
 
     name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
     own = int(np.random.SeedSequence([_ITEM_STREAM, seed, name, index]).generate_state(1)[0])
-    return Writer("eval", own).item(task, context_tokens)
+    return write_item(Writer("eval", own), task, context_tokens)
 
 
 def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:
@@ -53,7 +54,7 @@ def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[
 def reference_suite() -> Suite:
     """The suite: tasks and families are the generator's own, in its order."""
     from retain.reference import SEEDS, load_model
-    from retain.reference.documents import HELD_OUT_TASKS, SEEN_TASKS
+    from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS
 
     lists: tuple[tuple[Family, tuple[str, ...]], ...] = (("seen", SEEN_TASKS), ("held-out", HELD_OUT_TASKS))
     tasks = [
@@ -69,5 +70,5 @@ def reference_suite() -> Suite:
         load_model=load_model,
         seeds=tuple(SEEDS),
         train_gates="accelerate launch train/distill.py --config configs/distill/reference.yaml "
-        "seed={seed} output={gates}",
+        "model=reference:{seed} seed={seed} output={gates}",
     )

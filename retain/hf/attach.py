@@ -1,10 +1,9 @@
 """Connect a model to `retain.Cache`, and disconnect it again.
 
 In: a causal language model. Out: a handle, also a context manager, that undoes everything. Mechanism, the
-    public
-extension points of transformers only: an attention function and a mask function registered under a name of
-ours, which the model's config then points to; a forward pre-hook on each attention module that hands our
-function the cache and the attention input; and hooks on the decoder that show the cache what the call was
+public extension points of transformers only: an attention function and a mask function registered under a
+name of ours, which the model's config then points to; a forward pre-hook on each attention module that hands
+our function the cache and the attention input; and hooks on the decoder that show the cache what the call was
 given (2D mask, token ids, positions).
 
 The one decision taken here: all of it is inert unless the forward's `past_key_values` is a `retain.Cache`.

@@ -1,8 +1,7 @@
 """What one forward of the decoder was given, and what is refused there.
 
 In: the decoder's arguments and what the cache has seen. Out: a `Call`, with validity and positions of the new
-    tokens.
-The one decision taken here: everything that would go wrong silently later (right padding, a mask that
+tokens. The one decision taken here: everything that would go wrong silently later (right padding, a mask that
 contradicts the past, packed sequences) is found before the first layer runs, with a single transfer from the
 device.
 """

@@ -1,9 +1,8 @@
 """Where a Hugging Face decoder keeps what eviction needs, who it is, and what its layers show.
 
 In: a causal language model whose decoder has `layers`, each with a `self_attn` made of query, key, value and
-    output
-projections (Llama, Qwen2, Qwen3 and their relatives). Out: one `LayerSpec` per attention layer, a fingerprint
-that tells two models apart, and the evidence of a whole sequence.
+output projections (Llama, Qwen2, Qwen3 and their relatives). Out: one `LayerSpec` per attention layer, a
+fingerprint that tells two models apart, and the evidence of a whole sequence.
 
 The one decision taken here: an architecture that is not understood is refused, naming the module that is
 missing. A half-understood one would give numbers that look right.

@@ -1,9 +1,8 @@
 """What a cache holds and what it freed, per layer, as a table.
 
 In: counts that the cache took from its stores. Out: a `Report` whose `str` is the table. The one decision
-    taken here:
-`bytes_held` counts the keys and values of held entries exactly; what the storage really takes (slack, unequal
-rooms, positions) is `bytes_allocated`, and stands beside it.
+taken here: `bytes_held` counts the keys and values of held entries exactly; what the storage really takes
+(slack, unequal rooms, positions) is `bytes_allocated`, and stands beside it.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,8 @@
 function.
 
 In: names and numbers as typed. Out: a `Rule`, whose `keep(evidence, seeds)` gives one layer's keep mask. The
-    one decision
-taken here: everything that can be wrong about the request is found when the cache is made, before any token
-is read.
+one decision taken here: everything that can be wrong about the request is found when the cache is made,
+before any token is read.
 """
 
 import dataclasses

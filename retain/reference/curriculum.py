@@ -1,9 +1,9 @@
 """What the reference model is trained on: documents that are mostly questions at first, mostly text at last.
 
 In: a `Writer` and a length. Out: `Example`s: token ids, position ids, supervised positions with the set of
-    tokens that are right there. The one decision taken here: every statement in a document is asked about,
-    and every later use of a statement is supervised, so that the tokens of the text have a reason to look
-    back at statements, as they do in a large model.
+tokens that are right there. The one decision taken here: every statement in a document is asked about, and
+every later use of a statement is supervised, so that the tokens of the text have a reason to look back at
+statements, as they do in a large model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from retain.reference.documents import (
     Segment,
     Target,
     Writer,
-    _taken,
     random_content,
+    taken_words,
 )
 from retain.reference.tokenizer import BOS_ID, PAD_ID
 
@@ -88,7 +88,7 @@ def _assemble(
     """Context of what room the questions leave, then the questions."""
     segments = [question.segment() for question in asked]
     context_tokens = length - sum(len(segment.ids) for segment in segments) - quotes * QUOTE_TOKENS
-    taken = _taken(content)
+    taken = taken_words(content)
     context, targets, ends = writer.weave(groups, context_tokens, taken, content.topics)
     while quotes and not len(writer.quotable(context, taken)):
         context, targets, ends = writer.weave(groups, context_tokens, taken, content.topics)
@@ -113,7 +113,9 @@ def _cost(groups: list[list[Segment]], asked: Sequence[Question]) -> int:
     )
 
 
-def text_document(writer: Writer, length: int, reach: int = 0, text_share: float = 0.2) -> Example:
+def text_document(
+    writer: Writer, length: int, reach: int = 0, text_share: float = 0.2, multi_share: float = 0.18
+) -> Example:
     """Statements of all families in text, all of them asked about at the end."""
     rng = writer.rng
     while True:
@@ -121,7 +123,7 @@ def text_document(writer: Writer, length: int, reach: int = 0, text_share: float
         room = min(length - 1, 1024) * 0.85 * rng.uniform(0.25, 1.0) - (
             max(24, 0.2 * length) if topics else 0
         )
-        content = random_content(writer, room, held_out=True, topics=topics)
+        content = random_content(writer, room, held_out=True, topics=topics, multi_share=multi_share)
         asked = writer.questions(content, held_out=True)
         groups = writer.groups(content, reuses=int(rng.integers(0, max(2, length // 60))))
         spare = max(24, int(0.15 * length)) if topics else 1
@@ -192,14 +194,14 @@ def copy_document(writer: Writer, length: int, reach: int = 0) -> Example:
     return Example(ids, stretched_positions(rng, length, [count + 1], reach), targets)
 
 
-def example(writer: Writer, length: int, reach: int) -> Example:
+def example(writer: Writer, length: int, reach: int, multi_share: float = 0.18) -> Example:
     """One sequence of the mixture that fits its length: short ones are dense, long ones are text."""
     rng = writer.rng
     if rng.random() < (0.1 if length <= 128 else 0.03):
         return copy_document(writer, length, reach)
     if length <= 128 and rng.random() < 0.35:
         return dense_document(writer, length, reach)
-    return text_document(writer, length, reach)
+    return text_document(writer, length, reach, multi_share=multi_share)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Documents with something to find: statements woven into real text, questions after it.
 
-In: a split of the standard library's text and a seed. Out: `Item`s (one question on one context, for
-    evaluation) and `Document`s (a context with questions on everything in it, for distillation). The one
-    decision taken here: keys, values, chain links and list items are all drawn from one pool of ordinary
-    words which also occurs in the filler, so a token's identity says little; what makes a needle is the
-    statement around it.
+In: a split of the standard library's text and a seed. Out: a `Writer`, from which `items` takes its tasks,
+and `Document`s (a context with questions on everything in it, for distillation). The one decision taken here:
+keys, values, chain links and list items are all drawn from one pool of ordinary words which also occurs in
+the filler, so a token's identity says little; what makes a needle is the statement around it.
 
 Families (the question's verb): `get` a fact's value, `all` values of a key, `each` of several keys, `trace` a
 chain of variables, `common` words of the text, `list` the items of a list, `quote` the token after a word of
@@ -15,7 +14,7 @@ of this size did not learn to look facts up backwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -84,43 +83,6 @@ class Question:
             Target(start + i, *pair) for i, pair in enumerate(zip(self.accept, self.kinds, strict=True))
         ]
         return Segment(self.ids + self.gold_ids, tuple(targets))
-
-
-@dataclass(frozen=True)
-class Item:
-    """One question on one context.
-
-    Attributes:
-        task: Name in `TASKS`.
-        context_ids: Token ids of the context, `<bos>` first.
-        question_ids: From `<q>` to `<a>`; comes after the context.
-        answers: The tokens to be found.
-        scored: Which of the generated tokens are compared with `answers` (the others restate a key).
-        ordered: Whether `answers` must come in this order.
-        gold_ids: A right continuation, `<eos>` included.
-    """
-
-    task: str
-    context_ids: tuple[int, ...]
-    question_ids: tuple[int, ...]
-    answers: tuple[int, ...]
-    scored: tuple[int, ...]
-    ordered: bool
-    gold_ids: tuple[int, ...]
-
-    @property
-    def generate(self) -> int:
-        """How many tokens to generate: the answer without its `<eos>`."""
-        return len(self.gold_ids) - 1
-
-    def score(self, generated: Sequence[int]) -> tuple[float, float]:
-        """Exact match and the share of answers found, of freely generated token ids."""
-        given = [generated[i] if i < len(generated) else -1 for i in self.scored]
-        if self.ordered:
-            hits = [a == b for a, b in zip(given, self.answers, strict=True)]
-            return float(all(hits)), sum(hits) / len(hits)
-        found = set(given) & set(self.answers)
-        return float(found == set(self.answers)), len(found) / len(set(self.answers))
 
 
 @dataclass(frozen=True)
@@ -238,20 +200,21 @@ class Writer:
             return _tie(self.pick(formats), key, value, accept)
         return self.ask_get(key, value).segment()
 
-    def groups(self, content: Content, reuses: int) -> list[list[Segment]]:
+    def groups(
+        self, content: Content, reuses: int, formats: Sequence[str] | None = None
+    ) -> list[list[Segment]]:
         """The statements of a document; the order inside a group is kept when they are woven in.
 
         `reuses` statements come again later in the text, by popularity: the first facts of `content` most
-        often.
+        often. Facts are stated in `formats`, by default the writer's.
         """
-        groups = [[_tie(self.pick(self.formats), key, value)] for key, value in content.facts]
-        uses: list[Callable[[], None]] = []
+        formats = formats or self.formats
+        groups = [[_tie(self.pick(formats), key, value)] for key, value in content.facts]
+        uses: list[tuple[list[Segment], int, int, Sequence[str], bool]] = []
         for (key, value), group in zip(content.facts, groups, strict=True):
-            uses.append(
-                lambda g=group, k=key, v=value: g.append(self.again(k, v, (v,), self.formats, turn=True))
-            )
+            uses.append((group, key, value, formats, True))
         for key, values in content.multis:
-            template = self.pick(self.formats)
+            template = self.pick(formats)
             for value in values:
                 groups.append([_tie(template, key, value)])
         for chain in content.chains:
@@ -259,13 +222,13 @@ class Writer:
             links = [_tie(template, a, b) for a, b in zip(chain, chain[1:], strict=False)]
             at = int(self.rng.integers(1, len(links) + 1))
             groups.append(links)
-            a, b = chain[at - 1], chain[at]
-            uses.append(lambda g=links, a=a, b=b: g.append(self.again(a, b, (b,), LINK_FORMATS, turn=False)))
+            uses.append((links, chain[at - 1], chain[at], LINK_FORMATS, False))
         for name, items in content.lists:
             groups.append([Segment((*_fill(LIST_FORMAT, name), *items, *_encode(";")))])
         if uses and reuses:
             for which in self.rng.choice(len(uses), size=reuses, p=self.popularity(len(uses))):
-                uses[int(which)]()
+                group, key, value, own, turn = uses[int(which)]
+                group.append(self.again(key, value, (value,), own, turn=turn))
         return groups
 
     def weave(
@@ -383,88 +346,24 @@ class Writer:
             asked.append(self.ask_common(content.topics))
         return [asked[i] for i in self.rng.permutation(len(asked))]
 
-    # -- evaluation ------------------------------------------------------------------------------------------
 
-    def item(self, task: str, context_tokens: int) -> Item:
-        """One question of a task on a context of exactly `context_tokens` tokens.
-
-        Raises:
-            ValueError: Unknown task, or a context too short for the task's statements.
-        """
-        if task not in TASKS:
-            from retain.registry import lookup
-
-            lookup(task, {name: name for name in TASKS}, what="task")
-        crowd = max(4, context_tokens // 32)
-        content, topics, ordered = Content([], [], [], []), (), True
-        held_out_format = task == "format"
-        pool = self.draw(2 * crowd + 24)
-
-        def take(n: int) -> list[int]:
-            return [pool.pop() for _ in range(n)]
-
-        if task == "single":
-            content.facts = [(pool.pop(), pool.pop())]
-            question, reuses = self.ask_get(*content.facts[0]), int(self.rng.integers(0, 3))
-        elif task in ("multikey", "format"):
-            content.facts = [(pool.pop(), pool.pop()) for _ in range(crowd)]
-            asked = content.facts[int(self.rng.choice(crowd, p=self.popularity(crowd)))]
-            question, reuses = self.ask_get(*asked), crowd // 3
-        elif task == "multivalue":
-            content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
-            content.multis = [(pool.pop(), tuple(take(4)))]
-            question, reuses, ordered = self.ask_all(*content.multis[0]), 3, False
-        elif task == "multiquery":
-            content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
-            question = self.ask_each([content.facts[i] for i in self.rng.permutation(8)[:4]])
-            reuses = 3
-        elif task == "tracing":
-            content.chains = [tuple(take(5)) for _ in range(2)]
-            question, reuses = self.ask_trace(content.chains[int(self.rng.integers(2))]), 2
-        elif task == "lists":
-            content.lists = [(pool.pop(), tuple(take(4))) for _ in range(4)]
-            content.facts = [(pool.pop(), pool.pop()) for _ in range(4)]
-            question, reuses = self.ask_list(*content.lists[int(self.rng.integers(4))]), 2
-        elif task == "quote":
-            content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
-            reuses = 3
-        else:
-            topics = tuple(take(NUM_TOPICS))
-            question, reuses, ordered = self.ask_common(topics), 0, False
-        formats = self.formats
-        self.formats = HELD_OUT_FACT_FORMATS if held_out_format else FACT_FORMATS
-        groups = self.groups(content, reuses)
-        self.formats = formats
-        ids, _, _ = self.weave(groups, context_tokens, _taken(content), topics)
-        if task == "quote":
-            question = self.ask_quote(ids, _taken(content))
-        scored = tuple(i for i, kind in enumerate(question.kinds) if kind not in ("key", "eos"))
-        return Item(
-            task=task,
-            context_ids=tuple(ids.tolist()),
-            question_ids=question.ids,
-            answers=tuple(question.gold_ids[i] for i in scored),
-            scored=scored,
-            ordered=ordered,
-            gold_ids=question.gold_ids,
-        )
-
-
-SEEN_TASKS = ("single", "multikey", "multivalue", "multiquery", "tracing", "common")
-HELD_OUT_TASKS = ("format", "lists", "quote")
-TASKS = SEEN_TASKS + HELD_OUT_TASKS
-
-
-def _taken(content: Content) -> list[int]:
+def taken_words(content: Content) -> list[int]:
     """All words that a document's statements are made of."""
     pairs = [word for fact in content.facts for word in fact]
     named = [word for name, items in (*content.multis, *content.lists) for word in (name, *items)]
     return pairs + named + [word for chain in content.chains for word in chain]
 
 
-def random_content(writer: Writer, room: float, *, held_out: bool, topics: bool) -> Content:
-    """Statements of all families that take about `room` tokens, their questions included."""
+def random_content(
+    writer: Writer, room: float, *, held_out: bool, topics: bool, multi_share: float = 0.18
+) -> Content:
+    """Statements of all families that take about `room` tokens, their questions included.
+
+    `multi_share` of them are keys with several values; half are facts, unless that leaves no room.
+    """
     rng = writer.rng
+    fact_share = min(0.5, 0.68 - multi_share)
+    scale = (1 - fact_share - multi_share) / 0.32
     pool = writer.draw(420)
     content = Content([], [], [], [])
     cost = 0.0
@@ -473,21 +372,22 @@ def random_content(writer: Writer, room: float, *, held_out: bool, topics: bool)
         cost += 8
     while len(pool) > 12:
         u, n = rng.random(), int(rng.integers(2, 5))
-        if u < 0.5:
-            cost += 12
-        elif u < 0.68:
-            cost += 8 * n + 4
-        elif u < 0.88 or not held_out:
-            cost += 6 * n + 6
+        if u < fact_share:
+            kind, size = "fact", 12
+        elif u < fact_share + multi_share:
+            kind, size = "multi", 8 * n + 4
+        elif u < fact_share + multi_share + 0.2 * scale or not held_out:
+            kind, size = "chain", 6 * n + 6
         else:
-            cost += 2 * n + 10
+            kind, size = "list", 2 * n + 10
+        cost += size
         if cost > room or len(content.facts) > 48:
             break
-        if u < 0.5:
+        if kind == "fact":
             content.facts.append((pool.pop(), pool.pop()))
-        elif u < 0.68:
+        elif kind == "multi":
             content.multis.append((pool.pop(), tuple(pool.pop() for _ in range(n))))
-        elif u < 0.88 or not held_out:
+        elif kind == "chain":
             content.chains.append(tuple(pool.pop() for _ in range(n + 1)))
         else:
             content.lists.append((pool.pop(), tuple(pool.pop() for _ in range(n + 1))))
@@ -506,5 +406,5 @@ def distill_document(writer: Writer, context_tokens: int) -> Document:
         if asked:
             break
     groups = writer.groups(content, reuses=round(context_tokens / 100))
-    ids, _, _ = writer.weave(groups, context_tokens, _taken(content), content.topics)
+    ids, _, _ = writer.weave(groups, context_tokens, taken_words(content), content.topics)
     return Document(tuple(ids.tolist()), tuple(i for question in asked for i in question.segment().ids))

@@ -1,7 +1,7 @@
 """Full-cache accuracy of a reference model by generation: `python -m retain.reference.evaluate --seed 0`.
 
 In: a seed and a number of items. Out: exact match and its standard error a task. The one decision taken here:
-    nothing is teacher-forced, because a task can be 92 % right forced and 0 % right free.
+nothing is teacher-forced, because a task can be 92 % right forced and 0 % right free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from retain.reference.documents import TASKS, Item, Writer
+from retain.reference.documents import Writer
+from retain.reference.items import TASKS, Item, write_item
 from retain.reference.model import load_model
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def accuracy(
     results = {}
     for task in tqdm(tasks, desc="full cache"):
         writer = Writer("eval", seed)
-        drawn = [writer.item(task, context_tokens) for _ in range(items)]
+        drawn = [write_item(writer, task, context_tokens) for _ in range(items)]
         scores = [item.score(given) for item, given in zip(drawn, answers(model, drawn), strict=True)]
         exact = sum(score for score, _ in scores) / items
         results[task] = {

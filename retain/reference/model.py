@@ -1,9 +1,9 @@
 """The reference model's architecture, its initialisation, and loading its weights.
 
 In: a seed. Out: a stock `Qwen3ForCausalLM` of 1.4 million parameters. The one decision taken here: the
-    initialisation already holds one attention head that looks one and two tokens back and heads that match
-    what it wrote, so that key matching forms within a minute of CPU time instead of within a day
-    (`plant_induction`; the model card says so).
+initialisation already holds one attention head that looks one and two tokens back and heads that match what
+it wrote, so that key matching forms within a minute of CPU time instead of within a day (`plant_induction`;
+the model card says so).
 """
 
 from __future__ import annotations

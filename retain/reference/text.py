@@ -1,8 +1,8 @@
 """Real text for the reference model: the sources of the running Python's standard library.
 
 In: nothing. Out: a stream of token ids per split, and the pool of whole words that needles are made of. The
-    one decision taken here: files, not passages, are split (by a hash of their name), so text of the `eval`
-    split was never read in training.
+one decision taken here: files, not passages, are split (by a hash of their name), so text of the `eval` split
+was never read in training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reference model's vocabulary: a byte-level BPE over the standard library's sources.
 
 In: text that every Python installation carries. Out: a stock fast tokenizer (`tokenizer.json` beside this
-    file) that encodes any text. The one decision taken here: control tokens are special tokens, everything
-    else, needles included, is ordinary text, so that no token by itself betrays a needle.
+file) that encodes any text. The one decision taken here: control tokens are special tokens, everything else,
+needles included, is ordinary text, so that no token by itself betrays a needle.
 """
 
 from __future__ import annotations

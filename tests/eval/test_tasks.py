@@ -10,7 +10,7 @@ from retain.eval.tasks.reference import (
     reference_item,
     reference_suite,
 )
-from retain.reference.documents import HELD_OUT_TASKS, SEEN_TASKS, TASKS
+from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS
 
 
 def test_families_are_the_generators():

@@ -1,0 +1,62 @@
+"""What the README shows runs: its Python block as it stands, its commands as far as a test can take them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import retain
+from retain.gates import build_gates
+from retain.gates.store import save_gates
+from retain.hf.model import describe, fingerprint
+from retain.reference import load_model, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Path]:
+    """The reference model as a folder that `from_pretrained` takes, and untrained gates for it."""
+    model = load_model(0)
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer().save_pretrained(tmp_path / "model")
+    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
+    save_gates(build_gates("mlp", dims), tmp_path / "gates", fingerprint=fingerprint(model))
+    return tmp_path / "model", tmp_path / "gates"
+
+
+def test_the_python_block_runs_and_frees_memory(
+    saved: tuple[Path, Path], capsys: pytest.CaptureFixture
+) -> None:
+    (block,) = blocks("python")
+    assert len([line for line in block.splitlines() if line.strip()]) <= 10
+    name, folder = saved
+    scope = {"name": name, "folder": folder, "prompt": "import os\n" * 100}
+    exec(block.replace('device_map="auto"', 'device_map="cpu"'), scope)
+    cache, prompt_tokens = scope["cache"], scope["inputs"]["input_ids"].shape[1]
+    assert scope["output"].shape[1] > prompt_tokens
+    assert cache.bytes_held() < 0.5 * cache.bytes_full()
+    assert cache.entries_evicted > 0
+    assert str(cache.entries_held) in capsys.readouterr().out.replace(",", "")
+
+
+def test_the_presets_that_are_named_exist() -> None:
+    names = {preset.name for preset in retain.policies()}
+    named = set(re.findall(r'`(?:policy=)?"(\w+)"`', README))
+    assert {"snapkv", "defensive", "h2o", "recency", "random"} <= named
+    assert named <= names
+
+
+def test_every_file_and_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    for path in re.findall(r"\]\((?!http)([\w./-]+)\)", README) + re.findall(
+        r"(?:configs|train|eval)/[\w/]+\.(?:yaml|py)", README
+    ):
+        assert (ROOT / path).exists(), path
