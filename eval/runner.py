@@ -252,7 +252,8 @@ def check_equal_memory(group: Sequence[Eviction], unit: Unit) -> None:
 def generate(
     model: Any, group: Sequence[Eviction], ids_BT: Tensor, new_tokens: int
 ) -> list[list[tuple[int, ...]]]:
-    """Greedy answers of all cells of a group at once: per cell, per item.
+    """Greedy answers of all cells of a group at once: per cell, per item. Their length is given, no end token
+    is taken before.
 
     Args:
         model: Attached.
@@ -268,7 +269,12 @@ def generate(
         attention_mask=torch.ones_like(input_ids),
         past_key_values=cache,
         generation_config=GenerationConfig(
-            max_new_tokens=new_tokens, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=model.config.eos_token_id,
+            pad_token_id=0,
         ),
     )
     answers = [tuple(answer) for answer in output[:, T:].tolist()]

@@ -58,8 +58,8 @@ class Phase:
 
 
 GROWTH = Phase((Stage(64, 500), Stage(128, 700), Stage(256, 700), Stage(512, 700), Stage(1024, 2800)))
-# Keys with several values are what the first phase learns last: alone it ends at 90 % on them.
-FINISH = Phase((Stage(1024, 500),), peak=0.3, decay_share=1.0, multi_share=0.5)
+# Keys with several values are what the first phase learns last: alone it leaves them at 90 %.
+FINISH = Phase((Stage(1024, 700),), peak=0.5, decay_share=1.0, multi_share=0.35)
 
 
 @dataclass(frozen=True)
