@@ -28,14 +28,10 @@ from retain.future import future_risk
 from retain.hf.model import observe
 from retain.scores import Score, masked_score
 
-# What is added to a risk before its logarithm, as a share of its head's mean: entries that no query will ever
-# look at differ by many powers of e that mean nothing.
-FLOOR_SHARE = 1e-2
-
 
 @dataclass(frozen=True)
 class TokenIdentity:
-    """Mean log-risk of every token id.
+    """Mean risk of every token id.
 
     Attributes:
         mean_LHV: Per layer, KV head and token id. An id that was met `n` times has `(sum + head mean) / (n +
@@ -55,7 +51,7 @@ class TokenIdentity:
                 "The token-identity control needs token ids, and this evidence was made from embeddings."
             )
         values_HBT = self.mean_LHV[evidence.layer_idx][:, evidence.token_ids_BT]
-        return masked_score(values_HBT.transpose(0, 1).exp(), evidence.valid_BT, "risk")
+        return masked_score(values_HBT.transpose(0, 1), evidence.valid_BT, "risk")
 
     def save(self, path: Path, made_from: dict[str, Any]) -> None:
         """Write the table beside `path`, then rename."""
@@ -78,7 +74,7 @@ def load_token_identity(path: Path, made_from: dict[str, Any]) -> TokenIdentity 
 
 @torch.no_grad()
 def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: int) -> TokenIdentity:
-    """Average each id's target over documents: `log(risk + floor)`, as gates regress it.
+    """Average each id's future risk over documents: the best guess of a risk that an id alone allows.
 
     Args:
         model: Causal language model.
@@ -91,7 +87,6 @@ def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: in
     vocab = int(model.config.get_text_config().vocab_size)
     sums: dict[int, Tensor] = {}
     counts: dict[int, Tensor] = {}
-    floors: dict[int, Tensor] = {}
     for document in documents:
         ids_T = torch.tensor(document.context_ids)
         for evidence in observe(model, torch.tensor([[*document.context_ids, *document.appendix_ids]])):
@@ -99,13 +94,11 @@ def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: in
             risk, reached = future_risk(evidence, document_tokens=len(ids_T), horizon=horizon)
             risk_HT, reached_HT = risk[0].double(), reached[0]
             if layer not in sums:
-                floors[layer] = FLOOR_SHARE * risk_HT.sum(-1, keepdim=True) / reached_HT.sum(-1, keepdim=True)
                 sums[layer], counts[layer] = (
                     torch.zeros(num_heads, vocab, dtype=torch.float64) for _ in range(2)
                 )
             ids_HT = ids_T.expand(num_heads, -1)
-            log_risk_HT = (risk_HT + floors[layer]).log().masked_fill(~reached_HT, 0.0)
-            sums[layer].scatter_add_(1, ids_HT, log_risk_HT)
+            sums[layer].scatter_add_(1, ids_HT, risk_HT)
             counts[layer].scatter_add_(1, ids_HT, reached_HT.double())
     if not sums:
         raise ValueError(

@@ -14,6 +14,7 @@ from retain.eval.record import read_rows, write_text
 from retain.eval.significance import standard_error
 from retain.eval.summary import (
     FAMILIES,
+    Cell,
     Claim,
     Comparison,
     Scores,
@@ -59,6 +60,7 @@ def write_report(
         _head(scores, manifest),
         _claims(claims),
         "![score against keep_ratio](scores.png)",
+        _glance(scores),
         *(_regime(scores, regime) for regime in scores.regimes),
         _best(scores, best, config["margin_points"]),
         _each(each),
@@ -113,6 +115,26 @@ def _claims(claims: Sequence[Claim]) -> str:
         lines.append(f"- **{claim.outcome}**: {claim.text}.")
         lines += [f"  - {number}" for number in claim.numbers]
     return "\n".join(lines)
+
+
+def _glance(scores: Scores) -> str:
+    """Means over tasks of every cell, the full cache's own beside them."""
+    families = [family for family in FAMILIES if scores.tasks(family)]
+    columns = ["policy"]
+    columns += [f"{regime} {ratio:g}" for regime in scores.regimes for ratio in scores.keep_ratios]
+    rows = []
+    for policy in scores.policies:
+        row = [policy]
+        for regime in scores.regimes:
+            for ratio in scores.keep_ratios:
+                cell = Cell(regime, policy, 1.0 if policy == "full" else ratio)
+                row.append(
+                    " / ".join(f"{scores.mean(cell, scores.tasks(family)):.1f}" for family in families)
+                )
+        rows.append(row)
+    counts = " and ".join(f"{len(scores.tasks(family))} {family}" for family in families)
+    note = f"Exact match in %, mean over tasks: {' / '.join(families)} ({counts}), by regime and keep_ratio."
+    return "\n".join(["## At a glance", "", note, "", _table(columns, rows)])
 
 
 def _regime(scores: Scores, regime: str) -> str:
