@@ -128,9 +128,8 @@ def _glance(scores: Scores) -> str:
         for regime in scores.regimes:
             for ratio in scores.keep_ratios:
                 cell = Cell(regime, policy, 1.0 if policy == "full" else ratio)
-                row.append(
-                    " / ".join(f"{scores.mean(cell, scores.tasks(family)):.1f}" for family in families)
-                )
+                means = [scores.mean(cell, scores.tasks(own)) for own in families if cell in scores.exact]
+                row.append(" / ".join(f"{mean:.1f}" for mean in means))
         rows.append(row)
     counts = " and ".join(f"{len(scores.tasks(family))} {family}" for family in families)
     note = f"Exact match in %, mean over tasks: {' / '.join(families)} ({counts}), by regime and keep_ratio."
