@@ -24,6 +24,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
 	$(DISTILL) model=reference:0 seed=0 output=runs/gates-seed0 overwrite=true
+	rm -rf results/demo
 	$(BIN)/python eval/compare.py --config configs/compare/demo.yaml
 
 compare: $(INSTALLED)

@@ -161,6 +161,15 @@ class Curve:
         self.tokens = 0
         self._clear()
 
+    def go_on_after(self, step: int) -> None:
+        """Take up the rows of the file up to `step`, drop later ones, and count on from there."""
+        assert self.path is not None
+        head, *lines = self.path.read_text().splitlines()
+        self.rows = [row for row in map(json.loads, lines) if row["step"] <= step]
+        self.path.write_text("\n".join([head, *map(json.dumps, self.rows)]) + "\n")
+        self.tokens = int(self.rows[-1]["tokens"])
+        self.started -= 60 * self.rows[-1]["minutes"]
+
     def _clear(self) -> None:
         self.loss = 0.0
         self.sums = np.zeros((3, len(KINDS)))
@@ -275,6 +284,7 @@ def main() -> None:
         save_model(model, output.with_suffix(".phase1"))
     else:
         model = load_model(seed, path=arguments.first_phase).train().requires_grad_(True)
+        curve.go_on_after(recipe.phases[0].steps)
     for phase_idx in range(1, len(recipe.phases)):
         round_weights_(model)
         train_phase(model, recipe, phase_idx, seed, curve)

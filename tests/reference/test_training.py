@@ -32,6 +32,17 @@ def test_the_first_steps_give_the_committed_curve() -> None:
     assert row["loss"] == pytest.approx(golden["loss"], rel=CURVE_TOLERANCE)
 
 
+def test_a_curve_goes_on_where_the_first_phase_ended(tmp_path) -> None:
+    path = tmp_path / "curve.jsonl"
+    rows = [{"step": step, "tokens": 10 * step, "minutes": step / 100} for step in (50, 100, 150)]
+    path.write_text("\n".join(map(json.dumps, [{"seed": 0}, *rows])) + "\n")
+    curve = Curve(50, path)
+    curve.go_on_after(100)
+    assert curve.rows == rows[:2]
+    assert curve.tokens == 1000
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"seed": 0}, *rows[:2]]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_seed_has_a_curve_that_ends_where_it_solves_its_tasks(seed: int) -> None:
     last = committed_curve(seed)[-1]
