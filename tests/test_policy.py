@@ -18,7 +18,7 @@ from retain.protection import Protection
 from retain.scores import SCORES, Score, masked_score
 from tests.naive import random_evidence
 
-PRESETS = ("defensive", "full", "fused", "gate", "h2o", "random", "recency", "snapkv")
+PRESETS = ("defensive", "defensive_layer", "full", "fused", "gate", "h2o", "random", "recency", "snapkv")
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
 SMALL = ("protection.recent=8",)
 
