@@ -192,7 +192,7 @@ class Preset:
 
     Args:
         name: what `load_policy` takes.
-        unit: unit of its score.
+        unit: unit of its score under that score's default settings.
         needs: what it reads: `window`, `all_queries`, `seeds`, `gates`, ...
         paper: where it comes from.
     """

@@ -50,7 +50,8 @@ def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by
 def test_presets_protect_alike_so_that_a_comparison_compares_scores():
     protections = {load_policy(name).protection for name in PRESETS if name != "full"}
     assert protections == {Protection(4, 0.1, 0.1, 4, 32)}
-    assert {load_policy(name).scope for name in PRESETS} == {"head"}
+    assert {load_policy(name).scope for name in PRESETS if name != "defensive_layer"} == {"head"}
+    assert load_policy("defensive_layer").scope == "layer"
 
 
 def test_presets_say_their_unit_and_needs():
