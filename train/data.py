@@ -68,7 +68,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents split by document: no text is on both sides."""
+    """Documents split by document: none is on both sides, context and appendix taken together.
+
+    Parts may be: a context with another question counts as another document; documents of the reference
+    generator take their filler from windows of one stream of text, and windows of the two sides can overlap.
+    """
 
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]

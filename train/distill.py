@@ -25,7 +25,7 @@ from retain.gates import GATES, GateSet, build_gates
 from retain.gates.store import save_gates
 from retain.hf.model import describe, fingerprint
 from retain.registry import lookup
-from retain.train.checkpoint import begin_, finish_, inspect_run
+from retain.train.checkpoint import begin_, check_inputs, describe_inputs, finish_, inspect_run
 from retain.train.data import DataSettings, check_data, load_corpus
 from retain.train.loop import Lesson, train
 from retain.train.losses import LossSettings, check_losses
@@ -66,7 +66,7 @@ class DistillConfig:
         training: how long, how fast, how often.
         tracker: `none` or `wandb`.
         overwrite: replace whatever run the folder holds.
-        resume: go on with an unfinished run of the same config.
+        resume: go on with an unfinished run of the same config, model and documents.
     """
 
     output: str
@@ -144,11 +144,6 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     check(config, accelerator.num_processes)
     folder, mapping = Path(config.output), to_mapping(config)
     state = inspect_run(folder, mapping, overwrite=config.overwrite, resume=config.resume)
-    if state == "finished":
-        accelerator.print(
-            f"{folder} holds the finished run of this config: nothing to do (overwrite=true trains again)."
-        )
-        return folder
     frozen = load_frozen(
         config.model, dtype=config.dtype, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
@@ -161,6 +156,18 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         encode=frozen.encode,
         progress=accelerator.is_main_process,
     )
+    base = fingerprint(frozen.model)
+    inputs = describe_inputs(str(base["sha256"]), corpus)
+    if state != "fresh":
+        check_inputs(folder, inputs)
+    if state == "finished":
+        if accelerator.is_main_process:
+            finish_(folder)
+        accelerator.print(
+            f"{folder} holds the finished run of this config, model and documents: nothing to do "
+            "(overwrite=true trains again)."
+        )
+        return folder
     check_documents(frozen.model.config, (*corpus.train, *corpus.held_out))
     if "own" not in config.target.sources and not all(
         d.appendix_ids for d in (*corpus.train, *corpus.held_out)
@@ -172,7 +179,7 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         )
     accelerator.wait_for_everyone()  # every process has looked at the folder before one of them changes it
     if state == "fresh" and accelerator.is_main_process:
-        begin_(folder, mapping)
+        begin_(folder, mapping, inputs)
     accelerator.wait_for_everyone()
     if config.tracker != "none":
         accelerator.init_trackers("retain-distill", config=_flat(mapping))
@@ -191,7 +198,7 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         save_gates(
             gates,
             folder,
-            fingerprint=fingerprint(frozen.model),
+            fingerprint=base,
             metadata=_metadata(config, summary, len(corpus.train)),
         )
         finish_(folder)

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.gates import GateInputs, GateSet
-from retain.train.checkpoint import append_log, latest, rewind_log_, save_checkpoint
+from retain.train.checkpoint import append_log, latest, read_log, rewind_log_, save_checkpoint
 from retain.train.data import Batch, Corpus, Document, collate, share_of, step_indices
 from retain.train.losses import LossSettings, pair_draws, pairwise_loss, regression_loss, top_overlap
 from retain.train.schedule import TrainingSettings, learning_rate
@@ -197,6 +197,7 @@ def train(
     """
     training, documents = lesson.training, lesson.corpus.train
     start = 0
+    held_out: dict[str, float] = {}
     if not resume:
         calibrate_(gates, lesson)
     optimizer = torch.optim.AdamW(
@@ -209,6 +210,9 @@ def train(
         if accelerator.is_main_process:
             rewind_log_(folder, start)
         accelerator.wait_for_everyone()
+        # Nothing may be left to do but to write the artifact, which says how the last look went.
+        looks = [record["held_out"] for record in read_log(folder) if "held_out" in record]
+        held_out = looks[-1] if looks else {}
     bare = accelerator.unwrap_model(wrapped)
 
     def log(record: dict[str, Any]) -> None:
@@ -219,7 +223,6 @@ def train(
             flat |= {k: v for k, v in record.items() if isinstance(v, int | float)}
             accelerator.log(flat, step=record["step"])
 
-    held_out: dict[str, float] = {}
     if start == 0 and lesson.corpus.held_out:
         held_out = held_out_record(bare, lesson, accelerator, baselines=True)
         log({"step": 0, "held_out": held_out})

@@ -1,7 +1,9 @@
 """Whole runs: what is written, resuming to the same numbers, two real processes, and what is refused."""
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,14 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import retain
 from retain.config import load, save
+from retain.policy import load_policy
 from retain.train import loop
 from retain.train.checkpoint import latest, read_log
 from retain.train.data import Document
 from retain.train.distill import DistillConfig, distill, main
 from retain.train.teacher import load_frozen, look
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., Any]
@@ -32,6 +37,7 @@ def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> No
         "gates.json",
         "gates.safetensors",
         "log.jsonl",
+        "run.json",
     ]
     assert load(folder / "config.yaml", DistillConfig) == config
     log = read_log(folder)
@@ -80,6 +86,64 @@ def test_a_killed_run_resumes_to_the_same_numbers(
     assert read_log(resumed) == read_log(whole), "losses, documents, learning rates: all digits"
     first, second = (retain.load_gates(folder).state_dict() for folder in (whole, resumed))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_run_killed_after_its_last_step_still_reports_the_held_out_documents(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+
+    def killed(*arguments: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("retain.train.distill.save_gates", killed)
+        with pytest.raises(KeyboardInterrupt):
+            distill(config)
+    found = latest(Path(config.output))
+    assert found is not None and found[0] == config.training.steps
+    made = json.loads((distill(config) / "gates.json").read_text())["training"]
+    looks = [record for record in read_log(Path(config.output)) if "held_out" in record]
+    assert [record["step"] for record in looks] == [0, 4, 8]
+    assert made["held_out"] == looks[-1]["held_out"] and made["held_out"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("changed", ["base model", "documents"])
+def test_a_run_on_another_model_or_other_documents_is_refused(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool, changed: str
+) -> None:
+    base = make_config(**{"training.steps": 1})
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(base.model, model)
+    rows.write_bytes(Path(base.data.path).read_bytes())
+    config = replace(base, model=str(model), data=replace(base.data, path=str(rows)))
+
+    def killed(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if not finished:
+            patch.setattr("retain.train.distill.finish_", killed)
+        with contextlib.nullcontext() if finished else pytest.raises(KeyboardInterrupt):
+            distill(config)
+    folder = Path(config.output)
+    assert finished == (latest(folder) is None)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if changed == "base model":
+        tiny_model("qwen3", seed=1, num_hidden_layers=2).save_pretrained(model)
+    else:
+        lines = rows.read_text().splitlines(keepends=True)
+        rows.write_text("".join(lines[:-1]) + lines[-1].replace('"context_ids": [1, ', '"context_ids": [2, '))
+    sha256 = json.loads((folder / "run.json").read_text())[changed]
+    with pytest.raises(
+        ValueError, match=rf"\({changed}: sha256 {sha256} -> \w{{64}}\): choose another `output`"
+    ):
+        distill(config)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    distill(replace(config, overwrite=True))
+    assert json.loads((folder / "run.json").read_text())[changed] != sha256
+    assert latest(folder) is None
 
 
 def test_a_finished_run_is_left_alone_and_another_config_refused(
@@ -177,8 +241,17 @@ def test_appendix_alone_needs_appendices(make_config: Make, tmp_path: Path) -> N
 def test_shipped_configs_build(path: Path) -> None:
     config = load(path, DistillConfig)
     assert config.output.startswith("runs/")
+    assert config.target.horizon <= load_policy("gate").protection.recent
     head = path.read_text().splitlines()[:3]
     assert all(line.startswith("# ") for line in head) and "accelerate launch train/distill.py" in head[2]
+
+
+@pytest.mark.parametrize("name", ["demo", "reference"])
+def test_the_reference_config_trains_the_gates_that_are_compared(name: str) -> None:
+    config = load(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig)
+    compared = yaml.safe_load((ROOT / "configs" / "compare" / f"{name}.yaml").read_text())
+    assert config.model == f"reference:{config.seed}"
+    assert config.output == compared["gates"].format(seed=config.seed)
 
 
 def launch(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
