@@ -116,7 +116,8 @@ def oracle(teacher: Sequence[Evidence], document_tokens: int) -> list[Score]:
 
     Args:
         teacher: Every layer over `[document; appendix]`, nothing evicted. The appendix is what is left of the
-            question, and the right answer; only its queries count.
+            question, and what generation reads of the right answer (`retain.eval.runner.read_back`): the
+            queries that really come, and only they count.
         document_tokens: Entries that eviction will see.
 
     Returns:

@@ -11,7 +11,7 @@ model runs.
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,24 @@ from retain.eval.config import (
     needs_gates,
     with_all_tasks,
 )
-from retain.eval.record import MANIFEST, code_state, environment, folder_hash, now, open_run, write_json
+from retain.eval.record import MANIFEST, code_state, environment, gates_identity, now, open_run, write_json
 from retain.eval.report import write_report
-from retain.eval.runner import plan, run_all
+from retain.eval.runner import plan, rows_per_unit, run_all
 from retain.eval.summary import Claim
 from retain.eval.tasks import Suite, load_suite
 from retain.hf.model import fingerprint
 
 
 def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
-    """The manifest of a run: `identity` is what two runs must share for their rows to stand in one file."""
+    """The manifest of a run: `identity` is what two runs must share for their rows to stand in one file. It
+    holds what decides a score, never where that came from."""
     mapping = to_mapping(config) | {"tasks": list(with_all_tasks(config, suite))}
     machine = environment("cpu", 1 if config.workers else 0)
     identity = {
         "config": {name: value for name, value in mapping.items() if name not in NOT_IDENTITY},
-        "policies": {name: asdict(find_policy(name)) for name in config.policies},
+        "policies": {name: asdict(replace(find_policy(name), paper="")) for name in config.policies},
         "models": {str(seed): fingerprint(suite.load_model(seed))["sha256"] for seed in config.seeds},
-        "gates": {str(s): folder_hash(config.gates_of(s)) for s in config.seeds}
+        "gates": {str(s): gates_identity(config.gates_of(s)) for s in config.seeds}
         if needs_gates(config)
         else {},
         "python": machine["python"],  # the reference suite's text is the standard library's
@@ -66,10 +67,10 @@ def compare(config: CompareConfig, suite: Suite) -> tuple[Path, list[Claim]]:
         ValueError: If the config is wrong, or the run's folder holds the rows of another configuration.
     """
     check(config, suite)
-    manifest = open_run(config.folder, describe_run(config, suite))
-    run_all(config, suite)
-    manifest |= {"finished": now()}
-    write_json(config.folder / MANIFEST, manifest)
+    manifest = open_run(config.folder, describe_run(config, suite), rows_per_unit(config, suite))
+    if run_all(config, suite) or "finished" not in manifest:
+        manifest |= {"finished": now()}
+        write_json(config.folder / MANIFEST, manifest)
     return write_report(config.folder, manifest, suite.tasks)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from retain.budget import Budget, budget_tokens
 from retain.eval.tasks import Suite
+from retain.hf.gates import load_gates
 from retain.policy import Policy, load_policy, policies
 from retain.protection import protected_mask
 from retain.registry import suggest
@@ -65,6 +66,7 @@ class CompareConfig:
         "token_identity",
         "snapkv",
         "defensive",
+        "defensive_layer",
         "h2o",
         "gate",
         "fused",
@@ -90,8 +92,9 @@ class CompareConfig:
         return self.gates.replace("{seed}", str(seed))
 
 
-# Fields that do not change a row: a finished run may be reported again under others.
-NOT_IDENTITY = ("results", "workers", "max_sequences", "margin_points", "resamples")
+# Fields that do not change a row: a finished run may be reported again under others. Gates are identified by
+# their weights, wherever they lie.
+NOT_IDENTITY = ("results", "gates", "workers", "max_sequences", "margin_points", "resamples")
 
 
 @cache
@@ -120,9 +123,8 @@ def check(config: CompareConfig, suite: Suite) -> None:
         ValueError: All problems in one message.
     """
     problems = _names(config, suite) + _numbers(config)
-    missing = [] if problems else _gates(config, suite)
     if not problems:
-        problems += missing + _budgets(config)
+        problems = _gates(config, suite) + _budgets(config)
     if problems:
         raise ValueError(
             "This comparison cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems)
@@ -190,6 +192,7 @@ def _numbers(config: CompareConfig) -> list[str]:
 
 
 def _gates(config: CompareConfig, suite: Suite) -> list[str]:
+    """Load every seed's gates against its model, as the run will."""
     if not needs_gates(config):
         return []
     problems = []
@@ -200,6 +203,11 @@ def _gates(config: CompareConfig, suite: Suite) -> list[str]:
             problems.append(
                 f"there are no gates for seed {seed} in {folder}; train them first:\n      {command}"
             )
+            continue
+        try:
+            load_gates(folder, suite.load_model(seed))
+        except ValueError as error:
+            problems.append(f"gates of seed {seed}: {error}")
     return problems
 
 

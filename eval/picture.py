@@ -19,6 +19,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "gate": {"color": "#f28e2b", "linewidth": 2.4, "marker": "s"},
     "snapkv": {"color": "#1f77b4", "marker": "^"},
     "defensive": {"color": "#2ca02c", "marker": "v"},
+    "defensive_layer": {"color": "#98df8a", "marker": "<"},
     "h2o": {"color": "#17becf", "marker": "D"},
     "recency": {"color": "#9467bd", "marker": "x"},
     "random": {"color": "#8c6d31", "marker": "+"},

@@ -19,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from retain.gates.store import read_metadata
+
 ITEMS = "items.jsonl"
 MANIFEST = "manifest.json"
 PACKAGES = ("torch", "transformers", "numpy", "scipy", "safetensors", "matplotlib")
@@ -77,13 +79,11 @@ def mapping_hash(mapping: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(mapping, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def folder_hash(folder: str | Path) -> str:
-    """First 16 hex digits of the sha256 over a folder's weights and JSON (names and contents)."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*")):
-        if path.suffix in (".safetensors", ".json"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+def gates_identity(folder: str | Path) -> dict[str, Any]:
+    """What of a gate artifact decides its scores: the weights' sha256, and what they are read as. When, by
+    what code and on what data it was trained is left out: the same weights are the same gates."""
+    metadata = read_metadata(folder)
+    return {name: metadata.get(name) for name in ("sha256", "family", "layers", "inputs", "unit")}
 
 
 def code_state(folder: str | Path) -> dict[str, Any]:
@@ -137,23 +137,27 @@ def write_text(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def open_run(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Create a run's folder, or take up a run that was left unfinished.
+def open_run(folder: Path, manifest: dict[str, Any], rows_per_unit: Mapping[str, int]) -> dict[str, Any]:
+    """Create a run's folder, or take up a run that left rows; without rows a run starts over.
 
     Args:
         folder: `results/<run>`.
         manifest: Of this run. `identity` is the mapping that two runs must share to be one run; `code` is
             this process's `code_state`.
+        rows_per_unit: How many rows each unit of this run has.
 
     Returns:
-        The manifest that now lies in the folder: the one given, with the code states of earlier processes.
+        The manifest that now lies in the folder. With units left to run: the one given, with the code states
+        of earlier processes. With none: the earlier one, since this process makes no row, but for `config`,
+        whose fields outside the identity decide how the rows are reported.
 
     Raises:
         ValueError: If the folder holds rows of another configuration; it names the fields that differ.
     """
-    path = folder / MANIFEST
+    path, items = folder / MANIFEST, folder / ITEMS
     states = [manifest["code"]]
-    if path.exists():
+    has_rows = items.exists() and items.stat().st_size > 0
+    if has_rows and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         differing = _differing(before.get("identity", {}), manifest["identity"])
         if differing:
@@ -162,9 +166,13 @@ def open_run(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
                 f"{', '.join(differing)}. Their rows must not be mixed: choose another name (run=...), or "
                 f"delete that folder."
             )
+        if take_up(folder, rows_per_unit) == set(rows_per_unit):
+            manifest = {**before, "config": manifest["config"]}
+            write_json(path, manifest)
+            return manifest
         manifest = {**manifest, "started": before.get("started", manifest.get("started"))}
         states = [state for state in before.get("code_states", []) if state not in states] + states
-    elif (folder / ITEMS).exists():
+    elif has_rows:
         raise ValueError(
             f"{folder} holds {ITEMS} but no {MANIFEST}: nothing says what made those rows. Choose another "
             f"name (run=...), or delete that folder."

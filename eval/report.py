@@ -159,20 +159,21 @@ def _regime(scores: Scores, regime: str) -> str:
     return "\n".join([*lines, _table(columns, rows, 2)])
 
 
-def _spelled(made: Comparison) -> tuple[str, str]:
+def _spelled(made: Comparison, *, named: bool) -> tuple[str, str]:
     i = made.interval
+    minus = f"minus {made.baseline}: " if named else ""
     mark = "" if i.method in ("BCa", "constant") else " (percentile)"
-    return f"{i.estimate:+.1f} [{i.low:+.1f}, {i.high:+.1f}]{mark}", made.verdict
+    return f"{minus}{i.estimate:+.1f} [{i.low:+.1f}, {i.high:+.1f}]{mark}", made.verdict
 
 
 def _pivot(
     made: Sequence[Comparison], key: Callable[[Comparison], tuple[str, ...]], names: Sequence[str]
 ) -> str:
-    """Comparisons as rows, the families side by side."""
+    """Comparisons as rows, the families side by side; a cell names its baseline where no column does."""
     families = [family for family in FAMILIES if any(one.family == family for one in made)]
     rows: dict[tuple[str, ...], dict[str, tuple[str, str]]] = {}
     for one in made:
-        rows.setdefault(key(one), {})[one.family] = _spelled(one)
+        rows.setdefault(key(one), {})[one.family] = _spelled(one, named="minus" not in names)
     columns = [*names, *(text for family in families for text in (f"{family}, points", "verdict"))]
     body = [
         [*row, *(text for family in families for text in cells.get(family, ("", "")))]
@@ -182,26 +183,26 @@ def _pivot(
 
 
 def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
-    chosen = [
-        f"{regime} {ratio:g}: {best_heuristic(scores, regime, ratio)}"
-        for regime in scores.regimes
-        for ratio in scores.keep_ratios
-    ]
+    families = [family for family in FAMILIES if scores.tasks(family)]
+    chosen = []
+    for regime in scores.regimes:
+        for ratio in scores.keep_ratios:
+            names = [best_heuristic(scores, regime, ratio, family) or "none" for family in families]
+            chosen.append(f"{regime} {ratio:g}: {' / '.join(names)}")
     head = [
         "## Against the best heuristic",
         "",
-        "Policy minus the heuristic with the highest mean over the seen tasks, at the same regime, "
+        "Policy minus the heuristic with the highest mean over the same tasks, at the same regime, "
         "keep_ratio and bytes, with paired 95 % intervals; equivalent means within "
-        f"±{margin:g} points. The rows of `full` are the full cache minus that heuristic. "
-        f"Best heuristic: {'; '.join(chosen)}.",
+        f"±{margin:g} points. The heuristic is chosen for each family apart and on the same items, which "
+        "favours it; its own cell is empty. The rows of `full` are the full cache minus that heuristic. "
+        f"Best heuristic, {' / '.join(families)}: {'; '.join(chosen)}.",
         "",
     ]
     if not made:
         return "\n".join([*head, "No heuristic was measured."])
-    names = ("regime", "keep_ratio", "policy", "minus")
-    return "\n".join(
-        [*head, _pivot(made, lambda o: (o.regime, f"{o.keep_ratio:g}", o.policy, o.baseline), names)]
-    )
+    columns = ("regime", "keep_ratio", "policy")
+    return "\n".join([*head, _pivot(made, lambda o: (o.regime, f"{o.keep_ratio:g}", o.policy), columns)])
 
 
 def _each(made: Sequence[Comparison]) -> str:
@@ -274,7 +275,10 @@ def _reading(config: Mapping[str, Any]) -> str:
             "- better / worse: the interval excludes 0. equivalent: it lies within the margin. identical: "
             "every item has the same score. inconclusive: none of these.",
             "- `token_identity` and `oracle` are controls: the mean target of a token's id without any "
-            "context, and the true future risk under the question and the right answer. Neither is a method.",
+            "context, and the true future risk under the question and the right answer. Neither is a method. "
+            f"`token_identity` is fitted, for each seed, on {config['control_documents']} documents of "
+            f"{config['context_tokens']} tokens "
+            f"({config['control_documents'] * config['context_tokens']:,} tokens).",
             "- partial: share of the answer found, mean over all tasks.",
         ]
     )

@@ -1,11 +1,12 @@
 """The comparison itself: one unit of work in, its rows out; and the loop over units.
 
 A unit is one batch of items of one task, for one seed. The model reads `[context; question; right answer]`
-*once*, with nothing evicted: that is the teacher whose attention the oracle looks at, and, cropped to what a
-regime has seen before it evicts, the prefill of every policy (a causal model's entries do not depend on what
-comes after them; a test compares with caches that never saw more). Every policy and keep_ratio evicts from a
-fork, the forks are put side by side, and all of them decode as one batch of `model.generate`, greedily,
-through the ragged cache. Items of unlike lengths are not padded but read apart.
+*once*, with nothing evicted (of the answer, what generation will have read): that is the teacher whose
+attention the oracle looks at, and, cropped to what a regime has seen before it evicts, the prefill of every
+policy (a causal model's entries do not depend on what comes after them; a test compares with caches that
+never saw more). Every policy and keep_ratio evicts from a fork, the forks are put side by side, and all of
+them decode as one batch of `model.generate`, greedily, through the ragged cache. Items of unlike lengths are
+not padded but read apart.
 
 Regimes. `context_only`: the context is prefilled and evicted, then the whole question is read. `query_aware`:
 the context and the question but its last token are prefilled and evicted; a non-empty cache needs at least
@@ -98,6 +99,11 @@ def rows_of(config: CompareConfig, unit: Unit) -> int:
     return (unit.stop - unit.start) * len(config.regimes) * cells
 
 
+def rows_per_unit(config: CompareConfig, suite: Suite) -> dict[str, int]:
+    """How many rows each unit of a run writes, by its key."""
+    return {unit.key: rows_of(config, unit) for unit in plan(config, suite)}
+
+
 def load_subject(config: CompareConfig, suite: Suite, seed: int) -> Subject:
     """Load a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
 
@@ -138,7 +144,7 @@ def run_unit(config: CompareConfig, suite: Suite, subject: Subject, unit: Unit) 
     for index in range(unit.start, unit.stop):
         item = suite.item(unit.task, unit.seed, index, config.context_tokens)
         lengths = tuple(map(len, (item.context_ids, item.question_ids, item.gold_ids)))
-        alike.setdefault(lengths, {})[index] = item
+        alike.setdefault((*lengths, item.generate), {})[index] = item
     rows = [row for items in alike.values() for row in run_alike(config, suite, subject, unit, items)]
     order: dict[str, int] = {regime: place for place, regime in enumerate(config.regimes)}
     return sorted(rows, key=lambda row: (order[row.regime], row.item))  # stable: cells stay in order
@@ -149,7 +155,7 @@ def run_alike(
 ) -> Iterator[Row]:
     """Measure items of equal lengths, by index, in all regimes."""
     whole = Cache(subject.model, policy=None)
-    ids_BT = torch.tensor([[*i.context_ids, *i.question_ids, *i.gold_ids] for i in items.values()])
+    ids_BT = torch.tensor([[*i.context_ids, *i.question_ids, *read_back(i)] for i in items.values()])
     whole.prefill(ids_BT, evict=False, hold_evidence=True)
     assert whole.evidence is not None
     teacher = whole.evidence
@@ -178,6 +184,12 @@ def seen_tokens(item: Item, regime: str) -> int:
     """How many tokens are prefilled before the eviction."""
     context = len(item.context_ids)
     return context if regime == "context_only" else context + len(item.question_ids) - 1
+
+
+def read_back(item: Item) -> tuple[int, ...]:
+    """What generation reads of a right answer: all but its last generated token, which nothing comes after,
+    and what is never generated (an end token). None of it, where one token is generated."""
+    return tuple(item.gold_ids[: item.generate - 1])
 
 
 def item_seed(seed: int, task: str, index: int) -> int:
@@ -360,7 +372,7 @@ def run_all(config: CompareConfig, suite: Suite, on_unit: Callable[[Unit], None]
         How many units were run now.
     """
     units = plan(config, suite)
-    done = take_up(config.folder, {unit.key: rows_of(config, unit) for unit in units})
+    done = take_up(config.folder, rows_per_unit(config, suite))
     left = [unit for unit in units if unit.key not in done]
     seeds = list(dict.fromkeys(unit.seed for unit in left))
     total = sum(unit.stop - unit.start for unit in units)

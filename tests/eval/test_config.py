@@ -1,5 +1,6 @@
 """A comparison that cannot work is refused before it starts, with everything that is wrong at once."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from retain.config import load
 from retain.eval.compare import compare, main
 from retain.eval.config import CompareConfig, check
+from retain.gates.store import WEIGHTS_FILE
 from tests.eval.stub import STUB, save_stub_gates, stub_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
@@ -55,6 +57,19 @@ def test_missing_gates_say_the_command_and_nothing_is_written(tmp_path):
     config = stub_config(tmp_path, seeds=(0, 1))
     with pytest.raises(
         ValueError, match="(?s)no gates for seed 1 in .*train gates of seed 1 into .*gates-seed1"
+    ):
+        compare(config, STUB)
+    assert not config.folder.exists()
+
+
+def test_gates_that_cannot_be_used_are_all_found_before_work_starts(tmp_path):
+    save_stub_gates(tmp_path)
+    shutil.copytree(tmp_path / "gates-seed0", tmp_path / "gates-seed1")  # of another model
+    with (tmp_path / "gates-seed0" / WEIGHTS_FILE).open("r+b") as file:
+        file.truncate(100)
+    config = stub_config(tmp_path, seeds=(0, 1))
+    with pytest.raises(
+        ValueError, match="(?s)gates of seed 0: .*truncated.*gates of seed 1: .*trained on another model"
     ):
         compare(config, STUB)
     assert not config.folder.exists()

@@ -3,18 +3,21 @@
 import json
 
 import pytest
+import torch
 
 from retain.eval.record import (
     ITEMS,
     Row,
     append_unit,
     code_state,
-    folder_hash,
+    gates_identity,
     open_run,
     read_rows,
     take_up,
     tokens_sha,
 )
+from retain.gates import build_gates
+from retain.gates.store import save_gates
 
 
 def row(unit: str, item: int) -> Row:
@@ -61,35 +64,58 @@ def test_half_units_and_torn_lines_are_dropped_and_whole_ones_kept(tmp_path):
     assert take_up(tmp_path / "none", {"a": 2}) == set()
 
 
+def later(**identity):
+    return {**manifest(**identity), "code": {"commit": "b", "clean": False}, "started": "now"}
+
+
 def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it(tmp_path):
-    folder = tmp_path / "run"
-    open_run(folder, manifest(x=1))
-    again = open_run(folder, {**manifest(x=1), "code": {"commit": "b", "clean": False}, "started": "now"})
+    units = {"a": 1, "b": 1}
+    open_run(tmp_path, manifest(x=1), units)
+    append_unit(tmp_path, [row("a", 0)])
+    again = open_run(tmp_path, later(x=1), units)
     assert again["started"] == "then"
     assert [state["commit"] for state in again["code_states"]] == ["a", "b"]
 
 
+def test_looking_at_a_finished_run_again_changes_only_how_it_is_reported(tmp_path):
+    whole = open_run(tmp_path, manifest(x=1) | {"config": {"resamples": 100}}, {"a": 1})
+    append_unit(tmp_path, [row("a", 0)])
+    again = open_run(tmp_path, later(x=1) | {"config": {"resamples": 300}}, {"a": 1})
+    assert again == whole | {"config": {"resamples": 300}}
+
+
 def test_another_identity_is_refused_by_field(tmp_path):
-    open_run(tmp_path / "run", manifest(config={"seeds": (0,), "n": 3}))
-    open_run(tmp_path / "run", manifest(config={"seeds": (0,), "n": 3}))
+    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), {"a": 1, "b": 1})
+    append_unit(tmp_path, [row("a", 0)])
+    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), {"a": 1, "b": 1})
     with pytest.raises(ValueError, match=r"config.seeds \(\[0\] there, \[0, 1\] now\)"):
-        open_run(tmp_path / "run", manifest(config={"seeds": (0, 1), "n": 3}))
+        open_run(tmp_path, manifest(config={"seeds": (0, 1), "n": 3}), {"a": 1, "b": 1})
+
+
+@pytest.mark.parametrize("empty_file", [False, True])
+def test_a_run_without_rows_starts_over(tmp_path, empty_file):
+    open_run(tmp_path, manifest(n=3), {"a": 1})
+    if empty_file:
+        (tmp_path / ITEMS).touch()
+    fresh = open_run(tmp_path, later(n=4), {"a": 1})
+    assert (fresh["identity"], fresh["started"], len(fresh["code_states"])) == ({"n": 4}, "now", 1)
 
 
 def test_rows_without_a_manifest_are_refused(tmp_path):
     append_unit(tmp_path, [row("a", 0)])
     with pytest.raises(ValueError, match="nothing says what made those rows"):
-        open_run(tmp_path, manifest())
+        open_run(tmp_path, manifest(), {"a": 1})
 
 
-def test_a_folder_hash_follows_its_weights(tmp_path):
-    (tmp_path / "gates.json").write_text("{}")
-    (tmp_path / "gates.safetensors").write_bytes(b"1")
-    before = folder_hash(tmp_path)
-    (tmp_path / "log.txt").write_text("not part of it")
-    assert folder_hash(tmp_path) == before
-    (tmp_path / "gates.safetensors").write_bytes(b"2")
-    assert folder_hash(tmp_path) != before
+def test_gates_are_their_weights_and_not_where_they_came_from(tmp_path):
+    def saved(seed, commit):
+        torch.manual_seed(seed)
+        gates = build_gates("linear", {0: {"E": 8, "H": 2}})
+        made = {"provenance": {"commit": commit}, "base_model": commit}
+        return gates_identity(save_gates(gates, tmp_path / commit, fingerprint={}, metadata=made))
+
+    assert saved(0, "a") == saved(0, "b") != saved(1, "c")
+    assert saved(0, "a")["family"] == "linear"
 
 
 def test_code_outside_a_checkout_is_not_clean(tmp_path):

@@ -6,7 +6,15 @@ import pytest
 
 from retain.eval.record import ITEMS
 from retain.eval.report import write_report
-from retain.eval.summary import Cell, best_heuristic, check_claims, compare, gather, learned_against_each
+from retain.eval.summary import (
+    Cell,
+    against_best_heuristic,
+    best_heuristic,
+    check_claims,
+    compare,
+    gather,
+    learned_against_each,
+)
 from tests.eval.stub import TASKS
 
 OPTIONS = {"margin": 2.0, "resamples": 1000}
@@ -60,6 +68,7 @@ def manifest(clean=True, commits=("a" * 40,)):
             "seeds": [0, 1],
             "suite": "stub",
             "context_tokens": 100,
+            "control_documents": 20,
             "margin_points": 2.0,
             "resamples": 1000,
         },
@@ -82,11 +91,19 @@ def test_means_are_macro_and_in_points(scores):
     assert scores.seed_means(cell, ["copy"]) == {0: 40.0, 1: 20.0}
 
 
-def test_the_best_heuristic_is_chosen_on_seen_tasks(scores):
+def test_the_best_heuristic_is_chosen_for_each_family(scores):
     # snapkv has (30 + 10) / 2, defensive (20 + 30) / 2; on the held-out task it is the other way round.
-    assert best_heuristic(scores, "context_only", 0.2) == "defensive"
-    assert best_heuristic(scores, "query_aware", 0.2) == "snapkv"
-    assert best_heuristic(scores, "query_aware", 0.4) is None
+    assert best_heuristic(scores, "context_only", 0.2, "seen") == "defensive"
+    assert best_heuristic(scores, "context_only", 0.2, "held-out") == "snapkv"
+    assert best_heuristic(scores, "query_aware", 0.2, "seen") == "snapkv"
+    assert best_heuristic(scores, "query_aware", 0.4, "seen") is None
+    seen_only = gather(row for row in rows() if row["family"] == "seen")
+    assert best_heuristic(seen_only, "context_only", 0.2, "held-out") is None
+    made = against_best_heuristic(scores, **OPTIONS)
+    pairs = {(one.policy, one.family): one.baseline for one in made if one.regime == "context_only"}
+    assert pairs["gate", "seen"] == pairs["snapkv", "seen"] == "defensive"
+    assert pairs["gate", "held-out"] == pairs["defensive", "held-out"] == "snapkv"
+    assert ("defensive", "seen") not in pairs and ("snapkv", "held-out") not in pairs
 
 
 def test_a_difference_by_hand(scores):
@@ -111,7 +128,16 @@ def test_claims_are_computed(scores):
     # fused equals snapkv when the question is seen; snapkv holds 90 of 100 on the single-key task.
     assert outcomes == ["holds", "holds", "holds", "holds"]
     assert check_claims(scores, ["pair"], **OPTIONS)[3].outcome == "fails"
-    assert "80.0 of 100.0 on pair: 80.0 %" in check_claims(scores, ["pair"], **OPTIONS)[3].numbers[0]
+    # The mean of both is 85: each task must reach 90, and each says its numbers.
+    both = check_claims(scores, ["copy", "pair"], **OPTIONS)[3]
+    assert both.outcome == "fails" and len(both.numbers) == 2
+    assert both.numbers[0].startswith("copy: 90.0 of 100.0, 90.0 %; snapkv - 0.9 full: +0.0 [")
+    assert both.numbers[1].startswith("pair: 80.0 of 100.0, 80.0 %; snapkv - 0.9 full: -10.0 [")
+    easy = [
+        {**row, "exact": 1.0} if row["policy"] == "snapkv" and row["task"] == "copy" else row
+        for row in rows()
+    ]
+    assert check_claims(gather(easy), ["copy", "pair"], **OPTIONS)[3].outcome == "fails"  # mean 90
 
 
 def test_a_claim_fails_where_one_interval_holds_zero():
@@ -141,15 +167,31 @@ def test_the_report_says_it(tmp_path):
     assert (tmp_path / "scores.png").stat().st_size > 10_000
     assert "| 1 | full | 100.0 | 100.0 | **100.0** ±0.0 | 100.0 | **100.0** ±0.0 | 100.0 |" in text
     assert "| 0.2 | snapkv | 30.0 | 10.0 | **20.0** ±17.9 | 80.0 | **80.0** ±26.1 | 70.0 |" in text
-    assert "Best heuristic: context_only 0.2: defensive; query_aware 0.2: snapkv." in text
+    best = "context_only 0.2: defensive / snapkv; query_aware 0.2: snapkv / snapkv."
+    assert f"Best heuristic, seen / held-out: {best}" in text
     same = "+0.0 [+0.0, +0.0] | identical"
+    assert f"| query_aware | 0.2 | fused | minus snapkv: {same} | minus snapkv: {same} |" in text
     assert f"| query_aware | 0.2 | fused | snapkv | {same} | {same} |" in text
+    assert "| context_only | 0.2 | defensive |  |  | minus snapkv: -80.0 [" in text
+    assert "fitted, for each seed, on 20 documents of 100 tokens (2,000 tokens)" in text
     assert "| context_only | 0.2 | gate | 200.0 | 100.0 | 20.00 | 0.2000 to 0.2000 |" in text
     assert (
         "- **holds**: context_only, keep_ratio 0.2, seen families: gate is better than snapkv, defensive"
         in text
     )
     assert "Scratch" not in text and "Mixed code" not in text
+
+
+def test_a_glance_shows_the_means_of_every_cell(tmp_path):
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    text = write_report(tmp_path, manifest(), TASKS)[0].read_text()
+    glance = text.split("## At a glance")[1].split("## ")[0]
+    assert "mean over tasks: seen / held-out (2 seen and 1 held-out)" in glance
+    assert "| policy | context_only 0.2 | query_aware 0.2 |" in glance
+    assert "| full | 100.0 / 100.0 | 100.0 / 100.0 |" in glance
+    # (30 + 10) / 2 and 80; (90 + 80) / 2 and 90.
+    assert "| snapkv | 20.0 / 80.0 | 85.0 / 90.0 |" in glance
+    assert "| defensive | 25.0 / 0.0 |  |" in glance  # not measured in the other regime
 
 
 def test_runs_that_cannot_be_trusted_say_so(tmp_path):

@@ -1,20 +1,25 @@
 """Units of work on a tiny random model: equal memory, answers as of one cache at a time, resuming."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from retain.eval import compare as entry
 from retain.eval import runner
+from retain.eval.baselines import oracle
 from retain.eval.compare import compare, describe_run
 from retain.eval.config import find_policy
-from retain.eval.record import ITEMS, open_run, read_rows
+from retain.eval.record import ITEMS, MANIFEST, open_run, read_rows
 from retain.eval.runner import (
     Unit,
     item_seed,
     load_subject,
     plan,
+    read_back,
     rows_of,
+    rows_per_unit,
     run_all,
     run_unit,
     seen_tokens,
@@ -89,7 +94,7 @@ def test_a_killed_run_goes_on_to_the_same_report(gated):
     config = stub_config(gated, items_per_task=3, policies=("snapkv", "gate", "token_identity"))
     whole, _ = compare(config, STUB)
     broken = stub_config(gated, items_per_task=3, policies=config.policies, results=str(gated / "broken"))
-    open_run(broken.folder, describe_run(broken, STUB))
+    open_run(broken.folder, describe_run(broken, STUB), rows_per_unit(broken, STUB))
 
     class KilledError(Exception):
         pass
@@ -121,9 +126,22 @@ def test_a_killed_run_goes_on_to_the_same_report(gated):
 def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
     config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,))
     compare(config, STUB)
+    before = json.loads((config.folder / MANIFEST).read_text())
+    monkeypatch.setattr(entry, "now", lambda: "later")
+    monkeypatch.setattr(entry, "code_state", lambda _: {"commit": "another", "clean": False})
     monkeypatch.setattr(runner, "run_unit", lambda *_: pytest.fail("a finished unit was run again"))
     report, _ = compare(stub_config(gated, policies=("recency",), keep_ratios=(0.6,), resamples=300), STUB)
     assert "300 resamples" in report.read_text()
+    after = json.loads((config.folder / MANIFEST).read_text())
+    assert after == before | {"config": {**before["config"], "resamples": 300}}
+
+
+def test_the_same_weights_elsewhere_are_the_same_run(gated):
+    config = stub_config(gated)
+    (gated / "gates-seed0").rename(gated / "moved")
+    moved = replace(config, gates=str(gated / "moved"))
+    save_stub_gates(gated)
+    assert describe_run(config, STUB)["identity"] == describe_run(moved, STUB)["identity"]
 
 
 def test_all_of_it_end_to_end(gated):
@@ -168,7 +186,7 @@ def test_two_processes_write_what_one_does(gated):
     options = {"policies": ("snapkv", "token_identity"), "keep_ratios": (0.45,), "batch_items": 1}
     for workers in (0, 2):
         config = stub_config(gated, run=f"workers{workers}", workers=workers, **options)
-        open_run(config.folder, describe_run(config, STUB))
+        open_run(config.folder, describe_run(config, STUB), rows_per_unit(config, STUB))
         assert run_all(config, STUB) == 6
 
     def rows(workers):
@@ -182,6 +200,24 @@ def test_the_last_question_token_is_read_after_the_eviction():
     item = stub_item("odd", 0, 1, 100)
     assert (seen_tokens(item, "context_only"), seen_tokens(item, "query_aware")) == (100, 103)
     assert len(item.question_ids) == 4
+
+
+@pytest.mark.parametrize(("task", "generate", "size"), [("copy", 3, 2), ("pair", 2, 1), ("odd", 1, 0)])
+@pytest.mark.parametrize("regime", ["context_only", "query_aware"])
+def test_the_oracle_sees_the_queries_that_generation_makes_and_no_other(
+    gated, monkeypatch, task, generate, size, regime
+):
+    item = stub_item(task, 0, 0, 100)
+    assert (item.generate, len(item.gold_ids)) == (generate, generate + 1)
+    assert read_back(item) == item.gold_ids[:size]
+    seen = []
+    monkeypatch.setattr(runner, "oracle", lambda teacher, n: seen.append((teacher, n)) or oracle(teacher, n))
+    config = stub_config(gated, policies=("oracle",), regimes=(regime,))
+    run_unit(config, STUB, load_subject(config, STUB, 0), Unit(0, task, 0, 1))
+    ((teacher, document_tokens),) = seen
+    # Real queries: the prompt's tokens after the eviction, and each generated token but the last.
+    assert document_tokens == seen_tokens(item, regime)
+    assert teacher[0].num_seen == 100 + len(item.question_ids) + generate - 1 > document_tokens
 
 
 def test_controls_share_the_gates_protection_and_scope():
