@@ -109,6 +109,25 @@ def test_rows_in_pieces_are_the_same(monkeypatch):
     assert_close(ragged(*inputs, 0.3), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pieces_are_bounded_with_the_upcast_copies(monkeypatch, dtype):
+    inputs = make("wide heads", dtype)  # one query: the upcast keys are far larger than the logits
+    whole = ragged(*inputs, 0.3)
+    pieces = []
+    view = Block.view
+
+    def remember(block, store, start=0, stop=None):
+        pieces.append((stop - start) * block.longest)
+        return view(block, store, start, stop)
+
+    monkeypatch.setattr(Block, "view", remember)
+    monkeypatch.setattr("retain.attend.MAX_LOGITS", 60 * 256)
+    assert_close(ragged(*inputs, 0.3), whole, dtype=dtype)
+    upcast = dtype != torch.float32
+    assert all(entries * (256 if upcast else 2) <= 60 * 256 for entries in pieces)
+    assert len(pieces) == (4 if upcast else 2)  # keys and values of: each row alone, or all rows at once
+
+
 def test_a_query_that_sees_nothing_gives_zeros():
     queries, keys, values, keep, new_keys, new_values, valid = make("chunk")
     out = ragged(queries, keys, values, keep, new_keys, new_values, valid, 0.3)

@@ -39,7 +39,8 @@ def test_every_policy_holds_the_same_entries_item_by_item(gated):
     unit = Unit(0, "odd", 0, 2)
     subject = load_subject(config, STUB, 0)
     rows = run_unit(config, STUB, subject, unit)
-    assert len(rows) == rows_of(config, unit) == 2 * (1 + 9 * 2)
+    assert len(config.policies) == 10
+    assert len(rows) == rows_of(config, unit) == 2 * (1 + 10 * 2)
     layers, heads = subject.model.config.num_hidden_layers, subject.model.config.num_key_value_heads
     for item, question in ((0, 3), (1, 4)):
         seen = 100 + question - 1

@@ -1,3 +1,4 @@
+import copy
 import subprocess
 import sys
 
@@ -6,7 +7,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 
 import retain
-from retain.hf.attach import attach, handle_of
+from retain.hf.attach import PREVIOUS, attach, handle_of
 from retain.hf.cache import Cache
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -14,10 +15,11 @@ REGISTRIES = (AttentionInterface, AttentionMaskInterface)
 
 
 def everything_about(model):
-    """What attaching may touch: hooks, attributes, the config, the registries."""
+    """What attaching may touch: hooks, attributes, the config, the registries but for our own names in them."""
     hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks), sorted(vars(m))) for m in model.modules()]
     config = model.config.to_dict(), model.config._attn_implementation
-    return hooks, config, [sorted(registry._global_mapping) for registry in REGISTRIES]
+    ours = set(PREVIOUS.values())
+    return hooks, config, [sorted(set(registry._global_mapping) - ours) for registry in REGISTRIES]
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
@@ -49,12 +51,56 @@ def test_attaching_twice_is_attaching_once():
 def test_undoing_one_model_leaves_the_other_attached():
     one, two = tiny_model("llama"), tiny_model("qwen3")
     ids, mask = tiny_batch()
-    before = [set(registry._global_mapping) for registry in REGISTRIES]
+    before = everything_about(one), everything_about(two)
     first, second = attach(one), attach(two)
     first.undo()
     assert Cache(two, policy=None).prefill(ids, mask).entries_held == 40 * 2 * 3
     second.undo()
-    assert [set(registry._global_mapping) for registry in REGISTRIES] == before
+    assert (everything_about(one), everything_about(two)) == before
+
+
+def test_a_copy_of_an_attached_model_is_undone_alone():
+    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 3))
+    settings = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    before = everything_about(model)
+    handle = attach(model)
+    attached = everything_about(model)
+    want = model.generate(**settings, past_key_values=Cache(model, policy=None))
+    twin = copy.deepcopy(model)
+    own = handle_of(twin)
+    assert own is not None and own is not handle and twin.generate.__self__ is twin
+    assert torch.equal(twin.generate(**settings, past_key_values=Cache(twin, policy=None)), want)
+    own.undo()
+    assert everything_about(twin) == before and everything_about(model) == attached
+    assert torch.equal(twin.generate(**settings), want)
+    assert torch.equal(model.generate(**settings, past_key_values=Cache(model, policy=None)), want)
+    other = copy.deepcopy(model)
+    handle.undo()
+    assert everything_about(model) == before and handle_of(other) is not None
+    assert torch.equal(other.generate(**settings, past_key_values=Cache(other, policy=None)), want)
+
+
+def test_a_prompt_in_chunks_is_refused_with_our_cache_alone():
+    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 3))
+    settings = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    want = model.generate(**settings, prefill_chunk_size=16, past_key_values=DynamicCache())
+    in_config = copy.deepcopy(model.generation_config)
+    in_config.prefill_chunk_size = 16
+    with attach(model):
+        cache = Cache(model, policy=None)
+        with pytest.raises(ValueError, match="prefill_chunk_size=16 does not work with retain.Cache"):
+            model.generate(**settings, past_key_values=cache, prefill_chunk_size=16)
+        with pytest.raises(ValueError, match="^generation_config.prefill_chunk_size=16 .*cache.prefill"):
+            model.generate(**settings, past_key_values=cache, generation_config=in_config)
+        model.generation_config.prefill_chunk_size = 16
+        with pytest.raises(ValueError, match="^model.generation_config.prefill_chunk_size=16"):
+            model.generate(**settings, past_key_values=cache)
+        model.generation_config.prefill_chunk_size = None
+        assert cache.num_seen == 0
+        got = model.generate(**settings, prefill_chunk_size=16, past_key_values=DynamicCache())
+        assert torch.equal(got, want)
+        assert torch.equal(model.generate(**settings, past_key_values=cache), want)
+    assert "generate" not in vars(model)
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from transformers import Cache as TransformersCache
+from transformers import DynamicCache
 
 import retain
 from retain.hf.cache import Cache
@@ -152,27 +153,32 @@ def test_keeping_everything_equals_the_full_cache(family, batch):
     assert cache.entries_evicted == 0 and cache.bytes_held() == cache.bytes_full()
 
 
-def test_prefill_then_generate_continues_with_true_positions():
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch(PADS[3])
-    new, new_mask = question(3)
+@both
+@every_family
+def test_prefill_then_generate_continues_with_true_positions(family, batch):
+    model = tiny_model(family)
+    ids, mask = tiny_batch(PADS[batch])
+    new, new_mask = question(batch)
     keep = random_keep(model, mask)
-    whole = torch.cat([mask, new_mask], dim=1)
+    whole, tokens = torch.cat([mask, new_mask], dim=1), torch.cat([ids, new], dim=1)
     settings = {"attention_mask": whole, "max_new_tokens": 8, "do_sample": False}
-    everything = torch.cat([whole, whole.new_ones(3, 8)], dim=1)
-    with masked(model, keep, everything):
-        reference = masked_logits(model, keep, [ids, new], whole)
+    everything = torch.cat([whole, whole.new_ones(batch, 8)], dim=1)
+    full = DynamicCache(config=model.config)
+    with masked(model, keep, everything), torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), past_key_values=full)
+        want = model.generate(input_ids=tokens, past_key_values=full, **settings)
     with retain.attach(model):
         cache = Cache(model, policy=choose(keep)).prefill(ids, mask)
-        tokens = torch.cat([ids, new], dim=1)
         got = model.generate(input_ids=tokens, past_key_values=cache, **settings)
-    assert torch.equal(got[:, whole.shape[1]], reference[-1][:, -1].argmax(-1))
+    assert torch.equal(got, want)
+    # The control: eviction that changed nothing would pass the above.
+    assert not torch.equal(got, model.generate(input_ids=tokens, **settings))
     last = positions_of(everything)[:, -2]
     assert torch.equal(cache.positions_BT[:, -1], last)
-    for sequence in range(3):
+    for sequence in range(batch):
         positions = cache.layers[1].store.row(sequence, 1)[2]
-        want = positions_of(mask)[sequence][keep[1][sequence, 1]]
-        assert torch.equal(positions[: want.shape[0]], want)
+        want_positions = positions_of(mask)[sequence][keep[1][sequence, 1]]
+        assert torch.equal(positions[: want_positions.shape[0]], want_positions)
 
 
 @pytest.mark.parametrize("num_beams", [3])
@@ -190,6 +196,43 @@ def test_beam_search_equals_masked_full_cache(num_beams):
     assert torch.equal(got, want)
 
 
+@every_family
+def test_a_second_turn_after_one_row_ended(family):
+    """Two calls of `generate`, the second on a mask that hides the pads behind the row that had ended."""
+    model = tiny_model(family)
+    ids, mask = tiny_batch((0, 4))
+    turn = question(2)[0]
+    turn[:, :2] = 5  # no padding between an answer and the next turn
+    settings = {"do_sample": False, "pad_token_id": PAD}
+    free = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, **settings)[:, 40:].tolist()
+    step, row = next(
+        (i, r) for i in range(2, 6) for r in (0, 1) if free[r][i] not in free[r][:i] + free[1 - r]
+    )
+    settings["eos_token_id"] = free[row][step]
+
+    def two_turns(cache):
+        one = model.generate(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9, **settings
+        )
+        own = torch.ones(2, 9, dtype=torch.long)
+        own[row, step + 1 :] = 0
+        assert one.shape == (2, 49) and bool((one[row, 40 + step + 1 :] == PAD).all())
+        after = torch.cat([mask, own, torch.ones_like(turn)], dim=1)
+        both_turns = torch.cat([one, turn], dim=1)
+        return model.generate(
+            input_ids=both_turns, attention_mask=after, past_key_values=cache, max_new_tokens=6, **settings
+        ), after
+
+    want, after = two_turns(DynamicCache(config=model.config))
+    with retain.attach(model):
+        cache = Cache(model, policy=None)
+        got, _ = two_turns(cache)
+    assert torch.equal(got, want)
+    # Of the pads none is held any more; those that the second turn put behind a finished row still are.
+    seen = int(after.sum()) + 2 * (got.shape[1] - after.shape[1] - 1)
+    assert cache.entries_held == cache.entries_seen == seen * 2 * len(cache.layers)
+
+
 def test_pads_that_generate_put_behind_a_finished_row_are_let_go():
     model = tiny_model("qwen2")
     ids, mask = tiny_batch((0, 4))
@@ -198,19 +241,23 @@ def test_pads_that_generate_put_behind_a_finished_row_are_let_go():
     turn, turn_mask = question(2)
     during = torch.cat([mask, torch.ones(2, 4, dtype=torch.long)], dim=1)
     after = torch.cat([mask, (answer != PAD).long(), turn_mask], dim=1)
-    positions = positions_of(after)
-    want = masked_logits(model, keep, [ids, answer[:, :1], answer[:, 1:]], during)
+    where = positions_of(after)[:, -turn.shape[1] :]  # those of the finished row go on behind its last token
     # What the full cache says when the second turn's mask hides the pads.
-    from transformers import DynamicCache
-
     full = DynamicCache(config=model.config)
     with retain.attach(model), torch.no_grad():
         cache = Cache(model, policy=choose(keep))
         ragged_logits(model, cache, [ids, answer[:, :1], answer[:, 1:]], during)
-        # Positions of the turn continue where the mask says: behind the pads' own, they may not go back.
-        start = positions_of(during)[:, -1:] + 1
-        where = start + torch.arange(turn.shape[1])
+        held = cache.entries_held
         got = model(input_ids=turn, attention_mask=after, position_ids=where, past_key_values=cache).logits
+        assert cache.entries_held == held + (int(turn_mask.sum()) - 3) * 2 * 3
+        with pytest.raises(ValueError, match="position_ids of a sequence do not increase"):
+            again, ones = turn[:, :1], after.new_ones(2, 1)
+            model(
+                input_ids=again,
+                attention_mask=torch.cat([after, ones], dim=1),
+                position_ids=where[:, -1:],
+                past_key_values=cache,
+            )
     with masked(model, keep, after), torch.no_grad():
         for chunk, upto in ((ids, mask), (answer, during)):
             old = full.get_seq_length()
@@ -224,7 +271,12 @@ def test_pads_that_generate_put_behind_a_finished_row_are_let_go():
             input_ids=turn, attention_mask=after, position_ids=where, past_key_values=full
         ).logits
     assert_close(got[turn_mask.bool()], reference[turn_mask.bool()], ops=MODEL)
-    assert len(want) == 3 and positions.shape == after.shape
+    # Positions that go back behind what stays are refused as before.
+    with retain.attach(model), torch.no_grad():
+        cache = Cache(model, policy=choose(keep))
+        ragged_logits(model, cache, [ids, answer[:, :1], answer[:, 1:]], during)
+        with pytest.raises(ValueError, match="position_ids of a sequence do not increase"):
+            model(input_ids=turn, attention_mask=after, position_ids=where - 1, past_key_values=cache)
 
 
 def test_bytes_held_are_exact_and_dense_tensors_are_gone():

@@ -1,14 +1,17 @@
 """Gates come from a folder or the hub, and only onto the model that they were trained on."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 import retain
 from retain.gates import build_gates
 from retain.gates.store import save_gates
-from retain.hf.model import describe, fingerprint
-from tests.tiny import tiny_model
+from retain.hf.cache import Cache
+from retain.hf.model import describe, fingerprint, observe
+from tests.tiny import tiny_batch, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,49 @@ def test_gates_load_onto_their_model_and_without_one(artifact: Path) -> None:
 def test_gates_of_another_model_are_refused(artifact: Path) -> None:
     with pytest.raises(ValueError, match="were trained on another model"):
         retain.load_gates(artifact, tiny_model("qwen3", seed=1))
+
+
+def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> None:
+    model = tiny_model("qwen3", seed=0)
+    gates = retain.load_gates(artifact)
+    assert Cache(model, "gate", keep_ratio=0.5, gates=gates).rule.name == "gate"
+    with pytest.raises(ValueError, match="GateSet given were trained on another model .*sha256"):
+        Cache(tiny_model("qwen3", seed=1), "gate", keep_ratio=0.5, gates=gates)
+    sizes = {layer: {"E": 48, "H": 2} for layer in range(3)}
+    Cache(model, "gate", keep_ratio=0.5, gates=build_gates("linear", sizes))
+    wrong = {
+        "3 layers and it has 3, and 1 differ.*layer 1, .* .48, 3. in the gates and .48, 2. in the model": {
+            **sizes,
+            1: {"E": 48, "H": 3},
+        },
+        "2 layers and it has 3, .*layer 2, .* none in the gates": {0: sizes[0], 1: sizes[1]},
+        "4 layers and it has 3, .*layer 3, .* none in the model": {**sizes, 3: sizes[0]},
+    }
+    for message, layers in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            Cache(model, "gate", keep_ratio=0.5, gates=build_gates("linear", layers))
+    for nonsense in ({"linear": 1}, 3):
+        with pytest.raises(ValueError, match="gates are a folder, a hub id or a loaded GateSet; got"):
+            Cache(model, "gate", keep_ratio=0.5, gates=nonsense)
+
+
+def test_each_gate_follows_its_own_layer() -> None:
+    model = tiny_model("qwen3")
+    gates = build_gates("linear", {layer: {"E": 48, "H": 2} for layer in range(3)})
+    layers = observe(model, *tiny_batch((0, 3)))
+    meta = dataclasses.replace(
+        layers[1],
+        **{
+            name: value.to("meta")
+            for name, value in vars(layers[1]).items()
+            if isinstance(value, torch.Tensor)
+        },
+    )
+    with torch.inference_mode():
+        assert gates.score(meta).values_BHT.device.type == "meta"
+        assert gates.score(layers[0]).values_BHT.device.type == "cpu"
+    assert [next(gates[layer].parameters()).device.type for layer in range(3)] == ["cpu", "meta", "cpu"]
+    assert not any(parameter.is_inference() for parameter in gates.parameters())
 
 
 def test_a_folder_without_gates_says_what_to_pass(tmp_path: Path) -> None:

@@ -94,6 +94,13 @@ def test_unsupported_architectures_are_named():
         describe(model)
 
 
+def test_offloaded_weights_are_named():
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.o_proj.to("meta")
+    with pytest.raises(ValueError, match="layer 1 .LlamaDecoderLayer.: .*self_attn.o_proj.* meta device"):
+        describe(model)
+
+
 def test_sliding_windows_are_refused():
     size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     mistral = MistralForCausalLM(MistralConfig(**size, num_hidden_layers=1, vocab_size=32, sliding_window=8))
