@@ -6,9 +6,10 @@ and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]`
 Out: `[B, Q, S, D]`.
 
 The one decision taken here: rows whose rooms are equal and adjacent form a *block*, which is a plain `[rows,
-room, D]` view of the store, so that the PyTorch path is a handful of batched matrix products and copies no
-key and no value. Who sees whom is a count (`seen_RS`): query `s` of a row sees the row's first `seen`
-entries, whatever their positions.
+room, D]` view of the store, so that the PyTorch path is a handful of batched matrix products and gathers no
+key and no value; those in half precision are upcast a piece at a time, so that no copy of a whole store is
+made. Who sees whom is a count (`seen_RS`): query `s` of a row sees the row's first `seen` entries, whatever
+their positions.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Upper bound on the logits held at once: 16 Mi elements, 64 MiB in float32.
+# Upper bound on the elements of each temporary held at once (the logits; half-precision keys or values,
+# upcast): 16 Mi, 64 MiB in float32. One row at least is taken, whatever its size.
 MAX_LOGITS = 1 << 24
 
 
@@ -112,11 +114,13 @@ def attend(
     if order_R is not None:
         queries_RMD = queries_RMD[order_R]
     out_RMD = queries_RMD.new_zeros(R, group * S, values_CD.shape[-1])
+    # Elements per entry of the largest temporary: logits, or keys upcast to the queries' precision.
+    widest = group * S if keys_CD.dtype == values_CD.dtype == dtype else max(group * S, D)
     for block in blocks:
         if block.longest == 0:
             continue
         entry_T = torch.arange(block.longest, device=seen_RS.device)
-        step = max(1, MAX_LOGITS // (group * S * block.longest))
+        step = max(1, MAX_LOGITS // (block.longest * widest))
         for start in range(0, block.num_rows, step):
             stop = min(start + step, block.num_rows)
             rows = slice(block.row_start + start, block.row_start + stop)

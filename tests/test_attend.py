@@ -111,7 +111,7 @@ def test_rows_in_pieces_are_the_same(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pieces_are_bounded_with_the_upcast_copies(monkeypatch, dtype):
-    inputs = make("wide heads", dtype)  # one query: the upcast keys are far larger than the logits
+    inputs = make("group of 8", dtype)  # an entry has 128 numbers to upcast, and 32 logits
     whole = ragged(*inputs, 0.3)
     pieces = []
     view = Block.view
@@ -121,11 +121,11 @@ def test_pieces_are_bounded_with_the_upcast_copies(monkeypatch, dtype):
         return view(block, store, start, stop)
 
     monkeypatch.setattr(Block, "view", remember)
-    monkeypatch.setattr("retain.attend.MAX_LOGITS", 60 * 256)
+    monkeypatch.setattr("retain.attend.MAX_LOGITS", 30 * 128)
     assert_close(ragged(*inputs, 0.3), whole, dtype=dtype)
     upcast = dtype != torch.float32
-    assert all(entries * (256 if upcast else 2) <= 60 * 256 for entries in pieces)
-    assert len(pieces) == (4 if upcast else 2)  # keys and values of: each row alone, or all rows at once
+    assert all(entries * (128 if upcast else 32) <= 30 * 128 for entries in pieces)
+    assert len(pieces) == (4 if upcast else 2)  # keys and values of each row, or of both at once
 
 
 def test_a_query_that_sees_nothing_gives_zeros():

@@ -137,7 +137,7 @@ class GateSet(nn.Module):
 
     @torch.no_grad()
     def score(self, evidence: Evidence) -> Score:
-        """The learned score of one layer's entries, in units of risk.
+        """The learned score of one layer's entries, in units of risk. The gate moves to the layer's device.
 
         Args:
             evidence: the layer; needs `hidden_BTE` (attention input, `[B, T, E]`).
@@ -162,6 +162,11 @@ class GateSet(nn.Module):
                 f"the gate of layer {evidence.layer_idx} takes hidden states of width {gate.E}, got "
                 f"{tuple(hidden_BTE.shape)}: load gates that were trained on this model."
             )
+        if gate.input_mean_E.device != hidden_BTE.device:
+            # A model may lie on several devices, and gates are loaded knowing of none: each follows its
+            # layer, once. Outside inference mode, whose tensors could not be trained again.
+            with torch.inference_mode(False):
+                gate.to(hidden_BTE.device)
         risk_BHT = to_risk(gate(GateInputs(hidden_BTE=hidden_BTE)), gate.unit)
         return masked_score(risk_BHT, evidence.valid_BT, "risk")
 

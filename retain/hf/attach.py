@@ -4,18 +4,20 @@ In: a causal language model. Out: a handle, also a context manager, that undoes 
 public extension points of transformers only: an attention function and a mask function registered under a
 name of ours, which the model's config then points to; a forward pre-hook on each attention module that hands
 our function the cache and the attention input; and hooks on the decoder that show the cache what the call was
-given (2D mask, token ids, positions).
+given (2D mask, token ids, positions). A method of the instance stands before the model's `generate` and
+refuses what would get round a budget.
 
 The one decision taken here: all of it is inert unless the forward's `past_key_values` is a `retain.Cache`.
 Any other cache, or none, reaches the implementation that the model had before. No state is kept here; it is
-the cache's.
+the cache's. What outlives a handle is two names in tables of transformers, under which a function without
+state stands that no model is pointed to: so the copies of an attached model depend on no one else's undo.
 """
 
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,8 +33,6 @@ from retain.hf.model import base_model, describe
 PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
 # Keyword under which a step travels from the attention module's hook to the attention function.
 STEP = "retain_step"
-
-_attached_with: Counter[str] = Counter()  # how many attached models use each registered name
 
 
 def _previous_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -109,6 +109,31 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
     return args, {**kwargs, STEP: cache.expect(module.layer_idx, hidden)}
 
 
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The `generate` of an attached model: its class's, out of reach of our cache with a prompt in chunks.
+
+    Raises:
+        ValueError: `prefill_chunk_size` with a `retain.Cache`.
+    """
+    if isinstance(kwargs.get("past_key_values"), Cache):
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        places = {
+            "prefill_chunk_size": kwargs.get("prefill_chunk_size"),
+            "generation_config.prefill_chunk_size": getattr(given, "prefill_chunk_size", None),
+            "model.generation_config.prefill_chunk_size": getattr(
+                model.generation_config, "prefill_chunk_size", None
+            ),
+        }
+        for place, size in places.items():
+            if size is not None:
+                raise ValueError(
+                    f"{place}={size} does not work with retain.Cache: it would evict from the first "
+                    "chunk alone and keep all others whole, whatever the budget. Set it to None, or read "
+                    "the context with cache.prefill(input_ids, attention_mask) and generate from there."
+                )
+    return type(model).generate(model, *args, **kwargs)
+
+
 class Handle:
     """Undoes `attach`: call `undo()`, or use it as a context manager."""
 
@@ -124,10 +149,15 @@ class Handle:
         self.base = base
         self.previous = previous
         self.name = PREVIOUS[previous]
-        AttentionInterface.register(self.name, _attention_function(previous))
-        AttentionMaskInterface.register(self.name, _mask_function(previous))
-        _attached_with[self.name] += 1
+        if self.name not in ALL_ATTENTION_FUNCTIONS:
+            AttentionInterface.register(self.name, _attention_function(previous))
+        if self.name not in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(self.name, _mask_function(previous))
         base.set_attn_implementation(self.name)
+        self.model = model
+        if hasattr(type(model), "generate") and "generate" not in vars(model):
+            # A bound method, so that a deep copy of the model gets one of its own.
+            vars(model)["generate"] = MethodType(generate, model)
         self.hooks: list[RemovableHandle] = [
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
@@ -144,11 +174,8 @@ class Handle:
         self.hooks = []
         if self.base.config._attn_implementation == self.name:
             self.base.set_attn_implementation(self.previous)
-        _attached_with[self.name] -= 1
-        if not _attached_with[self.name]:
-            # transformers has no unregister; without this our names would outlive the last attached model.
-            for registry in (AttentionInterface, AttentionMaskInterface):
-                registry._global_mapping.pop(self.name, None)
+        if getattr(vars(self.model).get("generate"), "__func__", None) is generate:
+            del vars(self.model)["generate"]
 
     def __enter__(self) -> "Handle":
         return self

@@ -52,9 +52,10 @@ class Cache(TransformersCache):
         tokens_per_head: entries per KV head.
         bytes: bytes of keys and values per sequence, over all layers.
         gates: for learned policies: a path, a hub id, or loaded gates.
-        seeds: for policies that draw: one per sequence.
+        seeds: for policies that draw: one per sequence, or per prompt where `generate` repeats them.
         slack: free entries per row that an evicted layer is given for new tokens.
-        **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`.
+        **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
+            policy's, e.g. `protection={"recent": 8}`.
 
     Example:
         >>> cache = retain.Cache(model, policy="snapkv", keep_ratio=0.2)  # doctest: +SKIP
@@ -87,12 +88,13 @@ class Cache(TransformersCache):
             gates=gates,
             overrides=overrides,
         )
-        self.seeds = seeds
+        self._given_seeds = seeds
         self.slack = slack
         self._evict_at_prefill, self._hold_evidence = True, False
         self._forget()
 
     def _forget(self) -> None:
+        self.seeds = self._given_seeds
         self.evidence: list[Evidence] | None = None
         self._valid_BT: Bool[Tensor, "B T"] | None = None
         # Chunks [B, S], joined when asked for, so that a decode step copies none.
@@ -118,11 +120,14 @@ class Cache(TransformersCache):
         call = read_call(
             self._valid_BT,
             self._last_B,
+            lambda: self.positions_BT,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
         )
+        if call.is_prefill:
+            self.seeds = _seeds_of(self.seeds, call.mask_BT.shape[0])
         self.evidence = [] if call.is_prefill and self._hold_evidence else None
         if call.forgotten_BT is not None:
             self._drop(call.forgotten_BT)
@@ -181,9 +186,8 @@ class Cache(TransformersCache):
                 soft_cap=soft_cap,
             )
             if self._evict_at_prefill:
-                layer.store = self._store(
-                    layer, self._keep(evidence), evidence.valid_BT, evidence.positions_BT
-                )
+                keep_BHT = _keep(self.rule, evidence, self.seeds)
+                layer.store = self._store(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT)
             elif self.evidence is not None:
                 self.evidence.append(evidence)
             return output
@@ -289,6 +293,9 @@ class Cache(TransformersCache):
 
         Returns:
             this cache, whose evidence is released.
+
+        Raises:
+            ValueError: the request cannot be met; the cache is as it was, and may be asked again.
         """
         if self.evidence is None:
             raise ValueError(
@@ -300,19 +307,17 @@ class Cache(TransformersCache):
             "num_bytes": bytes,
             "gates": gates,
         }
+        rule = self.rule
         if policy is not None:
-            self.rule = make_rule(
-                self.model, policy, num_layers=len(self.specs), overrides=overrides, **stated
-            )
+            rule = make_rule(self.model, policy, num_layers=len(self.specs), overrides=overrides, **stated)
         elif overrides or any(value is not None for value in stated.values()):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
-        self.seeds = self.seeds if seeds is None else seeds
-        evidence, self.evidence = self.evidence, None
-        for layer in self.layers:
-            keep_BHT = self._keep(evidence.pop(0))
-            layer.store = self._store(layer, keep_BHT, self.valid_BT, self.positions_BT)
+        chosen = self.seeds if seeds is None else _seeds_of(seeds, self.batch_size)
+        self._cut([_keep(rule, evidence, chosen) for evidence in self.evidence])
+        self.rule, self.seeds = rule, chosen
+        self._given_seeds = self._given_seeds if seeds is None else seeds
         return self
 
     def evict_with(self, keep: Sequence[Tensor]) -> "Cache":
@@ -322,6 +327,9 @@ class Cache(TransformersCache):
 
         Returns:
             this cache, whose evidence is released.
+
+        Raises:
+            ValueError: a mask does not fit; the cache is as it was.
         """
         if any(layer.keys is None for layer in self.layers):
             raise ValueError(
@@ -331,24 +339,25 @@ class Cache(TransformersCache):
             raise ValueError(
                 f"got {len(keep)} keep masks for {len(self.layers)} layers: pass one [B, H, T] per layer."
             )
-        self.evidence = None
-        for layer, keep_BHT in zip(self.layers, keep, strict=True):
-            layer.store = self._store(layer, keep_BHT, self.valid_BT, self.positions_BT)
+        self._cut(keep)
         return self
 
-    def _keep(self, evidence: Evidence) -> Tensor | None:
-        return None if self.rule.keep is None else self.rule.keep(evidence, self.seeds)
+    def _cut(self, keep: Sequence[Tensor | None]) -> None:
+        """Cut all dense layers; every mask is checked before the first is."""
+        for layer, keep_BHT in zip(self.layers, keep, strict=True):
+            _check_keep(layer, keep_BHT)
+        self.evidence = None  # it shares the dense tensors, which each layer lets go in turn
+        for layer, keep_BHT in zip(self.layers, keep, strict=True):
+            layer.store = self._store(layer, keep_BHT, self.valid_BT, self.positions_BT)
 
     def _store(
         self, layer: Layer, keep_BHT: Tensor | None, valid_BT: Tensor, positions_BT: Tensor
     ) -> RaggedStore:
         """A layer's dense keys and values, cut to a store and let go; None keeps all but padding."""
+        _check_keep(layer, keep_BHT)
         keys, values = layer.dense()
         valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
-        if keep_BHT is None:
-            keep_BHT = valid_BHT
-        elif keep_BHT.shape == valid_BHT.shape and keep_BHT.dtype == torch.bool:
-            keep_BHT = keep_BHT.to(keys.device) & valid_BHT
+        keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
         store = RaggedStore.from_dense(keys, values, positions_BT.to(keys.device), keep_BHT, self.slack)
         layer.keys = layer.values = None
         return store
@@ -409,7 +418,7 @@ class Cache(TransformersCache):
             parts.append(cache)
         other = copy.copy(parts[0])
         other.layers = [copy.copy(layer) for layer in other.layers]
-        other.evidence, other.seeds = None, None
+        other.evidence, other.seeds, other._given_seeds = None, None, None
         other.rule = Rule(" + ".join(sorted({cache.rule.name for cache in caches})))
         for idx, layer in enumerate(other.layers):
             stores = [part.layers[idx].store for part in parts]
@@ -539,3 +548,29 @@ class Cache(TransformersCache):
     @property
     def entries_evicted(self) -> int:
         return self.report().total.entries_evicted
+
+
+def _keep(rule: Rule, evidence: Evidence, seeds: Sequence[int] | None) -> Tensor | None:
+    """One layer's keep mask; None keeps all."""
+    return None if rule.keep is None else rule.keep(evidence, seeds)
+
+
+def _check_keep(layer: Layer, keep_BHT: Tensor | None) -> None:
+    B, H, T = layer.dense()[0].shape[:3]
+    if keep_BHT is not None and (keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool):
+        raise ValueError(
+            f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} sequences x "
+            f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
+        )
+
+
+def _seeds_of(seeds: Sequence[int] | None, num_sequences: int) -> Sequence[int] | None:
+    """One seed a sequence: those of prompts that `generate` repeated (beams, returned sequences) are too."""
+    if seeds is None or len(seeds) == num_sequences:
+        return seeds
+    if not len(seeds) or num_sequences % len(seeds):
+        raise ValueError(
+            f"got {len(seeds)} seeds for {num_sequences} sequences: pass one per sequence (per prompt, where "
+            "generate repeats prompts for beams or several returned sequences)."
+        )
+    return [seed for seed in seeds for _ in range(num_sequences // len(seeds))]

@@ -3,9 +3,10 @@
 In: the decoder's arguments and what the cache has seen. Out: a `Call`, with validity and positions of the new
 tokens. The one decision taken here: everything that would go wrong silently later (right padding, a mask that
 contradicts the past, packed sequences) is found before the first layer runs, with a single transfer from the
-device.
+device (two where past tokens are forgotten).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ class Call:
 def read_call(
     past_BT: Bool[Tensor, "B P"] | None,
     last_B: Int[Tensor, " B"] | None,
+    positions: Callable[[], Int[Tensor, "B P"]],
     *,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -48,6 +50,7 @@ def read_call(
     Args:
         past_BT: True on real tokens among those seen; None before the first.
         last_B: position of the last real token of each sequence; None before the first.
+        positions: gives those of all tokens seen; asked only where past tokens are forgotten.
         input_ids: of the forward, or None.
         inputs_embeds: of the forward, or None.
         attention_mask: 2D over past and new tokens, or None for no padding.
@@ -94,8 +97,9 @@ def read_call(
 
     valid_BS, forgotten_BT = mask_BT[:, seen:], past_BT & ~mask_BT[:, :seen]
     disordered = ((positions_BS[:, 1:] <= positions_BS[:, :-1]) & valid_BS[:, :-1]).any()
+    backwards = disordered.new_zeros(())
     if last_B is not None:
-        disordered = disordered | ((positions_BS <= last_B.to(device)[:, None]) & valid_BS).any()
+        backwards = ((positions_BS <= last_B.to(device)[:, None]) & valid_BS).any()
     answers = torch.stack(
         [
             ~valid_BS.all(),
@@ -104,9 +108,15 @@ def read_call(
             forgotten_BT.any(),
             (mask_BT[:, :seen] & ~past_BT).any(),
             disordered,
+            backwards,
         ]
     )
-    padded, right, empty, forgotten, revived, disorder = answers.tolist()
+    padded, right, empty, forgotten, revived, disorder, back = answers.tolist()
+    if back and forgotten:
+        # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
+        still_BT = past_BT & ~forgotten_BT
+        last_B = positions().to(device).masked_fill(~still_BT, -1).amax(1)
+        back = bool(((positions_BS <= last_B[:, None]) & valid_BS).any())
     if right:
         raise ValueError(
             "right padding: a row of the attention mask goes from 1 to 0 inside this call. Decoding "
@@ -122,7 +132,7 @@ def read_call(
             "never stored: "
             "continue the mask that the earlier call had."
         )
-    if disorder:
+    if disorder or back:
         raise ValueError(
             "position_ids of a sequence do not increase from token to token (packed sequences, or a "
             "continuation at an "

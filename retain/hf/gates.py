@@ -5,21 +5,22 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 from retain.gates import GateSet
-from retain.gates.store import METADATA_FILE, WEIGHTS_FILE
+from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, check_fingerprint
 from retain.gates.store import load_gates as read_gates
-from retain.hf.model import fingerprint
+from retain.hf.model import describe, fingerprint
 
 
 def load_gates(
     path_or_hub_id: str | os.PathLike[str], model: nn.Module | None = None, *, revision: str | None = None
 ) -> GateSet:
-    """Load trained gates in float32, onto the device of their model.
+    """Load trained gates in float32, on the CPU; each moves to its layer's device when it first scores.
 
     Args:
         path_or_hub_id: the folder that `train/distill.py` wrote, or the id of a hub repository that holds it.
@@ -41,8 +42,48 @@ def load_gates(
         folder = _download(os.fspath(path_or_hub_id), revision)
     if model is None:
         return read_gates(folder)
-    gates = read_gates(folder, fingerprint=lambda: fingerprint(model))
-    return gates.to(next(model.parameters()).device)
+    return read_gates(folder, fingerprint=lambda: fingerprint(model))
+
+
+def gates_for(model: nn.Module, gates: Any) -> Any:
+    """What the user passed as `gates`, loaded if it has to be, and checked against the model.
+
+    Args:
+        model: the model whose entries they will score.
+        gates: a folder, a hub id, a `GateSet`, or what scores in its place (`score(evidence) -> Score`), of
+            which nothing can be checked.
+
+    Raises:
+        ValueError: if it is none of these, or gates of another model: by their fingerprint where they have
+            one, and by the layers and sizes in any case.
+    """
+    if isinstance(gates, str | os.PathLike):
+        gates = load_gates(gates, model)
+    elif not callable(getattr(gates, "score", None)):
+        raise ValueError(
+            f"gates are a folder, a hub id or a loaded GateSet; got {type(gates).__name__} ({gates!r:.80}): "
+            "pass gates='path or hub id', or retain.load_gates(path, model)."
+        )
+    elif isinstance(gates, GateSet) and gates.metadata.get("fingerprint"):
+        check_fingerprint(gates.metadata, fingerprint(model), Path("the GateSet given"))
+    if isinstance(gates, GateSet):
+        _check_sizes(model, gates)
+    return gates
+
+
+def _check_sizes(model: nn.Module, gates: GateSet) -> None:
+    """Every layer has a gate of its width and KV heads, and no gate is left over."""
+    wanted = {spec.layer_idx: (spec.hidden_size, spec.num_kv_heads) for spec in describe(model)}
+    got = {layer: (gates[layer].E, gates[layer].H) for layer in gates.layers}
+    differ = [layer for layer in sorted(wanted | got) if wanted.get(layer) != got.get(layer)]
+    if differ:
+        first = differ[0]
+        raise ValueError(
+            f"these gates do not fit {type(model).__name__}: they have {len(got)} layers and it has "
+            f"{len(wanted)}, and {len(differ)} differ. The first is layer {first}, with (width E, KV heads "
+            f"H) {got.get(first, 'none')} in the gates and {wanted.get(first, 'none')} in the model. Load "
+            "gates that were trained on this model."
+        )
 
 
 def _download(hub_id: str, revision: str | None) -> Path:

@@ -109,6 +109,12 @@ def describe(model: nn.Module) -> list[LayerSpec]:
             raise ValueError(
                 f"{where}: `o_proj` has no plain floating-point weight (quantised?). {NEXT_STEP}"
             )
+        if weight.device.type == "meta":
+            raise ValueError(
+                f"{where}: the weight of `self_attn.o_proj` is on the meta device (offloaded to CPU or "
+                "disk by accelerate, or never loaded), and scores read it. Load the model onto devices that "
+                "hold all of it: a smaller model or dtype, or a device_map without 'cpu' and 'disk'."
+            )
         num_heads = weight.shape[1] // attention.head_dim
         inputs = attention.qkv_proj if fused else attention.k_proj
         specs.append(

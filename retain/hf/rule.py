@@ -8,9 +8,9 @@ before any token is read.
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Bool
 from torch import Tensor, nn
@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from retain.evidence import Evidence
 from retain.registry import suggest
 
+if TYPE_CHECKING:
+    from retain.policy import Policy
+
 Keep = Bool[Tensor, "B H T"]
+# Settings of `Cache` itself, near which a misspelt one may lie.
+KEYWORDS = ("keep_ratio", "tokens_per_head", "bytes", "gates", "seeds", "slack")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +61,12 @@ def make_rule(
         tokens_per_head: entries per KV head.
         num_bytes: bytes of keys and values per sequence, over all layers.
         gates: a `GateSet`, or a path or hub id of one.
-        overrides: fields of the policy to replace.
+        overrides: fields of the policy to replace; a section given as a mapping is merged into the policy's.
 
     Raises:
-        ValueError: unknown policy or field, no budget or several, a learned policy without gates.
+        ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
+            policy without gates, with gates of another model, or with gates that were never trained on
+            entries which it may evict.
     """
     stated = {"keep_ratio": keep_ratio, "tokens_per_head": tokens_per_head, "bytes": num_bytes}
     given = [name for name, value in stated.items() if value is not None]
@@ -86,14 +93,8 @@ def make_rule(
 
     chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
     if overrides:
-        known = [field.name for field in dataclasses.fields(chosen)]
-        unknown = [name for name in overrides if name not in known]
-        if unknown:
-            hints = ", ".join(f"{name}{suggest(name, known)}" for name in unknown)
-            raise ValueError(
-                f"unknown setting of Cache and of policy {chosen.name!r}: {hints}. Known: {', '.join(known)}."
-            )
-        chosen = dataclasses.replace(chosen, **overrides)
+        chosen = _overridden(chosen, overrides)
+    _check_settings(chosen)
     if chosen.observed is None and not chosen.learned:
         return Rule(chosen.name)
     budget = Budget(keep_ratio=keep_ratio, tokens_per_head=tokens_per_head, bytes=num_bytes)
@@ -103,10 +104,19 @@ def make_rule(
             "or choose a "
             "training-free policy such as 'snapkv'."
         )
-    if isinstance(gates, str | os.PathLike):
-        from retain.hf.gates import load_gates
+    if gates is not None:
+        from retain.hf.gates import gates_for
 
-        gates = load_gates(gates, model)
+        gates = gates_for(model, gates)
+    # What else scores in a gate's place (a control of an evaluation) may have no metadata.
+    window = (getattr(gates, "metadata", {}).get("protected_window") or 0) if chosen.learned else 0
+    if window > chosen.protection.recent:
+        raise ValueError(
+            f"policy {chosen.name!r} protects the last {chosen.protection.recent} entries, and its gates "
+            f"were trained for a protected window of {window}: of nearer entries they know nothing. Wanted: "
+            f"protection.recent of at least {window}. Set protection.recent={window}, or train gates with a "
+            f"smaller target.horizon (at most {chosen.protection.recent})."
+        )
 
     def keep(evidence: Evidence, seeds: Sequence[int] | None) -> Keep:
         entry_bytes = 2 * evidence.keys_BHTD.shape[-1] * evidence.keys_BHTD.element_size()
@@ -115,3 +125,43 @@ def make_rule(
         return decide(chosen, evidence, share, learned=learned, seeds_B=seeds).keep_BHT
 
     return Rule(chosen.name, keep)
+
+
+def _overridden(policy: "Policy", overrides: dict[str, Any]) -> "Policy":
+    """The policy with these fields replaced, checked as its YAML would be.
+
+    Settings belong to a score: where the override names another score, the policy's own are left behind.
+    """
+    from retain import config
+    from retain.policy import Policy
+
+    mapping = config.to_mapping(policy)
+    if overrides.get("observed", policy.observed) != policy.observed:
+        mapping["observed_settings"] = {}
+    for name, value in overrides.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = config.to_mapping(value)
+        merged = isinstance(value, Mapping) and isinstance(mapping.get(name), dict)
+        mapping[name] = {**mapping[name], **value} if merged else value
+    try:
+        return config.build(mapping, Policy)
+    except ValueError as error:
+        near = [f"{name!r}{suggest(name, KEYWORDS)}" for name in overrides if not hasattr(policy, name)]
+        also = "".join(f"\n  - of Cache itself: {hint}" for hint in near if "did you mean" in hint)
+        problems = str(error).partition("\n")[2]
+        raise ValueError(f"unfit settings of Cache or of policy {policy.name!r}:\n{problems}{also}") from None
+
+
+def _check_settings(policy: "Policy") -> None:
+    """What can be known of a score's settings before there is evidence."""
+    settings, problems = policy.observed_settings, []
+    for name in ("window", "pool_size"):
+        value = settings.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(f"{name} is a whole number of at least 1, got {value!r}")
+        elif name == "pool_size" and value % 2 == 0:
+            problems.append(f"pool_size is odd, so that the pool is centred, got {value!r}")
+    if settings.get("pool") not in (None, "avg", "max"):
+        problems.append(f"pool is 'avg', 'max' or None, got {settings['pool']!r}")
+    if problems:
+        raise ValueError(f"observed_settings of policy {policy.name!r}: {'; '.join(problems)}.")

@@ -15,7 +15,7 @@ REGISTRIES = (AttentionInterface, AttentionMaskInterface)
 
 
 def everything_about(model):
-    """What attaching may touch: hooks, attributes, the config, the registries but for our own names in them."""
+    """What attaching may touch: hooks, attributes, the config, the registries (not our own names there)."""
     hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks), sorted(vars(m))) for m in model.modules()]
     config = model.config.to_dict(), model.config._attn_implementation
     ours = set(PREVIOUS.values())
