@@ -38,7 +38,7 @@ class CompareConfig:
         suite: Suite of tasks.
         tasks: Names of tasks; empty for all of the suite.
         regimes: "context_only": the context is prefilled and evicted, the question arrives afterwards.
-            "query_aware": context and question are prefilled, then evicted.
+            "query_aware": scores have observed context and question.
         keep_ratios: Kept / seen, each in (0, 1). The full cache is always measured, once.
         policies: Presets of `configs/policy`, and the controls "token_identity" and "oracle".
         context_tokens: Length of every context.

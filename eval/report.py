@@ -28,8 +28,8 @@ from retain.eval.tasks import Task
 
 REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
-    "query_aware": "context and question are prefilled, then evicted; only the question's last token and the "
-    "answer follow",
+    "query_aware": "scores have observed context and question; after the eviction the question's last token "
+    "is read again, and the answer follows",
 }
 
 

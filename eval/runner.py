@@ -9,9 +9,10 @@ them decode as one batch of `model.generate`, greedily, through the ragged cache
 not padded but read apart.
 
 Regimes. `context_only`: the context is prefilled and evicted, then the whole question is read. `query_aware`:
-the context and the question but its last token are prefilled and evicted; a non-empty cache needs at least
-one new token to go on from, so the last question token is read afterwards. In both, what is read after the
-eviction (and the answer) is held on top of the budget, and is the same for every policy.
+scores have observed the context and the whole question; evicted are the entries of all but the question's
+last token, which is then read again, so that the answer's first token too comes from what was kept (a
+prefill's own last logits would have seen everything). In both, what is read after the eviction (and the
+answer) is held on top of the budget, and is the same for every policy.
 
 The one decision taken here: equal memory is asserted, not assumed. Per item, every policy of one keep_ratio
 must hold the same number of entries, and the cache's own count of entries and bytes must agree with it, or
@@ -168,7 +169,8 @@ def run_alike(
         base = whole.fork()
         base.crop(num_seen)
         evidence = [truncate(layer, num_seen) for layer in teacher]
-        scores = score_all(config, subject, teacher, evidence, seeds)
+        observed = [truncate(layer, observed_tokens(first, regime)) for layer in teacher]
+        scores = score_all(config, subject, teacher, observed, num_seen, seeds)
         for ratio in (1.0, *config.keep_ratios):
             names = (FULL,) if ratio == 1.0 else config.policies
             group = [evict(base, evidence, name, ratio, scores.get(name, ())) for name in names]
@@ -181,9 +183,16 @@ def run_alike(
 
 
 def seen_tokens(item: Item, regime: str) -> int:
-    """How many tokens are prefilled before the eviction."""
+    """How many tokens' entries are there to evict from."""
     context = len(item.context_ids)
     return context if regime == "context_only" else context + len(item.question_ids) - 1
+
+
+def observed_tokens(item: Item, regime: str) -> int:
+    """How many tokens' queries the scores have observed: with the question seen, its last token too, at which
+    a model that answers at once does its looking up."""
+    context = len(item.context_ids)
+    return context if regime == "context_only" else context + len(item.question_ids)
 
 
 def read_back(item: Item) -> tuple[int, ...]:
@@ -201,27 +210,33 @@ def score_all(
     config: CompareConfig,
     subject: Subject,
     teacher: Sequence[Evidence],
-    evidence: Sequence[Evidence],
+    observed: Sequence[Evidence],
+    num_seen: int,
     seeds: Sequence[int],
 ) -> dict[str, list[Score]]:
-    """Each policy's score per layer, computed once for all keep_ratios; gates and controls are handed to
-    it."""
+    """Each policy's score of the first `num_seen` entries per layer, from what was observed, for all
+    keep_ratios; gates and controls are handed to it."""
     handed: dict[str, list[Score]] = {}
     if subject.gates is not None:
-        learned = [subject.gates.score(layer) for layer in evidence]
+        learned = [subject.gates.score(layer) for layer in observed]
         handed |= {name: learned for name in config.policies if find_policy(name).learned}
     if subject.token_identity is not None:
-        handed["token_identity"] = [subject.token_identity.score(layer) for layer in evidence]
+        handed["token_identity"] = [subject.token_identity.score(layer) for layer in observed]
     if "oracle" in config.policies:
-        handed["oracle"] = oracle(teacher, evidence[0].num_seen)
-    nothing = [None] * len(evidence)
+        handed["oracle"] = oracle(teacher, num_seen)
+    nothing = [None] * len(observed)
     return {
         name: [
-            score_entries(find_policy(name), layer, learned=learned, seeds_B=seeds)
-            for layer, learned in zip(evidence, handed.get(name, nothing), strict=True)
+            first_entries(score_entries(find_policy(name), layer, learned=learned, seeds_B=seeds), num_seen)
+            for layer, learned in zip(observed, handed.get(name, nothing), strict=True)
         ]
         for name in config.policies
     }
+
+
+def first_entries(score: Score, count: int) -> Score:
+    """The score of the first `count` entries."""
+    return Score(score.values_BHT[..., :count], score.unit)
 
 
 def evict(

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from retain.budget import Budget
 from retain.eval import compare as entry
 from retain.eval import runner
 from retain.eval.baselines import oracle
@@ -16,6 +17,7 @@ from retain.eval.runner import (
     Unit,
     item_seed,
     load_subject,
+    observed_tokens,
     plan,
     read_back,
     rows_of,
@@ -25,6 +27,8 @@ from retain.eval.runner import (
     seen_tokens,
 )
 from retain.hf.cache import Cache
+from retain.policy import decide, score_entries
+from retain.scores import Score
 from tests.eval.stub import STUB, save_stub_gates, stub_config, stub_item
 
 
@@ -70,8 +74,11 @@ def test_answers_equal_one_cache_one_item_at_a_time(gated, task, regime):
         options = {} if row.policy == "full" else {"keep_ratio": 0.45}
         seeds = [item_seed(0, task, row.item)]
         gates = subject.gates if row.policy == "fused" else None
-        cache = Cache(subject.model, row.policy, gates=gates, seeds=seeds, **options)
-        cache.prefill(torch.tensor([before]))
+        if regime == "context_only" or row.policy == "full":
+            cache = Cache(subject.model, row.policy, gates=gates, seeds=seeds, **options)
+            cache.prefill(torch.tensor([before]))
+        else:
+            cache = _evicted_after_looking(subject, row.policy, gates, seeds, before, whole)
         assert cache.bytes_held() == row.bytes_held
         ids = torch.tensor([whole])
         with torch.no_grad():
@@ -79,6 +86,20 @@ def test_answers_equal_one_cache_one_item_at_a_time(gated, task, regime):
                 ids, past_key_values=cache, max_new_tokens=item.generate, do_sample=False
             )
         assert tuple(out[0, ids.shape[1] :].tolist()) == row.tokens
+
+
+def _evicted_after_looking(subject, name, gates, seeds, before, whole):
+    """Scores observe the whole prompt in one cache; another, which never saw its last token, evicts."""
+    looking, cache = Cache(subject.model, policy=None), Cache(subject.model, policy=None)
+    looking.prefill(torch.tensor([whole]), evict=False, hold_evidence=True)
+    cache.prefill(torch.tensor([before]), evict=False, hold_evidence=True)
+    keeps = []
+    for observed, held in zip(looking.evidence, cache.evidence, strict=True):
+        learned = None if gates is None else gates.score(observed)
+        score = score_entries(find_policy(name), observed, learned=learned, seeds_B=seeds)
+        own = Score(score.values_BHT[..., : len(before)], score.unit)
+        keeps.append(decide(find_policy(name), held, Budget(keep_ratio=0.45), score=own).keep_BHT)
+    return cache.evict_with(keeps)
 
 
 def test_scores_and_tokens_are_those_of_the_item(gated):
@@ -200,6 +221,7 @@ def test_two_processes_write_what_one_does(gated):
 def test_the_last_question_token_is_read_after_the_eviction():
     item = stub_item("odd", 0, 1, 100)
     assert (seen_tokens(item, "context_only"), seen_tokens(item, "query_aware")) == (100, 103)
+    assert (observed_tokens(item, "context_only"), observed_tokens(item, "query_aware")) == (100, 104)
     assert len(item.question_ids) == 4
 
 
