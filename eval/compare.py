@@ -25,7 +25,7 @@ from retain.eval.config import (
     with_all_tasks,
 )
 from retain.eval.record import MANIFEST, code_state, environment, gates_identity, now, open_run, write_json
-from retain.eval.report import write_report
+from retain.eval.report import section, write_report
 from retain.eval.runner import plan, rows_per_unit, run_all
 from retain.eval.summary import Claim
 from retain.eval.tasks import Suite, load_suite
@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print("\n" + section(report, "At a glance"))
     print("\nClaims checked")
     for claim in claims:
         print(f"  {claim.outcome}: {claim.text}")

@@ -74,6 +74,11 @@ def write_report(
     return path, claims
 
 
+def section(report: Path, title: str) -> str:
+    """The text of one section of a written report, without its heading."""
+    return report.read_text().split(f"## {title}\n\n", 1)[1].split("\n\n## ", 1)[0]
+
+
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     rule = ["---" if i < text_columns else "---:" for i in range(len(columns))]
     return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *rows))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from retain.eval.record import ITEMS
-from retain.eval.report import write_report
+from retain.eval.report import section, write_report
 from retain.eval.summary import (
     Cell,
     against_best_heuristic,
@@ -184,8 +184,7 @@ def test_the_report_says_it(tmp_path):
 
 def test_a_glance_shows_the_means_of_every_cell(tmp_path):
     (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    text = write_report(tmp_path, manifest(), TASKS)[0].read_text()
-    glance = text.split("## At a glance")[1].split("## ")[0]
+    glance = section(write_report(tmp_path, manifest(), TASKS)[0], "At a glance")
     assert "mean over tasks: seen / held-out (2 seen and 1 held-out)" in glance
     assert "| policy | context_only 0.2 | query_aware 0.2 |" in glance
     assert "| full | 100.0 / 100.0 | 100.0 / 100.0 |" in glance

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from retain.budget import Budget
+from retain.config import save
 from retain.eval import compare as entry
 from retain.eval import runner
 from retain.eval.baselines import oracle
@@ -156,6 +157,16 @@ def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
     assert "300 resamples" in report.read_text()
     after = json.loads((config.folder / MANIFEST).read_text())
     assert after == before | {"config": {**before["config"], "resamples": 300}}
+
+
+def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch, capsys):
+    monkeypatch.setattr(entry, "load_suite", lambda _: STUB)
+    save(stub_config(gated, policies=("recency",), keep_ratios=(0.6,)), gated / "compare.yaml")
+    assert entry.main(["--config", str(gated / "compare.yaml"), "run=shown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("| recency |") for line in lines)
+    assert "Claims checked" in lines
+    assert lines[-1] == f"Report: {gated / 'results' / 'shown' / 'report.md'}"
 
 
 def test_the_same_weights_elsewhere_are_the_same_run(gated):
