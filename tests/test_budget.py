@@ -92,11 +92,11 @@ def test_flat_budgets_are_the_joint_top_k(seed, least, ties, data):
         for h in range(H):
             own = sorted(
                 (i for i in range(T) if valid[b, i]),
-                key=lambda i: (bool(protected[b, h, i]), float(score[b, h, i]), i),  # noqa: B023
+                key=lambda i, b=b, h=h: (bool(protected[b, h, i]), float(score[b, h, i]), i),
             )
             guaranteed |= {(h, i) for i in own[::-1][:least]}
         rest = [(h, i) for h in range(H) for i in range(T) if valid[b, i] and (h, i) not in guaranteed]
-        rest.sort(key=lambda entry: (float(score[b, entry[0], entry[1]]), entry[1], -entry[0]), reverse=True)  # noqa: B023
+        rest.sort(key=lambda own, b=b: (float(score[b, own[0], own[1]]), own[1], -own[0]), reverse=True)
         wanted = guaranteed | set(rest[: int(total[b]) - len(guaranteed)])
         assert {(h, i) for h, i in keep[b].nonzero().tolist()} == wanted
 

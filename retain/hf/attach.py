@@ -109,28 +109,38 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
     return args, {**kwargs, STEP: cache.expect(module.layer_idx, hidden)}
 
 
+_ASSISTED = (
+    "assisted decoding does not work with retain.Cache: its first forward holds prompt and speculated "
+    "tokens, and eviction would see both. Generate without it."
+)
+# What `generate` may be told, in its arguments or a config, that our cache cannot go along with, and why.
+REFUSED = {
+    "prefill_chunk_size": "does not work with retain.Cache: it would evict from the first chunk alone and "
+    "keep all others whole, whatever the budget. Set it to None, or read the context with "
+    "cache.prefill(input_ids, attention_mask) and generate from there.",
+    "prompt_lookup_num_tokens": f"asks for assisted decoding: {_ASSISTED}",
+    "assistant_model": f"asks for assisted decoding: {_ASSISTED}",
+}
+
+
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The `generate` of an attached model: its class's, out of reach of our cache with a prompt in chunks.
+    """The `generate` of an attached model: its class's, with what cannot work on our cache refused first.
 
     Raises:
-        ValueError: `prefill_chunk_size` with a `retain.Cache`.
+        ValueError: something of `REFUSED` with a `retain.Cache`.
     """
     if isinstance(kwargs.get("past_key_values"), Cache):
         given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-        places = {
-            "prefill_chunk_size": kwargs.get("prefill_chunk_size"),
-            "generation_config.prefill_chunk_size": getattr(given, "prefill_chunk_size", None),
-            "model.generation_config.prefill_chunk_size": getattr(
-                model.generation_config, "prefill_chunk_size", None
-            ),
-        }
-        for place, size in places.items():
-            if size is not None:
-                raise ValueError(
-                    f"{place}={size} does not work with retain.Cache: it would evict from the first "
-                    "chunk alone and keep all others whole, whatever the budget. Set it to None, or read "
-                    "the context with cache.prefill(input_ids, attention_mask) and generate from there."
-                )
+        for name, reason in REFUSED.items():
+            places = {
+                name: kwargs.get(name),
+                f"generation_config.{name}": getattr(given, name, None),
+                f"model.generation_config.{name}": getattr(model.generation_config, name, None),
+            }
+            for place, value in places.items():
+                if value is not None:
+                    shown = f"={value}" if isinstance(value, int) else ""
+                    raise ValueError(f"{place}{shown} {reason}")
     return type(model).generate(model, *args, **kwargs)
 
 

@@ -476,13 +476,6 @@ class Cache(TransformersCache):
         self.layers = [Layer() for _ in self.specs]
         self._forget()
 
-    def activate_past_recording(self) -> None:
-        raise ValueError(
-            "assisted decoding does not work with retain.Cache: its first forward holds prompt and "
-            "speculated tokens, and "
-            "eviction would see both. Generate without assistant_model and prompt_lookup_num_tokens."
-        )
-
     @property
     def num_seen(self) -> int:
         """Tokens seen, padding included: the logical length."""

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import re
 import sysconfig
-from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -80,8 +79,3 @@ def words() -> np.ndarray:
             "train it again with a larger vocabulary"
         )
     return np.asarray(whole[-NUM_WORDS:], dtype=np.int64)
-
-
-def token_counts(split: Split) -> Counter[int]:
-    """How often each token id occurs in a split's stream."""
-    return Counter(stream(split).tolist())

@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-from transformers import Cache as TransformersCache
 from transformers import DynamicCache
 
 import retain
@@ -510,22 +509,16 @@ def test_refusals_say_why():
             Cache(model, policy=None, keep_ratio=0.5)
 
 
-@pytest.mark.skipif(
-    not hasattr(TransformersCache, "activate_past_recording"),
-    reason="this transformers does not ask the cache",
-)
-def test_assisted_decoding_is_refused():
-    model = tiny_model("qwen3")
-    with (
-        retain.attach(model),
-        pytest.raises(ValueError, match="assisted decoding does not work with retain.Cache"),
-    ):
-        model.generate(
-            input_ids=tiny_batch((0,), 12)[0],
-            past_key_values=Cache(model, policy=None),
-            prompt_lookup_num_tokens=2,
-            max_new_tokens=4,
-        )
+@pytest.mark.parametrize("how", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_assisted_decoding_is_refused_before_any_work(how):
+    model, cache = tiny_model("qwen3"), None
+    value = 2 if how == "prompt_lookup_num_tokens" else tiny_model("qwen3")
+    ids = tiny_batch((0,), 12)[0]
+    with retain.attach(model):
+        cache = Cache(model, policy=None)
+        with pytest.raises(ValueError, match=f"^{how}.*assisted decoding does not work with retain.Cache"):
+            model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=4, **{how: value})
+    assert cache.num_seen == 0
 
 
 def test_a_forward_that_broke_off():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from retain.reference.documents import (
-    FACT_FORMATS,
     HELD_OUT_FACT_FORMATS,
     VERBS,
     Writer,
@@ -71,13 +70,13 @@ def test_needles_are_ordinary_words_that_the_filler_uses_too() -> None:
 
 
 def test_a_key_occurs_only_in_its_statements() -> None:
-    item = write_item(Writer("eval", 2), "single", 500)
-    key, value = item.question_ids[-2], item.answers[0]
-    tied = [encode(f.replace("{key}", "§").replace("{value}", "§")) for f in FACT_FORMATS]
-    assert tied
-    for i, token in enumerate(item.context_ids):
-        if token == key:
-            assert value in item.context_ids[i + 1 : i + 5]
+    writer = Writer("eval", 2)
+    for _ in range(20):
+        item = write_item(writer, "single", 500)
+        key, value = item.question_ids[-2], item.answers[0]
+        places = [i for i, token in enumerate(item.context_ids) if token == key]
+        assert 1 <= len(places) <= 3  # stated once, used again up to twice
+        assert all(value in item.context_ids[i + 1 : i + 4] for i in places)
 
 
 @pytest.mark.parametrize("task", SEEN_TASKS)
