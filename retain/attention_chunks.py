@@ -25,6 +25,7 @@ def truncate(evidence: Evidence, stop: int) -> Evidence:
         valid_BT=evidence.valid_BT[:, :stop],
         hidden_BTE=None if hidden is None else hidden[:, :stop],
         token_ids_BT=None if tokens is None else tokens[:, :stop],
+        running=None,  # it counts queries that come after
     )
 
 

@@ -16,6 +16,26 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from retain.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a cache that saw every query knows of each entry that it still holds.
+
+    Args:
+        mass_BHT: float32, attention received so far, summed over queries, averaged over the group.
+        last_access_BHT: int64, entry index of the last query that accessed the entry (`retain.scores.lru`
+            says what an access is).
+    """
+
+    mass_BHT: Float[Tensor, "B H T"]
+    last_access_BHT: Int[Tensor, "B H T"]
+
+    def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "Running":
+        """The same for some of the sequences."""
+        return Running(self.mass_BHT[idx], self.last_access_BHT[idx])
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -36,6 +56,9 @@ class Evidence:
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None for no cap.
         window: a query sees only the last `window` entries, itself included; None for all.
         sinks_Q: one extra logit per query head that takes part in the softmax and pays for nothing (gpt-oss).
+        rotary: the rotary embedding that queries and keys went through; None when the caller did not say.
+        running: statistics of all queries so far, per entry; None when they were not kept (what needs them
+            makes them from the queries, if all are held).
     """
 
     layer_idx: int
@@ -51,6 +74,8 @@ class Evidence:
     soft_cap: float | None = None
     window: int | None = None
     sinks_Q: Float[Tensor, " Q"] | None = None
+    rotary: Rotary | None = None
+    running: Running | None = None
 
     @property
     def num_seen(self) -> int:
@@ -84,6 +109,7 @@ class Evidence:
             valid_BT=self.valid_BT[idx],
             hidden_BTE=None if hidden is None else hidden[idx],
             token_ids_BT=None if tokens is None else tokens[idx],
+            running=None if self.running is None else self.running.select_batch(idx),
         )
 
 

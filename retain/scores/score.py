@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 UNITS = ("risk", "mass", "rank")
@@ -23,10 +23,17 @@ class Score:
         values_BHT: float32, higher = keep, -inf on entries that do not exist (padding) and on no other.
         unit: `risk` (value-weighted attention, `a * ||v W_O||_1`), `mass` (attention alone, or a share of it)
             or `rank` (only the order inside a head means something).
+        first_BHT: what the first of two stages ranks by (`retain.stages`), float32; None where there is one.
+        window: of the entries, the last so many are the observation window that the score was made with.
+        layer_weight_B: float64, what this layer asks for of a budget that layers share (CAKE); None if the
+            score does not say.
     """
 
     values_BHT: Float[Tensor, "B H T"]
     unit: str
+    first_BHT: Float[Tensor, "B H T"] | None = None
+    window: int = 0
+    layer_weight_B: Float64[Tensor, " B"] | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
@@ -46,23 +53,40 @@ class ScoreFamily:
     Args:
         function: `(evidence, **settings) -> Score`.
         unit: the unit under default settings (the `Score` that comes back has the last word).
-        needs: what the function reads beyond keys and padding: `window` (the last queries), `all_queries`,
-            `hidden`, `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`).
+        needs: what the function reads beyond keys and padding: `window` (the last queries), `running`
+            (statistics of all queries, or every query to make them from), `hidden`, `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`). Empty: nothing.
         paper: title and arXiv id, or where the idea comes from.
+        cost: what it costs a layer, in the letters of `retain.shapes` (W: window queries).
     """
 
     function: Callable[..., Score]
     unit: str
     needs: frozenset[str]
     paper: str
+    cost: str = ""
 
 
-def masked_score(values_BHT: Float[Tensor, "B H T"], valid_BT: Bool[Tensor, "B T"], unit: str) -> Score:
+def masked_score(
+    values_BHT: Float[Tensor, "B H T"],
+    valid_BT: Bool[Tensor, "B T"],
+    unit: str,
+    *,
+    first_BHT: Float[Tensor, "B H T"] | None = None,
+    window: int = 0,
+    layer_weight_B: Float64[Tensor, " B"] | None = None,
+) -> Score:
     """A `Score` from raw numbers: float32, and -inf where the entry is padding.
 
     Args:
         values_BHT: finite scores, any float type.
         valid_BT: False on padding.
         unit: what the numbers are.
+        first_BHT: what a first stage ranks by, finite, any float type.
+        window: observation window that the numbers were made with.
+        layer_weight_B: what this layer asks for.
     """
-    return Score(values_BHT.float().masked_fill(~valid_BT[:, None], float("-inf")), unit)
+    padding_B1T = ~valid_BT[:, None]
+    if first_BHT is not None:
+        first_BHT = first_BHT.float().masked_fill(padding_B1T, float("-inf"))
+    values_BHT = values_BHT.float().masked_fill(padding_B1T, float("-inf"))
+    return Score(values_BHT, unit, first_BHT, window, layer_weight_B)

@@ -1,0 +1,54 @@
+"""Rotary position embedding: turning queries and keys by their positions, and back.
+
+In: the frequencies of a model's rotary embedding. Out: its tables at any positions, and queries as they were
+before it. The one decision taken here: the half convention of Llama and its relatives (dimension `d` turns
+with `d + R/2`, over the first `R` dimensions); what is beyond `R` is not turned. Nothing here knows
+transformers.
+
+RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv 2104.09864.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotary embedding.
+
+    Args:
+        inverse_frequencies_F: float32, `R / 2` of them, in radians a position.
+        scaling: factor on both tables (YaRN and relatives; 1 for plain RoPE).
+    """
+
+    inverse_frequencies_F: Float[Tensor, " F"]
+    scaling: float = 1.0
+
+    def tables(self, positions: Int[Tensor, "*rows T"]) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[..., T, R]` at these positions, float32."""
+        angles = positions[..., None].float() * self.inverse_frequencies_F.float()
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+    def unrotate(
+        self, turned_BQSD: Float[Tensor, "B Q S D"], positions_BS: Int[Tensor, "B S"]
+    ) -> Float[Tensor, "B Q S D"]:
+        """Queries as they were before they were turned, in float32 (float64 stays).
+
+        `x = (y cos - rotate_half(y) sin) / scaling^2`, since a rotation's inverse is its transpose.
+        """
+        dtype = torch.promote_types(turned_BQSD.dtype, torch.float32)
+        cos, sin = (table[:, None].to(dtype) for table in self.tables(positions_BS))
+        width = cos.shape[-1]
+        turned, rest = turned_BQSD[..., :width].to(dtype), turned_BQSD[..., width:].to(dtype)
+        plain = (turned * cos - rotate_half(turned) * sin) / self.scaling**2
+        return torch.cat([plain, rest], dim=-1)
+
+
+def rotate_half(x: Float[Tensor, "*rows R"]) -> Float[Tensor, "*rows R"]:
+    """`[a, b] -> [-b, a]` of the two halves of the last axis."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([-b, a], dim=-1)
