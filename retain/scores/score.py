@@ -53,8 +53,9 @@ class ScoreFamily:
     Args:
         function: `(evidence, **settings) -> Score`.
         unit: the unit under default settings (the `Score` that comes back has the last word).
-        needs: what the function reads beyond keys and padding: `window` (the last queries), `running`
-            (statistics of all queries, or every query to make them from), `hidden`, `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`). Empty: nothing.
+        needs: what the function reads beyond keys, values and padding: `window` (the last queries), `running`
+            (statistics of all queries, or every query to make them from), `rotary`, `hidden`, `token_ids`,
+            `seeds` (one integer a sequence, passed as `seeds_B`). Empty: nothing.
         paper: title and arXiv id, or where the idea comes from.
         cost: what it costs a layer, in the letters of `retain.shapes` (W: window queries).
     """
