@@ -1,8 +1,8 @@
 """Whole entries from shares: exact rational numbers in, integers of exact sum out.
 
-In: a total, weights, and what each can hold. Out: integers. The decision taken here: a number that a person
-wrote is taken as written (0.1 is 1/10, not the nearest double), and is rounded once, by largest remainder,
-where entries become whole.
+In: a total, weights, and what each must and can hold. Out: integers. The decision taken here: a number that a
+person wrote is taken as written (0.1 is 1/10, not the nearest double), shares stay rational, and they are
+rounded once, by largest remainder, where entries become whole.
 """
 
 import math
@@ -15,12 +15,93 @@ def exact(number: float | Fraction) -> Fraction:
     return number if isinstance(number, Fraction) else Fraction(str(number))
 
 
+def fill(
+    total: int | Fraction, weights: Sequence[Fraction], least: Sequence[int], most: Sequence[int]
+) -> list[Fraction]:
+    """Share by weight between bounds, exactly: `share_i = min(max(level * w_i, least_i), most_i)`.
+
+    The level is the one at which the shares sum to the total. It falls when somebody joins, so that shares of
+    those who were there only shrink: what a cascade rests on. Whoever weighs nothing has its least until all
+    that weighs is full; then they share what is left alike.
+
+    Args:
+        total: to share, between `sum(least)` and `sum(most)`.
+        weights: non-negative.
+        least: what each has at least.
+        most: what each can hold.
+
+    Returns:
+        shares that sum to the total.
+
+    Raises:
+        ValueError: if the total does not fit between the bounds.
+
+    Example:
+        >>> [int(share) for share in fill(12, [Fraction(1), Fraction(3)], [0, 0], [9, 9])]
+        [3, 9]
+        >>> [int(share) for share in fill(12, [Fraction(1), Fraction(9)], [2, 0], [9, 6])]
+        [6, 6]
+    """
+    if not sum(least) <= total <= sum(most):
+        raise ValueError(
+            f"{total} entries do not fit in capacities {list(most)}, which hold {sum(most)}, of which at "
+            f"least {list(least)}, {sum(least)} in all, are taken."
+        )
+    heavy = [i for i, weight in enumerate(weights) if weight]
+    light = [i for i, weight in enumerate(weights) if not weight]
+    shares = [Fraction(low) for low in least]
+    left = Fraction(total) - sum(shares[i] for i in light)
+    if not heavy or left > sum(most[i] for i in heavy):
+        for i in heavy:
+            shares[i] = Fraction(most[i])
+            left -= most[i]
+        left += sum(shares[i] for i in light)
+        ones = [Fraction(1)] * len(light)
+        alike = fill(left, ones, [least[i] for i in light], [most[i] for i in light]) if light else []
+        for i, share in zip(light, alike, strict=True):
+            shares[i] = share
+        return shares
+
+    def held(level: Fraction) -> list[Fraction]:
+        return [min(max(level * weights[i], Fraction(least[i])), Fraction(most[i])) for i in heavy]
+
+    # Between two neighbouring bounds the sum is a straight line in the level.
+    bounds = sorted({Fraction(bound[i]) / weights[i] for bound in (least, most) for i in heavy})
+    low, high = 0, len(bounds) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(held(bounds[middle])) <= left:
+            low = middle
+        else:
+            high = middle - 1
+    level = bounds[low]
+    slope = sum(weights[i] for i in heavy if least[i] <= level * weights[i] < most[i])
+    if slope:
+        level += (left - sum(held(level))) / slope
+    for i, share in zip(heavy, held(level), strict=True):
+        shares[i] = share
+    return shares
+
+
+def round_shares(shares: Sequence[Fraction]) -> list[int]:
+    """Largest remainder (Hamilton): the floor of each, and the rest one by one to the largest remainders,
+    ties to the lower index.
+
+    Args:
+        shares: whose sum is whole.
+    """
+    whole = [math.floor(share) for share in shares]
+    left = int(sum(shares)) - sum(whole)
+    for i in sorted(range(len(whole)), key=lambda i: whole[i] - shares[i])[:left]:
+        whole[i] += 1
+    return whole
+
+
 def apportion(total: int, weights: Sequence[Fraction], capacity: Sequence[int] | None = None) -> list[int]:
     """Share whole entries by weight, exactly: `sum(result) == total`, `result[i] <= capacity[i]`.
 
-    Largest remainder (Hamilton): `floor(total * w_i / sum w)` each, and the rest one by one to the largest
-    remainders, ties to the lower index. Whoever's share reaches its capacity is given that, and the others
-    share what is left.
+    Whoever's share reaches its capacity is given that, and the others share what is left; then largest
+    remainder.
 
     Args:
         total: entries to share, at most `sum(capacity)`.
@@ -30,28 +111,5 @@ def apportion(total: int, weights: Sequence[Fraction], capacity: Sequence[int] |
     Raises:
         ValueError: if the total does not fit.
     """
-    limit: list[float] = [math.inf] * len(weights) if capacity is None else list(capacity)
-    if total > sum(limit):
-        raise ValueError(f"{total} entries do not fit in capacities {list(limit)}, which hold {sum(limit)}.")
-    shares = [0] * len(weights)
-    active, left = list(range(len(weights))), total
-    while left:
-        # When all that weighs is full, the rest is shared alike.
-        if not any(weights[i] for i in active):
-            weights = [Fraction(1)] * len(weights)
-        scale = sum((weights[i] for i in active), Fraction(0))
-        quota = {i: left * weights[i] / scale for i in active}
-        full = [i for i in active if quota[i] >= limit[i]]
-        if full:
-            for i in full:
-                shares[i] = int(limit[i])
-                left -= shares[i]
-            active = [i for i in active if i not in full]
-            continue
-        for i in active:
-            shares[i] = math.floor(quota[i])
-        left -= sum(shares[i] for i in active)
-        for i in sorted(active, key=lambda i: shares[i] - quota[i])[:left]:
-            shares[i] += 1
-        break
-    return shares
+    limit = [total] * len(weights) if capacity is None else list(capacity)
+    return round_shares(fill(total, weights, [0] * len(weights), limit))

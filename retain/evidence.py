@@ -139,21 +139,28 @@ def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, 
     B, Q, _, D = evidence.queries_BQSD.shape
     H, s = evidence.num_heads, stop - start
     queries = evidence.queries_BQSD[:, :, start:stop].reshape(B, H, evidence.group * s, D).to(dtype)
-    logits = (queries @ evidence.keys_BHTD.to(dtype).transpose(-1, -2)).view(B, Q, s, T) * evidence.scaling
+    # From here on in place where no gradient forbids it: nothing else here is as large as the logits.
+    logits = (queries @ evidence.keys_BHTD.to(dtype).transpose(-1, -2)).view(B, Q, s, T)
+    logits.mul_(evidence.scaling)
     if evidence.soft_cap is not None:
-        logits = evidence.soft_cap * torch.tanh(logits / evidence.soft_cap)
+        logits = torch.tanh(logits.div_(evidence.soft_cap)) * evidence.soft_cap
     device = logits.device
-    entry_T = torch.arange(T, device=device)
-    own_s1 = torch.arange(T - S + start, T - S + stop, device=device)[:, None]
-    seen_sT = entry_T <= own_s1
+    # Up to the first query's own entry, causality hides nothing.
+    first = T - S + start + 1
+    own_s1 = torch.arange(first - 1, T - S + stop, device=device)[:, None]
+    later_sT = torch.arange(first, T, device=device) > own_s1
+    logits[..., first:].masked_fill_(later_sT, float("-inf"))
     if evidence.window is not None:
-        seen_sT = seen_sT & (entry_T > own_s1 - evidence.window)
-    seen_BsT = seen_sT & evidence.valid_BT[:, None, :]
-    logits = logits.masked_fill(~seen_BsT[:, None], float("-inf"))
+        logits.masked_fill_(torch.arange(T, device=device) <= own_s1 - evidence.window, float("-inf"))
+    padded = not bool(evidence.valid_BT.all())
+    if padded:
+        logits.masked_fill_(~evidence.valid_BT[:, None, None], float("-inf"))
     if evidence.sinks_Q is None:
         probs = torch.softmax(logits, dim=-1)
     else:
         sink = evidence.sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, s, 1)
         probs = torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :T]
+    if not padded:
+        return probs
     # A query that sees nothing (padding) has an all -inf row, whose softmax is NaN.
-    return probs.masked_fill(~seen_BsT.any(-1)[:, None, :, None], 0.0)
+    return probs.masked_fill(logits.amax(-1, keepdim=True) == float("-inf"), 0.0)

@@ -1,83 +1,47 @@
 """A policy: evidence -> scores -> fusion -> protection -> budget -> selection, in this order, on one screen.
 
-In: the evidence of one layer, a budget, and a gate's score if the policy uses one. Out: what is kept. The
+In: the evidence of the layers, a budget, and a gate's scores if the policy uses one. Out: what is kept. The
 decision taken here is only the order of the stages; each stage is a file of its own. `score_entries` is
 separate, so that a comparison scores once and selects at many budgets, and either score may be handed in, so
-that controls run through the very same stages.
+that controls run through the very same stages. `plan_of` and `candidates_of` are separate, so that a cache
+may decide layer by layer (`retain.cascade`) with what `decide_layers` decides at once.
 """
 
-import inspect
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from retain import config
-from retain.budget import Budget, allocate_flat, allocate_uniform, budget_tokens
+from retain.allocation import entropy_weight, make_bids, normalised
+from retain.budget import Budget, LayerShape, Totals, spread
+from retain.cascade import Candidates, keep_sets
 from retain.evidence import Evidence
-from retain.fusion import FUSIONS, floor, fuse
-from retain.protection import Protection, protected_mask
-from retain.registry import lookup, suggest
+from retain.fusion import floor, fuse
+from retain.presets import Policy, Preset, load_policy, policies
+from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
-from retain.selection import select
+from retain.stages import stage_by_mass
+from retain.turns import TurnMarkers, turn_mask
 
-
-@dataclass(frozen=True)
-class Policy:
-    """What decides which entries stay. With no score at all, everything stays.
-
-    Args:
-        name: how it is called in reports.
-        observed: score over queries already seen, a name in `retain.scores.SCORES`; None for none.
-        observed_settings: settings of that score.
-        learned: whether it takes a gate's score.
-        fusion: how the two become one; None is `max` with both, and the one that there is with one.
-        fusion_weight: of the learned side, for `log_linear` and `rank_blend`.
-        floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
-        protection: what is never evicted.
-        scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score.
-        paper: where it comes from.
-    """
-
-    name: str
-    observed: str | None = None
-    observed_settings: dict[str, Any] = field(default_factory=dict)
-    learned: bool = False
-    fusion: str | None = None
-    fusion_weight: float = 0.5
-    floor: str | None = None
-    protection: Protection = Protection()
-    scope: str = "head"
-    paper: str = ""
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.observed is not None and self.observed not in SCORES:
-            hint = suggest(self.observed, SCORES)
-            problems.append(f"unknown score {self.observed!r}{hint}, known: {', '.join(SCORES)}")
-        elif self.observed_settings:
-            known = () if self.observed is None else _settings(self.observed)
-            problems += [
-                f"score {self.observed!r} has no setting {key!r}{suggest(key, known)}, "
-                f"known: {', '.join(known) or 'none'}"
-                for key in self.observed_settings
-                if key not in known
-            ]
-        if self.fusion is not None and self.fusion not in FUSIONS:
-            hint = suggest(self.fusion, FUSIONS)
-            problems.append(f"unknown fusion {self.fusion!r}{hint}, known: {', '.join(FUSIONS)}")
-        if not 0 <= self.fusion_weight <= 1:
-            problems.append(f"fusion_weight lies in 0..1, got {self.fusion_weight}")
-        if self.floor not in (None, "mean"):
-            problems.append(f"floor is 'mean' or null, got {self.floor!r}")
-        if self.scope not in ("head", "layer"):
-            problems.append(f"scope is 'head' or 'layer', got {self.scope!r}")
-        if problems:
-            raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
+__all__ = [
+    "Decision",
+    "Plan",
+    "Policy",
+    "Preset",
+    "candidates_of",
+    "decide",
+    "decide_layers",
+    "load_policy",
+    "plan_of",
+    "policies",
+    "score",
+    "score_entries",
+    "shape_of",
+]
 
 
 @dataclass(frozen=True)
@@ -93,6 +57,103 @@ class Decision:
     keep_BHT: Bool[Tensor, "B H T"]
     score_BHT: Float32[Tensor, "B H T"]
     protected_BT: Bool[Tensor, "B T"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is settled before any layer is scored.
+
+    Args:
+        policy: the stages' settings.
+        totals: entries of each sequence.
+        protected_BT: True where protected, in every layer.
+        protected_B: how many that are.
+    """
+
+    policy: Policy
+    totals: Totals
+    protected_BT: Bool[Tensor, "B T"]
+    protected_B: tuple[int, ...]
+
+
+def decide_layers(
+    policy: Policy,
+    layers: Sequence[Evidence],
+    budget: Budget,
+    *,
+    learned: Sequence[Score] | None = None,
+    observed: Sequence[Score] | None = None,
+    scores: Sequence[Score] | None = None,
+    seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
+    pinned_BT: Bool[Tensor, "B T"] | None = None,
+    markers: TurnMarkers | None = None,
+) -> list[Decision]:
+    """Which entries of each layer stay.
+
+    Args:
+        policy: the stages' settings.
+        layers: the evidence of all layers that evict, in order.
+        budget: what may be kept of them all; a policy without scores keeps everything whatever the budget.
+        learned: the gate's scores, one a layer.
+        observed: stand in for the policy's own observed scores (controls).
+        scores: finished scores from `score_entries`; then nothing is scored or fused here.
+        seeds_B: one integer a sequence, for scores that draw numbers.
+        pinned_BT: entries that the caller wants kept.
+        markers: of the tokenizer's chat template, for a protection of turns.
+
+    Returns:
+        the keep sets, together exactly as large as the budget says.
+
+    Raises:
+        ValueError: if the budget cannot hold what is protected, or a score is missing.
+    """
+    if scores is None:
+        scores = [
+            score_entries(policy, layer, learned=own, observed=seen, seeds_B=seeds_B)
+            for layer, own, seen in zip(
+                layers, learned or [None] * len(layers), observed or [None] * len(layers), strict=True
+            )
+        ]
+        if policy.keeps_all and observed is None:
+            valid_BT = layers[0].valid_BT
+            return [
+                Decision(valid_BT[:, None].expand_as(score.values_BHT), score.values_BHT, valid_BT)
+                for score in scores
+            ]
+    plan = plan_of(policy, budget, layers[0], [shape_of(layer) for layer in layers], pinned_BT, markers)
+    candidates = [candidates_of(plan, score) for score in scores]
+    keeps = keep_sets(plan.policy.split, candidates, plan.totals)
+    return [
+        Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device))
+        for keep_BHT, score in zip(keeps, scores, strict=True)
+    ]
+
+
+def decide(
+    policy: Policy,
+    evidence: Evidence,
+    budget: Budget,
+    *,
+    learned: Score | None = None,
+    observed: Score | None = None,
+    score: Score | None = None,
+    seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
+    pinned_BT: Bool[Tensor, "B T"] | None = None,
+    markers: TurnMarkers | None = None,
+) -> Decision:
+    """Which entries of one layer stay, when it is the only one: `decide_layers` of a single layer."""
+    (decision,) = decide_layers(
+        policy,
+        [evidence],
+        budget,
+        learned=None if learned is None else [learned],
+        observed=None if observed is None else [observed],
+        scores=None if score is None else [score],
+        seeds_B=seeds_B,
+        pinned_BT=pinned_BT,
+        markers=markers,
+    )
+    return decision
 
 
 def score_entries(
@@ -127,135 +188,135 @@ def score_entries(
     if observed is None and learned is None:
         return masked_score(torch.zeros_like(evidence.keys_BHTD[..., 0]), evidence.valid_BT, "rank")
     how = policy.fusion or ("learned" if observed is None else "observed" if learned is None else "max")
-    return fuse(observed, learned, how, weight=policy.fusion_weight)
+    fused = fuse(observed, learned, how, weight=policy.fusion_weight)
+    if observed is None:
+        return fused
+    # What else the observed score says of the layer stays with the fused one.
+    return replace(observed, values_BHT=fused.values_BHT, unit=fused.unit)
 
 
-def decide(
+def plan_of(
     policy: Policy,
-    evidence: Evidence,
     budget: Budget,
-    *,
-    learned: Score | None = None,
-    observed: Score | None = None,
-    score: Score | None = None,
-    seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
-) -> Decision:
-    """Which entries of one layer stay.
-
-    Args:
-        policy: the stages' settings.
-        evidence: the layer.
-        budget: what may be kept of this layer (`retain.budget.layer_budget` makes it from a model's bytes); a
-            policy without scores keeps everything whatever the budget.
-        learned: the gate's score.
-        observed: stands in for the policy's own observed score (controls).
-        score: a finished score from `score_entries`; then nothing is scored or fused here.
-        seeds_B: one integer a sequence, for scores that draw numbers.
-
-    Returns:
-        the keep set, exactly as large as the budget says.
+    evidence: Evidence,
+    shapes: Sequence[LayerShape],
+    pinned_BT: Bool[Tensor, "B T"] | None = None,
+    markers: TurnMarkers | None = None,
+) -> Plan:
+    """Totals and protection, from the first layer's evidence (its padding and token ids).
 
     Raises:
-        ValueError: if the budget cannot hold what is protected, or a score is missing.
+        ValueError: if the budget cannot hold what is protected.
     """
+    policy = replace(policy, scope=budget.scope) if budget.scope is not None else policy
     valid_BT = evidence.valid_BT
-    keeps_all = not policy.learned and all(source is None for source in (policy.observed, observed, score))
-    if score is None:
-        score = score_entries(policy, evidence, learned=learned, observed=observed, seeds_B=seeds_B)
-    score_BHT = score.values_BHT
-    if keeps_all:
-        return Decision(valid_BT[:, None].expand(score_BHT.shape), score_BHT, valid_BT)
+    totals = spread(budget, valid_BT.sum(-1).tolist(), shapes)
+    protection = policy.protection
+    if protection.reads_turns:
+        if markers is None:
+            raise ValueError(
+                f"policy {policy.name!r} protects the turns of a conversation, and nothing says where they "
+                "begin: pass tokenizer=, whose chat template shows it (retain.turns.turn_markers)."
+            )
+        turns_BT = turn_mask(
+            markers,
+            evidence.token_ids_BT,
+            valid_BT,
+            turns=protection.turns,
+            turn_prefix=protection.turn_prefix,
+            turn_suffix=protection.turn_suffix,
+        )
+        pinned_BT = turns_BT if pinned_BT is None else pinned_BT.to(valid_BT.device) | turns_BT
+    protected_BT = protected_mask(protection, valid_BT, totals.per_head_B, pinned_BT=pinned_BT)
+    return Plan(policy, totals, protected_BT, tuple(protected_BT.sum(-1).tolist()))
 
-    per_head_B, total_B = budget_tokens(budget, valid_BT, evidence.num_heads, entry_bytes(evidence))
-    protected_BT = protected_mask(policy.protection, valid_BT, per_head_B)
-    protected_BHT = protected_BT[:, None].expand(score_BHT.shape)
-    if (budget.scope or policy.scope) == "head":
-        budget_BH = allocate_uniform(total_B, valid_BT.sum(-1, keepdim=True).expand(score_BHT.shape[:2]))
+
+def candidates_of(plan: Plan, score: Score) -> Candidates:
+    """One layer's entries, ready to be kept or not: what is kept in any case, what its heads bid, what the
+    layer asks for.
+
+    Raises:
+        ValueError: if the policy wants of the score what it does not say.
+    """
+    policy, own = plan.policy, plan.policy.allocation
+    score_BHT = score.values_BHT
+    exists_BHT = score_BHT > float("-inf")
+    protected_BHT = plan.protected_BT.to(score_BHT.device)[:, None].expand(score_BHT.shape)
+    kept_BHT, stage = protected_BHT, policy.first_stage
+    per_head_B = plan.totals.per_head_B
+    if stage is not None and stage.by != "budget":
+        limit_B = [
+            math.floor(share) - count for share, count in zip(per_head_B, plan.protected_B, strict=True)
+        ]
+        kept_BHT = kept_BHT | stage_by_mass(
+            _first_of(policy, score),
+            protected_BHT,
+            limit_B,
+            stage.share,
+            window=score.window,
+            released=stage.by == "mass_released",
+        )
+    bids = None
+    if policy.scope != "head":
+        compete = score if own.compete_by == "score" else Score(_first_of(policy, score), score.unit)
+        if own.normalise is not None and score.unit == "rank":
+            raise ValueError(
+                f"policy {policy.name!r} divides scores by their mean, and its score is in 'rank', of which "
+                "only the order means something: take allocation.normalise null, or another score."
+            )
+        share = Fraction(str(own.safeguard_share)) if own.safeguard == "guaranteed" else Fraction(0)
+        least_B = [max(1, math.floor(share * mean)) for mean in per_head_B]
+        compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
+        bids = make_bids(compete_BHT, kept_BHT, least_B)
+    weight_B = None
+    if own.layers in ("cake", "entropy"):
+        weight_B = _layer_weights(policy, score, exists_BHT & ~protected_BHT)
+    by_budget = stage is not None and stage.by == "budget"
+    first_BHT = _first_of(policy, score) if by_budget else None
+    return Candidates(score_BHT, kept_BHT, first_BHT, bids, weight_B, plan.protected_B)
+
+
+def _first_of(policy: Policy, score: Score) -> Tensor:
+    """What a first stage ranks by."""
+    if score.first_BHT is None:
+        raise ValueError(
+            f"policy {policy.name!r} selects in two stages, and its score says nothing for the first: take "
+            "observed 'critical' or 'defensive', or first_stage null and allocation.compete_by 'score'."
+        )
+    return score.first_BHT
+
+
+def _layer_weights(policy: Policy, score: Score, competes_BHT: Tensor) -> tuple[Fraction, ...]:
+    """What the layer asks for of a budget that layers share."""
+    if policy.allocation.layers == "cake":
+        if score.layer_weight_B is None:
+            raise ValueError(
+                f"policy {policy.name!r} shares its budget over layers by CAKE's preference, and its score "
+                "measures none: take observed 'cake', or allocation.layers 'entropy'."
+            )
+        weight_B = score.layer_weight_B
     else:
-        budget_BH = allocate_flat(floor(score, policy.floor).values_BHT, protected_BHT, total_B)
-    return Decision(select(score_BHT, protected_BHT, budget_BH), score_BHT, protected_BT)
+        if score.unit == "rank":
+            raise ValueError(
+                f"policy {policy.name!r} shares its budget over layers by the entropy of scores, and its "
+                "score is in 'rank', of which only the order means something: take another score."
+            )
+        weight_B = entropy_weight(score.values_BHT, competes_BHT)
+    weights = weight_B.tolist()
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        raise ValueError(
+            f"policy {policy.name!r}: a layer's share of the budget comes out as {weights}: check the "
+            "model's precision and the score's settings."
+        )
+    return tuple(Fraction(weight) for weight in weights)
 
 
 # The short public name: `from retain.policy import score`.
 score = score_entries
 
 
-def entry_bytes(evidence: Evidence) -> int:
-    """Bytes of one cached key and value of this layer."""
+def shape_of(evidence: Evidence) -> LayerShape:
+    """KV heads of this layer, and bytes of one cached key and value."""
     keys, values = evidence.keys_BHTD, evidence.values_BHTD
-    return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A policy that ships with the project.
-
-    Args:
-        name: what `load_policy` takes.
-        unit: unit of its score under that score's default settings.
-        needs: what it reads: `window`, `all_queries`, `seeds`, `gates`, ...
-        paper: where it comes from.
-    """
-
-    name: str
-    unit: str
-    needs: frozenset[str]
-    paper: str
-
-
-def policies() -> list[Preset]:
-    """Every preset, by name.
-
-    Example:
-        >>> from retain.policy import policies
-        >>> [preset.name for preset in policies() if "gates" in preset.needs]
-        ['fused', 'gate']
-    """
-    presets = []
-    for name in sorted(_preset_files()):
-        policy = load_policy(name)
-        needs = SCORES[policy.observed].needs if policy.observed else frozenset()
-        unit = SCORES[policy.observed].unit if policy.observed else "risk" if policy.learned else "rank"
-        unit = "rank" if policy.fusion == "rank_blend" else unit
-        presets.append(
-            Preset(policy.name, unit, needs | ({"gates"} if policy.learned else frozenset()), policy.paper)
-        )
-    return presets
-
-
-def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Policy:
-    """A policy by its preset name or from a YAML file.
-
-    Args:
-        name_or_path: a preset (`fused`), or a path that ends in `.yaml`.
-        overrides: `key.sub=value`, read as YAML.
-
-    Raises:
-        ValueError: unknown preset, or everything that is wrong in the file, at once.
-        FileNotFoundError: no such file.
-
-    Example:
-        >>> from retain.policy import load_policy
-        >>> load_policy("snapkv", ["protection.recent=16"]).protection.recent
-        16
-    """
-    text = str(name_or_path)
-    if not text.endswith((".yaml", ".yml")):
-        name_or_path = lookup(text, _preset_files(), what="policy")
-    return config.load(name_or_path, Policy, overrides)
-
-
-def _preset_files() -> dict[str, Path]:
-    """Presets by name: beside this file in an installed package, in `configs/policy` of a checkout."""
-    here = Path(__file__).parent
-    folder = here / "policies" if (here / "policies").is_dir() else here.parent / "configs" / "policy"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-def _settings(name: str) -> tuple[str, ...]:
-    """Names of a score's settings: its keyword arguments, without the seeds that the caller passes."""
-    return tuple(
-        key
-        for key in inspect.signature(SCORES[name].function).parameters
-        if key not in ("evidence", "seeds_B")
-    )
+    entry_bytes = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
+    return LayerShape(evidence.num_heads, entry_bytes)

@@ -1,24 +1,29 @@
 """Protection: which entries are never evicted, whatever their score.
 
-In: the settings, the padding, and each sequence's budget per head. Out: a boolean mask. The decision taken
-here: protection is a mask and never a huge score, it lies inside the budget, and a budget that cannot hold it
-is an error and not a surprise.
+In: the settings, the padding, each sequence's budget per head, and what the caller or a chat template pins.
+Out: a boolean mask. The decision taken here: protection is a mask and never a huge score, it lies inside the
+budget, and a budget that cannot hold it is an error and not a surprise.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal, SupportsIndex, get_args
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from retain.apportion import exact
+from retain.registry import suggest
+
+Suffix = Literal["dynamic", "static"]
 
 
 @dataclass(frozen=True)
 class Protection:
-    """What is protected at both ends of a sequence.
+    """What is protected at both ends of a sequence, and of each turn in it.
 
     Args:
         sinks: first entries, always (attention sinks). The prefix covers them.
@@ -26,6 +31,14 @@ class Protection:
         suffix_fraction: share of the budget per head that protects the last entries, in [0, 1].
         minimum: least number of entries of a prefix or suffix whose fraction is not 0.
         recent: last entries, always (the observation window). It and the suffix cover each other.
+        prefix_tokens: the prefix in entries, in place of its fraction and the minimum; 0 for none.
+        suffix_tokens: the suffix in entries, in place of its fraction and the minimum; 0 for none.
+        suffix: `dynamic`, the last entries that exist when eviction happens, so that the suffix moves into
+            what was generated; `static`, the last entries of the prompt, wherever the sequence has got to
+            since. At the one eviction after a prefill they are the same.
+        turns: whether the chat template's own tokens are protected, at every turn (`retain.turns`).
+        turn_prefix: first tokens of every turn's content.
+        turn_suffix: last tokens of every turn's content.
     """
 
     sinks: int = 4
@@ -33,71 +46,210 @@ class Protection:
     suffix_fraction: float = 0.1
     minimum: int = 4
     recent: int = 0
+    prefix_tokens: int | None = None
+    suffix_tokens: int | None = None
+    suffix: Suffix = "dynamic"
+    turns: bool = False
+    turn_prefix: int = 0
+    turn_suffix: int = 0
 
     def __post_init__(self) -> None:
+        counts = (
+            "sinks",
+            "minimum",
+            "recent",
+            "prefix_tokens",
+            "suffix_tokens",
+            "turn_prefix",
+            "turn_suffix",
+        )
         problems = [
             f"{name} is {value}, and must be 0 or more"
-            for name, value in (("sinks", self.sinks), ("minimum", self.minimum), ("recent", self.recent))
-            if value < 0
+            for name in counts
+            if (value := getattr(self, name)) is not None and value < 0
         ]
         problems += [
             f"{name} is {value}, and must lie in 0..1"
-            for name, value in (
-                ("prefix_fraction", self.prefix_fraction),
-                ("suffix_fraction", self.suffix_fraction),
-            )
-            if not 0 <= value <= 1
+            for name in ("prefix_fraction", "suffix_fraction")
+            if not 0 <= (value := getattr(self, name)) <= 1
         ]
+        if self.suffix not in get_args(Suffix):
+            hint = suggest(str(self.suffix), get_args(Suffix))
+            problems.append(f"suffix is {self.suffix!r}{hint}, and must be 'dynamic' or 'static'")
         if problems:
             raise ValueError(f"protection: {'; '.join(problems)}.")
 
+    @property
+    def reads_turns(self) -> bool:
+        """Whether it needs the turns of a conversation, and so token ids and a tokenizer's chat template."""
+        return self.turns or self.turn_prefix > 0 or self.turn_suffix > 0
+
 
 def protected_mask(
-    protection: Protection, valid_BT: Bool[Tensor, "B T"], budget_tokens_B: Sequence[Fraction | int]
+    protection: Protection,
+    valid_BT: Bool[Tensor, "B T"],
+    budget_tokens_B: Sequence[Fraction | int],
+    *,
+    pinned_BT: Tensor | None = None,
+    prompt_lengths_B: Sequence[int] | Tensor | None = None,
 ) -> Bool[Tensor, "B T"]:
     """Entries of each sequence that every head keeps.
 
-    With `b` the budget per head: the first `max(sinks, prefix)` and the last `max(recent, suffix)` entries
-    that exist, where `prefix = max(minimum, floor(prefix_fraction * b))`, or 0 if the fraction is 0, and
-    `suffix` alike.
+    With `b` the budget per head, `n` the entries that exist and `p` those of the prompt, entry `i` (padding
+    not counted) is protected where
 
-    Structural prefix and suffix protection as a share of the budget; sinks after StreamingLLM (arXiv
-    2309.17453).
+        i < max(sinks, prefix)  or  i >= n - recent  or  m - suffix <= i < m  or  pinned[i],
+
+    where `prefix = prefix_tokens` if that is given, else 0 if `prefix_fraction` is 0, else `max(minimum,
+    floor(prefix_fraction * b))`; `suffix` alike; `m = n` for a dynamic suffix and `p` for a static one.
+
+    Structural prefix and suffix protection as a share of the budget; sinks after "Efficient Streaming
+    Language Models with Attention Sinks" (arXiv 2309.17453).
 
     Args:
-        protection: the settings.
+        protection: the settings. What it says of turns is read by `retain.turns.turn_mask`, whose mask
+            belongs in `pinned_BT`.
         valid_BT: False on padding, which is never protected.
         budget_tokens_B: entries per head of each sequence, exact.
+        pinned_BT: bool, [B, T], True where protected besides; None for nothing (`pinned_mask`, `turn_mask`).
+        prompt_lengths_B: how many of each sequence's own entries are prompt; None for all. Read by a static
+            suffix only.
 
     Returns:
         True where protected.
 
     Raises:
-        ValueError: if more entries are protected than the budget holds; says by how much.
+        ValueError: if more entries are protected than the budget holds (says by how much, and by which
+            parts), if `pinned_BT` is not a mask of the same shape, or if there are more prompt entries than
+            entries.
     """
-    lengths = valid_BT.sum(-1).tolist()
-    ends = [_ends(protection, budget) for budget in budget_tokens_B]
-    for row, ((first, last), length, budget) in enumerate(zip(ends, lengths, budget_tokens_B, strict=True)):
-        count = min(first + last, length)
+    B, T = valid_BT.shape
+    if pinned_BT is not None and (pinned_BT.dtype != torch.bool or pinned_BT.shape != valid_BT.shape):
+        raise ValueError(
+            f"pinned_BT is {pinned_BT.dtype} of shape {tuple(pinned_BT.shape)}, and must be torch.bool of "
+            f"shape {(B, T)}, one a token, padding included: make it with retain.protection.pinned_mask or "
+            "retain.turns.turn_mask."
+        )
+    lengths_B = valid_BT.sum(-1)
+    prompt_B = lengths_B
+    if protection.suffix == "static" and prompt_lengths_B is not None:
+        prompt_B = torch.as_tensor(prompt_lengths_B, dtype=lengths_B.dtype, device=lengths_B.device)
+        if prompt_B.shape != (B,):
+            raise ValueError(
+                f"prompt_lengths_B has shape {tuple(prompt_B.shape)}, and must have one count for each of "
+                f"the {B} sequences: pass how many of each sequence's own tokens are prompt."
+            )
+    counts = [_counts(protection, budget) for budget in budget_tokens_B]
+    first_B1, suffix_B1 = lengths_B.new_tensor(counts).reshape(B, 2, 1).unbind(1)
+    prompt_B1, lengths_B1 = prompt_B[:, None], lengths_B[:, None]
+    place_BT = valid_BT.cumsum(-1) - 1
+    ends_BT = (place_BT < first_B1) | (place_BT >= lengths_B1 - protection.recent)
+    ends_BT |= (place_BT >= prompt_B1 - suffix_B1) & (place_BT < prompt_B1)
+    ends_BT &= valid_BT
+    mask_BT = ends_BT if pinned_BT is None else ends_BT | (pinned_BT.to(valid_BT.device) & valid_BT)
+    # All that a message may need, in one transfer.
+    totals = torch.stack([mask_BT.sum(-1), ends_BT.sum(-1), lengths_B, prompt_B], dim=-1).tolist()
+    for row, (budget, parts, total) in enumerate(zip(budget_tokens_B, counts, totals, strict=True)):
+        count, ends, length, prompt = total
+        if not 0 <= prompt <= length:
+            raise ValueError(
+                f"sequence {row} has {length} entries, and prompt_lengths_B says that {prompt} of them are "
+                f"prompt: pass a count in 0..{length}, padding not counted."
+            )
         if count > budget:
+            shown = _shown(protection, parts, length, prompt)
+            pinned = f"; {count - ends} more in turns and pinned spans" if count > ends else ""
             raise ValueError(
                 f"sequence {row} has a budget of {float(budget):g} entries per head, "
-                f"{math.ceil(count - budget)} fewer than the {count} protected ({first} first and {last} "
-                f"last of {length}): raise the budget (keep_ratio, tokens_per_head or bytes), or protect "
-                "less (sinks, prefix_fraction, suffix_fraction, minimum, recent)."
+                f"{math.ceil(count - budget)} fewer than the {count} protected ({ends} at the ends: {shown}"
+                f"{pinned}): raise the budget (keep_ratio, tokens_per_head or bytes), or protect less "
+                "(sinks, prefix_fraction, suffix_fraction, minimum, recent, prefix_tokens, suffix_tokens; "
+                "turns, turn_prefix, turn_suffix, pinned spans)."
             )
-    place_BT = valid_BT.cumsum(-1) - 1
-    first_B1 = valid_BT.new_tensor([first for first, _ in ends], dtype=place_BT.dtype)[:, None]
-    last_B1 = valid_BT.new_tensor(
-        [length - last for (_, last), length in zip(ends, lengths, strict=True)], dtype=place_BT.dtype
-    )[:, None]
-    return valid_BT & ((place_BT < first_B1) | (place_BT >= last_B1))
+    return mask_BT
 
 
-def _ends(protection: Protection, budget: Fraction | int) -> tuple[int, int]:
-    """How many first and last entries are protected at this budget."""
+def pinned_mask(
+    spans: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]], valid_BT: Bool[Tensor, "B T"]
+) -> Bool[Tensor, "B T"]:
+    """The mask of spans that a caller wants kept.
+
+    Args:
+        spans: `(start, stop)` pairs, half-open, in a sequence's own tokens (padding not counted): one list of
+            pairs for every sequence alike, or a list of such lists, one a sequence. They may overlap.
+        valid_BT: False on padding.
+
+    Returns:
+        True inside a span, never on padding; `pinned_BT` of `protected_mask`.
+
+    Raises:
+        ValueError: if a span is empty, reversed or out of range, or the lists do not fit the sequences; names
+            every such span.
+
+    Example:
+        >>> valid = torch.tensor([[False, True, True, True, True]])
+        >>> pinned_mask([(1, 3)], valid).int().tolist()
+        [[0, 0, 1, 1, 0]]
+    """
+    B, T = valid_BT.shape
+    if all(_is_pair(item) for item in spans):
+        rows: list[Sequence[Sequence[int]]] = [spans] * B  # type: ignore[list-item]
+    elif all(isinstance(item, Sequence) and all(_is_pair(span) for span in item) for item in spans):
+        rows = list(spans)  # type: ignore[arg-type]
+    else:
+        raise ValueError(
+            f"spans are {spans!r}, and must be one list of (start, stop) pairs for every sequence, or one "
+            "list of pairs for each sequence."
+        )
+    if len(rows) != B:
+        raise ValueError(
+            f"there are spans for {len(rows)} sequences, and the batch has {B}: pass one list of (start, "
+            "stop) pairs for each sequence, empty where nothing is pinned, or one list for all."
+        )
+    covered_BT = torch.zeros(B, T, dtype=torch.bool)
+    problems = []
+    for row, (pairs, length) in enumerate(zip(rows, valid_BT.sum(-1).tolist(), strict=True)):
+        for start, stop in pairs:
+            where = f"span ({start}, {stop}) of sequence {row}"
+            if start < 0 or stop > length:
+                problems.append(f"{where} leaves its {length} tokens")
+            elif start >= stop:
+                problems.append(f"{where} is {'empty' if start == stop else 'reversed'}")
+            else:
+                covered_BT[row, start:stop] = True
+    if problems:
+        raise ValueError(
+            f"pinned spans: {'; '.join(problems)}. A span is (start, stop) with 0 <= start < stop <= the "
+            "sequence's own number of tokens, padding not counted."
+        )
+    place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
+    return covered_BT.to(valid_BT.device).gather(-1, place_BT) & valid_BT
+
+
+def _counts(protection: Protection, budget: Fraction | int) -> tuple[int, int]:
+    """How many first entries, and how many of the suffix, are protected at this budget."""
     prefix, suffix = (
-        max(protection.minimum, math.floor(exact(fraction) * budget)) if fraction else 0
-        for fraction in (protection.prefix_fraction, protection.suffix_fraction)
+        tokens
+        if tokens is not None
+        else max(protection.minimum, math.floor(exact(fraction) * budget))
+        if fraction
+        else 0
+        for tokens, fraction in (
+            (protection.prefix_tokens, protection.prefix_fraction),
+            (protection.suffix_tokens, protection.suffix_fraction),
+        )
     )
-    return max(protection.sinks, prefix), max(protection.recent, suffix)
+    return max(protection.sinks, prefix), suffix
+
+
+def _shown(protection: Protection, counts: tuple[int, int], length: int, prompt: int) -> str:
+    """The parts at the ends of one sequence, in words."""
+    first, suffix = counts
+    if protection.suffix == "static" and prompt != length:
+        return f"{first} first, {suffix} last of a prompt of {prompt}, {protection.recent} last of {length}"
+    return f"{first} first and {max(suffix, protection.recent)} last of {length}"
+
+
+def _is_pair(item: object) -> bool:
+    """Whether this is `(start, stop)`, and not a list of such."""
+    return isinstance(item, Sequence) and len(item) == 2 and all(isinstance(x, SupportsIndex) for x in item)

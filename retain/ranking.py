@@ -11,19 +11,29 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 
-def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"]:
-    """Rank of each entry in its row: `rank[i] = #{k: s[k] > s[i]} + #{k > i: s[k] == s[i]}`.
+def order_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"]:
+    """Entries of each row in the order of the project: index of the best first.
 
     Args:
         score_BHT: scores, higher = keep; any leading axes; -inf is allowed and comes last. NaN is not
             allowed.
+    """
+    last = score_BHT.shape[-1] - 1
+    return last - score_BHT.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+
+
+def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"]:
+    """Rank of each entry in its row: `rank[i] = #{k: s[k] > s[i]} + #{k > i: s[k] == s[i]}`.
+
+    Args:
+        score_BHT: as in `order_entries`.
 
     Returns:
         ranks 0..T-1, each once a row.
     """
-    order = score_BHT.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    order = order_entries(score_BHT)
     place = torch.arange(score_BHT.shape[-1], device=score_BHT.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, place).flip(-1)
+    return torch.empty_like(order).scatter_(-1, order, place)
 
 
 def refuse_nan(score_BHT: Float[Tensor, "B H T"]) -> None:

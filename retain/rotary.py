@@ -33,19 +33,44 @@ class Rotary:
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
+    def rotate(
+        self, plain_BQSD: Float[Tensor, "B Q S D"], positions_BS: Int[Tensor, "B S"]
+    ) -> Float[Tensor, "B Q S D"]:
+        """Queries or keys turned by their positions, in float32 (float64 stays).
+
+        `y = x cos + rotate_half(x) sin`
+        """
+        dtype = torch.promote_types(plain_BQSD.dtype, torch.float32)
+        cos, sin = (table[:, None].to(dtype) for table in self.tables(positions_BS))
+        return turn(plain_BQSD.to(dtype), cos, sin)
+
     def unrotate(
         self, turned_BQSD: Float[Tensor, "B Q S D"], positions_BS: Int[Tensor, "B S"]
     ) -> Float[Tensor, "B Q S D"]:
-        """Queries as they were before they were turned, in float32 (float64 stays).
+        """Queries or keys as they were before they were turned, in float32 (float64 stays).
 
         `x = (y cos - rotate_half(y) sin) / scaling^2`, since a rotation's inverse is its transpose.
         """
         dtype = torch.promote_types(turned_BQSD.dtype, torch.float32)
-        cos, sin = (table[:, None].to(dtype) for table in self.tables(positions_BS))
-        width = cos.shape[-1]
-        turned, rest = turned_BQSD[..., :width].to(dtype), turned_BQSD[..., width:].to(dtype)
-        plain = (turned * cos - rotate_half(turned) * sin) / self.scaling**2
-        return torch.cat([plain, rest], dim=-1)
+        cos, sin = (table[:, None].to(dtype) / self.scaling**2 for table in self.tables(positions_BS))
+        return turn(turned_BQSD.to(dtype), cos, -sin)
+
+
+def turn(
+    x: Float[Tensor, "*rows D"], cos: Float[Tensor, "*tables R"], sin: Float[Tensor, "*tables R"]
+) -> Float[Tensor, "*rows D"]:
+    """`x cos + rotate_half(x) sin` over the first R of the D dimensions; the rest is left alone.
+
+    Linear in the tables as well: means of tables give the mean of the rotations.
+
+    Args:
+        x: vectors along the last axis.
+        cos: broadcast against x but for the last axis.
+        sin: the same.
+    """
+    width = cos.shape[-1]
+    turned = x[..., :width] * cos + rotate_half(x[..., :width]) * sin
+    return torch.cat([turned, x[..., width:]], dim=-1)
 
 
 def rotate_half(x: Float[Tensor, "*rows R"]) -> Float[Tensor, "*rows R"]:

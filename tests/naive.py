@@ -96,3 +96,46 @@ def alone(evidence: Evidence, b: int) -> Evidence:
         soft_cap=one.soft_cap,
         window=one.window,
     )
+
+
+# Groups of 1, 4, 8; odd lengths; batches of 3; a window larger than what comes before it, and one sequence of
+# which the window is all.
+SHAPES = {
+    "group1": {"pads": (0, 4), "num_tokens": 15, "group": 1, "window": 6},
+    "group4": {"pads": (0, 3, 7), "num_tokens": 17, "group": 4, "window": 5},
+    "group8": {"pads": (2, 0, 5), "num_tokens": 13, "num_heads": 1, "group": 8, "window": 4},
+    "wide": {"pads": (0, 9, 15), "num_tokens": 40, "group": 2, "window": 25},
+}
+
+
+def shaped_evidence(name: str, **settings) -> tuple[Evidence, int]:
+    """Evidence of one of `SHAPES` that holds the window's queries only, and the window."""
+    shape = dict(SHAPES[name])
+    window = shape.pop("window")
+    return random_evidence(**{"num_queries": window, **shape, **settings}), window
+
+
+def naive_pool(row: Tensor, kind: str | None, size: int, split: int) -> Tensor:
+    """Pooling of one row by loops; the entries before `split` and those from it on do not see each other."""
+    if kind is None:
+        return row
+    T, pooled = len(row), torch.zeros(len(row), dtype=torch.float64)
+    for i in range(T):
+        near = [
+            float(row[k])
+            for k in range(i - size // 2, i + size // 2 + 1)
+            if 0 <= k < T and (k < split) == (i < split)
+        ]
+        pooled[i] = sum(near) / size if kind == "avg" else max(near)
+    return pooled
+
+
+def naive_value(evidence: Evidence, b: int, h: int, i: int) -> float:
+    """`||v_i||_1` by a loop in float64."""
+    return sum(abs(float(x)) for x in evidence.values_BHTD[b, h, i].double())
+
+
+def naive_running_mass(attention: Tensor, b: int, h: int, i: int, group: int) -> float:
+    """Attention that every query paid to entry `i`, averaged over the group of KV head `h`, by loops."""
+    heads = range(h * group, h * group + group)
+    return sum(float(attention[b, q, j, i]) for q in heads for j in range(attention.shape[2])) / group

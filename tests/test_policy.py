@@ -197,7 +197,8 @@ def test_unknown_names_are_told_with_a_suggestion(tmp_path):
         load_policy(tmp_path / "missing.yaml")
     (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\nscope: heads\n")
     with pytest.raises(
-        ValueError, match=r"(?s)did you mean 'snapkv'.*did you mean 'max'.*scope is 'head' or 'layer'"
+        ValueError,
+        match=r"(?s)did you mean 'snapkv'.*did you mean 'max'.*scope is 'head' or 'layer' or 'model'",
     ):
         load_policy(tmp_path / "mine.yaml")
     with pytest.raises(ValueError, match="score 'snapkv' has no setting 'windw' .did you mean 'window'"):

@@ -25,9 +25,9 @@ from retain.cache import SLACK, RaggedStore
 from retain.evidence import Evidence
 from retain.hf.call import Call, read_call
 from retain.hf.layer import Layer
-from retain.hf.model import base_model, describe
+from retain.hf.model import base_model, describe, rotary_of
 from retain.hf.report import LayerReport, Report, total_of
-from retain.hf.rule import Rule, make_rule
+from retain.hf.rule import Eviction, Given, Rule, make_rule
 
 PATH = "plain PyTorch over ragged rows"
 
@@ -51,11 +51,16 @@ class Cache(TransformersCache):
         keep_ratio: kept / seen, in (0, 1]. State exactly one budget.
         tokens_per_head: entries per KV head.
         bytes: bytes of keys and values per sequence, over all layers.
+        bytes_total: bytes of keys and values of the whole batch, split by the sequences' lengths.
         gates: for learned policies: a path, a hub id, or loaded gates.
         seeds: for policies that draw: one per sequence, or per prompt where `generate` repeats them.
+        pinned: spans `(start, stop)` of tokens that are never evicted, counted without padding: one list for
+            all sequences, or one list per sequence (per prompt, where `generate` repeats them).
+        tokenizer: whose chat template shows where turns begin, for `protection={"turns": True}`.
         slack: free entries per row that an evicted layer is given for new tokens.
         **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
-            policy's, e.g. `protection={"recent": 8}`.
+            policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
+            (`retain.hf.press` makes one of a foreign scorer).
 
     Example:
         >>> cache = retain.Cache(model, policy="snapkv", keep_ratio=0.2)  # doctest: +SKIP
@@ -70,25 +75,34 @@ class Cache(TransformersCache):
         keep_ratio: float | None = None,
         tokens_per_head: int | None = None,
         bytes: int | None = None,
+        bytes_total: int | None = None,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
+        pinned: Any = None,
+        tokenizer: Any = None,
         slack: int = SLACK,
         **overrides: Any,
     ):
         self.specs = describe(model)
         super().__init__(layers=[Layer() for _ in self.specs])
         self.model = model
+        self.rotary = rotary_of(model)
         self.rule = make_rule(
             model,
             policy,
-            num_layers=len(self.specs),
-            keep_ratio=keep_ratio,
-            tokens_per_head=tokens_per_head,
-            num_bytes=bytes,
+            layers=self.specs,
+            budget={
+                "keep_ratio": keep_ratio,
+                "tokens_per_head": tokens_per_head,
+                "bytes": bytes,
+                "bytes_total": bytes_total,
+            },
             gates=gates,
+            tokenizer=tokenizer,
             overrides=overrides,
         )
         self._given_seeds = seeds
+        self.pinned = pinned
         self.slack = slack
         self._evict_at_prefill, self._hold_evidence = True, False
         self._forget()
@@ -101,6 +115,7 @@ class Cache(TransformersCache):
         self._positions: list[Tensor] = []
         self._last_B: Int[Tensor, " B"] | None = None
         self._call: Call | None = None
+        self._eviction: Eviction | None = None
 
     def begin(
         self,
@@ -128,6 +143,8 @@ class Cache(TransformersCache):
         )
         if call.is_prefill:
             self.seeds = _seeds_of(self.seeds, call.mask_BT.shape[0])
+            if self._evict_at_prefill and self.rule.begin is not None:
+                self._eviction = self.rule.begin(self._given(self.seeds, call.mask_BT.shape[0]))
         self.evidence = [] if call.is_prefill and self._hold_evidence else None
         if call.forgotten_BT is not None:
             self._drop(call.forgotten_BT)
@@ -184,9 +201,13 @@ class Cache(TransformersCache):
                 hidden_BTE=step.hidden_BSE.detach().to(device),
                 token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
                 soft_cap=soft_cap,
+                rotary=self.rotary,
             )
             if self._evict_at_prefill:
-                keep_BHT = _keep(self.rule, evidence, self.seeds)
+                keep_BHT = None
+                if self._eviction is not None:
+                    keep_BHT, lower = self._eviction.add(evidence)
+                    self._shrink(lower)
                 layer.store = self._store(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT)
             elif self.evidence is not None:
                 self.evidence.append(evidence)
@@ -215,7 +236,7 @@ class Cache(TransformersCache):
         call = self._call
         assert call is not None
         self._check_all_ran()
-        self._call = None
+        self._call = self._eviction = None
         last_B = call.positions_BS[:, -1]
         if call.valid_BS is not None and self._last_B is not None:
             # Pads stand on the left, so only a sequence without a single new token has one in the last
@@ -284,8 +305,11 @@ class Cache(TransformersCache):
         keep_ratio: float | None = None,
         tokens_per_head: int | None = None,
         bytes: int | None = None,
+        bytes_total: int | None = None,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
+        pinned: Any = None,
+        tokenizer: Any = None,
         **overrides: Any,
     ) -> "Cache":
         """Evict what a `prefill(evict=False, hold_evidence=True)` held, by the cache's own policy or the one
@@ -301,21 +325,33 @@ class Cache(TransformersCache):
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
-        stated = {
+        budget = {
             "keep_ratio": keep_ratio,
             "tokens_per_head": tokens_per_head,
-            "num_bytes": bytes,
-            "gates": gates,
+            "bytes": bytes,
+            "bytes_total": bytes_total,
         }
         rule = self.rule
         if policy is not None:
-            rule = make_rule(self.model, policy, num_layers=len(self.specs), overrides=overrides, **stated)
-        elif overrides or any(value is not None for value in stated.values()):
+            rule = make_rule(
+                self.model,
+                policy,
+                layers=self.specs,
+                budget=budget,
+                gates=gates,
+                tokenizer=tokenizer,
+                overrides=overrides,
+            )
+        elif overrides or any(value is not None for value in (*budget.values(), gates, tokenizer)):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
         chosen = self.seeds if seeds is None else _seeds_of(seeds, self.batch_size)
-        self._cut([_keep(rule, evidence, chosen) for evidence in self.evidence])
+        given = self._given(chosen, self.batch_size, pinned)
+        keep: Sequence[Tensor | None] = [None] * len(self.evidence)
+        if rule.decide is not None:
+            keep = rule.decide(self.evidence, given)
+        self._cut(keep)
         self.rule, self.seeds = rule, chosen
         self._given_seeds = self._given_seeds if seeds is None else seeds
         return self
@@ -361,6 +397,20 @@ class Cache(TransformersCache):
         store = RaggedStore.from_dense(keys, values, positions_BT.to(keys.device), keep_BHT, self.slack)
         layer.keys = layer.values = None
         return store
+
+    def _given(self, seeds: Sequence[int] | None, num_sequences: int, pinned: Any = None) -> Given:
+        """What this batch brings to a rule."""
+        pinned = self.pinned if pinned is None else pinned
+        if pinned and not isinstance(pinned[0][0], int):  # one list per sequence
+            pinned = _repeated(pinned, num_sequences, "pinned span lists")
+        return Given(seeds, pinned)
+
+    def _shrink(self, lower: Sequence[Tensor | None]) -> None:
+        """Lower layers let go of what a cascade no longer keeps, one layer at a time."""
+        for layer, keep_N in zip(self.layers, lower, strict=False):
+            if keep_N is not None:
+                assert layer.store is not None
+                layer.store.filter_(keep_N.to(layer.store.keys_CD.device))
 
     def _drop(self, forgotten_BT: Bool[Tensor, "B T"]) -> None:
         """Let go of entries that the mask has since declared padding (pads that `generate` put behind a
@@ -543,11 +593,6 @@ class Cache(TransformersCache):
         return self.report().total.entries_evicted
 
 
-def _keep(rule: Rule, evidence: Evidence, seeds: Sequence[int] | None) -> Tensor | None:
-    """One layer's keep mask; None keeps all."""
-    return None if rule.keep is None else rule.keep(evidence, seeds)
-
-
 def _check_keep(layer: Layer, keep_BHT: Tensor | None) -> None:
     B, H, T = layer.dense()[0].shape[:3]
     if keep_BHT is not None and (keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool):
@@ -558,12 +603,17 @@ def _check_keep(layer: Layer, keep_BHT: Tensor | None) -> None:
 
 
 def _seeds_of(seeds: Sequence[int] | None, num_sequences: int) -> Sequence[int] | None:
-    """One seed a sequence: those of prompts that `generate` repeated (beams, returned sequences) are too."""
-    if seeds is None or len(seeds) == num_sequences:
-        return seeds
-    if not len(seeds) or num_sequences % len(seeds):
+    """One seed a sequence."""
+    return None if seeds is None else _repeated(seeds, num_sequences, "seeds")
+
+
+def _repeated(given: Sequence[Any], num_sequences: int, what: str) -> Sequence[Any]:
+    """One a sequence: what belongs to a prompt that `generate` repeated (beams, ...) is repeated with it."""
+    if len(given) == num_sequences:
+        return given
+    if not len(given) or num_sequences % len(given):
         raise ValueError(
-            f"got {len(seeds)} seeds for {num_sequences} sequences: pass one per sequence (per prompt, where "
-            "generate repeats prompts for beams or several returned sequences)."
+            f"got {len(given)} {what} for {num_sequences} sequences: pass one per sequence (per prompt, "
+            "where generate repeats prompts for beams or several returned sequences)."
         )
-    return [seed for seed in seeds for _ in range(num_sequences // len(seeds))]
+    return [one for one in given for _ in range(num_sequences // len(given))]

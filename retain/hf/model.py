@@ -8,6 +8,7 @@ The one decision taken here: an architecture that is not understood is refused, 
 missing. A half-understood one would give numbers that look right.
 """
 
+import copy
 import hashlib
 import json
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from retain.evidence import Evidence
+from retain.rotary import Rotary
 
 NEXT_STEP = "Supported: decoders laid out like Llama, Qwen2 and Qwen3, with full attention in every layer."
 
@@ -135,6 +137,88 @@ def describe(model: nn.Module) -> list[LayerSpec]:
             f"{[spec.layer_idx for spec in specs]}, not 0 to {len(specs) - 1}. {NEXT_STEP}"
         )
     return specs
+
+
+def rotary_of(model: nn.Module) -> Rotary | None:
+    """The rotary embedding of a model, where it is one that `retain.rotary` can turn and turn back.
+
+    Nothing is taken on trust. The frequencies found must give the module's own tables, near the beginning and
+    far beyond the trained length (those of some kinds change with the length); and every attention module is
+    asked for the keys of a few made-up tokens with the true tables and with those of position 0: the one must
+    be the other, turned. Costs two key projections of four tokens a layer, so ask once a model.
+
+    Args:
+        model: a causal language model of transformers, or its decoder.
+
+    Returns:
+        None where the model has no rotary embedding, turns only some of its layers, or each in its own way,
+        turns neighbouring dimensions (the interleaved convention), or where any of this cannot be seen.
+
+    Raises:
+        ValueError: unsupported architecture.
+    """
+    base: Any = base_model(model)
+    specs = describe(model)
+    embedding = getattr(base, "rotary_emb", None)
+    frequencies = getattr(embedding, "inv_freq", None)
+    if not isinstance(frequencies, Tensor) or frequencies.device.type == "meta":
+        return None
+    scaling = float(getattr(embedding, "attention_scaling", 1.0))
+    rotary = Rotary(frequencies.detach().float().clone(), scaling)
+
+    # A copy: asking some kinds about long sequences changes them. On the CPU, where products are exact.
+    copied = copy.deepcopy(embedding).cpu()
+    on_cpu = Rotary(rotary.inverse_frequencies_F.cpu(), scaling)
+    trained = int(getattr(base.config, "max_position_embeddings", None) or 1)
+    for positions in ([[0, 1, 2, 7]], [[3, trained, 4 * trained + 5, 1]]):
+        at = torch.tensor(positions)
+        try:
+            tables = copied(torch.zeros(1), at)
+        except Exception:  # whatever an embedding raises that is called in another way
+            return None
+        for own, ours in zip(tables, on_cpu.tables(at), strict=True):
+            if own.shape != ours.shape or not torch.allclose(own.float(), ours, atol=1e-5):
+                return None
+    return rotary if all(_turns_keys(spec, rotary) for spec in specs) else None
+
+
+class _KeysSeen(Exception):
+    """Carries the keys that an attention module was about to store; ends its forward there."""
+
+
+class _KeyProbe:
+    """Stands where an attention module expects a cache."""
+
+    def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> None:
+        raise _KeysSeen(key_states)
+
+
+@torch.no_grad()
+def _turns_keys(spec: LayerSpec, rotary: Rotary) -> bool:
+    """Whether the layer's keys are those of position 0, turned by this embedding."""
+    weight = spec.output_weight_QDE
+    at = torch.tensor([[0, 1, 4, 19]], device=rotary.inverse_frequencies_F.device)
+    tokens = torch.arange(4 * spec.hidden_size, device=weight.device).float()
+    hidden = torch.sin(tokens**2).view(1, 4, spec.hidden_size).to(weight.dtype)
+    seen = []
+    for positions in (torch.zeros_like(at), at):
+        tables = tuple(table.to(weight) for table in rotary.tables(positions))
+        try:
+            spec.module(
+                hidden_states=hidden,
+                position_embeddings=tables,
+                attention_mask=None,
+                past_key_values=_KeyProbe(),
+            )
+        except _KeysSeen as keys:
+            seen.append(keys.args[0].to(at.device))
+        except Exception:  # whatever an attention module raises that is called in another way
+            return False
+    if len(seen) != 2 or seen[0].shape[-1] < 2 * len(rotary.inverse_frequencies_F):
+        return False
+    plain = rotary.unrotate(seen[0], torch.zeros_like(at))
+    allowed = 16 * torch.finfo(weight.dtype).eps * float(plain.abs().max()) * max(1.0, rotary.scaling)
+    return bool((rotary.rotate(plain, at) - seen[1]).abs().max() <= allowed)
 
 
 def fingerprint(model: nn.Module) -> dict[str, str | int]:

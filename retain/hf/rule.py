@@ -1,8 +1,8 @@
 """What a cache keeps: the policy, the budget and the gates that a user named, resolved once into one
 function.
 
-In: names and numbers as typed. Out: a `Rule`, whose `keep(evidence, seeds)` gives one layer's keep mask. The
-one decision taken here: everything that can be wrong about the request is found when the cache is made,
+In: names and numbers as typed. Out: a `Rule`, which decides for all layers at once or layer by layer. The one
+decision taken here: everything that can be wrong about the request is found when the cache is made,
 before any token is read.
 """
 
@@ -10,44 +10,85 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jaxtyping import Bool
 from torch import Tensor, nn
 
+from retain import config
+from retain.budget import Budget, LayerShape
+from retain.cascade import Cascade
 from retain.evidence import Evidence
+from retain.head_classes import check_shape
+from retain.hf.gates import gates_for
+from retain.hf.model import LayerSpec
+from retain.policy import Plan, candidates_of, decide_layers, plan_of, score_entries, shape_of
+from retain.presets import Policy, load_policy
+from retain.protection import pinned_mask
 from retain.registry import suggest
-
-if TYPE_CHECKING:
-    from retain.policy import Policy
+from retain.scores import Score
+from retain.turns import TurnMarkers, turn_markers
 
 Keep = Bool[Tensor, "B H T"]
+# A scorer that is no score of ours (`retain.hf.press`), or stands in for one.
+Scorer = Callable[[Evidence], Score]
 # Settings of `Cache` itself, near which a misspelt one may lie.
-KEYWORDS = ("keep_ratio", "tokens_per_head", "bytes", "gates", "seeds", "slack")
+KEYWORDS = (
+    "keep_ratio",
+    "tokens_per_head",
+    "bytes",
+    "bytes_total",
+    "gates",
+    "seeds",
+    "pinned",
+    "tokenizer",
+    "slack",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a batch brings to a rule besides its evidence.
+
+    Args:
+        seeds_B: for scores that draw numbers.
+        pinned: spans that the caller wants kept, as `retain.protection.pinned_mask` takes them.
+    """
+
+    seeds_B: Sequence[int] | None = None
+    pinned: Any = None
+
+
+class Eviction(Protocol):
+    """Decides layer by layer while a model prefills."""
+
+    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
+        """The next layer has come: its keep mask, and which of their entries lower layers still keep."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How one layer's evidence becomes a keep mask.
+    """How the evidence of layers becomes keep masks.
 
     Args:
         name: for reports.
-        keep: `(evidence, seeds per sequence or None) -> keep_BHT`; None keeps everything.
+        begin: starts an eviction layer by layer; None keeps everything.
+        decide: keep masks of all layers at once; None keeps everything.
     """
 
     name: str
-    keep: Callable[[Evidence, Sequence[int] | None], Keep] | None = None
+    begin: Callable[[Given], Eviction] | None = None
+    decide: Callable[[Sequence[Evidence], Given], list[Keep]] | None = None
 
 
 def make_rule(
     model: nn.Module,
     policy: Any,
     *,
-    num_layers: int,
-    keep_ratio: float | None = None,
-    tokens_per_head: int | None = None,
-    num_bytes: int | None = None,
+    layers: Sequence[LayerSpec],
+    budget: Mapping[str, Any],
     gates: Any = None,
+    tokenizer: Any = None,
     overrides: dict[str, Any] | None = None,
 ) -> Rule:
     """Resolve a request.
@@ -56,27 +97,27 @@ def make_rule(
         model: whose cache it is (gates are checked against it).
         policy: a preset's name, a path to a YAML, a `Policy`, a function `evidence -> keep_BHT`, or None
             (keep all).
-        num_layers: layers that share a budget in bytes.
-        keep_ratio: kept / seen.
-        tokens_per_head: entries per KV head.
-        num_bytes: bytes of keys and values per sequence, over all layers.
+        layers: those that evict.
+        budget: what was stated of `retain.budget.Budget`; None is not stated.
         gates: a `GateSet`, or a path or hub id of one.
-        overrides: fields of the policy to replace; a section given as a mapping is merged into the policy's.
+        tokenizer: whose chat template shows where turns begin, for a protection of turns.
+        overrides: fields of the policy to replace; a section given as a mapping is merged into the policy's;
+            `observed` may be a function `evidence -> Score`, which then stands in for the policy's score.
 
     Raises:
         ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
             policy without gates, with gates of another model, or with gates that were never trained on
-            entries which it may evict.
+            entries which it may evict; protected turns without a tokenizer; head classes of another model.
     """
-    stated = {"keep_ratio": keep_ratio, "tokens_per_head": tokens_per_head, "bytes": num_bytes}
-    given = [name for name, value in stated.items() if value is not None]
+    stated = {name: value for name, value in budget.items() if value is not None}
+    overrides = dict(overrides or {})
     from_policies = policy is not None and (
         isinstance(policy, str | os.PathLike) or dataclasses.is_dataclass(policy)
     )
     if not from_policies:
         name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
-        if given or overrides:
-            extra = ", ".join([*given, *(overrides or {})])
+        if stated or overrides:
+            extra = ", ".join([*stated, *overrides])
             raise ValueError(
                 f"{extra} can only be given with a named policy; policy is {policy!r}, which decides alone."
             )
@@ -86,55 +127,134 @@ def make_rule(
             raise ValueError(
                 f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}."
             )
-        return Rule(name, lambda evidence, seeds: policy(evidence))
-
-    from retain.budget import Budget, layer_budget
-    from retain.policy import Policy, decide, load_policy
+        return Rule(
+            name,
+            lambda given: _OneByOne(policy),
+            lambda evidence, given: [policy(layer) for layer in evidence],
+        )
 
     chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
+    scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
     if overrides:
         chosen = _overridden(chosen, overrides)
     _check_settings(chosen)
-    if chosen.observed is None and not chosen.learned:
+    if chosen.keeps_all and scorer is None:
         return Rule(chosen.name)
-    budget = Budget(keep_ratio=keep_ratio, tokens_per_head=tokens_per_head, bytes=num_bytes)
-    if chosen.learned and gates is None:
-        raise ValueError(
-            f"policy {chosen.name!r} needs gates: pass gates='path or hub id' (train/distill.py makes them), "
-            "or choose a "
-            "training-free policy such as 'snapkv'."
-        )
-    if gates is not None:
-        from retain.hf.gates import gates_for
+    request = _Request(
+        chosen,
+        Budget(**stated),
+        _gates(model, chosen, gates),
+        scorer,
+        _markers(chosen, tokenizer),
+        tuple(layers),
+    )
+    if chosen.allocation.head_classes is not None:
+        check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])
+    return Rule(chosen.name, lambda given: _LayerByLayer(request, given), request.decide)
 
-        gates = gates_for(model, gates)
-    # What else scores in a gate's place (a control of an evaluation) may have no metadata.
-    window = (getattr(gates, "metadata", {}).get("protected_window") or 0) if chosen.learned else 0
-    if window > chosen.protection.recent:
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """A policy with everything that it needs, checked."""
+
+    policy: Policy
+    budget: Budget
+    gates: Any
+    scorer: Scorer | None
+    markers: TurnMarkers | None
+    layers: tuple[LayerSpec, ...]
+
+    def score(self, evidence: Evidence, given: Given) -> Score:
+        """The policy's score of one layer."""
+        learned = self.gates.score(evidence) if self.policy.learned else None
+        observed = None if self.scorer is None else self.scorer(evidence)
+        return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=given.seeds_B)
+
+    def plan(self, evidence: Evidence, given: Given) -> Plan:
+        """What is settled before any layer is scored, from the first layer's evidence."""
+        shape = shape_of(evidence)
+        shapes = [LayerShape(layer.num_kv_heads, shape.entry_bytes) for layer in self.layers]
+        pinned_BT = None if given.pinned is None else pinned_mask(given.pinned, evidence.valid_BT)
+        return plan_of(self.policy, self.budget, evidence, shapes, pinned_BT, self.markers)
+
+    def decide(self, evidence: Sequence[Evidence], given: Given) -> list[Keep]:
+        """Keep masks of all layers at once."""
+        pinned_BT = None if given.pinned is None else pinned_mask(given.pinned, evidence[0].valid_BT)
+        decisions = decide_layers(
+            self.policy,
+            evidence,
+            self.budget,
+            scores=[self.score(layer, given) for layer in evidence],
+            pinned_BT=pinned_BT,
+            markers=self.markers,
+        )
+        return [decision.keep_BHT for decision in decisions]
+
+
+class _OneByOne:
+    """A function of one layer's evidence."""
+
+    def __init__(self, keep: Callable[[Evidence], Keep]):
+        self.keep = keep
+
+    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
+        return self.keep(evidence), ()
+
+
+class _LayerByLayer:
+    """A policy, whose lower layers may shrink as layers come."""
+
+    def __init__(self, request: _Request, given: Given):
+        self.request, self.given = request, given
+        self.plan: Plan | None = None
+        self.cascade: Cascade | None = None
+
+    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
+        if self.plan is None or self.cascade is None:
+            self.plan = self.request.plan(evidence, self.given)
+            self.cascade = Cascade(self.plan.policy.split, self.plan.totals)
+        return self.cascade.add(candidates_of(self.plan, self.request.score(evidence, self.given)))
+
+
+def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
+    """The gates, checked against the model and the policy; None without any."""
+    if policy.learned and gates is None:
         raise ValueError(
-            f"policy {chosen.name!r} protects the last {chosen.protection.recent} entries, and its gates "
+            f"policy {policy.name!r} needs gates: pass gates='path or hub id' (train/distill.py makes them), "
+            "or choose a training-free policy such as 'snapkv'."
+        )
+    if gates is None:
+        return None
+    gates = gates_for(model, gates)
+    # What else scores in a gate's place (a control of an evaluation) may have no metadata.
+    window = (getattr(gates, "metadata", {}).get("protected_window") or 0) if policy.learned else 0
+    if window > policy.protection.recent:
+        raise ValueError(
+            f"policy {policy.name!r} protects the last {policy.protection.recent} entries, and its gates "
             f"were trained for a protected window of {window}: of nearer entries they know nothing. Wanted: "
             f"protection.recent of at least {window}. Set protection.recent={window}, or train gates with a "
-            f"smaller target.horizon (at most {chosen.protection.recent})."
+            f"smaller target.horizon (at most {policy.protection.recent})."
         )
-
-    def keep(evidence: Evidence, seeds: Sequence[int] | None) -> Keep:
-        entry_bytes = 2 * evidence.keys_BHTD.shape[-1] * evidence.keys_BHTD.element_size()
-        share = layer_budget(budget, evidence.layer_idx, num_layers, entry_bytes)
-        learned = gates.score(evidence) if chosen.learned else None
-        return decide(chosen, evidence, share, learned=learned, seeds_B=seeds).keep_BHT
-
-    return Rule(chosen.name, keep)
+    return gates
 
 
-def _overridden(policy: "Policy", overrides: dict[str, Any]) -> "Policy":
+def _markers(policy: Policy, tokenizer: Any) -> TurnMarkers | None:
+    """Where turns begin, if the policy protects them."""
+    if not policy.protection.reads_turns:
+        return None
+    if tokenizer is None:
+        raise ValueError(
+            f"policy {policy.name!r} protects the turns of a conversation, and nothing says where they "
+            "begin: pass tokenizer=, whose chat template shows it."
+        )
+    return turn_markers(tokenizer)
+
+
+def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
     """The policy with these fields replaced, checked as its YAML would be.
 
     Settings belong to a score: where the override names another score, the policy's own are left behind.
     """
-    from retain import config
-    from retain.policy import Policy
-
     mapping = config.to_mapping(policy)
     if overrides.get("observed", policy.observed) != policy.observed:
         mapping["observed_settings"] = {}
@@ -152,7 +272,7 @@ def _overridden(policy: "Policy", overrides: dict[str, Any]) -> "Policy":
         raise ValueError(f"unfit settings of Cache or of policy {policy.name!r}:\n{problems}{also}") from None
 
 
-def _check_settings(policy: "Policy") -> None:
+def _check_settings(policy: Policy) -> None:
     """What can be known of a score's settings before there is evidence."""
     settings, problems = policy.observed_settings, []
     for name in ("window", "pool_size"):

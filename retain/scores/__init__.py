@@ -1,34 +1,136 @@
 """Observed scores: what each published scorer reads from the evidence, one file a family, one registry."""
 
+from retain.scores.cake import cake
+from retain.scores.critical import critical
 from retain.scores.defensive import defensive
+from retain.scores.expected_attention import expected_attention
 from retain.scores.h2o import h2o
+from retain.scores.keydiff import keydiff
+from retain.scores.knorm import knorm
+from retain.scores.lava import lava
+from retain.scores.lru import lru
 from retain.scores.observed_risk import observed_risk
+from retain.scores.quest import quest
 from retain.scores.random import random
 from retain.scores.recency import recency
 from retain.scores.score import UNITS, Score, ScoreFamily, masked_score
 from retain.scores.snapkv import snapkv
+from retain.scores.tova import tova
 from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm_l2 import value_norm_l2
+from retain.scores.vatp import vatp
 from retain.scores.window import window_attention
 
 _WINDOW = frozenset({"window"})
 
 SCORES: dict[str, ScoreFamily] = {
+    "cake": ScoreFamily(
+        cake,
+        "mass",
+        _WINDOW,
+        "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491",
+        "W rows of attention (Q W T D), held at once (Q W T), with their entropy and variance",
+    ),
+    "critical": ScoreFamily(
+        critical,
+        "risk",
+        _WINDOW,
+        "Identify Critical KV Cache in LLM Inference (CriticalKV), arXiv 2502.03805",
+        "W rows of attention (Q W T D) and one output projection (Q T D E; Q T D D with norm l2)",
+    ),
     "defensive": ScoreFamily(
         defensive,
         "risk",
         _WINDOW,
         "Taming the Fragility of KV Cache Eviction (DefensiveKV), arXiv 2510.13334",
+        "W rows of attention (Q W T D), each pooled (Q W T), and one output projection (Q T D E)",
     ),
-    "h2o": ScoreFamily(h2o, "mass", frozenset({"all_queries"}), "H2O: Heavy-Hitter Oracle, arXiv 2306.14048"),
+    "expected_attention": ScoreFamily(
+        expected_attention,
+        "mass",
+        frozenset({"window", "rotary"}),
+        "Expected Attention: Estimating Attention from Future Queries Distribution, arXiv 2510.00636",
+        "a covariance of the S queries held (Q S D D) and a quadratic form an entry (Q T D D)",
+    ),
+    "h2o": ScoreFamily(
+        h2o,
+        "mass",
+        frozenset({"running"}),
+        "H2O: Heavy-Hitter Oracle, arXiv 2306.14048",
+        "nothing where running statistics are kept; else every row of attention (Q T T D), in chunks",
+    ),
+    "keydiff": ScoreFamily(
+        keydiff,
+        "rank",
+        frozenset(),
+        "KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364",
+        "two passes over the keys (H T D)",
+    ),
+    "knorm": ScoreFamily(
+        knorm,
+        "rank",
+        frozenset(),
+        "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430",
+        "one pass over the keys (H T D)",
+    ),
+    "lava": ScoreFamily(
+        lava,
+        "mass",
+        _WINDOW,
+        "LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754",
+        "W rows of attention (Q W T D) and one pass over the values (H T D)",
+    ),
+    "lru": ScoreFamily(
+        lru,
+        "rank",
+        frozenset({"running"}),
+        "least recently used, by attention; a control, no paper",
+        "nothing where running statistics are kept; else every row of attention (Q T T D), in chunks",
+    ),
     "observed_risk": ScoreFamily(
-        observed_risk, "risk", _WINDOW, "this project, after DefensiveKV (arXiv 2510.13334)"
+        observed_risk,
+        "risk",
+        _WINDOW,
+        "this project, after DefensiveKV (arXiv 2510.13334)",
+        "W rows of attention (Q W T D) and one output projection (Q T D E)",
     ),
-    "random": ScoreFamily(random, "rank", frozenset({"seeds"}), "a control, no paper"),
+    "quest": ScoreFamily(
+        quest,
+        "rank",
+        _WINDOW,
+        "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774",
+        "two passes over the keys (H T D), and one query against the bounds of T / page_size pages",
+    ),
+    "random": ScoreFamily(
+        random, "rank", frozenset({"seeds"}), "a control, no paper", "one hash an entry (H T)"
+    ),
     "recency": ScoreFamily(
-        recency, "rank", frozenset(), "Efficient Streaming Language Models (StreamingLLM), arXiv 2309.17453"
+        recency,
+        "rank",
+        frozenset(),
+        "Efficient Streaming Language Models (StreamingLLM), arXiv 2309.17453",
+        "one count an entry (T)",
     ),
     "snapkv": ScoreFamily(
-        snapkv, "mass", _WINDOW, "SnapKV: LLM Knows What You are Looking for, arXiv 2404.14469"
+        snapkv,
+        "mass",
+        _WINDOW,
+        "SnapKV: LLM Knows What You are Looking for, arXiv 2404.14469",
+        "W rows of attention (Q W T D)",
+    ),
+    "tova": ScoreFamily(
+        tova,
+        "mass",
+        _WINDOW,
+        "Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104",
+        "one row of attention (Q T D)",
+    ),
+    "vatp": ScoreFamily(
+        vatp,
+        "mass",
+        _WINDOW,
+        "Attention Score is not All You Need (VATP), arXiv 2406.12335",
+        "W rows of attention (Q W T D) and one pass over the values (H T D)",
     ),
 }
 
@@ -37,13 +139,24 @@ __all__ = [
     "UNITS",
     "Score",
     "ScoreFamily",
+    "cake",
+    "critical",
     "defensive",
+    "expected_attention",
     "h2o",
+    "keydiff",
+    "knorm",
+    "lava",
+    "lru",
     "masked_score",
     "observed_risk",
+    "quest",
     "random",
     "recency",
     "snapkv",
+    "tova",
     "value_norm_l1",
+    "value_norm_l2",
+    "vatp",
     "window_attention",
 ]

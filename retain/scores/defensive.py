@@ -1,9 +1,9 @@
 """DefensiveKV: the window's worst case, floored by the head's mean, times the value norm.
 
 In: evidence with at least `window` queries. Out: a score in `risk` (raw norm) or `mass` (a normalised norm).
-Where text and released code disagree, on the norm, both are here: the text multiplies by the raw norm, the
-code by each head's share of it. The code's first stage (the entries that hold 90 % of the window's mean mass
-are forced) is not part of this score.
+Text and released code disagree on the norm and on its place; both are settings. The decision taken here: the
+score does not choose. Its first stage (the entries that hold 90 % of the window's mean mass are kept first)
+is the policy's (`first_stage: {by: mass, share: 0.9}`), and ranks by `first_BHT`.
 """
 
 import torch
@@ -16,16 +16,30 @@ from retain.scores.window import group_heads, pool_entries, window_attention
 
 
 def defensive(
-    evidence: Evidence, *, window: int = 32, pool: str | None = "avg", pool_size: int = 5, norm: str = "raw"
+    evidence: Evidence,
+    *,
+    window: int = 32,
+    pool: str | None = "avg",
+    pool_size: int = 5,
+    norm: str = "raw",
+    value_norm_place: str = "after_floor",
+    aggregate: str = "max",
 ) -> Score:
-    """DefensiveKV's risk, in the order of its released code.
+    """DefensiveKV's risk, in the order of its released code (default) or of its paper's diagram.
 
     1. `p_qj = pool(a_qj)`, rescaled so that the row keeps its mass over the entries before the window;
     2. `r_h[i] = max_{q in group(h), j in window} p_qj[i]`;
     3. floor: `R_h[i] = max(r_h[i], mean_i r_h[i])`, the mean over the entries before the window;
-    4. `R_h[i] * N_h[i]`, with `N_h[i] = mean_{q in group(h)} ||v_i W_O^q||_1` as it is (`raw`, the text),
-       over `sum_h N_h[i]` (`head_share`, the code: what is left is how much of an entry's norm is in this
-       head), or over `sum_i N_h[i]` before the window (`token_sum`, the text on layer budgets).
+    4. `R_h[i] * N_h[i]`, with `N_h[i] = mean_{q in group(h)} N_q[i]` and `N_q[i] = ||v_i W_O^q||_1` as it is
+       (`raw`, the text), over `sum_h N_h[i]` (`head_share`, the code: what is left is how much of an entry's
+       norm is in this head), or over `sum_i N_h[i]` before the window (`token_sum`, the text on layer
+       budgets).
+
+    That is `value_norm_place="after_floor"` (released). With `"inside"` (paper, the diagram) step 2 takes
+    `p_qj[i] * N_q[i]`, each query head's own norm over the same divisor, step 3 floors that, and there is no
+    step 4. `aggregate="mean"` has `mean` for `max` in step 2: the mean that the paper argues against.
+
+    The first stage ranks by `mean_{q in group(h), j in window} a_qj[i]`, without pool, floor or norm.
 
     `raw` is the default: under equal budgets a head compares its own entries, and the share takes away the
     one thing that the norm could tell them apart by (more than half of the entries sit on the floor).
@@ -39,38 +53,60 @@ def defensive(
         pool: smoothing of each query's row, None for none.
         pool_size: neighbours pooled, odd.
         norm: which value norm.
+        value_norm_place: where the value norm enters.
+        aggregate: `max` or `mean` over the window and the group.
 
     Returns:
-        score in `risk` for `raw`, else in `mass`.
+        score in `risk` for `raw`, else in `mass`, with `first_BHT`.
 
     Raises:
         ValueError: if a sequence is shorter than the window.
     """
     if norm not in ("raw", "head_share", "token_sum"):
         raise ValueError(f"defensive norm is 'raw', 'head_share' or 'token_sum'; got {norm!r}.")
+    if value_norm_place not in ("after_floor", "inside"):
+        raise ValueError(
+            f"defensive value_norm_place is 'after_floor' or 'inside'; got {value_norm_place!r}."
+        )
+    if aggregate not in ("max", "mean"):
+        raise ValueError(f"defensive aggregate is 'max' or 'mean'; got {aggregate!r}.")
     probs = window_attention(evidence, window)
+    H = evidence.num_heads
     valid_B1T = evidence.valid_BT[:, None]
+    before_B1T = valid_B1T.clone()
+    before_B1T[..., probs.shape[-1] - window :] = False
+
+    first_BHT = group_heads(probs.mean(2), H).mean(2)
     pooled = pool_entries(probs, pool, pool_size, window=window)
     if pool is not None:
         pooled = _keep_row_mass(pooled.masked_fill(~valid_B1T[:, None], 0.0), probs, window)
-    worst_BHT = group_heads(pooled.amax(2), evidence.num_heads).amax(2)
+    # The norm is the same for every query of the window: it may wait until they are one.
+    worst_BQT = pooled.amax(2) if aggregate == "max" else pooled.mean(2)
 
-    before_B1T = valid_B1T.clone()
-    before_B1T[..., worst_BHT.shape[-1] - window :] = False
+    norm_BHGT = group_heads(value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE), H)
+    norm_BHGT = norm_BHGT / _divisor(norm_BHGT.mean(2), before_B1T, norm)[:, :, None]
+    worst_BHGT = group_heads(worst_BQT, H)
+    if value_norm_place == "inside":
+        worst_BHGT = worst_BHGT * norm_BHGT
+    worst_BHT = worst_BHGT.amax(2) if aggregate == "max" else worst_BHGT.mean(2)
     count_B11 = before_B1T.sum(-1, keepdim=True).clamp_min(1)
     mean_BH1 = worst_BHT.masked_fill(~before_B1T, 0.0).sum(-1, keepdim=True) / count_B11
-    floored_BHT = torch.maximum(worst_BHT, mean_BH1)
-
-    norm_BQT = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
-    norm_BHT = group_heads(norm_BQT, evidence.num_heads).mean(2)
-    tiny = torch.finfo(norm_BHT.dtype).tiny
-    if norm == "head_share":
-        norm_BHT = norm_BHT / norm_BHT.sum(1, keepdim=True).clamp_min(tiny)
-    elif norm == "token_sum":
-        total_BH1 = norm_BHT.masked_fill(~before_B1T, 0.0).sum(-1, keepdim=True)
-        norm_BHT = norm_BHT / total_BH1.clamp_min(tiny)
+    values_BHT = torch.maximum(worst_BHT, mean_BH1)
+    if value_norm_place == "after_floor":
+        values_BHT = values_BHT * norm_BHGT.mean(2)
     unit = "risk" if norm == "raw" else "mass"
-    return masked_score(floored_BHT * norm_BHT, evidence.valid_BT, unit)
+    return masked_score(values_BHT, evidence.valid_BT, unit, first_BHT=first_BHT, window=window)
+
+
+def _divisor(norm_BHT: Tensor, before_B1T: Tensor, norm: str) -> Tensor:
+    """What the value norm is divided by, broadcastable to `[B, H, T]`."""
+    if norm == "raw":
+        return norm_BHT.new_ones(1, 1, 1)
+    if norm == "head_share":
+        total = norm_BHT.sum(1, keepdim=True)
+    else:
+        total = norm_BHT.masked_fill(~before_B1T, 0.0).sum(-1, keepdim=True)
+    return total.clamp_min(torch.finfo(norm_BHT.dtype).tiny)
 
 
 def _keep_row_mass(pooled_BQWT: Tensor, probs_BQWT: Tensor, window: int) -> Tensor:

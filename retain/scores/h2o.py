@@ -1,10 +1,14 @@
 """H2O's running mass: the attention that an entry has received from every query so far.
 
-In: evidence with every query. Out: a score in `mass`. The original sums, which favours old entries (more
-queries could pay them); released re-implementations average over the queries that could. Both are settings.
+In: evidence with running statistics, or with every query. Out: a score in `mass`. The original sums, which
+favours old entries (more queries could pay them); released re-implementations average over the queries that
+could. Both are settings. The decision taken here: what a cache has counted is preferred to counting again, so
+that the score also works where only the last queries are left.
 """
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from retain.attention_chunks import attention_chunks
 from retain.evidence import Evidence
@@ -15,15 +19,15 @@ from retain.scores.window import group_heads
 def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int = 128) -> Score:
     """Attention received from all queries, averaged over the group.
 
-    `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over `n - i`, the number of queries
-    that could see i.
+    `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over the number of queries that could
+    see i, `n - i` (at most the layer's own sliding window, if it has one).
 
     H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048
-    (`sum`); `mean` is the released observed-attention press. Attention is walked in chunks of queries, never
-    T x T.
+    (`sum`: paper); `mean` is the released observed-attention press. Where the evidence carries no running
+    mass it is made from the queries, in chunks, never T x T.
 
     Args:
-        evidence: the layer, with S == T queries.
+        evidence: the layer, with `running`, or with S == T queries.
         reduce: `sum` or `mean`.
         chunk: queries at a time; changes memory, not the result.
 
@@ -31,25 +35,50 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int = 128) -> Score:
         score in `mass`.
 
     Raises:
-        ValueError: if the evidence does not hold every query.
+        ValueError: if the evidence holds neither running statistics nor every query.
     """
     if reduce not in ("sum", "mean"):
         raise ValueError(f"h2o reduce is 'sum' or 'mean'; got {reduce!r}.")
+    mass_BHT = running_mass(evidence, chunk, name="h2o")
+    if reduce == "mean":
+        mass_BHT = mass_BHT / _payers(evidence)[:, None]
+    return masked_score(mass_BHT, evidence.valid_BT, "mass")
+
+
+def running_mass(evidence: Evidence, chunk: int, *, name: str) -> Float[Tensor, "B H T"]:
+    """Attention summed over all queries, averaged over the group: as counted, else made from every query.
+
+    Args:
+        evidence: the layer, with `running`, or with S == T queries.
+        chunk: queries at a time.
+        name: the score that asks, for the error.
+
+    Raises:
+        ValueError: if the evidence holds neither.
+    """
+    if evidence.running is not None:
+        return evidence.running.mass_BHT
     T, S = evidence.num_seen, evidence.num_queries
     if S != T:
         raise ValueError(
-            f"h2o sums the attention of every query, but the evidence holds the last {S} of {T}: "
-            "record all queries at prefill, or use a window score such as snapkv."
+            f"{name} sums the attention of every query, but the evidence holds the last {S} of {T} and no "
+            "running statistics: record all queries at prefill, or use a window score such as snapkv."
         )
-    valid_BT = evidence.valid_BT
-    B, Q = evidence.queries_BQSD.shape[:2]
-    mass_BQT = torch.zeros((B, Q, T), device=valid_BT.device)
+    dtype = torch.promote_types(evidence.keys_BHTD.dtype, torch.float32)
+    mass_BHT = torch.zeros(evidence.keys_BHTD.shape[:3], dtype=dtype, device=evidence.valid_BT.device)
     for start, probs in attention_chunks(evidence, chunk):
         # Padded queries see nothing: their rows are zeros.
-        mass_BQT[..., : start + probs.shape[2]] += probs.sum(2)
-    mass_BHT = group_heads(mass_BQT, evidence.num_heads).mean(2)
-    if reduce == "mean":
-        # Queries that could pay entry i: the valid ones at i and after.
-        payers_BT = valid_BT.flip(-1).cumsum(-1).flip(-1).clamp_min(1)
-        mass_BHT = mass_BHT / payers_BT[:, None]
-    return masked_score(mass_BHT, valid_BT, "mass")
+        seen = start + probs.shape[2]
+        mass_BHT[..., :seen] += group_heads(probs.sum(2), evidence.num_heads).mean(2)
+    return mass_BHT
+
+
+def _payers(evidence: Evidence) -> Tensor:
+    """Queries that could pay each entry `[B, T]`, at least 1: the valid ones at it and after."""
+    if evidence.running is None:
+        payers_BT = evidence.valid_BT.flip(-1).cumsum(-1).flip(-1)
+    else:
+        # Entries that were evicted since have asked too: positions know them, the entries left do not.
+        last_B1 = evidence.positions_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
+        payers_BT = last_B1 - evidence.positions_BT + 1
+    return payers_BT.clamp(min=1, max=evidence.window)

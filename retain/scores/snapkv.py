@@ -5,6 +5,9 @@ pool and on its order; both are settings. The window itself is kept by protectio
 score.
 """
 
+from jaxtyping import Float
+from torch import Tensor
+
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.window import group_heads, pool_entries, window_attention
@@ -17,16 +20,18 @@ def snapkv(
     pool: str | None = "avg",
     pool_size: int = 5,
     order: str = "pool_first",
+    aggregate: str = "mean",
 ) -> Score:
     """Mean attention of the window on each entry, pooled, averaged over the group.
 
     `pool_first: mean_{q in group(h)} pool(mean_{j in window} a_qj)[i]`;
     `group_first: pool(mean_{q in group(h)} mean_{j in window} a_qj)[i]`. The two are equal for `avg`, not for
-    `max`.
+    `max`. With `aggregate="max"`, `mean_{j in window}` is `max_{j in window}` in both.
 
     SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469. Defaults (avg, 5, pool
     first) are those of the released key-value presses; the papers that compare with it and LAVa's code use
-    `pool="max", pool_size=7`, the latter with `order="group_first"`.
+    `pool="max", pool_size=7`, the latter with `order="group_first"`. `aggregate="max"` is nobody's SnapKV: it
+    is the one change that DefensiveKV (arXiv 2510.13334) argues for, made alone, so that it can be measured.
 
     Args:
         evidence: the layer.
@@ -34,6 +39,7 @@ def snapkv(
         pool: smoothing over neighbouring entries, None for none.
         pool_size: neighbours pooled, odd.
         order: pool each query head, or the mean of the group.
+        aggregate: `mean` or `max` over the queries of the window.
 
     Returns:
         score in `mass`.
@@ -41,11 +47,27 @@ def snapkv(
     Raises:
         ValueError: if a sequence is shorter than the window.
     """
+    mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate)
+    return masked_score(mass_BHT, evidence.valid_BT, "mass", window=window)
+
+
+def pooled_mass(
+    evidence: Evidence,
+    window: int,
+    pool: str | None,
+    pool_size: int,
+    *,
+    order: str = "pool_first",
+    aggregate: str = "mean",
+) -> Float[Tensor, "B H T"]:
+    """SnapKV's number before padding is masked, in the attention's precision: CriticalKV starts from it."""
     if order not in ("pool_first", "group_first"):
         raise ValueError(f"snapkv order is 'pool_first' or 'group_first'; got {order!r}.")
-    mass_BHGT = group_heads(window_attention(evidence, window).mean(2), evidence.num_heads)
+    if aggregate not in ("mean", "max"):
+        raise ValueError(f"snapkv aggregate is 'mean' or 'max'; got {aggregate!r}.")
+    probs = window_attention(evidence, window)
+    mass_BQT = probs.mean(2) if aggregate == "mean" else probs.amax(2)
+    mass_BHGT = group_heads(mass_BQT, evidence.num_heads)
     if order == "pool_first":
-        mass_BHT = pool_entries(mass_BHGT, pool, pool_size, window=window).mean(2)
-    else:
-        mass_BHT = pool_entries(mass_BHGT.mean(2), pool, pool_size, window=window)
-    return masked_score(mass_BHT, evidence.valid_BT, "mass")
+        return pool_entries(mass_BHGT, pool, pool_size, window=window).mean(2)
+    return pool_entries(mass_BHGT.mean(2), pool, pool_size, window=window)

@@ -1,10 +1,25 @@
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 
 from retain.evidence import attention_probs
-from retain.hf.attach import handle_of
-from retain.hf.model import base_model, describe, fingerprint, observe
+from retain.hf.attach import attached, handle_of
+from retain.hf.model import base_model, describe, fingerprint, observe, rotary_of
 from tests.close import MODEL, assert_close
 from tests.tiny import FAMILIES, HEADS, tiny_batch, tiny_model
 
@@ -111,3 +126,148 @@ def test_sliding_windows_are_refused():
         describe(mixed)
     whole = MistralForCausalLM(MistralConfig(**size, num_hidden_layers=1, vocab_size=32, sliding_window=None))
     assert len(describe(whole)) == 1 and base_model(whole) is whole.model
+
+
+ROPE = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.0, 1.0, 1.0],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 64,
+    },
+}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+}
+
+
+def _before_rope(model, evidence):
+    """Queries that the module's own projection (and norm) makes of the attention input, `[B, Q, T, D]`."""
+    attention = describe(model)[evidence.layer_idx].module
+    Q, D = evidence.queries_BQSD.shape[1], evidence.queries_BQSD.shape[3]
+    if hasattr(attention, "qkv_proj"):
+        projected = attention.qkv_proj(evidence.hidden_BTE)[..., : Q * D]
+    else:
+        projected = attention.q_proj(evidence.hidden_BTE)
+    queries = projected.unflatten(-1, (Q, D))
+    if hasattr(attention, "q_norm"):
+        queries = attention.q_norm(queries)
+    return queries.transpose(1, 2)
+
+
+def _check_unrotated(model, dtype=torch.float32):
+    rotary = rotary_of(model)
+    assert rotary is not None
+    ids, mask = tiny_batch((0, 3, 11))
+    own = mask.bool()[:, None, :, None]
+    for evidence in observe(model, ids, mask):
+        plain = rotary.unrotate(evidence.queries_BQSD, evidence.positions_BT)
+        want = _before_rope(model, evidence).double()
+        assert_close(plain.masked_fill(~own, 0), want.masked_fill(~own, 0), dtype=dtype, ops=MODEL)
+        far = evidence.queries_BQSD[own.expand_as(want)] - want[own.expand_as(want)].float()
+        assert far.abs().max() > 0.1  # turning them was something
+    return rotary
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_are_turned_back_to_what_the_projection_made(family, dtype):
+    rotary = _check_unrotated(tiny_model(family, dtype=dtype), dtype)
+    assert rotary.scaling == 1.0 and rotary.inverse_frequencies_F.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_scaled_rotary_embeddings_are_understood(kind):
+    rotary = _check_unrotated(tiny_model("llama", rope_parameters=ROPE[kind]))
+    plain = rotary_of(tiny_model("llama", rope_parameters=ROPE["default"]))
+    assert not torch.allclose(rotary.inverse_frequencies_F, plain.inverse_frequencies_F)
+    assert (rotary.scaling > 1) is (kind == "yarn")
+
+
+def test_partly_turned_heads_are_understood():
+    stable = StableLmForCausalLM(StableLmConfig(**SMALL, partial_rotary_factor=0.5)).eval()
+    half = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    phi = Phi3ForCausalLM(Phi3Config(**SMALL, rope_parameters=half, eos_token_id=1)).eval()
+    for model in (stable, phi):
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and ("q_proj" in name or "qkv_proj" in name):
+                torch.nn.init.normal_(weight, std=0.5)
+        rotary = _check_unrotated(model.requires_grad_(False))
+        assert 2 * len(rotary.inverse_frequencies_F) == describe(model)[0].head_dim // 2
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_are_not_understood(kind):
+    model = tiny_model("llama", rope_parameters=ROPE[kind], max_position_embeddings=256)
+    before = model.model.rotary_emb.inv_freq.clone()
+    assert rotary_of(model) is None
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+
+
+def test_what_is_not_of_the_half_convention_is_not_understood():
+    glm = GlmForCausalLM(GlmConfig(**SMALL, head_dim=8, eos_token_id=1))
+    cohere = CohereForCausalLM(CohereConfig(**SMALL, bos_token_id=1, eos_token_id=1))
+    smol = SmolLM3ForCausalLM(SmolLM3Config(**SMALL, no_rope_layers=[1, 0], bos_token_id=1, eos_token_id=1))
+    for model in (glm, cohere, smol):
+        assert describe(model) and rotary_of(model) is None
+    assert rotary_of(smol.model) is None
+
+
+def test_what_cannot_be_seen_is_not_understood(monkeypatch):
+    model = tiny_model("qwen3")
+    modeling = "transformers.models.qwen3.modeling_qwen3"
+    assert rotary_of(model) is not None and rotary_of(model.model) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{modeling}.apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+        assert rotary_of(model) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{modeling}.Qwen3RotaryEmbedding.forward", lambda self, x, at, kind: None)
+        assert rotary_of(model) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{modeling}.Qwen3Attention.forward", lambda self, x: x)
+        assert rotary_of(model) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{modeling}.Qwen3Attention.forward", lambda self, **_: None)  # stores no keys
+        assert rotary_of(model) is None
+    model.model.rotary_emb.attention_scaling = 2.0
+    assert rotary_of(model).scaling == 2.0
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.to("meta")
+    assert rotary_of(model) is None
+    model.model.rotary_emb = None
+    assert rotary_of(model) is None
+
+
+def test_asking_for_the_rotary_embedding_leaves_the_model_alone():
+    model = tiny_model("llama")
+    names = [set(vars(module)) for module in model.modules()]
+    ids, mask = tiny_batch((0, 3))
+    before = model(ids, attention_mask=mask).logits
+    with attached(model):
+        assert rotary_of(model) is not None
+    assert torch.equal(model(ids, attention_mask=mask).logits, before)
+    assert [set(vars(module)) for module in model.modules()] == names

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import retain
-from retain.budget import budget_tokens
+from retain.budget import Budget, LayerShape, spread
 from retain.gates import build_gates
 from retain.gates.store import save_gates
 from retain.hf.cache import Cache
@@ -45,8 +45,8 @@ def test_named_policies_evict_in_generate_exactly_their_budget(name, gates_folde
             input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
         )
     assert output.shape == (3, 126)
-    _, total_B = budget_tokens(retain.budget.Budget(keep_ratio=0.5), mask.bool(), 2, 128)
-    assert cache.entries_held == int(total_B.sum()) * 3 + 5 * 3 * 2 * 3
+    totals = spread(Budget(keep_ratio=0.5), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)
+    assert cache.entries_held == sum(totals.total_B) + 5 * 3 * 2 * 3
     assert name in str(cache.report())
 
 

@@ -2,61 +2,105 @@ import pytest
 import torch
 
 from retain.scores import defensive
-from retain.scores.window import pool_entries
 from tests.close import assert_close
-from tests.naive import naive_attention, naive_norm, random_evidence
-
-WINDOW, T, G = 6, 14, 2
+from tests.naive import SHAPES, naive_attention, naive_norm, naive_pool, random_evidence, shaped_evidence
 
 
-def _naive(evidence, pool, norm):
-    attention = naive_attention(evidence)[:, :, -WINDOW:]
-    split = T - WINDOW
-    naive = torch.full((2, 2, T), float("-inf"), dtype=torch.float64)
-    for b in range(2):
+def _naive(evidence, window, *, pool, pool_size, norm, value_norm_place, aggregate):
+    attention = naive_attention(evidence)[:, :, -window:]
+    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
+    split = T - window
+    values = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
+    first = values.clone()
+    for b in range(B):
         exists = [i for i in range(T) if evidence.valid_BT[b, i]]
         before = [i for i in exists if i < split]
-        norms = {
-            (h, i): sum(naive_norm(evidence, b, q, i) for q in range(h * G, h * G + G)) / G
-            for h in range(2)
-            for i in exists
+        size_q = {(q, i): naive_norm(evidence, b, q, i) for q in range(H * G) for i in exists}
+        size_h = {
+            (h, i): sum(size_q[q, i] for q in range(h * G, h * G + G)) / G for h in range(H) for i in exists
         }
-        for h in range(2):
-            worst = dict.fromkeys(exists, 0.0)
-            for q in range(h * G, h * G + G):
-                for j in range(WINDOW):
+        for h in range(H):
+            heads = range(h * G, h * G + G)
+            divisor = {
+                i: {
+                    "raw": 1.0,
+                    "head_share": sum(size_h[k, i] for k in range(H)),
+                    "token_sum": sum(size_h[h, k] for k in before) or torch.finfo(torch.float32).tiny,
+                }[norm]
+                for i in exists
+            }
+            paid = {i: [] for i in exists}
+            for q in heads:
+                for j in range(window):
                     row = attention[b, q, j]
-                    pooled = pool_entries(row, pool, 3, window=WINDOW)
+                    pooled = naive_pool(row, pool, pool_size, split)
                     for part in (before, [i for i in exists if i >= split]):
                         mass = sum(float(row[i]) for i in part)
                         pooled_mass = sum(float(pooled[i]) for i in part)
                         for i in part:
-                            worst[i] = max(worst[i], float(pooled[i]) * mass / pooled_mass)
-            floor = sum(worst[i] for i in before) / len(before)
+                            inside = size_q[q, i] / divisor[i] if value_norm_place == "inside" else 1.0
+                            paid[i].append(float(pooled[i]) * mass / pooled_mass * inside)
+            worst = {i: max(x) if aggregate == "max" else sum(x) / len(x) for i, x in paid.items()}
+            floor = sum(worst[i] for i in before) / max(1, len(before))
             for i in exists:
-                weight = {
-                    "raw": norms[h, i],
-                    "head_share": norms[h, i] / (norms[0, i] + norms[1, i]),
-                    "token_sum": norms[h, i] / sum(norms[h, k] for k in before),
-                }[norm]
-                naive[b, h, i] = max(worst[i], floor) * weight
-    return naive
+                after = size_h[h, i] / divisor[i] if value_norm_place == "after_floor" else 1.0
+                values[b, h, i] = max(worst[i], floor) * after
+                first[b, h, i] = sum(float(attention[b, q, j, i]) for q in heads for j in range(window)) / (
+                    G * window
+                )
+    return values, first
 
 
+@pytest.mark.parametrize("aggregate", ["max", "mean"])
+@pytest.mark.parametrize("value_norm_place", ["after_floor", "inside"])
 @pytest.mark.parametrize("norm", ["raw", "head_share", "token_sum"])
 @pytest.mark.parametrize("pool", [None, "avg", "max"])
-def test_defensive_is_its_formula(norm, pool):
-    evidence = random_evidence()
-    score = defensive(evidence, window=WINDOW, pool=pool, pool_size=3, norm=norm)
+def test_defensive_is_its_formula(norm, pool, value_norm_place, aggregate):
+    evidence = random_evidence(num_queries=6)
+    settings = {"pool": pool, "norm": norm, "value_norm_place": value_norm_place, "aggregate": aggregate}
+    score = defensive(evidence, window=6, pool_size=3, **settings)
+    values, first = _naive(evidence, 6, pool_size=3, **settings)
     assert score.unit == ("risk" if norm == "raw" else "mass")
-    assert_close(score.values_BHT, _naive(evidence, pool, norm))
+    assert score.window == 6
+    assert_close(score.values_BHT, values)
+    assert_close(score.first_BHT, first)
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("norm", ["raw", "head_share"])
+@pytest.mark.parametrize("value_norm_place", ["after_floor", "inside"])
+def test_defensive_is_its_formula_in_every_shape(shape, norm, value_norm_place):
+    evidence, window = shaped_evidence(shape)
+    settings = {"norm": norm, "value_norm_place": value_norm_place}
+    score = defensive(evidence, window=window, **settings)
+    values, first = _naive(evidence, window, pool="avg", pool_size=5, aggregate="max", **settings)
+    assert_close(score.values_BHT, values)
+    assert_close(score.first_BHT, first)
+
+
+def test_the_place_of_the_norm_matters():
+    """After the floor, what the window did not see ranks by its norm; inside, it is all worth the same."""
+    evidence = random_evidence(pads=(0,), num_tokens=40, sharp=4.0)
+    after, inside = (
+        defensive(evidence, window=6, value_norm_place=place).values_BHT[0, 0, :34]
+        for place in ("after_floor", "inside")
+    )
+    assert len(inside.unique()) < 34 == len(after.unique())
 
 
 def test_a_window_over_everything_has_no_floor():
-    score = defensive(random_evidence(pads=(0,)), window=T)
+    score = defensive(random_evidence(pads=(0,)), window=14)
     assert score.values_BHT.isfinite().all()
 
 
-def test_an_unknown_norm_is_refused():
-    with pytest.raises(ValueError, match="norm is 'raw', 'head_share' or 'token_sum'; got 'l2'"):
-        defensive(random_evidence(), window=6, norm="l2")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"norm": "l2"}, "norm is 'raw', 'head_share' or 'token_sum'; got 'l2'"),
+        ({"value_norm_place": "before"}, "value_norm_place is 'after_floor' or 'inside'; got 'before'"),
+        ({"aggregate": "sum"}, "aggregate is 'max' or 'mean'; got 'sum'"),
+    ],
+)
+def test_an_unknown_variant_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        defensive(random_evidence(), window=6, **settings)

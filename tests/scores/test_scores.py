@@ -1,46 +1,91 @@
 """What every score owes: its unit, float32, -inf on padding and only there, and no influence of the batch."""
 
+import inspect
+from dataclasses import replace
+
 import pytest
 import torch
 
-from retain.scores import SCORES, Score, masked_score
+from retain.rotary import Rotary
+from retain.scores import SCORES, UNITS, Score, masked_score
 from tests.close import assert_close
 from tests.naive import alone, random_evidence
 
-WINDOWED = {"snapkv", "defensive", "observed_risk"}
+WINDOWED = {
+    name for name, family in SCORES.items() if "window" in inspect.signature(family.function).parameters
+}
+NEEDS = {"window", "running", "hidden", "token_ids", "seeds", "rotary"}
+
+# Every named variant owes the same as its default.
+VARIANTS = [
+    *((name, {}) for name in sorted(SCORES)),
+    ("cake", {"variance": "head"}),
+    ("critical", {"norm": "l2", "pool": "max", "pool_size": 7}),
+    ("defensive", {"norm": "head_share"}),
+    ("defensive", {"norm": "token_sum", "value_norm_place": "inside"}),
+    ("defensive", {"aggregate": "mean", "pool": None}),
+    ("h2o", {"reduce": "mean"}),
+    ("lava", {"value_max_over": "all", "pool": "avg"}),
+    ("snapkv", {"aggregate": "max", "order": "group_first", "pool": "max", "pool_size": 7}),
+    ("vatp", {"attention": "running"}),
+]
 
 
 def _settings(name: str) -> dict:
     return {"window": 6} if name in WINDOWED else {}
 
 
+def _evidence(**settings):
+    return random_evidence(rotary=Rotary(torch.tensor([0.3])), **settings)
+
+
 def test_the_registry_names_every_published_score():
-    assert set(SCORES) == {"defensive", "h2o", "observed_risk", "random", "recency", "snapkv"}
+    published = {"cake", "critical", "defensive", "expected_attention", "h2o", "keydiff", "knorm", "lava"}
+    published |= {"quest", "recency", "snapkv", "tova", "vatp"}
+    assert set(SCORES) == published | {"lru", "observed_risk", "random"}
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_float32_in_their_unit_and_masked_on_padding(name, dtype):
-    evidence = random_evidence(dtype=dtype)
-    score = SCORES[name].function(evidence, **_settings(name))
-    assert score.unit == SCORES[name].unit
-    assert score.values_BHT.dtype == torch.float32
-    assert score.values_BHT.shape == (2, 2, 14)
-    valid = evidence.valid_BT[:, None].expand_as(score.values_BHT)
-    assert torch.equal(score.values_BHT > float("-inf"), valid)
-    assert score.values_BHT[valid].isfinite().all()
+def test_every_family_says_unit_needs_paper_and_cost(name):
+    family = SCORES[name]
+    assert family.unit in UNITS
+    assert family.needs <= NEEDS
+    assert family.paper
+    assert family.cost
 
 
-@pytest.mark.parametrize("name", sorted(SCORES))
-def test_a_sequence_scores_alike_alone_and_in_a_padded_batch(name):
-    evidence = random_evidence(pads=(0, 5, 2))
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_scores_are_float32_in_their_unit_and_masked_on_padding(name, variant, dtype):
+    evidence = _evidence(dtype=dtype)
+    score = SCORES[name].function(evidence, **_settings(name), **variant)
+    assert score.unit in UNITS
+    assert variant or score.unit == SCORES[name].unit
+    valid = evidence.valid_BT[:, None].expand(2, 2, 14)
+    for values_BHT in (score.values_BHT, score.first_BHT):
+        if values_BHT is not None:
+            assert values_BHT.dtype == torch.float32
+            assert values_BHT.shape == (2, 2, 14)
+            assert torch.equal(values_BHT > float("-inf"), valid)
+            assert values_BHT[valid].isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_a_sequence_scores_alike_alone_and_in_a_padded_batch(name, variant):
+    pads = (0, 5, 2)
+    evidence = _evidence(pads=pads)
     seeds = [7, 11, 13] if name == "random" else None
     extra = {} if seeds is None else {"seeds_B": seeds}
-    score = SCORES[name].function(evidence, **_settings(name), **extra)
-    for b, pad in enumerate((0, 5, 2)):
+    score = SCORES[name].function(evidence, **_settings(name), **variant, **extra)
+    for b, pad in enumerate(pads):
         extra = {} if seeds is None else {"seeds_B": seeds[b : b + 1]}
-        single = SCORES[name].function(alone(evidence, b), **_settings(name), **extra)
-        assert_close(score.values_BHT[b : b + 1, :, pad:], single.values_BHT.double())
+        one = replace(alone(evidence, b), rotary=evidence.rotary)
+        single = SCORES[name].function(one, **_settings(name), **variant, **extra)
+        assert single.window == score.window
+        for batched, lone in ((score.values_BHT, single.values_BHT), (score.first_BHT, single.first_BHT)):
+            assert (batched is None) == (lone is None)
+            if batched is not None:
+                assert_close(batched[b : b + 1, :, pad:], lone.double(), ops=4 if name == "cake" else 1)
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))

@@ -2,30 +2,42 @@ import pytest
 import torch
 
 from retain.scores import snapkv
-from retain.scores.window import pool_entries
 from tests.close import assert_close
-from tests.naive import naive_attention, random_evidence
+from tests.naive import SHAPES, naive_attention, naive_pool, random_evidence, shaped_evidence
 
 
-@pytest.mark.parametrize("order", ["pool_first", "group_first"])
-@pytest.mark.parametrize(("pool", "pool_size"), [("avg", 5), ("max", 7), (None, 5)])
-def test_snapkv_is_its_formula(order, pool, pool_size):
-    G, window = 2, 6
-    evidence = random_evidence()
+def _naive(evidence, window, pool, pool_size, order, aggregate):
     attention = naive_attention(evidence)[:, :, -window:]
-    naive = torch.full((2, 2, 14), float("-inf"), dtype=torch.float64)
-    for b in range(2):
-        for h in range(2):
-            rows = [sum(attention[b, q, j] for j in range(window)) / window for q in range(h * G, h * G + G)]
+    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
+    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            rows = []
+            for q in range(h * G, h * G + G):
+                paid = [[float(attention[b, q, j, i]) for j in range(window)] for i in range(T)]
+                rows.append(torch.tensor([sum(x) / window if aggregate == "mean" else max(x) for x in paid]))
+            rows = [row.double() for row in rows]
             if order == "pool_first":
-                pooled = sum(pool_entries(row, pool, pool_size, window=window) for row in rows) / G
+                pooled = sum(naive_pool(row, pool, pool_size, T - window) for row in rows) / G
             else:
-                pooled = pool_entries(sum(rows) / G, pool, pool_size, window=window)
-            for i in range(14):
+                pooled = naive_pool(sum(rows) / G, pool, pool_size, T - window)
+            for i in range(T):
                 if evidence.valid_BT[b, i]:
                     naive[b, h, i] = pooled[i]
-    score = snapkv(evidence, window=window, pool=pool, pool_size=pool_size, order=order)
-    assert_close(score.values_BHT, naive)
+    return naive
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("aggregate", ["mean", "max"])
+@pytest.mark.parametrize("order", ["pool_first", "group_first"])
+@pytest.mark.parametrize(("pool", "pool_size"), [("avg", 5), ("max", 7), (None, 5)])
+def test_snapkv_is_its_formula(order, pool, pool_size, aggregate, shape):
+    evidence, window = shaped_evidence(shape)
+    settings = {"pool": pool, "pool_size": pool_size, "order": order, "aggregate": aggregate}
+    score = snapkv(evidence, window=window, **settings)
+    assert score.window == window
+    assert score.first_BHT is None
+    assert_close(score.values_BHT, _naive(evidence, window, **settings))
 
 
 def test_the_orders_differ_for_max_and_only_for_max():
@@ -38,6 +50,8 @@ def test_the_orders_differ_for_max_and_only_for_max():
         assert torch.allclose(first, second, rtol=1e-5) is alike
 
 
-def test_an_unknown_order_is_refused():
+def test_unknown_variants_are_refused():
     with pytest.raises(ValueError, match="order is 'pool_first' or 'group_first'; got 'last'"):
         snapkv(random_evidence(), window=6, order="last")
+    with pytest.raises(ValueError, match="aggregate is 'mean' or 'max'; got 'sum'"):
+        snapkv(random_evidence(), window=6, aggregate="sum")

@@ -1,0 +1,318 @@
+"""How a budget is spread: over layers, and over the heads of a layer.
+
+In: what layers hold and ask for, and what heads bid. Out: whole entries, of exact sum. Two decisions are
+taken here. What a layer or head is *guaranteed* (protected entries, a first stage, one entry a head) lies
+inside its share, and only the rest is shared. And between layers shares are `retain.apportion.fill`'s, by
+one level: when a layer joins, the shares of the others only shrink, so that a cascade over layers can
+evict early and still end where the one-shot answer is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from retain.apportion import exact
+from retain.ranking import order_entries, rank_entries, refuse_nan
+
+LAYERS = ("uniform", "pyramid", "cake", "entropy")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How a budget is spread.
+
+    Args:
+        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (CAKE: by the preference
+            that its score measures); `entropy` (LAVa: by the entropy of the scores that compete).
+        beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
+        spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
+            (then a cascade is not exact).
+        safeguard: where heads share a budget. `guaranteed`: each head's first `safeguard_share` of the mean
+            budget are kept (the released presses); `convex`: the head budgets are mixed with equal ones, by
+            that share (Ada-KV's paper, LAVa's code); None: one entry a head.
+        safeguard_share: in [0, 1].
+        normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete;
+            None leaves them as they are.
+        compete_by: heads and layers compete by their `score`, or by what their `first` stage ranks by
+            (AdaKV under CriticalKV).
+        head_classes: path of a table of heads (`retain.head_classes`); only with equal head budgets.
+        head_threshold: a head at or above it is a retrieval head.
+    """
+
+    layers: Literal["uniform", "pyramid", "cake", "entropy"] = "uniform"
+    beta: float = 20.0
+    spread: Literal["weight", "even"] = "weight"
+    safeguard: Literal["guaranteed", "convex"] | None = None
+    safeguard_share: float = 0.2
+    normalise: Literal["head", "layer"] | None = None
+    compete_by: Literal["score", "first"] = "score"
+    head_classes: str | None = None
+    head_threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        choices = {
+            "layers": LAYERS,
+            "spread": ("weight", "even"),
+            "safeguard": (None, "guaranteed", "convex"),
+            "normalise": (None, "head", "layer"),
+            "compete_by": ("score", "first"),
+        }
+        problems = [
+            f"{name} is one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}"
+            for name, known in choices.items()
+            if getattr(self, name) not in known
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)}, and must lie in 0..1"
+            for name in ("safeguard_share", "head_threshold")
+            if not 0 <= getattr(self, name) <= 1
+        ]
+        if not self.beta >= 1:
+            problems.append(f"beta is at least 1, got {self.beta}")
+        if problems:
+            raise ValueError(f"allocation: {'; '.join(problems)}.")
+
+
+@dataclass(frozen=True)
+class Bids:
+    """What the heads of one layer offer for a shared budget.
+
+    Args:
+        guaranteed_BH: entries that each head has in any case.
+        value_BHM: its other entries' scores, from the highest; -inf where there are no more.
+        place_BHM: their places in the sequence.
+    """
+
+    guaranteed_BH: Int64[Tensor, "B H"]
+    value_BHM: Float[Tensor, "B H M"]
+    place_BHM: Int64[Tensor, "B H M"]
+
+    def first(self, budget_BH: Int64[Tensor, "B H"]) -> "Bids":
+        """The same without what a budget no longer reaches."""
+        free_BH1 = (budget_BH - self.guaranteed_BH)[..., None]
+        longest = int(free_BH1.max()) if free_BH1.numel() else 0
+        offer = torch.arange(longest, device=free_BH1.device)
+        value = self.value_BHM[..., :longest].masked_fill(offer >= free_BH1, float("-inf"))
+        return Bids(self.guaranteed_BH, value, self.place_BHM[..., :longest].contiguous())
+
+
+def make_bids(
+    compete_BHT: Float[Tensor, "B H T"], kept_BHT: Bool[Tensor, "B H T"], least_B: Sequence[int]
+) -> Bids:
+    """What one layer's heads offer: their entries from the best, apart from what they are guaranteed.
+
+    Args:
+        compete_BHT: comparable across heads; -inf on padding; no NaN.
+        kept_BHT: kept in any case (protected, a first stage).
+        least_B: entries that every head of a sequence gets at least, the best of (kept, score).
+    """
+    refuse_nan(compete_BHT)
+    exists_BHT = compete_BHT > float("-inf")
+    own_rank = rank_entries(compete_BHT.masked_fill(kept_BHT, float("inf")))
+    least_B11 = torch.tensor(least_B, dtype=torch.int64, device=compete_BHT.device)[:, None, None]
+    guaranteed_BHT = kept_BHT | ((own_rank < least_B11) & exists_BHT)
+    rest_BHT = compete_BHT.masked_fill(guaranteed_BHT, float("-inf"))
+    place_BHM = order_entries(rest_BHT)
+    return Bids(guaranteed_BHT.sum(-1), rest_BHT.gather(-1, place_BHM), place_BHM)
+
+
+def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Tensor, "B H T"]:
+    """Scores over their mean, so that heads or layers of unlike scale can compete.
+
+    `head: s_h[i] / mean_i s_h[i]`, `layer: s_h[i] / mean_{h, i} s_h[i]`, over the entries that exist. The
+    order inside a head (or layer) stays.
+
+    Args:
+        score_BHT: non-negative; -inf on padding.
+        kind: `head`, `layer`, or None to leave the scores alone.
+    """
+    if kind is None:
+        return score_BHT
+    exists_BHT = score_BHT > float("-inf")
+    axes = (-1,) if kind == "head" else (-2, -1)
+    total = score_BHT.masked_fill(~exists_BHT, 0.0).sum(axes, keepdim=True)
+    mean = total / exists_BHT.sum(axes, keepdim=True).clamp_min(1)
+    return score_BHT / mean.clamp_min(torch.finfo(score_BHT.dtype).tiny)
+
+
+def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B H"]) -> Int64[Tensor, "B H"]:
+    """The same for every head of a layer, what is left over to the lowest heads, capped at what a head has.
+
+    `budget[b, h] = min(capacity[b, h], level_b)`, plus one for the first heads that can hold it, until the
+    sum is `total_b`.
+
+    Args:
+        total_B: entries of the layer, per sequence, at most what its heads have.
+        capacity_BH: entries that each head has.
+
+    Returns:
+        budgets that sum to `total_B`.
+    """
+    capacity, _ = capacity_BH.sort(dim=-1)
+    below = capacity.cumsum(-1) - capacity
+    others = torch.arange(capacity.shape[1], 0, -1, device=capacity.device)
+    # With the i smallest heads full, the others reach this level; it is right for the first i that it fits.
+    level_BH = (total_B[:, None] - below) // others
+    fits_BH = level_BH <= capacity
+    first_B1 = fits_BH.int().argmax(-1, keepdim=True)
+    level_B1 = torch.where(fits_BH.any(-1, keepdim=True), level_BH.gather(-1, first_B1), capacity[:, -1:])
+    budget_BH = torch.minimum(capacity_BH, level_B1)
+    left_B1 = total_B[:, None] - budget_BH.sum(-1, keepdim=True)
+    more_BH = capacity_BH > budget_BH
+    return budget_BH + (more_BH & (more_BH.cumsum(-1) <= left_B1)).long()
+
+
+def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[Int64[Tensor, "B H"]]:
+    """Budgets of a joint top-k: heads, of one layer or of several, compete for one total.
+
+    `budget_l[b, h] = guaranteed_l[b, h] + #{its bids among the first total_b - sum(guaranteed)}`. Equal bids
+    go to the later position, then to the lower layer, then to the lower head. Afterwards a head's own
+    top-`budget` is exactly its part of the joint top-k.
+
+    Ada-KV (arXiv 2407.11550) flattens the heads of a layer so, Layer-DefensiveKV (arXiv 2510.13334) those of
+    all layers.
+
+    Args:
+        layers: what competes.
+        total_B: entries that each sequence may keep; where fewer exist, all are kept.
+
+    Returns:
+        budgets, layer by layer.
+
+    Raises:
+        ValueError: if the guaranteed entries alone exceed the total.
+    """
+    device = layers[0].value_BHM.device
+    total = torch.tensor(total_B, dtype=torch.int64, device=device)
+    guaranteed_B = torch.stack([bids.guaranteed_BH.sum(-1).to(device) for bids in layers]).sum(0)
+    free_B = total - guaranteed_B
+    if (free_B < 0).any():
+        row = int((free_B < 0).nonzero()[0])
+        raise ValueError(
+            f"sequence {row} has a budget of {int(total[row])} entries, {-int(free_B[row])} fewer than its "
+            "heads are guaranteed (protected, a first stage, a safeguard, and one a head): raise the budget, "
+            "or protect less."
+        )
+    value_BN = torch.cat([bids.value_BHM.flatten(1).to(device) for bids in layers], dim=1)
+    place_BN = torch.cat([bids.place_BHM.flatten(1).to(device) for bids in layers], dim=1)
+    # In order of place first: of equal bids the stable sort then takes the later place, and of equal places
+    # what stands first here, the lower layer and head.
+    order = place_BN.sort(dim=1, descending=True, stable=True).indices
+    order = order.gather(1, value_BN.gather(1, order).sort(dim=1, descending=True, stable=True).indices)
+    within_BN = torch.arange(value_BN.shape[1], device=device) < free_B[:, None]
+    chosen_BN = torch.zeros_like(within_BN).scatter_(1, order, within_BN) & (value_BN > float("-inf"))
+    budgets, start = [], 0
+    for bids in layers:
+        size = bids.value_BHM.shape[1] * bids.value_BHM.shape[2]
+        chosen = chosen_BN[:, start : start + size].view(bids.value_BHM.shape)
+        budgets.append(bids.guaranteed_BH + chosen.sum(-1).to(bids.guaranteed_BH.device))
+        start += size
+    return budgets
+
+
+def mix_convex(
+    budget_BH: Int64[Tensor, "B H"], share: float, *, round_up: bool = False
+) -> Int64[Tensor, "B H"]:
+    """Head budgets mixed with equal ones: `(1 - share) * budget_h + share * mean_h budget`.
+
+    Ada-KV's safeguard as its paper and LAVa's code have it (theirs is rounded head by head, and drifts).
+
+    Args:
+        budget_BH: of a joint top-k.
+        share: of the equal budgets, in [0, 1].
+        round_up: give the ceiling of each head's share, whose sum may exceed the total: what a cascade holds
+            before its last layer. Else largest remainder: the sum stays as it is.
+    """
+    part, whole = exact(share).as_integer_ratio()
+    heads = budget_BH.shape[1]
+    mixed = budget_BH * ((whole - part) * heads) + part * budget_BH.sum(-1, keepdim=True)
+    unit = whole * heads
+    if round_up:
+        return (mixed + unit - 1) // unit
+    floor_BH = mixed // unit
+    left_B1 = budget_BH.sum(-1, keepdim=True) - floor_BH.sum(-1, keepdim=True)
+    rank_BH = (mixed % unit).sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    return floor_BH + (rank_BH < left_B1).long()
+
+
+def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> list[Fraction]:
+    """PyramidKV's shares: a straight line over depth whose mean is the uniform share.
+
+    `first = 2 mean - last`, `last = mean / beta`; if the first would exceed what exists, `first = most` and
+    `last = 2 mean - most`.
+
+    PyramidKV (arXiv 2406.02069); beta 20 as its code and comparisons have it. Theirs rounds each step down,
+    and computes the line once for the first prompt; here it is exact, and each prompt's own.
+
+    Args:
+        mean: uniform share of a layer.
+        most: what a layer can hold.
+        num_layers: L.
+        beta: how flat the top is.
+    """
+    if num_layers == 1:
+        return [mean]
+    last = mean / exact(beta)
+    first = 2 * mean - last
+    if first > most:
+        first, last = most, 2 * mean - most
+    return [first - (first - last) * idx / (num_layers - 1) for idx in range(num_layers)]
+
+
+def spread_evenly(
+    total: int, weights: Sequence[Fraction], least: Sequence[int], most: Sequence[int]
+) -> list[int]:
+    """CAKE's shares as released: by weight and rounded down, then capped, and what is left over is spread
+    evenly over the layers that can hold more (what is too much, taken evenly from those that can give).
+
+    Args:
+        total: entries to share, between `sum(least)` and `sum(most)`.
+        weights: non-negative; all zero is all alike.
+        least: what each has at least.
+        most: what each can hold.
+
+    Returns:
+        whole entries that sum to the total.
+    """
+    scale = sum(weights)
+    parts = [weight / scale for weight in weights] if scale else [Fraction(1, len(weights))] * len(weights)
+    shares = [
+        min(max(math.floor(total * part), low), high)
+        for part, low, high in zip(parts, least, most, strict=True)
+    ]
+    while left := total - sum(shares):
+        sign = 1 if left > 0 else -1
+        bound = most if sign > 0 else least
+        open_to = [i for i, share in enumerate(shares) if share != bound[i]]
+        each, more = divmod(abs(left), len(open_to))
+        for order, i in enumerate(open_to):
+            step = min(each + (order < more), abs(bound[i] - shares[i]))
+            shares[i] += sign * step
+    return shares
+
+
+def entropy_weight(
+    score_BHT: Float[Tensor, "B H T"], competes_BHT: Bool[Tensor, "B H T"]
+) -> Float[Tensor, " B"]:
+    """LAVa's weight of a layer: the entropy of its scores, `-sum p log(p + tiny)`, `p = s / (sum s + tiny)`.
+
+    Over the entries of all heads that compete. Its code divides by `ln(H * m)`, its paper by `H * N`; both
+    are the same for all layers of a prompt, so that shares do not change; here it is not divided. In float64,
+    with scores below zero (an unfit unit) taken as zero.
+
+    LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754.
+
+    Args:
+        score_BHT: of one layer.
+        competes_BHT: False on padding and on what is protected.
+    """
+    tiny = 1e-16
+    score = score_BHT.double().masked_fill(~competes_BHT, 0.0).clamp_min(0.0).flatten(1)
+    p = score / (score.sum(-1, keepdim=True) + tiny)
+    return -(p * (p + tiny).log()).sum(-1).clamp_max(0.0)

@@ -1,0 +1,94 @@
+"""Head classes: which heads look far back and which only near, from a table.
+
+In: a tab-separated file, one row a layer, one number in 0..1 a KV head: the layout in which DuoAttention
+publishes its patterns (how much a head needs the whole context). Out: the table, and budgets in which
+streaming heads hold what is protected and retrieval heads share everything else. The decision taken here: the
+total stays what the user stated; a class moves memory between heads and adds none.
+
+DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, arXiv 2410.10819.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+from retain.apportion import fill, round_shares
+
+
+@cache
+def read_head_classes(path: str) -> tuple[tuple[float, ...], ...]:
+    """The table of a file.
+
+    Args:
+        path: of a tab-separated file of numbers in 0..1.
+
+    Returns:
+        one row a layer, one number a KV head.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a table of numbers in 0..1.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"head classes file {path!r} does not exist: pass head_classes=, a tab-separated table of one "
+            "row a layer and one number in 0..1 a KV head (DuoAttention's layout)."
+        )
+    rows: list[tuple[float, ...]] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = tuple(float(cell) for cell in line.split())
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: {error}; wanted tab-separated numbers in 0..1."
+            ) from None
+        if not all(0 <= cell <= 1 for cell in row) or (rows and len(row) != len(rows[0])):
+            raise ValueError(
+                f"{path}, line {number}: got {len(row)} numbers {row}; wanted numbers in 0..1, "
+                f"{'as many in every row' if not rows else f'{len(rows[0])} as in the first row'}."
+            )
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} holds no numbers; wanted one row a layer, one number in 0..1 a KV head.")
+    return tuple(rows)
+
+
+def check_shape(path: str, heads_L: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    """The table of a file, if it is one of these layers and heads.
+
+    Raises:
+        ValueError: it is another model's.
+    """
+    classes_LH = read_head_classes(path)
+    if [len(row) for row in classes_LH] != list(heads_L):
+        raise ValueError(
+            f"head classes {path!r} hold {len(classes_LH)} layers of {len(classes_LH[0])} KV heads, and the "
+            f"model evicts from {len(heads_L)} of {heads_L[0]}: pass the table of this model."
+        )
+    return classes_LH
+
+
+def class_budgets(
+    classes_LH: Sequence[Sequence[float]], threshold: float, total: int, least: int, length: int
+) -> list[list[int]]:
+    """Budgets of one sequence: streaming heads hold `least`, retrieval heads share the rest alike.
+
+    Where retrieval heads are full, what is left goes to the streaming heads, alike.
+
+    Args:
+        classes_LH: the table.
+        threshold: a head at or above it is a retrieval head.
+        total: entries over all layers and heads.
+        least: entries of every head (protected ones, at least one).
+        length: entries that every head has.
+
+    Returns:
+        entries `[L][H]`, which sum to the total.
+    """
+    weights = [Fraction(int(cell >= threshold)) for row in classes_LH for cell in row]
+    shares = round_shares(fill(total, weights, [least] * len(weights), [length] * len(weights)))
+    width = len(classes_LH[0])
+    return [shares[start : start + width] for start in range(0, len(shares), width)]

@@ -1,0 +1,233 @@
+"""Policies by name: what a policy is made of, and the ones that ship with the project.
+
+In: a name, a YAML file, settings. Out: a `Policy`, a frozen dataclass that the pipeline (`retain/policy.py`)
+reads. The one decision taken here: what a policy says that cannot be meant (unknown names, settings that
+exclude each other) is found when it is made, all at once, and not when a budget is short.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retain import config
+from retain.allocation import Allocation
+from retain.budget import SCOPES
+from retain.cascade import Split
+from retain.fusion import FUSIONS
+from retain.protection import Protection
+from retain.registry import lookup, suggest
+from retain.scores import SCORES
+from retain.stages import FirstStage
+
+REGIMES = ("any", "context_only", "query_aware", "chunked", "decode")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What decides which entries stay. With no score at all, everything stays.
+
+    Args:
+        name: how it is called in reports.
+        observed: score over queries already seen, a name in `retain.scores.SCORES`; None for none.
+        observed_settings: settings of that score.
+        learned: whether it takes a gate's score.
+        fusion: how the two become one; None is `max` with both, and the one that there is with one.
+        fusion_weight: of the learned side, for `log_linear` and `rank_blend`.
+        floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
+        first_stage: entries that are kept before the score ranks the rest; None for one stage.
+        protection: what is never evicted.
+        scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
+            `model` the heads of all layers.
+        allocation: how a budget is spread over layers, and what guards heads that share one.
+        regime: the one that its paper evaluates: `context_only`, `query_aware`, `chunked`, `decode`, or
+            `any`.
+        paper: where it comes from.
+    """
+
+    name: str
+    observed: str | None = None
+    observed_settings: dict[str, Any] = field(default_factory=dict)
+    learned: bool = False
+    fusion: str | None = None
+    fusion_weight: float = 0.5
+    floor: str | None = None
+    first_stage: FirstStage | None = None
+    protection: Protection = Protection()
+    scope: str = "head"
+    allocation: Allocation = Allocation()
+    regime: str = "any"
+    paper: str = ""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.observed is not None and self.observed not in SCORES:
+            hint = suggest(self.observed, SCORES)
+            problems.append(f"unknown score {self.observed!r}{hint}, known: {', '.join(SCORES)}")
+        elif self.observed_settings:
+            known = () if self.observed is None else _settings(self.observed)
+            problems += [
+                f"score {self.observed!r} has no setting {key!r}{suggest(key, known)}, "
+                f"known: {', '.join(known) or 'none'}"
+                for key in self.observed_settings
+                if key not in known
+            ]
+        if self.fusion is not None and self.fusion not in FUSIONS:
+            hint = suggest(self.fusion, FUSIONS)
+            problems.append(f"unknown fusion {self.fusion!r}{hint}, known: {', '.join(FUSIONS)}")
+        if not 0 <= self.fusion_weight <= 1:
+            problems.append(f"fusion_weight lies in 0..1, got {self.fusion_weight}")
+        if self.floor not in (None, "mean"):
+            problems.append(f"floor is 'mean' or null, got {self.floor!r}")
+        if self.scope not in SCOPES:
+            problems.append(f"scope is 'head' or 'layer' or 'model', got {self.scope!r}")
+        if self.regime not in REGIMES:
+            problems.append(f"regime is one of {', '.join(REGIMES)}, got {self.regime!r}")
+        problems += self._contradictions()
+        if problems:
+            raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
+
+    def _contradictions(self) -> list[str]:
+        """Settings that exclude each other."""
+        own, problems = self.allocation, []
+        if self.scope == "model" and own.layers != "uniform":
+            problems.append(
+                f"scope 'model' lets layers compete, and allocation.layers {own.layers!r} gives them shares: "
+                "take one of the two"
+            )
+        if own.safeguard == "convex" and self.scope == "model":
+            problems.append(
+                "safeguard 'convex' mixes the heads of one layer: take 'guaranteed' with scope 'model'"
+            )
+        if self.scope == "head":
+            given = [name for name in ("safeguard", "normalise") if getattr(own, name) is not None]
+            given += ["compete_by"] if own.compete_by != "score" else []
+            if given:
+                problems.append(
+                    f"allocation.{', '.join(given)} guards heads that share a budget, and scope 'head' gives "
+                    "each the same: take scope 'layer' or 'model'"
+                )
+        elif own.head_classes is not None:
+            problems.append("head_classes states each head's budget: take scope 'head'")
+        if own.head_classes is not None and own.layers != "uniform":
+            problems.append("head_classes states each head's budget: take allocation.layers 'uniform'")
+        by_mass = self.first_stage is not None and self.first_stage.by != "budget"
+        fixed = own.layers == "pyramid" or own.head_classes is not None or own.safeguard == "convex"
+        if by_mass and fixed:
+            problems.append(
+                "a first stage by mass may take a head's whole mean budget, and pyramid layers, head_classes "
+                "and safeguard 'convex' may give it less: take first_stage by 'budget'"
+            )
+        return problems
+
+    @property
+    def split(self) -> Split:
+        """How it splits a budget."""
+        return Split(self.scope, self.allocation, self.first_stage)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it has no score."""
+        return self.observed is None and not self.learned
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A policy that ships with the project.
+
+    Args:
+        name: what `load_policy` takes.
+        unit: unit of its score under that score's default settings.
+        needs: what it reads beyond keys and values: `window`, `running`, `seeds`, `gates`, ... Empty:
+            nothing.
+        paper: where it comes from.
+        cost: what its score costs a layer, in the letters of `retain.shapes` (W: window queries).
+        regime: the one that its paper evaluates; `any` for a control.
+        scope: who shares a budget: `head` nobody, `layer` the heads of a layer, `model` all heads.
+    """
+
+    name: str
+    unit: str
+    needs: frozenset[str]
+    paper: str
+    cost: str = ""
+    regime: str = "any"
+    scope: str = "head"
+
+
+class Presets(tuple[Preset, ...]):
+    """Presets, whose `str` is a table."""
+
+    def __str__(self) -> str:
+        columns = ("name", "unit", "scope", "regime", "needs", "cost", "paper")
+        rows = [columns]
+        for one in self:
+            needs = ", ".join(sorted(one.needs)) or "nothing"
+            rows.append((one.name, one.unit, one.scope, one.regime, needs, one.cost, one.paper))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join(lines)
+
+
+def policies() -> Presets:
+    """Every preset, by name; `print` shows them as a table.
+
+    Example:
+        >>> from retain.presets import policies
+        >>> [preset.name for preset in policies() if "gates" in preset.needs]
+        ['fused', 'gate']
+    """
+    presets = []
+    for name in sorted(_preset_files()):
+        policy = load_policy(name)
+        needs = SCORES[policy.observed].needs if policy.observed else frozenset()
+        unit = SCORES[policy.observed].unit if policy.observed else "risk" if policy.learned else "rank"
+        unit = "rank" if policy.fusion == "rank_blend" else unit
+        needs |= {"gates"} if policy.learned else frozenset()
+        costs = [SCORES[policy.observed].cost] if policy.observed else []
+        costs += ["one gate: T F H"] if policy.learned else []
+        cost = "; ".join(costs) or "nothing"
+        presets.append(Preset(policy.name, unit, needs, policy.paper, cost, policy.regime, policy.scope))
+    return Presets(presets)
+
+
+def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Policy:
+    """A policy by its preset name or from a YAML file.
+
+    Args:
+        name_or_path: a preset (`fused`), or a path that ends in `.yaml`.
+        overrides: `key.sub=value`, read as YAML.
+
+    Raises:
+        ValueError: unknown preset, or everything that is wrong in the file, at once.
+        FileNotFoundError: no such file.
+
+    Example:
+        >>> from retain.presets import load_policy
+        >>> load_policy("snapkv", ["protection.recent=16"]).protection.recent
+        16
+    """
+    text = str(name_or_path)
+    if not text.endswith((".yaml", ".yml")):
+        name_or_path = lookup(text, _preset_files(), what="policy")
+    return config.load(name_or_path, Policy, overrides)
+
+
+def _preset_files() -> dict[str, Path]:
+    """Presets by name: beside this file in an installed package, in `configs/policy` of a checkout."""
+    here = Path(__file__).parent
+    folder = here / "policies" if (here / "policies").is_dir() else here.parent / "configs" / "policy"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _settings(name: str) -> tuple[str, ...]:
+    """Names of a score's settings: its keyword arguments, without the seeds that the caller passes."""
+    return tuple(
+        key
+        for key in inspect.signature(SCORES[name].function).parameters
+        if key not in ("evidence", "seeds_B")
+    )

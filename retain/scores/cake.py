@@ -1,0 +1,91 @@
+"""CAKE: mean attention plus how much it shifts, and what a layer asks for of a shared budget.
+
+In: evidence with at least two queries of a window. Out: a score in `mass`, and beside it the layer's
+preference: how spread its attention is times how much it shifts. The decision taken here: the preference is a
+number of each sequence on its own (the released code sums over the batch), over the entries before the
+window, in float64, since it is a product of powers that spans many decades.
+"""
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+from retain.scores.window import group_heads, pool_entries, window_attention
+
+# Inside the logarithm of the released code.
+LOG_EPS = 1e-10
+
+
+def cake(
+    evidence: Evidence,
+    *,
+    window: int = 32,
+    gamma: int | float = 200.0,
+    pool: str | None = "avg",
+    pool_size: int = 5,
+    tau1: int | float = 1.6,
+    tau2: int | float = 0.6,
+    variance: str = "query",
+) -> Score:
+    """Mean and variance of the window's attention on each entry, pooled, averaged over the group.
+
+    `s_h[i] = mean_{q in group(h)} pool(mean_j a_qj + gamma * var_j a_qj)[i]`, `j` over the window, the
+    variance unbiased (over `window - 1`).
+
+    The layer's preference is `dispersion^(1 / tau1) * shift^(1 / tau2)`, over the entries i before the window
+    and all query heads, without any normalisation:
+
+    - `dispersion = - sum_{q, j, i} a_qj[i] * log(a_qj[i] + 1e-10)`;
+    - `shift = sum_{q, i} var_j a_qj[i]` (`query`: the paper, and the press that was released with
+      DefensiveKV), or `sum_i var_q mean_j a_qj[i]` (`head`: bytecode left in LAVa's repository, which may be
+      what its CAKE rows ran; unbiased there too as far as can be told).
+
+    A sequence without entries before its window has a preference of 0.
+
+    CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491: our `dispersion`
+    is its H, our `shift` its V.
+
+    Args:
+        evidence: the layer.
+        window: last queries observed, at least 2.
+        gamma: weight of the variance.
+        pool: smoothing over neighbouring entries, None for none.
+        pool_size: neighbours pooled, odd.
+        tau1: temperature of the dispersion, positive.
+        tau2: temperature of the shift, positive.
+        variance: what the layer's shift is taken over; the entries' scores take it over queries either way.
+
+    Returns:
+        score in `mass` (the variance is that of a mass), with `layer_weight_B`.
+
+    Raises:
+        ValueError: if a sequence is shorter than the window, or there is nothing to take a variance over.
+    """
+    if variance not in ("query", "head"):
+        raise ValueError(f"cake variance is 'query' or 'head'; got {variance!r}.")
+    if window < 2:
+        raise ValueError(f"cake takes a variance over the window, at least 2 queries; got window={window}.")
+    if not (tau1 > 0 and tau2 > 0):
+        raise ValueError(f"cake's temperatures are positive; got tau1={tau1}, tau2={tau2}.")
+    if variance == "head" and evidence.queries_BQSD.shape[1] < 2:
+        raise ValueError("cake variance='head' needs at least 2 query heads; got 1: pass variance='query'.")
+    probs = window_attention(evidence, window)
+    mean_BQT, var_BQT = probs.mean(2), probs.var(2)
+    pooled_BQT = pool_entries(mean_BQT + gamma * var_BQT, pool, pool_size, window=window)
+    values_BHT = group_heads(pooled_BQT, evidence.num_heads).mean(2)
+
+    # Padding is attended by nobody, and adds 0 to every sum below.
+    split = probs.shape[-1] - window
+    shift_BT = var_BQT.sum(1) if variance == "query" else mean_BQT.var(1)
+    shift_B = shift_BT[..., :split].sum(-1, dtype=torch.float64)
+    weight_B = _dispersion(probs[..., :split]) ** (1 / tau1) * shift_B ** (1 / tau2)
+    return masked_score(values_BHT, evidence.valid_BT, "mass", window=window, layer_weight_B=weight_B)
+
+
+def _dispersion(probs_BQWT: Float[Tensor, "B Q W T"]) -> Float64[Tensor, " B"]:
+    """Entropy of attention rows, summed: terms in the rows' precision, their sum in float64."""
+    terms = torch.log(probs_BQWT + LOG_EPS).mul_(probs_BQWT)
+    # An attention of exactly 1 makes a term of -1e-10.
+    return -terms.sum((1, 2, 3), dtype=torch.float64).clamp_max(0.0)

@@ -1,0 +1,61 @@
+"""CriticalKV: attention first, then attention times what the value writes.
+
+In: evidence with at least `window` queries. Out: a score in `risk`, and beside it (`first_BHT`) the attention
+alone. The decision taken here: the score does not choose. To rank by attention times norm lowers the bound on
+the output's perturbation only once a first stage has collected more than half of the attention, and that
+stage is the policy's (`first_stage: {by: budget, share: 0.5}`): it ranks by `first_BHT` and spends its share
+of the budget, and the rest of the budget goes by `values_BHT`.
+"""
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+from retain.scores.snapkv import pooled_mass
+from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm_l2 import value_norm_l2
+from retain.scores.window import group_heads
+
+_NORMS = {"l1": value_norm_l1, "l2": value_norm_l2}
+
+
+def critical(
+    evidence: Evidence,
+    *,
+    window: int = 32,
+    pool: str | None = "avg",
+    pool_size: int = 5,
+    eps: int | float = 1e-4,
+    norm: str = "l1",
+) -> Score:
+    """What evicting an entry perturbs, and the attention that a first stage ranks by.
+
+    `first: s_h[i] = mean_{q in group(h)} pool(mean_{j in window} a_qj)[i]`;
+    `values: (s_h[i] + eps) * N_h[i]`, with `N_h[i] = mean_{q in group(h)} ||v_i W_O^q||_1`.
+
+    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (CriticalKV), arXiv
+    2502.03805. Paper: `pool="max", pool_size=7`. Released (default): `pool="avg", pool_size=5`. The mean over
+    the group, of both factors, is the released code's; the paper has no groups. `norm="l2"` is the paper's
+    appendix C.3.
+
+    Args:
+        evidence: the layer.
+        window: last queries observed.
+        pool: smoothing over neighbouring entries, None for none.
+        pool_size: neighbours pooled, odd.
+        eps: attention that every entry is granted, so that an unseen one ranks by its value.
+        norm: `l1`, or `l2`, which is E / D times cheaper and no `risk` (that is an L1 norm): `mass`.
+
+    Returns:
+        score in `risk` (`l1`) or `mass` (`l2`), with `first_BHT`.
+
+    Raises:
+        ValueError: if a sequence is shorter than the window.
+    """
+    if norm not in _NORMS:
+        raise ValueError(f"critical norm is 'l1' or 'l2'; got {norm!r}.")
+    if eps < 0:
+        raise ValueError(f"critical eps is an amount of attention, at least 0; got {eps}.")
+    mass_BHT = pooled_mass(evidence, window, pool, pool_size)
+    norm_BQT = _NORMS[norm](evidence.values_BHTD, evidence.output_weight_QDE)
+    risk_BHT = (mass_BHT + eps) * group_heads(norm_BQT, evidence.num_heads).mean(2)
+    unit = "risk" if norm == "l1" else "mass"
+    return masked_score(risk_BHT, evidence.valid_BT, unit, first_BHT=mass_BHT, window=window)

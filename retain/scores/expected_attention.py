@@ -1,0 +1,161 @@
+"""Expected attention: what queries yet to come would pay, if they are distributed as those already seen.
+
+In: the queries held, with the rotary embedding that they went through. Out: a score in `mass` (or `risk`).
+The queries are turned back to before RoPE, summed up as a Gaussian per query head, and turned on by the mean
+rotation of the positions to come; a Gaussian's expected exponential is known in closed form.
+
+The one decision taken here: the sequence's first entries (`sinks`) are left out of the statistics and of the
+softmax, as in the released press, and get the best score of their own head, so that they are kept first. The
+press gives them the maximum of the whole batch.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from retain.evidence import Evidence
+from retain.rotary import turn
+from retain.scores.score import Score, masked_score
+from retain.scores.value_norm import FLOATS_AT_ONCE, value_norm_l1
+from retain.scores.value_norm_l2 import value_norm_l2
+from retain.scores.window import group_heads
+
+
+def expected_attention(
+    evidence: Evidence,
+    *,
+    future: int = 512,
+    sinks: int = 4,
+    covariance: bool = True,
+    value_norm: str | None = "plain",
+    epsilon: int | float = 0.0,
+) -> Score:
+    """Expected attention of the next `future` positions, weighted by the value's norm.
+
+    1. per query head, `mean` and `cov` (over N, not N - 1) of the queries before RoPE, over the queries held
+       except those of the first `sinks` entries;
+    2. `mean' = R mean`, `cov' = R cov R^T`, with `R` the mean of the rotations at the `future` positions
+       after the sequence's last;
+    3. `z_i = scaling * k_i . mean' + scaling^2 / 2 * k_i . cov' k_i` (without `covariance`: its first term),
+       which is the logarithm of `E[exp(scaling * k_i . q)]` for a Gaussian q;
+    4. `a = softmax_i(z)` over the entries after the sinks;
+    5. `score[i] = mean_{q in group(h)} (a_q[i] + epsilon) * N_q[i]`, where N is `||v_i||_2` (`plain`,
+       released), `||v_i W_O^q||_2` (`output`, paper), `||v_i W_O^q||_1` (`output_l1`, in the unit of this
+       project's risk), or nothing (None: `mean a`).
+
+    Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution, arXiv
+    2510.00636. Defaults are those of its authors' released press, where epsilon is 0; with the paper's
+    settings in the same library it is 0.02.
+
+    Args:
+        evidence: the layer, with `rotary`. The more queries it holds the better; all of them is the
+            published method.
+        future: positions to come, at least 1.
+        sinks: entries at the beginning of a sequence that are left out, at least 0.
+        covariance: whether the spread of the queries counts.
+        value_norm: which N.
+        epsilon: floor under the attention: what is left where attention says nothing, the norm decides.
+
+    Returns:
+        score in `risk` for `output_l1` without epsilon, else in `mass`.
+
+    Raises:
+        ValueError: without a rotary embedding, if a sequence has no query after its sinks, or for settings
+            out of range.
+    """
+    if value_norm not in ("output", "output_l1", "plain", None):
+        raise ValueError(
+            "expected_attention value_norm is 'output', 'output_l1', 'plain' or None; "
+            + f"got {value_norm!r}."
+        )
+    if future < 1 or sinks < 0 or not epsilon >= 0:
+        raise ValueError(
+            "expected_attention wants future of at least 1 position, sinks and epsilon of at least 0; got "
+            f"future={future}, sinks={sinks}, epsilon={epsilon}."
+        )
+    if evidence.rotary is None:
+        raise ValueError(
+            "expected_attention turns the queries back to before RoPE, and this evidence has no rotary "
+            "embedding: pass rotary= where it is made (retain.hf.model.rotary_of(model) finds it). Where "
+            "that gives None, the model has none or one that is not understood: use a score that needs none, "
+            "such as snapkv."
+        )
+    valid_BT, T, S = evidence.valid_BT, evidence.num_seen, evidence.num_queries
+    counted_BT = valid_BT & (valid_BT.cumsum(-1) > sinks)
+    number_B = counted_BT[:, T - S :].sum(-1)
+    for row, number in enumerate(number_B.tolist()):
+        if number == 0:
+            raise ValueError(
+                f"sequence {row} of {len(number_B)} has {int(valid_BT[row].sum())} tokens, of which the last "
+                f"{S} queries are held and the first {sinks} are left out as sinks: no query is left to "
+                "learn from. Pass fewer sinks, or keep this sequence whole."
+            )
+    mean_BQD, cov_BQDD = _future_queries(evidence, counted_BT[:, T - S :], future, covariance)
+
+    H, scaling = evidence.num_heads, evidence.scaling
+    keys_BHTD = evidence.keys_BHTD.to(mean_BQD.dtype)
+    logits_BHGT = group_heads(mean_BQD, H) @ keys_BHTD.transpose(-1, -2) * scaling
+    if cov_BQDD is not None:
+        logits_BHGT = logits_BHGT + quadratic(keys_BHTD, group_heads(cov_BQDD, H)) * (scaling**2 / 2)
+    counted_B11T = counted_BT[:, None, None]
+    attention_BHGT = torch.softmax(logits_BHGT.masked_fill(~counted_B11T, float("-inf")), dim=-1)
+
+    if value_norm is None:
+        score_BHT = attention_BHGT.mean(2)
+    elif value_norm == "plain":
+        norm_BHT = evidence.values_BHTD.to(mean_BQD.dtype).norm(dim=-1)
+        score_BHT = (attention_BHGT.mean(2) + epsilon) * norm_BHT
+    else:
+        norm = value_norm_l2 if value_norm == "output" else value_norm_l1
+        norm_BQT = norm(evidence.values_BHTD, evidence.output_weight_QDE)
+        score_BHT = ((attention_BHGT + epsilon) * group_heads(norm_BQT, H)).mean(2)
+    counted_B1T = counted_BT[:, None]
+    best_BH1 = score_BHT.masked_fill(~counted_B1T, 0.0).amax(-1, keepdim=True)
+    unit = "risk" if value_norm == "output_l1" and epsilon == 0 else "mass"
+    return masked_score(torch.where(counted_B1T, score_BHT, best_BH1), valid_BT, unit)
+
+
+def quadratic(
+    rows_BHTD: Float[Tensor, "B H T D"],
+    forms_BHGDD: Float[Tensor, "B H G D D"],
+    *,
+    floats_at_once: int = FLOATS_AT_ONCE,
+) -> Float[Tensor, "B H G T"]:
+    """`x_i . M_g x_i` for every row and every form of its head, a chunk of rows at a time.
+
+    Args:
+        rows_BHTD: the x.
+        forms_BHGDD: the M.
+        floats_at_once: bound on the products held at once.
+    """
+    B, H, T, D = rows_BHTD.shape
+    G = forms_BHGDD.shape[2]
+    chunk = max(1, floats_at_once // max(1, B * H * G * D))
+    parts = []
+    for start in range(0, T, chunk):
+        rows = rows_BHTD[:, :, None, start : start + chunk]
+        parts.append(((rows @ forms_BHGDD) * rows).sum(-1))
+    return torch.cat(parts, dim=-1)
+
+
+def _future_queries(
+    evidence: Evidence, counted_BS: Tensor, future: int, covariance: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Mean `[B, Q, D]` and covariance `[B, Q, D, D]` of the queries to come."""
+    assert evidence.rotary is not None
+    S, left_out = evidence.num_queries, ~counted_BS[:, None, :, None]
+    queries_BQSD = evidence.rotary.unrotate(evidence.queries_BQSD, evidence.positions_BT[:, -S:])
+    number_B11 = counted_BS.sum(-1)[:, None, None]
+    mean_BQD = queries_BQSD.masked_fill(left_out, 0.0).sum(2) / number_B11
+
+    ahead_F = torch.arange(1, future + 1, device=evidence.positions_BT.device)
+    tables = evidence.rotary.tables(evidence.positions_BT[:, -1:] + ahead_F)
+    cos_B1R, sin_B1R = (table.mean(1, keepdim=True).to(mean_BQD.dtype) for table in tables)
+    turned_BQD = turn(mean_BQD, cos_B1R, sin_B1R)
+    if not covariance:
+        return turned_BQD, None
+    centred = (queries_BQSD - mean_BQD[:, :, None]).masked_fill(left_out, 0.0)
+    cov_BQDD = centred.transpose(-1, -2) @ centred / number_B11[..., None]
+    cos, sin = cos_B1R[:, None], sin_B1R[:, None]
+    # cov R^T turns the rows of cov; R times that turns its columns.
+    return turned_BQD, turn(turn(cov_BQDD, cos, sin).transpose(-1, -2), cos, sin)

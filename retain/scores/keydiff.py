@@ -1,0 +1,41 @@
+"""KeyDiff: keys that point where most keys point are the ones to lose.
+
+In: the keys. Out: a score in `rank`. No query is read, so it costs next to nothing and serves every question
+alike. The anchor that keys are compared with is taken over the sequence's own entries only.
+"""
+
+import torch
+from torch.nn.functional import normalize
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+
+
+def keydiff(evidence: Evidence, *, anchor: str = "normalised") -> Score:
+    """Minus the cosine of each key with the mean key direction.
+
+    `score[i] = - k_i . m / (||k_i|| ||m||)`, with `m = mean_i k_i / ||k_i||` (`normalised`, paper and
+    released press alike) or `m = mean_i k_i` (`raw`: long keys count for more; one pass over the keys less).
+
+    KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
+    Environments, arXiv 2504.15364. Our anchor m is their mu.
+
+    Args:
+        evidence: the layer; its keys, after RoPE, as cached.
+        anchor: which mean.
+
+    Returns:
+        score in `rank`, within -1 .. 1; 0 for a key of zeros.
+
+    Raises:
+        ValueError: if the anchor is neither.
+    """
+    if anchor not in ("normalised", "raw"):
+        raise ValueError(f"keydiff anchor is 'normalised' or 'raw'; got {anchor!r}.")
+    keys_BHTD = evidence.keys_BHTD.to(torch.promote_types(evidence.keys_BHTD.dtype, torch.float32))
+    unit_BHTD = normalize(keys_BHTD, dim=-1)
+    averaged = unit_BHTD if anchor == "normalised" else keys_BHTD
+    # A direction only: the sum over the entries points where their mean does.
+    own_B1T1 = evidence.valid_BT[:, None, :, None]
+    anchor_BHD1 = normalize(averaged.masked_fill(~own_B1T1, 0.0).sum(2), dim=-1)[..., None]
+    return masked_score(-(unit_BHTD @ anchor_BHD1)[..., 0], evidence.valid_BT, "rank")

@@ -1,0 +1,26 @@
+"""Key norm: short keys draw much attention, so long keys go first.
+
+In: the keys. Out: a score in `rank`. The cheapest score that there is; the sign is the whole decision.
+"""
+
+import torch
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+
+
+def knorm(evidence: Evidence) -> Score:
+    """Minus the length of each key, `score[i] = -||k_i||_2`.
+
+    A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430. Models that
+    normalise their keys before RoPE (Qwen3) leave little for it to see: the learned scale of that norm is all
+    that is left of the length.
+
+    Args:
+        evidence: the layer; its keys, as cached (RoPE leaves their lengths alone).
+
+    Returns:
+        score in `rank`, at most 0.
+    """
+    dtype = torch.promote_types(evidence.keys_BHTD.dtype, torch.float32)
+    return masked_score(-evidence.keys_BHTD.to(dtype).norm(dim=-1), evidence.valid_BT, "rank")

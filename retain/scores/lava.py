@@ -1,0 +1,64 @@
+"""LAVa: mean attention of the window, times the largest value of the head.
+
+In: evidence with at least `window` queries. Out: a score in `mass` that is made to compete across the heads
+of a layer: a head whose values are larger asks for more. The value enters as one number a head, so that
+inside a head the order is that of the attention; it has not gone through W_O, so that the number is no
+`risk`. Layer budgets (the entropy of these scores) are not made here.
+"""
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+from retain.scores.window import group_heads, pool_entries, window_attention
+
+
+def lava(
+    evidence: Evidence,
+    *,
+    window: int = 32,
+    pool: str | None = "max",
+    pool_size: int = 7,
+    value_max_over: str = "prefix",
+) -> Score:
+    """LAVa's score: what an entry's eviction can cost the layer's output at most.
+
+    `s_h[i] = Vbar_h * max_{q in group(h)} pool(mean_{j in window} a_qj)[i]`, with
+    `Vbar_h = max_k ||v_h[k]||_1` over the entries before the window (`prefix`, released) or over all (`all`,
+    paper, Eq. 5; only this one makes the paper's bound on the output true, since window entries are read
+    too). A sequence that is all window has nothing before it: its maximum is over all entries either way.
+    Padding is in no maximum.
+
+    LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754. The maximum over the
+    group is the released code's; the pool (max, 7) is the paper's and the released code's.
+
+    Args:
+        evidence: the layer.
+        window: last queries observed.
+        pool: smoothing of each query head over neighbouring entries, None for none.
+        pool_size: neighbours pooled, odd.
+        value_max_over: `prefix` or `all`.
+
+    Returns:
+        score in `mass` (times the size of the head's largest value).
+
+    Raises:
+        ValueError: if a sequence is shorter than the window.
+    """
+    if value_max_over not in ("prefix", "all"):
+        raise ValueError(f"lava value_max_over is 'prefix' or 'all'; got {value_max_over!r}.")
+    mass_BQT = pool_entries(window_attention(evidence, window).mean(2), pool, pool_size, window=window)
+    mass_BHT = group_heads(mass_BQT, evidence.num_heads).amax(2)
+    size_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
+    counted_BT = evidence.valid_BT if value_max_over == "all" else _before(evidence.valid_BT, window)
+    largest_BH1 = size_BHT.masked_fill(~counted_BT[:, None], 0.0).amax(-1, keepdim=True)
+    return masked_score(mass_BHT * largest_BH1, evidence.valid_BT, "mass", window=window)
+
+
+def _before(valid_BT: Bool[Tensor, "B T"], window: int) -> Bool[Tensor, "B T"]:
+    """The entries before the window; all of a sequence that has none."""
+    before_BT = valid_BT.clone()
+    before_BT[:, valid_BT.shape[1] - window :] = False
+    return torch.where(before_BT.any(-1, keepdim=True), before_BT, valid_BT)

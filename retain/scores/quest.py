@@ -1,0 +1,66 @@
+"""Quest: how large a logit the current query could find in a page of entries, from the page's bounds alone.
+
+In: the last query and the keys. Out: a score in `rank`, one number a page, given to each of its entries.
+Quest evicts nothing: it keeps every entry and loads the best pages anew for each query. Here its page score
+ranks entries for eviction, which is a different thing; a comparison with the published method is a comparison
+of its estimate, not of what it does with it. Pages are counted from the sequence's first entry, not from its
+padding.
+"""
+
+import torch
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+from retain.scores.window import group_heads
+
+
+def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Score:
+    """Upper bound, over a page, of the last query's product with a key.
+
+    `u_q[page] = sum_d max(q_d * max_{i in page} k_i[d], q_d * min_{i in page} k_i[d])`, so that
+    `u_q[page] >= q . k_i` for every entry of the page; `max: score[i] = max_{q in group(h)} u_q[page(i)]`,
+    `mean` their mean.
+
+    Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774, which speaks of
+    one query head a KV head. `max` is the default because the maximum is still a bound, on what any query
+    head of the group could find there, and a mean of bounds bounds nothing; an entry is kept or evicted for
+    the whole group.
+
+    Args:
+        evidence: the layer; only its last query is read.
+        page_size: consecutive entries of a page, at least 1. The last page may be shorter.
+        group: how the query heads that share a KV head agree.
+
+    Returns:
+        score in `rank`: a logit without its scaling, equal within a page (ties go to the later position).
+
+    Raises:
+        ValueError: if the page size or the group is not one of these.
+    """
+    if page_size < 1:
+        raise ValueError(f"quest page_size is at least 1 entry; got {page_size}.")
+    if group not in ("max", "mean"):
+        raise ValueError(f"quest group is 'max' or 'mean'; got {group!r}.")
+    valid_BT, keys_BHTD = evidence.valid_BT, evidence.keys_BHTD
+    (B, T), (H, D) = valid_BT.shape, (evidence.num_heads, keys_BHTD.shape[-1])
+    dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
+    num_pages = -(-T // page_size)
+
+    # Sequences begin at their first own entry: entry `place` of sequence b is column `pads[b] + place`.
+    num_padded_B1 = (~valid_BT).sum(-1, keepdim=True)
+    source_BN = torch.arange(num_pages * page_size, device=valid_BT.device) + num_padded_B1
+    beyond_BN = source_BN >= T
+    source_BHND = source_BN.clamp_max(T - 1)[:, None, :, None].expand(B, H, -1, D)
+    shifted = keys_BHTD.gather(2, source_BHND)
+    beyond = beyond_BN[:, None, :, None]
+    low = shifted.masked_fill(beyond, float("inf")).unflatten(2, (num_pages, page_size)).amin(3)
+    high = shifted.masked_fill(beyond, float("-inf")).unflatten(2, (num_pages, page_size)).amax(3)
+    # Pages that lie wholly beyond the end belong to nobody; finite, so that 0 * inf makes no NaN.
+    empty = beyond_BN.unflatten(1, (num_pages, page_size)).all(-1)[:, None, :, None]
+    low, high = low.masked_fill(empty, 0.0).to(dtype), high.masked_fill(empty, 0.0).to(dtype)
+
+    query_BHGD = group_heads(evidence.queries_BQSD[:, :, -1].to(dtype), H)
+    upper = query_BHGD.clamp_min(0) @ high.transpose(-1, -2) + query_BHGD.clamp_max(0) @ low.transpose(-1, -2)
+    page_score = upper.amax(2) if group == "max" else upper.mean(2)
+    page_BT = ((valid_BT.cumsum(-1) - 1).clamp_min(0) // page_size)[:, None].expand(B, H, T)
+    return masked_score(page_score.gather(2, page_BT), valid_BT, "rank")

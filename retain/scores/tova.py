@@ -1,0 +1,32 @@
+"""TOVA: what the last query attends to, one ranking for all heads of a layer.
+
+In: evidence with at least the last query. Out: a score in `mass`, the same for every KV head. The decision
+taken here: the one query is a window of one, so that whatever treats windows (protection, layer budgets)
+treats this one too; the last entry itself is kept by protection.
+"""
+
+from retain.evidence import Evidence
+from retain.scores.score import Score, masked_score
+from retain.scores.window import window_attention
+
+
+def tova(evidence: Evidence) -> Score:
+    """Attention of the last query, averaged over all query heads of the layer.
+
+    `s[i] = mean_q a_{q,last}[i]`, for every KV head.
+
+    Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104. Paper and released code agree on the score;
+    the paper applies it at every decoding step, the released press once, after prefill.
+
+    Args:
+        evidence: the layer.
+
+    Returns:
+        score in `mass`; its window is the last entry.
+
+    Raises:
+        ValueError: if a sequence is empty.
+    """
+    mass_BT = window_attention(evidence, 1).mean((1, 2))
+    values_BHT = mass_BT[:, None].expand(-1, evidence.num_heads, -1)
+    return masked_score(values_BHT, evidence.valid_BT, "mass", window=1)

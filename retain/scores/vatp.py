@@ -1,0 +1,63 @@
+"""VATP: attention times how large the value is.
+
+In: evidence with at least `window` queries, or with what H2O reads. Out: a score in `mass`. It is no `risk`:
+the value has not gone through W_O, so that the number is not what the entry adds to the residual stream, and
+it cannot be fused with one. The decision taken here: the attention is a setting, because the paper takes
+H2O's running sum, and the paper that compares with it (LAVa) the mean of the last queries.
+"""
+
+import torch
+
+from retain.evidence import Evidence
+from retain.scores.h2o import running_mass
+from retain.scores.score import Score, masked_score
+from retain.scores.snapkv import pooled_mass
+
+
+def vatp(
+    evidence: Evidence,
+    *,
+    attention: str = "window",
+    window: int = 32,
+    pool: str | None = None,
+    pool_size: int = 7,
+    chunk: int = 128,
+) -> Score:
+    """Attention of an entry times the L1 norm of its value, before any projection.
+
+    `s_h[i] = ||v_h[i]||_1 * mean_{q in group(h)} mean_{j in window} a_qj[i]` (`window`), or with
+    `sum_{j >= i} a_qj[i]` over all queries (`running`).
+
+    Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also
+    Matters (VATP), arXiv 2406.12335: `running` is the paper's and its code's (H2O's sum; it keeps the first
+    tokens whatever they score, which here is protection's `sinks`). `window` is how LAVa (arXiv 2509.09754)
+    compares with it. Neither has a group of more than one query head; its mean is ours.
+
+    Args:
+        evidence: the layer; `running` needs `evidence.running`, or S == T queries.
+        attention: `window` or `running`.
+        window: last queries observed (`window` only).
+        pool: smoothing of the window's attention over neighbouring entries; None (default) for none. LAVa
+            pools all the methods that it compares: `max`, 7.
+        pool_size: neighbours pooled, odd.
+        chunk: queries at a time (`running` only); changes memory, not the result.
+
+    Returns:
+        score in `mass` (weighted by the size of the value).
+
+    Raises:
+        ValueError: if a sequence is shorter than the window, or the queries for `running` are not there.
+    """
+    if attention == "window":
+        mass_BHT = pooled_mass(evidence, window, pool, pool_size)
+    elif attention == "running":
+        if pool is not None:
+            raise ValueError(
+                f"vatp pools the attention of a window, and attention is 'running' with pool={pool!r}: "
+                "pass pool=None, or attention='window'."
+            )
+        mass_BHT, window = running_mass(evidence, chunk, name="vatp"), 0
+    else:
+        raise ValueError(f"vatp attention is 'window' or 'running'; got {attention!r}.")
+    norm_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
+    return masked_score(mass_BHT * norm_BHT, evidence.valid_BT, "mass", window=window)

@@ -1,0 +1,251 @@
+"""Presses written here, in the other library's calling convention, against our own scores."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.hf.model import describe, observe
+from retain.hf.press import press_score
+from retain.ranking import rank_entries
+from retain.scores import SCORES
+from tests.close import MODEL, assert_close
+from tests.tiny import FAMILIES, tiny_batch, tiny_model
+
+PADS, TOKENS, WINDOW = (0, 3, 11), 40, 8
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def _queries(module, hidden_states, cos, sin):
+    """Queries after norm and RoPE, recomputed as such objects do, from what the attention module knows."""
+    assert hidden_states.shape[0] == 1
+    queries = module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim))
+    if hasattr(module, "q_norm"):
+        queries = module.q_norm(queries)
+    queries = queries.transpose(1, 2)
+    a, b = queries.chunk(2, dim=-1)
+    return queries * cos[:, None] + torch.cat([-b, a], dim=-1) * sin[:, None]
+
+
+class WindowPress:
+    """Mean attention of the last queries, smoothed: the SnapKV of a batch without padding."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        cos, sin = kwargs["position_embeddings"]
+        last = slice(-WINDOW, None)
+        queries = _queries(module, hidden_states[:, last], cos[:, last], sin[:, last])
+        group = module.num_key_value_groups
+        logits = queries @ keys.repeat_interleave(group, dim=1).mT * module.scaling
+        hidden = torch.ones(WINDOW, keys.shape[2], dtype=torch.bool).triu(keys.shape[2] - WINDOW + 1)
+        probs = logits.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
+        mass = probs.mean(2)[..., :-WINDOW]
+        mass = torch.nn.functional.avg_pool1d(mass, 5, stride=1, padding=2)
+        mass = mass.unflatten(1, (-1, group)).mean(2)
+        return torch.nn.functional.pad(mass, (0, WINDOW), value=float(mass.max()))
+
+
+class NormPress:
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return -keys.norm(dim=-1)
+
+
+class AttentionPress:
+    """Attention received, over the number of queries that could pay it."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        n = keys.shape[2]
+        assert attentions.shape == (1, len(module.q_proj.weight) // module.head_dim, n, n)
+        mean = attentions.sum(2) / torch.arange(n, 0, -1)
+        return mean.unflatten(1, (keys.shape[1], -1)).mean(2)
+
+
+class Remembers:
+    """Keeps what it was called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        embedding = getattr(module, "rotary_emb", None)
+        self.calls.append((module, hidden_states, keys, values, attentions, kwargs, embedding))
+        return keys[..., 0]
+
+
+def _observed(family, **settings):
+    model = tiny_model(family, **settings)
+    return model, observe(model, *tiny_batch(PADS, TOKENS))
+
+
+def _kept(score_BHT, valid_BT, ratio=0.4):
+    budget_B = (valid_BT.sum(-1) * ratio).round()
+    return rank_entries(score_BHT) < budget_B[:, None, None]
+
+
+@every_family
+def test_a_window_press_is_snapkv(family):
+    """Before the window they agree; on the window the press has its maximum and we have protection."""
+    model, layers = _observed(family)
+    score = press_score(model, WindowPress(), unit="mass")
+    for evidence in layers:
+        own, press = SCORES["snapkv"].function(evidence, window=WINDOW), score(evidence)
+        assert press.unit == "mass" and score.__name__ == "WindowPress"
+        assert_close(press.values_BHT[..., :-WINDOW], own.values_BHT[..., :-WINDOW], ops=MODEL)
+        before_BT = evidence.valid_BT[:, :-WINDOW]
+        kept = [_kept(values.values_BHT[..., :-WINDOW], before_BT) for values in (own, press)]
+        assert torch.equal(*kept)
+        for row in range(3):  # the press's maximum is its own sequence's, not the batch's
+            forced = press.values_BHT[row, :, -WINDOW:]
+            assert torch.equal(forced, press.values_BHT[row].amax().expand_as(forced))
+
+
+@every_family
+def test_a_norm_press_is_knorm(family):
+    model, layers = _observed(family)
+    score = press_score(model, NormPress())
+    for evidence in layers:
+        own, press = SCORES["knorm"].function(evidence), score(evidence)
+        assert press.unit == own.unit == "rank"
+        assert torch.equal(press.values_BHT, own.values_BHT)
+
+
+@every_family
+def test_an_attention_press_is_the_mean_of_h2o(family):
+    model, layers = _observed(family)
+    score = press_score(model, AttentionPress(), unit="mass", attentions=True)
+    for evidence in layers:
+        own, press = SCORES["h2o"].function(evidence, reduce="mean"), score(evidence)
+        assert_close(press.values_BHT, own.values_BHT, ops=MODEL)
+        assert torch.equal(*[_kept(values.values_BHT, evidence.valid_BT) for values in (own, press)])
+
+
+@every_family
+def test_a_press_sees_one_sequence_without_its_padding(family):
+    model, layers = _observed(family)
+    press = Remembers()
+    score = press_score(model, press)
+    spec = describe(model)[1]
+    state = [set(vars(module)) for module in model.modules()]
+    modules = dict(model.named_modules())
+    got = score(layers[1])
+    assert torch.equal(torch.isneginf(got.values_BHT), ~layers[1].valid_BT[:, None].expand_as(got.values_BHT))
+    assert len(press.calls) == 3
+    for row, call in enumerate(press.calls):
+        module, hidden, keys, values, attentions, kwargs, embedding = call
+        own = slice(PADS[row], None)
+        n = TOKENS - PADS[row]
+        assert module is spec.module and attentions is None and embedding is model.model.rotary_emb
+        assert torch.equal(hidden, layers[1].hidden_BTE[row : row + 1, own])
+        assert torch.equal(keys, layers[1].keys_BHTD[row : row + 1, :, own])
+        assert torch.equal(values, layers[1].values_BHTD[row : row + 1, :, own])
+        assert torch.equal(got.values_BHT[row, :, own], keys[0, ..., 0])
+        assert torch.equal(kwargs["hidden_states"], hidden)
+        assert torch.equal(kwargs["cache_position"], torch.arange(n))
+        assert torch.equal(kwargs["position_ids"], torch.arange(n)[None])
+        want = model.model.rotary_emb(hidden, torch.arange(n)[None])
+        assert all(torch.equal(a, b) for a, b in zip(kwargs["position_embeddings"], want, strict=True))
+        assert kwargs["past_key_values"] is None and kwargs["attention_mask"] is None
+    assert [set(vars(module)) for module in model.modules()] == state
+    assert dict(model.named_modules()) == modules and not hasattr(spec.module, "rotary_emb")
+
+
+def test_tables_are_in_the_models_precision():
+    model, layers = _observed("qwen3", dtype=torch.bfloat16)
+    press = Remembers()
+    score = press_score(model, press)(layers[0])
+    assert {table.dtype for table in press.calls[0][5]["position_embeddings"]} == {torch.bfloat16}
+    assert press.calls[0][2].dtype == torch.bfloat16 and score.values_BHT.dtype == torch.float32
+
+
+def test_a_rotary_embedding_of_the_modules_own_stays():
+    model, layers = _observed("llama")
+    own = torch.nn.Identity()
+    describe(model)[0].module.rotary_emb = own
+    press = Remembers()
+    press_score(model, press)(layers[0])
+    assert press.calls[0][6] is own and describe(model)[0].module.rotary_emb is own
+
+
+def test_the_module_is_left_alone_when_a_press_fails():
+    class Fails:
+        def score(self, *args):
+            raise RuntimeError("no")
+
+    model, layers = _observed("llama")
+    with pytest.raises(RuntimeError, match="no"):
+        press_score(model, Fails())(layers[0])
+    assert not hasattr(describe(model)[0].module, "rotary_emb")
+
+
+def test_scores_carry_no_gradient():
+    model, layers = _observed("llama")
+
+    class Weighs:
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys[..., 0] * module.q_proj.weight.mean()
+
+    model.requires_grad_(True)
+    assert not press_score(model, Weighs())(layers[0]).values_BHT.requires_grad
+
+
+def test_infinite_scores_are_the_ends_of_the_range():
+    class Forces:
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            score = keys[..., 0].double()
+            score[..., 0], score[..., 1] = float("inf"), float("-inf")
+            return score
+
+    model, layers = _observed("llama")
+    score = press_score(model, Forces())(layers[0]).values_BHT
+    for row, pad in enumerate(PADS):
+        assert (rank_entries(score)[row, :, pad] == 0).all()
+        assert (score[row, :, pad + 1] == torch.finfo(torch.float32).min).all()
+    assert torch.equal(score > float("-inf"), layers[0].valid_BT[:, None].expand_as(score))
+
+
+def test_a_sequence_of_nothing_but_padding_is_not_scored():
+    model, layers = _observed("llama")
+    valid = layers[0].valid_BT.clone()
+    valid[1] = False
+    press = Remembers()
+    score = press_score(model, press)(replace(layers[0], valid_BT=valid))
+    assert len(press.calls) == 2 and torch.isneginf(score.values_BHT[1]).all()
+
+
+def test_what_is_no_press_is_refused():
+    model, layers = _observed("llama")
+
+    class Compresses:
+        def compress(self):
+            pass
+
+    class Returns:
+        def __init__(self, value):
+            self.value = value
+
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            return self.value(keys)
+
+    with pytest.raises(ValueError, match="Compresses has no `score` method: pass an object.*cannot rank"):
+        press_score(model, Compresses())
+    with pytest.raises(ValueError, match="one of risk, mass, rank; got 'percent'"):
+        press_score(model, NormPress(), unit="percent")
+    with pytest.raises(
+        ValueError, match=r"Returns.score returned \[1, 2, 8\] for layer 0; wanted a tensor \[1, 2, 40\]"
+    ):
+        press_score(model, Returns(lambda keys: keys[:, :, 0]))(layers[0])
+    with pytest.raises(ValueError, match=r"returned NoneType for layer 1; wanted a tensor \[1, 2, 40\]"):
+        press_score(model, Returns(lambda keys: None))(layers[1])
+    with pytest.raises(ValueError, match="returned 2 NaN of 80 numbers for layer 0 on a sequence of 40"):
+        press_score(model, Returns(lambda keys: keys[..., 0].index_fill(2, torch.tensor(7), torch.nan)))(
+            layers[0]
+        )
+
+
+def test_evidence_that_lacks_what_a_press_reads_is_refused():
+    model, layers = _observed("llama")
+    with pytest.raises(ValueError, match="NormPress scores from the attention input.*hidden_BTE is None"):
+        press_score(model, NormPress())(replace(layers[0], hidden_BTE=None))
+    short = replace(layers[0], queries_BQSD=layers[0].queries_BQSD[:, :, -8:])
+    with pytest.raises(ValueError, match="AttentionPress reads the attention.*the last 8 of 40: record all"):
+        press_score(model, AttentionPress(), attentions=True)(short)
+    press_score(model, NormPress())(short)

@@ -1,0 +1,174 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.rotary import Rotary
+from retain.scores import expected_attention
+from retain.scores.expected_attention import quadratic
+from tests.close import MODEL, assert_close
+from tests.naive import alone, naive_norm, random_evidence
+
+FREQUENCIES = torch.tensor([0.9, 0.05])
+SCALING = 1.1
+
+
+def _evidence(**settings):
+    """Head width 5 of which 4 turn; positions that do not begin at 0."""
+    settings = {"pads": (0, 4), "head_width": 5, "sharp": 0.8, **settings}
+    evidence = random_evidence(**settings)
+    return replace(evidence, rotary=Rotary(FREQUENCIES, SCALING), positions_BT=evidence.positions_BT + 3)
+
+
+def _rotation(position, width):
+    """The rotation at a position as a matrix, float64 (angles in float32, as tables are defined)."""
+    F = len(FREQUENCIES)
+    matrix = torch.eye(width, dtype=torch.float64)
+    for f in range(F):
+        angle = float(torch.tensor(float(position)) * FREQUENCIES[f])
+        matrix[f, f] = matrix[f + F, f + F] = SCALING * math.cos(angle)
+        matrix[f, f + F], matrix[f + F, f] = -SCALING * math.sin(angle), SCALING * math.sin(angle)
+    return matrix
+
+
+def _naive(evidence, *, future, sinks, covariance, value_norm, epsilon):
+    B, H, T, D = evidence.keys_BHTD.shape
+    G, S = evidence.group, evidence.num_queries
+    keys, values = evidence.keys_BHTD.double(), evidence.values_BHTD.double()
+    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
+    for b in range(B):
+        own = [i for i in range(T) if evidence.valid_BT[b, i]]
+        after = own[sinks:]
+        held = [i for i in after if i >= T - S]
+        last = int(evidence.positions_BT[b, own[-1]])
+        R = sum(_rotation(last + ahead, D) for ahead in range(1, future + 1)) / future
+        for h in range(H):
+            total = dict.fromkeys(after, 0.0)
+            for q in range(h * G, h * G + G):
+                queries = {}
+                for i in held:
+                    back = torch.linalg.inv(_rotation(int(evidence.positions_BT[b, i]), D))
+                    queries[i] = back @ evidence.queries_BQSD[b, q, i - (T - S)].double()
+                mean = sum(queries.values()) / len(held)
+                cov = sum(torch.outer(x - mean, x - mean) for x in queries.values()) / len(held)
+                mean, cov = R @ mean, R @ cov @ R.T
+                z = {}
+                for i in after:
+                    z[i] = evidence.scaling * float(keys[b, h, i] @ mean)
+                    if covariance:
+                        z[i] += evidence.scaling**2 / 2 * float(keys[b, h, i] @ cov @ keys[b, h, i])
+                normaliser = sum(math.exp(x) for x in z.values())
+                for i in after:
+                    a = math.exp(z[i]) / normaliser
+                    projected = values[b, h, i] @ evidence.output_weight_QDE[q].double()
+                    total[i] += {
+                        None: a,
+                        "plain": (a + epsilon) * float(values[b, h, i].norm()),
+                        "output": (a + epsilon) * math.sqrt(sum(float(x) ** 2 for x in projected)),
+                        "output_l1": (a + epsilon) * naive_norm(evidence, b, q, i),
+                    }[value_norm]
+            for i in own:
+                naive[b, h, i] = total[i] / G if i in total else max(total.values()) / G
+    return naive
+
+
+SETTINGS = {"future": 7, "sinks": 3, "covariance": True, "value_norm": "plain", "epsilon": 0.0}
+
+
+@pytest.mark.parametrize("covariance", [True, False])
+@pytest.mark.parametrize("value_norm", ["plain", "output", "output_l1", None])
+@pytest.mark.parametrize("epsilon", [0.0, 0.02])
+def test_expected_attention_is_its_formula(covariance, value_norm, epsilon):
+    evidence = _evidence()
+    settings = {**SETTINGS, "covariance": covariance, "value_norm": value_norm, "epsilon": epsilon}
+    score = expected_attention(evidence, **settings)
+    assert score.unit == ("risk" if value_norm == "output_l1" and epsilon == 0 else "mass")
+    assert_close(score.values_BHT, _naive(evidence, **settings), ops=MODEL)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(("future", "sinks"), [(1, 0), (40, 4)])
+def test_expected_attention_over_shapes(group, future, sinks):
+    evidence = _evidence(pads=(0, 4, 9), num_tokens=17, group=group)
+    settings = {**SETTINGS, "future": future, "sinks": sinks}
+    assert_close(expected_attention(evidence, **settings).values_BHT, _naive(evidence, **settings), ops=MODEL)
+
+
+@pytest.mark.parametrize("num_queries", [1, 6, 13])
+def test_the_queries_held_are_those_learned_from(num_queries):
+    evidence = _evidence(num_queries=num_queries)
+    assert_close(expected_attention(evidence, **SETTINGS).values_BHT, _naive(evidence, **SETTINGS), ops=MODEL)
+
+
+def test_padding_does_not_matter():
+    evidence = _evidence(pads=(0, 5, 2))
+    score = expected_attention(evidence).values_BHT
+    for b, pad in enumerate((0, 5, 2)):
+        single = replace(alone(evidence, b), rotary=evidence.rotary)
+        assert_close(score[b : b + 1, :, pad:], expected_attention(single).values_BHT, ops=MODEL)
+
+
+def test_it_is_the_expectation_that_it_says():
+    """One future position, queries that are Gaussian: the softmax of the mean of exp(q . k) over draws."""
+    draws = 200_000
+    evidence = random_evidence(pads=(0,), num_tokens=9, num_heads=1, group=1, head_width=4, sharp=0.7)
+    rotary = Rotary(FREQUENCIES)
+    plain = torch.randn(draws, 4, dtype=torch.float64) @ torch.randn(4, 4, dtype=torch.float64) * 0.5 + 0.3
+    at = 20
+    ahead = rotary.rotate(plain[None, None], torch.full((1, draws), at + 1))[0, 0]
+    want = (ahead @ evidence.keys_BHTD[0, 0].double().T * evidence.scaling).exp().mean(0)
+    want = want / want.sum()
+    positions = torch.full((1, draws), at)
+    long = replace(
+        evidence,
+        queries_BQSD=rotary.rotate(plain[None, None], positions),
+        keys_BHTD=torch.zeros(1, 1, draws, 4).double(),
+        values_BHTD=torch.zeros(1, 1, draws, 4).double(),
+        valid_BT=torch.ones(1, draws, dtype=torch.bool),
+        positions_BT=positions,
+        rotary=rotary,
+    )
+    long.keys_BHTD[0, 0, :9] = evidence.keys_BHTD[0, 0].double()
+    got = expected_attention(long, future=1, sinks=0, value_norm=None).values_BHT[0, 0, :9].double()
+    assert torch.allclose(got / got.sum(), want, rtol=0.03)
+
+
+def test_the_sinks_of_a_head_come_first_whatever_they_are():
+    evidence = _evidence()
+    score = expected_attention(evidence, sinks=3).values_BHT
+    for b, pad in enumerate((0, 4)):
+        best = score[b, :, pad + 3 :].amax(-1)
+        assert torch.equal(score[b, :, pad : pad + 3], best[:, None].expand(-1, 3))
+    assert not torch.equal(score[0, 0, :3], score[0, 1, :3])
+
+
+def test_quadratic_however_it_is_chunked():
+    rows, forms = torch.randn(2, 2, 7, 3).double(), torch.randn(2, 2, 4, 3, 3).double()
+    want = torch.einsum("bhtd,bhgde,bhte->bhgt", rows, forms, rows)
+    for floats in (1, 100, 2**20):
+        assert_close(quadratic(rows, forms, floats_at_once=floats), want)
+
+
+def test_half_precision_and_double():
+    evidence = _evidence(dtype=torch.bfloat16)
+    score = expected_attention(evidence, **SETTINGS)
+    assert_close(score.values_BHT, _naive(evidence, **SETTINGS), ops=MODEL)
+    double = expected_attention(_evidence(dtype=torch.float64), **SETTINGS)
+    assert double.values_BHT.dtype == torch.float32
+
+
+def test_what_it_cannot_do_is_refused():
+    evidence = _evidence()
+    with pytest.raises(ValueError, match=r"no rotary embedding: pass rotary= .*rotary_of.*snapkv"):
+        expected_attention(replace(evidence, rotary=None))
+    with pytest.raises(
+        ValueError,
+        match=r"sequence 1 of 2 has 10 tokens, .* last 14 .* first 10 are left out as sinks.*fewer sinks",
+    ):
+        expected_attention(evidence, sinks=10)
+    with pytest.raises(ValueError, match="value_norm is .*; got 'l2'"):
+        expected_attention(evidence, value_norm="l2")
+    for settings in ({"future": 0}, {"sinks": -1}, {"epsilon": -0.1}, {"epsilon": float("nan")}):
+        with pytest.raises(ValueError, match="wants future of at least 1 position.*got future="):
+            expected_attention(evidence, **settings)

@@ -1,0 +1,85 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain.scores import quest
+from tests.close import assert_close
+from tests.naive import alone, random_evidence
+
+
+def _naive(evidence, page_size, group):
+    B, H, T, D = evidence.keys_BHTD.shape
+    keys, queries = evidence.keys_BHTD.double(), evidence.queries_BQSD.double()
+    G = evidence.group
+    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
+    for b in range(B):
+        own = [i for i in range(T) if evidence.valid_BT[b, i]]
+        for first in range(0, len(own), page_size):
+            page = own[first : first + page_size]
+            for h in range(H):
+                bounds = []
+                for q in range(h * G, h * G + G):
+                    bound = 0.0
+                    for d in range(D):
+                        x = float(queries[b, q, -1, d])
+                        column = [float(keys[b, h, i, d]) for i in page]
+                        bound += max(x * max(column), x * min(column))
+                    bounds.append(bound)
+                for i in page:
+                    naive[b, h, i] = max(bounds) if group == "max" else sum(bounds) / G
+    return naive
+
+
+@pytest.mark.parametrize("query_heads", [1, 4, 8])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 40])
+@pytest.mark.parametrize("group", ["max", "mean"])
+def test_quest_is_its_formula(query_heads, page_size, group):
+    evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=query_heads)
+    score = quest(evidence, page_size=page_size, group=group)
+    assert score.unit == "rank"
+    assert_close(score.values_BHT, _naive(evidence, page_size, group))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    page_size=st.integers(1, 20),
+    num_tokens=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+    group=st.sampled_from([1, 4, 8]),
+)
+def test_the_page_score_bounds_every_product_in_the_page(page_size, num_tokens, seed, group):
+    pads = (0, seed % num_tokens)
+    evidence = random_evidence(pads=pads, num_tokens=num_tokens, group=group, seed=seed)
+    score = quest(evidence, page_size=page_size).values_BHT.unflatten(1, (2, 1))
+    last = evidence.queries_BQSD[:, :, -1].unflatten(1, (2, group))
+    product = last @ evidence.keys_BHTD.transpose(-1, -2)
+    slack = 1e-5 * float(product.abs().max())
+    own = evidence.valid_BT[:, None, None].expand_as(product)
+    assert (product <= score + slack)[own].all()
+
+
+def test_pages_begin_at_the_first_own_entry():
+    """Three pages of five for 13 entries, wherever the padding puts them."""
+    evidence = random_evidence(pads=(0, 3), num_tokens=16)
+    score = quest(evidence, page_size=5).values_BHT[1, 0, 3:].tolist()
+    assert [len(set(score[first : first + 5])) for first in (0, 5, 10)] == [1, 1, 1]
+    assert len(set(score)) == 3
+    for b, pad in enumerate((0, 3)):
+        single = quest(alone(evidence, b), page_size=5).values_BHT
+        assert_close(quest(evidence, page_size=5).values_BHT[b : b + 1, :, pad:], single)
+
+
+def test_only_the_last_query_is_read():
+    evidence = random_evidence()
+    last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
+    assert torch.equal(quest(evidence).values_BHT, quest(last).values_BHT)
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="page_size is at least 1 entry; got 0"):
+        quest(random_evidence(), page_size=0)
+    with pytest.raises(ValueError, match="group is 'max' or 'mean'; got 'sum'"):
+        quest(random_evidence(), group="sum")

@@ -1,0 +1,175 @@
+"""How a budget is spread over the heads of a layer; over layers: tests/test_cascade.py."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain.allocation import (
+    Allocation,
+    allocate_joint,
+    allocate_uniform,
+    entropy_weight,
+    make_bids,
+    mix_convex,
+    normalised,
+    spread_evenly,
+)
+from retain.selection import select
+
+
+def _valid(*lengths: int, width: int = 0) -> torch.Tensor:
+    width = width or max(lengths)
+    return torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+
+
+def _score(seed: int, lengths: tuple[int, ...] = (20, 13), heads: int = 3, *, ties: bool = False):
+    valid = _valid(*lengths)
+    score = torch.rand(len(lengths), heads, valid.shape[1], generator=torch.Generator().manual_seed(seed))
+    score = (score * 4).floor() if ties else score
+    return score.masked_fill(~valid[:, None], float("-inf")), valid
+
+
+def _flat(score, protected, total, least=1):
+    """Budgets of the heads of one layer that compete."""
+    bids = make_bids(score, protected, [least] * len(score))
+    return allocate_joint([bids], total.tolist())[0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 5), st.data())
+def test_uniform_budgets_sum_exactly_and_differ_by_one_at_most(lengths, heads, data):
+    capacity = torch.tensor(lengths)[:, None].expand(-1, heads)
+    total = [data.draw(st.integers(0, length * heads)) for length in lengths]
+    budget = allocate_uniform(torch.tensor(total), capacity)
+    assert budget.sum(-1).tolist() == total
+    assert int((budget.amax(-1) - budget.amin(-1)).max()) <= 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.data())
+def test_flat_budgets_are_the_joint_top_k(seed, least, ties, data):
+    score, valid = _score(seed, ties=ties)
+    protected = (valid.cumsum(-1) <= 2)[:, None] & valid[:, None].expand_as(score)
+    B, H, T = score.shape
+    total = torch.tensor([data.draw(st.integers(H * (2 + least), int(row.sum()) * H)) for row in valid])
+    budget = _flat(score, protected, total, least)
+    assert torch.equal(budget.sum(-1), total)
+
+    # The plain version: guaranteed entries first, then (score, later position, lower head), one by one.
+    keep = select(score, protected, budget)
+    for b in range(B):
+        guaranteed = {(h, i) for h in range(H) for i in range(T) if protected[b, h, i]}
+        for h in range(H):
+            own = sorted(
+                (i for i in range(T) if valid[b, i]),
+                key=lambda i, b=b, h=h: (bool(protected[b, h, i]), float(score[b, h, i]), i),
+            )
+            guaranteed |= {(h, i) for i in own[::-1][:least]}
+        rest = [(h, i) for h in range(H) for i in range(T) if valid[b, i] and (h, i) not in guaranteed]
+        rest.sort(key=lambda own, b=b: (float(score[b, own[0], own[1]]), own[1], -own[0]), reverse=True)
+        wanted = guaranteed | set(rest[: int(total[b]) - len(guaranteed)])
+        assert {(h, i) for h, i in keep[b].nonzero().tolist()} == wanted
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6), st.booleans())
+def test_joint_top_k_nests_as_the_budget_grows(seed, ties):
+    score, valid = _score(seed, ties=ties)
+    protected = (valid.cumsum(-1) <= 2)[:, None] & valid[:, None].expand_as(score)
+    before = protected
+    for step in range(0, 30, 3):
+        total = torch.tensor([9 + step, 9 + step])
+        keep = select(score, protected, _flat(score, protected, total))
+        assert keep.sum((1, 2)).tolist() == total.tolist()
+        assert not (before & ~keep).any()
+        before = keep
+
+
+def test_no_head_is_emptied_by_a_greedy_neighbour():
+    score = torch.stack([torch.full((1, 10), 9.0), torch.full((1, 10), 0.1)], dim=1)
+    nothing = torch.zeros_like(score, dtype=torch.bool)
+    assert _flat(score, nothing, torch.tensor([8])).tolist() == [[7, 1]]
+    assert _flat(score, nothing, torch.tensor([8]), least=3).tolist() == [[5, 3]]
+
+
+def test_flat_budgets_that_cannot_be_are_refused():
+    score, valid = _score(0)
+    protected = valid[:, None].expand_as(score)
+    with pytest.raises(
+        ValueError, match="sequence 0 has a budget of 50 entries.*10 fewer than .* guaranteed"
+    ):
+        _flat(score, protected, torch.tensor([50, 39]))
+    with pytest.raises(ValueError, match="is NaN"):
+        _flat(score * float("nan"), protected, torch.tensor([60, 39]))
+
+
+def test_where_fewer_exist_than_the_budget_all_are_kept():
+    score, valid = _score(0)
+    nothing = torch.zeros_like(score, dtype=torch.bool)
+    assert _flat(score, nothing, torch.tensor([90, 20])).sum(-1).tolist() == [60, 20]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.floats(0, 1), st.booleans())
+def test_mixing_with_equal_budgets_is_exact(budgets, share, round_up):
+    share = round(share, 2)
+    budget = torch.tensor([budgets, budgets[::-1]])
+    mixed = mix_convex(budget, share, round_up=round_up)
+    exact = (1 - share) * budget.double() + share * budget.double().mean(-1, keepdim=True)
+    if round_up:
+        assert (mixed.double() > exact - 1e-9).all() and (mixed.double() < exact + 1).all()
+    else:
+        assert torch.equal(mixed.sum(-1), budget.sum(-1))
+        assert ((mixed - exact).abs() < 1).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_what_is_left_over_is_spread_evenly(data):
+    weights = data.draw(st.lists(st.fractions(0, 5, max_denominator=7), min_size=1, max_size=6))
+    size = len(weights)
+    least = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
+    most = [low + data.draw(st.integers(0, 20)) for low in least]
+    total = data.draw(st.integers(sum(least), sum(most)))
+    shares = spread_evenly(total, weights, least, most)
+    assert sum(shares) == total
+    assert all(low <= share <= high for low, share, high in zip(least, shares, most, strict=True))
+
+
+def test_cakes_released_repair_by_hand():
+    # 100 by 1:1:8 is 10, 10, 80; the third holds 50: the other 30 are spread evenly.
+    assert spread_evenly(100, [*map(Fraction, (1, 1, 8))], [0] * 3, [50] * 3) == [25, 25, 50]
+    # By 1:3:8 it is 8, 25, 66: 17 are left over, and the first of the two gets the odd one.
+    assert spread_evenly(100, [*map(Fraction, (1, 3, 8))], [0] * 3, [50] * 3) == [17, 33, 50]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6))
+def test_entropy_is_its_formula(seed):
+    score, valid = _score(seed)
+    competes = (valid[:, None] & (torch.rand(score.shape) < 0.7)).contiguous()
+    got = entropy_weight(score, competes)
+    for b in range(2):
+        free = [float(x) for x in score[b][competes[b]]]
+        naive = -sum(x / sum(free) * math.log(x / sum(free)) for x in free if x)
+        assert got[b].item() == pytest.approx(naive, abs=1e-9)
+    assert entropy_weight(torch.zeros(1, 1, 3), torch.ones(1, 1, 3, dtype=torch.bool)).tolist() == [0.0]
+
+
+def test_scores_over_their_mean():
+    score = torch.tensor([[[1.0, 3.0, float("-inf")], [2.0, 2.0, 8.0]]])
+    assert normalised(score, None) is score
+    assert normalised(score, "head").tolist() == [[[0.5, 1.5, float("-inf")], [0.5, 0.5, 2.0]]]
+    mean = 16 / 5
+    assert torch.allclose(normalised(score, "layer")[0, 1], torch.tensor([2.0, 2.0, 8.0]) / mean)
+
+
+def test_bad_allocations_are_named_all_at_once():
+    with pytest.raises(
+        ValueError, match=r"safeguard_share is 2.0, and must lie in 0..1; beta is at least 1, got 0.0"
+    ):
+        Allocation(safeguard_share=2.0, beta=0.0)

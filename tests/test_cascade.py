@@ -1,0 +1,429 @@
+"""Budgets over layers and heads against their naive versions, and the cascade against the one-shot answer."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from retain.allocation import Allocation
+from retain.budget import Budget
+from retain.cascade import Cascade, keep_sets
+from retain.policy import candidates_of, decide_layers, plan_of, shape_of
+from retain.presets import Policy
+from retain.protection import Protection
+from retain.scores import Score, masked_score
+from retain.stages import FirstStage
+from tests.naive import random_evidence
+
+SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=3)
+T, H = 40, 3
+
+# Every way to spread a budget that crosses layers and is exact in a cascade.
+EXACT = {
+    "joint": Policy("joint", observed="defensive", scope="model"),
+    "joint, floored and over the layer's mean": Policy(
+        "joint", observed="defensive", scope="model", floor="mean", allocation=Allocation(normalise="layer")
+    ),
+    "joint, over the head's mean, guarded": Policy(
+        "joint",
+        observed="defensive",
+        scope="model",
+        allocation=Allocation(normalise="head", safeguard="guaranteed"),
+    ),
+    "joint, first stage by mass": Policy(
+        "joint", observed="defensive", scope="model", first_stage=FirstStage("mass", 0.5)
+    ),
+    "joint, first stage by budget, by attention": Policy(
+        "joint",
+        observed="critical",
+        scope="model",
+        first_stage=FirstStage("budget", 0.5),
+        allocation=Allocation(compete_by="first"),
+    ),
+    "lava": Policy("lava", observed="lava", scope="layer", allocation=Allocation("entropy")),
+    "lava, floor": Policy(
+        "lava", observed="lava", scope="layer", allocation=Allocation("entropy", safeguard="convex")
+    ),
+    "lava, guarded": Policy(
+        "lava", observed="lava", scope="layer", allocation=Allocation("entropy", safeguard="guaranteed")
+    ),
+    "lava, equal heads": Policy("lava", observed="lava", allocation=Allocation("entropy")),
+    "lava, first stage by mass": Policy(
+        "lava", observed="defensive", scope="layer", first_stage=FirstStage("mass", 0.5),
+        allocation=Allocation("entropy"),
+    ),
+    "cake": Policy("cake", observed="cake", allocation=Allocation("cake")),
+    "cake, heads compete": Policy("cake", observed="cake", scope="layer", allocation=Allocation("cake")),
+}  # fmt: skip
+
+
+def _case(seed: int, *, num_layers: int = 4, pads=(0, 9, 4), ties: bool = False, unlike: float = 3.0):
+    """Evidence of some layers, and a score of each whose size differs from layer to layer."""
+    layers, scores = [], []
+    draw = torch.Generator().manual_seed(seed)
+    for idx in range(num_layers):
+        evidence = random_evidence(pads, num_tokens=T, num_heads=H, group=1, seed=seed + idx)
+        values, first = (torch.rand(len(pads), H, T, generator=draw) ** 3 for _ in range(2))
+        values = values * torch.rand(1, H, 1, generator=draw) * (1 + unlike * idx)
+        if ties:
+            values, first = (values * 4).floor(), (first * 4).floor() / 40
+        weight = torch.rand(len(pads), generator=draw, dtype=torch.float64) ** 2
+        score = masked_score(
+            values, evidence.valid_BT, "risk", first_BHT=first, window=4, layer_weight_B=weight
+        )
+        layers.append(replace(evidence, layer_idx=idx))
+        scores.append(score)
+    return layers, scores
+
+
+def _plan(policy, layers, budget):
+    return plan_of(policy, budget, layers[0], [shape_of(layer) for layer in layers])
+
+
+def _cascade(policy, layers, scores, budget):
+    """Keep masks by cascade, and the entries that each sequence held after every step."""
+    plan = _plan(policy, layers, budget)
+    cascade, keeps, held = Cascade(plan.policy.split, plan.totals), [], []
+    for score in scores:
+        keep_BHT, lower = cascade.add(candidates_of(plan, score))
+        for idx, keep_N in enumerate(lower):
+            if keep_N is not None:
+                keeps[idx][keeps[idx].clone()] = keep_N
+        keeps.append(keep_BHT.clone())
+        held.append(torch.stack([keep.sum((1, 2)) for keep in keeps]).sum(0).tolist())
+    return keeps, held
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**6), st.sampled_from([0.2, 0.35, 0.6, 0.9, 1.0]), st.booleans())
+def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ratio, ties):
+    policy = replace(EXACT[name], protection=SMALL)
+    layers, scores = _case(seed, ties=ties)
+    budget = Budget(keep_ratio=ratio)
+    once = [one.keep_BHT for one in decide_layers(policy, layers, budget, scores=scores)]
+    keeps, held = _cascade(policy, layers, scores, budget)
+    for got, want in zip(keeps, once, strict=True):
+        assert torch.equal(got, want)
+    totals = _plan(policy, layers, budget).totals.total_B
+    assert torch.stack([keep.sum((1, 2)) for keep in once]).sum(0).tolist() == totals
+    # Never more than the budget, and one entry a head for what is rounded up on the way.
+    rounding = len(layers) * H if policy.allocation.safeguard == "convex" or policy.scope != "model" else 0
+    for after in held:
+        assert all(own <= total + rounding for own, total in zip(after, totals, strict=True))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_protected_stays_and_no_head_is_empty(name):
+    policy = replace(EXACT[name], protection=SMALL)
+    layers, scores = _case(7)
+    for one, score in zip(
+        decide_layers(policy, layers, Budget(keep_ratio=0.2), scores=scores), scores, strict=True
+    ):
+        assert not (one.protected_BT[:, None] & ~one.keep_BHT).any()
+        assert (one.keep_BHT.sum(-1) > 0).all()
+        assert not (one.keep_BHT & (score.values_BHT == float("-inf"))).any()
+
+
+def _naive_joint(scores, protected_BT, totals_B):
+    """Sort every entry of every layer and head: what is protected, then each head's best, then by (score, later
+    place, lower layer, lower head)."""
+    kept = []
+    for b, total in enumerate(totals_B):
+        entries = [
+            (float(score.values_BHT[b, h, i]), i, -layer, -h)
+            for layer, score in enumerate(scores)
+            for h in range(H)
+            for i in range(T)
+            if score.values_BHT[b, h, i] > float("-inf")
+        ]
+        sure = {one for one in entries if protected_BT[b, one[1]]}
+        for layer in range(len(scores)):
+            for h in range(H):
+                own = [one for one in entries if (one[2], one[3]) == (-layer, -h)]
+                sure.add(max(own, key=lambda one: (one in sure, one[0], one[1])))
+        rest = sorted((one for one in entries if one not in sure), reverse=True)
+        chosen = sure | set(rest[: total - len(sure)])
+        kept.append({(-one[2], -one[3], one[1]) for one in chosen})
+    return kept
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10**6), st.sampled_from([0.25, 0.5, 0.8]), st.booleans())
+def test_scope_model_is_one_joint_top_k(seed, ratio, ties):
+    policy = replace(EXACT["joint"], protection=SMALL)
+    layers, scores = _case(seed, num_layers=3, ties=ties)
+    decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
+    plan = _plan(policy, layers, Budget(keep_ratio=ratio))
+    naive = _naive_joint(scores, plan.protected_BT, plan.totals.total_B)
+    for b in range(3):
+        got = {
+            (layer, h, i)
+            for layer, one in enumerate(decisions)
+            for h, i in one.keep_BHT[b].nonzero().tolist()
+        }
+        assert got == naive[b]
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10**6))
+def test_joint_sets_nest_as_the_budget_grows(seed):
+    policy = replace(EXACT["joint"], protection=SMALL)
+    layers, scores = _case(seed)
+    before = [torch.zeros_like(score.values_BHT, dtype=torch.bool) for score in scores]
+    for ratio in (0.25, 0.26, 0.4, 0.7, 1.0):
+        after = [
+            one.keep_BHT for one in decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
+        ]
+        assert not any((old & ~new).any() for old, new in zip(before, after, strict=True))
+        before = after
+
+
+def _layer_counts(decisions):
+    return torch.stack([one.keep_BHT.sum((1, 2)) for one in decisions], dim=1)
+
+
+def _naive_shares(total, protected, capacity, weights):
+    """Free entries by weight, what is full set aside again and again; largest remainder. In floats."""
+    free = total - sum(protected)
+    room = [own - part for own, part in zip(capacity, protected, strict=True)]
+    share, full = [0.0] * len(weights), set()
+    while True:
+        left = free - sum(room[i] for i in full)
+        scale = sum(weights[i] for i in range(len(weights)) if i not in full)
+        share = [room[i] if i in full else left * weights[i] / scale for i in range(len(weights))]
+        over = {i for i in range(len(weights)) if i not in full and share[i] >= room[i]}
+        if not over:
+            break
+        full |= over
+        if len(full) == len(weights):
+            share = [float(own) for own in room]
+            break
+    whole = [math.floor(own + 1e-9) for own in share]
+    order = sorted(range(len(share)), key=lambda i: whole[i] - share[i])
+    for i in order[: free - sum(whole)]:
+        whole[i] += 1
+    return [own + part for own, part in zip(whole, protected, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["lava", "cake"])
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]))
+def test_layers_get_what_they_ask_for(name, seed, ratio):
+    """LAVa's entropy of the scores that compete, and CAKE's preference, by hand in float64."""
+    policy = replace(EXACT[name], protection=SMALL)
+    layers, scores = _case(seed, unlike=0.0)
+    decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
+    counts = _layer_counts(decisions)
+    for b, pad in enumerate((0, 9, 4)):
+        length = T - pad
+        weights = []
+        for score in scores:
+            if name == "cake":
+                weights.append(float(score.layer_weight_B[b]))
+                continue
+            free = [float(score.values_BHT[b, h, i]) for h in range(H) for i in range(pad + 2, T - 3)]
+            weights.append(-sum(s / sum(free) * math.log(s / sum(free) + 1e-16) for s in free))
+        total = sum(int(counts[b, idx]) for idx in range(4))
+        assert total == 4 * math.floor(Fraction(str(ratio)) * length * H + Fraction(1, 2))
+        assert counts[b].tolist() == _naive_shares(total, [5 * H] * 4, [length * H] * 4, weights)
+
+
+def test_more_weight_is_more_memory_up_to_what_exists():
+    layers, scores = _case(1, pads=(0,))
+    policy = replace(EXACT["cake"], protection=SMALL)
+
+    def counts(*weights):
+        own = [
+            replace(score, layer_weight_B=torch.tensor([weight], dtype=torch.float64))
+            for score, weight in zip(scores, weights, strict=True)
+        ]
+        return _layer_counts(decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=own))[0].tolist()
+
+    assert counts(1, 1, 1, 1) == [60, 60, 60, 60]
+    # 180 free entries: a tenth, two, three and four tenths, above 15 protected ones each.
+    assert counts(1, 2, 3, 4) == [33, 51, 69, 87]
+    # The last would get more than it has: the others share what it leaves, by weight.
+    assert counts(1, 1, 2, 1000) == [34, 34, 52, 120]
+    assert counts(0, 0, 0, 0) == [60, 60, 60, 60]
+
+
+def test_cakes_released_spread_is_not_exact_in_a_cascade():
+    """What a full layer cannot hold is spread evenly at the end: one shot gives it to layers that a cascade
+    has already cut."""
+    even = Allocation("cake", spread="even")
+    policy = replace(EXACT["cake"], protection=SMALL, allocation=even)
+    layers, scores = _case(1, pads=(0,))
+    scores = [
+        replace(score, layer_weight_B=torch.tensor([weight], dtype=torch.float64))
+        for score, weight in zip(scores, (1000.0, 1.0, 10.0, 10.0), strict=True)
+    ]
+    once = [one.keep_BHT for one in decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=scores)]
+    assert [int(keep.sum()) for keep in once] == [120, 40, 40, 40]
+    keeps, _ = _cascade(policy, layers, scores, Budget(keep_ratio=0.5))
+    assert [int(keep.sum()) for keep in keeps] == [120, 22, 49, 49]
+
+
+@pytest.mark.parametrize("scope", ["head", "layer"])
+@pytest.mark.parametrize("beta", [2.0, 20.0])
+def test_pyramid_is_a_straight_line_whose_mean_is_the_uniform_share(scope, beta):
+    policy = Policy(
+        "pyramid",
+        observed="snapkv",
+        scope=scope,
+        protection=SMALL,
+        allocation=Allocation("pyramid", beta=beta),
+    )
+    layers, scores = _case(3, pads=(0, 10), num_layers=5)
+    decisions = decide_layers(policy, layers, Budget(keep_ratio=0.4), scores=scores)
+    counts = _layer_counts(decisions)
+    for b, length in enumerate((40, 30)):
+        mean = math.floor(Fraction(2, 5) * length * H) - 5 * H
+        last, room = Fraction(mean) / Fraction(beta), (length - 5) * H
+        first = 2 * mean - last
+        if first > room:
+            first, last = room, 2 * mean - room
+        line = [first - (first - last) * idx / 4 for idx in range(5)]
+        assert sum(counts[b].tolist()) == 5 * (mean + 5 * H)
+        for got, share in zip(counts[b].tolist(), line, strict=True):
+            assert abs(got - 5 * H - share) < 1
+        assert all(low >= high for low, high in pairwise(counts[b].tolist()))
+    if scope == "head":
+        for one in decisions:
+            held = one.keep_BHT.sum(-1)
+            assert (held.amax(-1) - held.amin(-1)).max() <= 1
+
+
+def test_a_pyramid_that_does_not_fit_is_cut_at_what_exists():
+    policy = Policy("pyramid", observed="snapkv", protection=SMALL, allocation=Allocation("pyramid"))
+    layers, scores = _case(3, pads=(0,), num_layers=3)
+    counts = _layer_counts(decide_layers(policy, layers, Budget(keep_ratio=0.9), scores=scores))[0]
+    assert counts.tolist() == [120, 108, 96]
+
+
+def test_what_does_not_cross_layers_is_decided_as_each_layer_comes():
+    for allocation in (Allocation(), Allocation("pyramid")):
+        policy = Policy("one", observed="snapkv", scope="layer", protection=SMALL, allocation=allocation)
+        layers, scores = _case(5)
+        budget = Budget(keep_ratio=0.4)
+        keeps, _ = _cascade(policy, layers, scores, budget)
+        once = decide_layers(policy, layers, budget, scores=scores)
+        assert all(torch.equal(keep, one.keep_BHT) for keep, one in zip(keeps, once, strict=True))
+
+
+@settings(deadline=None, max_examples=15)
+@example(1, 0.35, 0.2)
+@given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]), st.sampled_from([0.0, 0.2, 1.0]))
+def test_the_convex_safeguard_mixes_with_equal_budgets(seed, ratio, share):
+    plain = Policy("ada", observed="snapkv", scope="layer", protection=SMALL)
+    mixed = replace(plain, allocation=Allocation(safeguard="convex", safeguard_share=share))
+    layers, scores = _case(seed, num_layers=1)
+    budget = Budget(keep_ratio=ratio)
+    free = decide_layers(plain, layers, budget, scores=scores)[0].keep_BHT.sum(-1)
+    got = decide_layers(mixed, layers, budget, scores=scores)[0].keep_BHT.sum(-1)
+    assert torch.equal(got.sum(-1), free.sum(-1))
+    exact = (1 - share) * free.double() + share * free.double().mean(-1, keepdim=True)
+    assert ((got - exact).abs() < 1).all()
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]), st.sampled_from([0.2, 0.5, 1.0]))
+def test_the_guaranteed_safeguard_keeps_the_top_of_every_head(seed, ratio, share):
+    policy = Policy(
+        "ada",
+        observed="snapkv",
+        scope="layer",
+        protection=SMALL,
+        allocation=Allocation(safeguard="guaranteed", safeguard_share=share),
+    )
+    layers, scores = _case(seed, num_layers=1)
+    keep = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)[0].keep_BHT
+    for b, pad in enumerate((0, 9, 4)):
+        total = math.floor(Fraction(str(ratio)) * (T - pad) * H + Fraction(1, 2))
+        assert int(keep[b].sum()) == total
+        least = math.floor(Fraction(str(share)) * Fraction(total, H))
+        for h in range(H):
+            own = sorted(
+                range(pad, T),
+                key=lambda i, b=b, h=h, pad=pad: (
+                    i < pad + 2 or i >= T - 3,
+                    float(scores[0].values_BHT[b, h, i]),
+                    i,
+                ),
+            )[::-1]
+            assert keep[b, h, own[:least]].all()
+
+
+def test_head_classes_move_memory_to_retrieval_heads(tmp_path):
+    table = tmp_path / "heads.tsv"
+    table.write_text("0.9\t0.1\t0.2\n0.0\t0.7\t0.6\n")
+    policy = Policy(
+        "duo", observed="snapkv", protection=SMALL, allocation=Allocation(head_classes=str(table))
+    )
+    layers, scores = _case(2, num_layers=2, pads=(0, 10))
+    held = [
+        one.keep_BHT.sum(-1).tolist()
+        for one in decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=scores)
+    ]
+    # 120 entries: three streaming heads hold the 5 protected, three retrieval heads share 105.
+    assert [own[0] for own in held] == [[35, 5, 5], [5, 35, 35]]
+    # 90 entries of 30 tokens: 75 for three heads of 25.
+    assert [own[1] for own in held] == [[25, 5, 5], [5, 25, 25]]
+    full = decide_layers(policy, layers, Budget(keep_ratio=0.9), scores=scores)
+    # Retrieval heads are full: the rest goes to the others, alike.
+    assert [one.keep_BHT.sum(-1)[0].tolist() for one in full] == [[40, 32, 32], [32, 40, 40]]
+    keeps, _ = _cascade(policy, layers, scores, Budget(keep_ratio=0.5))
+    assert [keep.sum(-1)[0].tolist() for keep in keeps] == [[35, 5, 5], [5, 35, 35]]
+    with pytest.raises(ValueError, match="hold 2 layers of 3 KV heads, and the model evicts from 4 of 3"):
+        decide_layers(policy, *_four_layers(), scores=_case(2)[1])
+
+
+def _four_layers():
+    return _case(2)[0], Budget(keep_ratio=0.5)
+
+
+def test_what_cannot_be_is_refused():
+    layers, scores = _case(0)
+    with pytest.raises(ValueError, match="5 protected"):
+        decide_layers(
+            replace(EXACT["joint"], protection=SMALL), layers, Budget(tokens_per_head=4), scores=scores
+        )
+    plain = [Score(score.values_BHT, "risk") for score in scores]
+    with pytest.raises(ValueError, match="measures none: take observed 'cake'"):
+        decide_layers(replace(EXACT["cake"], protection=SMALL), layers, Budget(keep_ratio=0.5), scores=plain)
+    two = replace(EXACT["joint, first stage by mass"], protection=SMALL)
+    with pytest.raises(ValueError, match="selects in two stages, and its score says nothing for the first"):
+        decide_layers(two, layers, Budget(keep_ratio=0.5), scores=plain)
+    ranks = [Score(score.values_BHT, "rank") for score in scores]
+    for name, message in (
+        ("lava", "entropy of scores, and its score is in 'rank'"),
+        (
+            "joint, floored and over the layer's mean",
+            "divides scores by their mean, and its score is in 'rank'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decide_layers(
+                replace(EXACT[name], protection=SMALL), layers, Budget(keep_ratio=0.5), scores=ranks
+            )
+    broken = [replace(score, layer_weight_B=score.layer_weight_B * float("nan")) for score in scores]
+    with pytest.raises(ValueError, match="share of the budget comes out as"):
+        decide_layers(replace(EXACT["cake"], protection=SMALL), layers, Budget(keep_ratio=0.5), scores=broken)
+
+
+def test_keep_sets_of_some_layers_are_their_ceilings():
+    """With two of four layers come, LAVa's shares are those of two, and never below the final ones."""
+    policy = replace(EXACT["lava"], protection=SMALL)
+    layers, scores = _case(4)
+    plan = _plan(policy, layers, Budget(keep_ratio=0.4))
+    candidates = [candidates_of(plan, score) for score in scores]
+    early = keep_sets(plan.policy.split, candidates[:2], plan.totals)
+    final = keep_sets(plan.policy.split, candidates, plan.totals)
+    for some, all_of in zip(early, final[:2], strict=True):
+        assert not (all_of & ~some).any()
+        assert (some.sum((1, 2)) >= all_of.sum((1, 2))).all()
