@@ -16,7 +16,6 @@ from pathlib import Path
 from retain.apportion import fill, round_shares
 
 
-@cache
 def read_head_classes(path: str) -> tuple[tuple[float, ...], ...]:
     """The table of a file.
 
@@ -35,6 +34,12 @@ def read_head_classes(path: str) -> tuple[tuple[float, ...], ...]:
             f"head classes file {path!r} does not exist: pass head_classes=, a tab-separated table of one "
             "row a layer and one number in 0..1 a KV head (DuoAttention's layout)."
         )
+    return _parsed(path, Path(path).stat().st_mtime_ns)
+
+
+@cache
+def _parsed(path: str, changed_ns: int) -> tuple[tuple[float, ...], ...]:
+    """The table of a file, read once until it changes: every layer of every prefill asks for it."""
     rows: list[tuple[float, ...]] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():

@@ -108,11 +108,11 @@ def decide_layers(
         ValueError: if the budget cannot hold what is protected, or a score is missing.
     """
     if scores is None:
+        nothing: list[Score | None] = [None] * len(layers)
+        handed = zip(layers, learned or nothing, observed or nothing, strict=True)
         scores = [
             score_entries(policy, layer, learned=own, observed=seen, seeds_B=seeds_B)
-            for layer, own, seen in zip(
-                layers, learned or [None] * len(layers), observed or [None] * len(layers), strict=True
-            )
+            for layer, own, seen in handed
         ]
         if policy.keeps_all and observed is None:
             valid_BT = layers[0].valid_BT

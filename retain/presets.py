@@ -138,13 +138,14 @@ class Preset:
 
     Args:
         name: what `load_policy` takes.
-        unit: unit of its score under that score's default settings.
-        needs: what it reads beyond keys and values: `window`, `running`, `seeds`, `gates`, ... Empty:
-            nothing.
+        unit: unit of its score.
+        needs: what it reads beyond keys and values: `window`, `running`, `seeds`, `gates`, `head_classes`
+            (a table of the model's heads), ... Empty: nothing.
         paper: where it comes from.
         cost: what its score costs a layer, in the letters of `retain.shapes` (W: window queries).
         regime: the one that its paper evaluates; `any` for a control.
         scope: who shares a budget: `head` nobody, `layer` the heads of a layer, `model` all heads.
+        layers: what layers get: `uniform` alike, else by `pyramid`, `cake` or `entropy`.
     """
 
     name: str
@@ -154,17 +155,18 @@ class Preset:
     cost: str = ""
     regime: str = "any"
     scope: str = "head"
+    layers: str = "uniform"
 
 
 class Presets(tuple[Preset, ...]):
     """Presets, whose `str` is a table."""
 
     def __str__(self) -> str:
-        columns = ("name", "unit", "scope", "regime", "needs", "cost", "paper")
+        columns = ("name", "unit", "scope", "layers", "regime", "needs", "cost", "paper")
         rows = [columns]
         for one in self:
             needs = ", ".join(sorted(one.needs)) or "nothing"
-            rows.append((one.name, one.unit, one.scope, one.regime, needs, one.cost, one.paper))
+            rows.append((one.name, one.unit, one.scope, one.layers, one.regime, needs, one.cost, one.paper))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -184,14 +186,28 @@ def policies() -> Presets:
     presets = []
     for name in sorted(_preset_files()):
         policy = load_policy(name)
-        needs = SCORES[policy.observed].needs if policy.observed else frozenset()
-        unit = SCORES[policy.observed].unit if policy.observed else "risk" if policy.learned else "rank"
-        unit = "rank" if policy.fusion == "rank_blend" else unit
+        family = SCORES[policy.observed] if policy.observed else None
+        needs = family.needs if family else frozenset()
         needs |= {"gates"} if policy.learned else frozenset()
-        costs = [SCORES[policy.observed].cost] if policy.observed else []
+        needs |= {"head_classes"} if policy.allocation.head_classes else frozenset()
+        unit = (
+            family.unit_under(**policy.observed_settings) if family else "risk" if policy.learned else "rank"
+        )
+        unit = "rank" if policy.fusion == "rank_blend" else unit
+        costs = [family.cost] if family else []
         costs += ["one gate: T F H"] if policy.learned else []
-        cost = "; ".join(costs) or "nothing"
-        presets.append(Preset(policy.name, unit, needs, policy.paper, cost, policy.regime, policy.scope))
+        presets.append(
+            Preset(
+                policy.name,
+                unit,
+                needs,
+                policy.paper,
+                "; ".join(costs) or "nothing",
+                policy.regime,
+                policy.scope,
+                policy.allocation.layers,
+            )
+        )
     return Presets(presets)
 
 

@@ -1,11 +1,13 @@
 from fractions import Fraction
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.protection import Protection, protected_mask
+from retain import config
+from retain.protection import Protection, pinned_mask, protected_mask
 
 
 def _valid(*lengths: int) -> torch.Tensor:
@@ -62,3 +64,190 @@ def test_a_budget_below_the_protected_count_says_by_how_much():
 def test_bad_settings_are_named_all_at_once():
     with pytest.raises(ValueError, match=r"sinks is -1.*prefix_fraction is 1.5, and must lie in 0..1"):
         Protection(sinks=-1, prefix_fraction=1.5)
+
+
+def _count(tokens, fraction, minimum, budget):
+    """A prefix or a suffix in entries, as the formula has it."""
+    if tokens is not None:
+        return tokens
+    return max(minimum, int(Fraction(str(fraction)) * budget)) if fraction else 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_the_mask_is_its_formula_with_every_field(data):
+    draw = data.draw
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    budgets = [draw(st.fractions(5, 45, max_denominator=2)) for _ in lengths]
+    tokens = st.none() | st.integers(0, 8)
+    protection = Protection(
+        sinks=draw(st.integers(0, 4)),
+        prefix_fraction=draw(st.sampled_from([0.0, 0.1, 0.25])),
+        suffix_fraction=draw(st.sampled_from([0.0, 0.1, 0.3])),
+        minimum=draw(st.integers(0, 4)),
+        recent=draw(st.integers(0, 6)),
+        prefix_tokens=draw(tokens),
+        suffix_tokens=draw(tokens),
+        suffix=draw(st.sampled_from(["dynamic", "static"])),
+    )
+    prompts = draw(st.none() | st.tuples(*(st.integers(0, length) for length in lengths)).map(list))
+    valid = _valid(*lengths)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    pinned = torch.rand(valid.shape, generator=generator) < 0.1 if draw(st.booleans()) else None
+    wanted = []
+    for row, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):
+        p = protection
+        first = max(p.sinks, _count(p.prefix_tokens, p.prefix_fraction, p.minimum, budget))
+        suffix = _count(p.suffix_tokens, p.suffix_fraction, p.minimum, budget)
+        stop = prompts[row] if p.suffix == "static" and prompts is not None else length
+        start = valid.shape[1] - length
+        own = []
+        for i in range(valid.shape[1]):
+            place = i - start
+            ends = place < first or place >= length - p.recent or stop - suffix <= place < stop
+            own.append(place >= 0 and (ends or (pinned is not None and bool(pinned[row, i]))))
+        wanted.append(own)
+    over = [sum(own) - budget for own, budget in zip(wanted, budgets, strict=True)]
+    pass_prompts = torch.tensor(prompts) if prompts is not None and draw(st.booleans()) else prompts
+    if max(over) > 0:
+        with pytest.raises(ValueError, match="fewer than the .* protected"):
+            protected_mask(protection, valid, budgets, pinned_BT=pinned, prompt_lengths_B=pass_prompts)
+    else:
+        mask = protected_mask(protection, valid, budgets, pinned_BT=pinned, prompt_lengths_B=pass_prompts)
+        assert mask.tolist() == wanted
+
+
+def test_nothing_is_protected_by_counts_of_zero():
+    for suffix in ("dynamic", "static"):
+        none = Protection(sinks=0, prefix_tokens=0, suffix_tokens=0, recent=0, suffix=suffix)
+        for prompts in (None, [0, 0], [3, 20]):
+            assert not protected_mask(none, _valid(9, 20), [5, 5], prompt_lengths_B=prompts).any()
+    # Absolute counts stand in for the fraction and for the minimum.
+    few = Protection(sinks=0, prefix_fraction=0.5, minimum=9, prefix_tokens=1, suffix_tokens=2)
+    assert protected_mask(few, _valid(20), [10])[0].nonzero().flatten().tolist() == [0, 18, 19]
+
+
+def test_a_static_suffix_stays_where_the_prompt_ended():
+    static = Protection(0, 0.0, suffix_tokens=3, recent=1, suffix="static")
+    mask = protected_mask(static, _valid(20, 12), [10, 10], prompt_lengths_B=[10, 0])
+    assert mask[0].nonzero().flatten().tolist() == [7, 8, 9, 19]
+    assert mask[1].nonzero().flatten().tolist() == [19]
+    dynamic = Protection(0, 0.0, suffix_tokens=3, recent=1)
+    assert protected_mask(dynamic, _valid(20), [10], prompt_lengths_B=[10])[0, -3:].all()
+    # After a prefill all is prompt, and the two are the same.
+    for prompts in (None, [20, 12]):
+        same = protected_mask(static, _valid(20, 12), [10, 10], prompt_lengths_B=prompts)
+        assert torch.equal(same, protected_mask(dynamic, _valid(20, 12), [10, 10]))
+
+
+def test_the_error_names_the_parts_of_the_union():
+    valid, none = _valid(50, 30), Protection(0, 0.0, 0.0)
+    pinned = pinned_mask([(0, 6), (10, 15)], valid)
+    with pytest.raises(
+        ValueError,
+        match=r"sequence 0 has a budget of 12 .* 1 fewer than the 13 protected \(8 at the ends: 4 first and 4 "
+        r"last of 50; 5 more in turns and pinned spans\)",
+    ):
+        # The sinks lie inside of the first span.
+        spans = pinned_mask([(0, 4), (10, 15)], valid)
+        protected_mask(Protection(4, 0.0, suffix_tokens=4), valid, [12, 13], pinned_BT=spans)
+    with pytest.raises(ValueError, match=r"2 fewer than the 11 protected \(0 at the ends"):
+        protected_mask(none, valid, [20, 9], pinned_BT=pinned)
+    static = Protection(1, 0.0, suffix_tokens=5, recent=3, suffix="static")
+    with pytest.raises(
+        ValueError, match=r"9 protected \(9 at the ends: 1 first, 5 last of a prompt of 20, 3 last of 50\)"
+    ):
+        protected_mask(static, valid, [8, 30], prompt_lengths_B=[20, 20])
+
+
+def test_a_mask_or_prompt_that_does_not_fit_is_an_error():
+    valid = _valid(6, 4)
+    for pinned in (torch.ones(2, 5, dtype=torch.bool), torch.ones(6, dtype=torch.bool), torch.ones(2, 6)):
+        with pytest.raises(ValueError, match=r"pinned_BT is .* must be torch.bool of shape \(2, 6\)"):
+            protected_mask(Protection(), valid, [6, 6], pinned_BT=pinned)
+    static = Protection(0, 0.0, suffix_tokens=2, suffix="static")
+    with pytest.raises(ValueError, match=r"sequence 1 has 4 entries, and prompt_lengths_B says that 5"):
+        protected_mask(static, valid, [6, 6], prompt_lengths_B=[6, 5])
+    with pytest.raises(ValueError, match=r"says that -1 .*pass a count in 0..6"):
+        protected_mask(static, valid, [6, 6], prompt_lengths_B=[-1, 4])
+    with pytest.raises(ValueError, match=r"prompt_lengths_B has shape \(1,\).*each of the 2 sequences"):
+        protected_mask(static, valid, [6, 6], prompt_lengths_B=[6])
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_pinned_spans_are_counted_in_a_sequences_own_tokens(data):
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    shared = data.draw(st.booleans())
+    tops = [min(lengths)] if shared else lengths
+    rows = [
+        data.draw(
+            st.lists(
+                st.tuples(st.integers(0, top), st.integers(0, top)).map(sorted).filter(lambda s: s[0] < s[1]),
+                max_size=3,
+            )
+        )
+        for top in tops
+    ]
+    valid = _valid(*lengths)
+    mask = pinned_mask(rows[0] if shared else rows, valid)
+    for row, length in enumerate(lengths):
+        start = valid.shape[1] - length
+        for i in range(valid.shape[1]):
+            spans = rows[0] if shared else rows[row]
+            assert bool(mask[row, i]) is any(first <= i - start < stop for first, stop in spans)
+
+
+def test_pinned_spans_in_padding_that_is_not_at_the_left():
+    valid = torch.tensor([[True, False, True, True, False, True]])
+    assert pinned_mask([(1, 3)], valid).tolist() == [[False, False, True, True, False, False]]
+    assert not pinned_mask([], valid).any()
+    assert not pinned_mask([[]], valid).any()
+
+
+def test_bad_spans_are_named_all_at_once():
+    valid = _valid(6, 4)
+    with pytest.raises(
+        ValueError,
+        match=r"\(2, 2\) of sequence 0 is empty; span \(3, 1\) of sequence 0 is reversed; span \(2, 5\) of "
+        r"sequence 1 leaves its 4 tokens; span \(-1, 2\) of sequence 1 leaves",
+    ):
+        pinned_mask([[(2, 2), (3, 1), (0, 6)], [(2, 5), (-1, 2)]], valid)
+    # One list for all must fit the shortest.
+    with pytest.raises(ValueError, match=r"span \(0, 5\) of sequence 1 leaves its 4 tokens"):
+        pinned_mask([(0, 5)], valid)
+    with pytest.raises(ValueError, match="spans for 3 sequences, and the batch has 2"):
+        pinned_mask([[], [], [(0, 1)]], valid)
+    with pytest.raises(ValueError, match="must be one list of"):
+        pinned_mask([(0, 1), [(0, 1)]], valid)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be one list of"):
+        pinned_mask([(0, 1, 2)], valid)
+
+
+def test_every_bad_field_is_named(monkeypatch):
+    # Users have no import hook that refuses the wrong word before the class does.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError) as caught:
+        Protection(-1, 1.5, float("nan"), -2, -3, -4, -5, "dynamc", True, -6, -7)  # type: ignore[arg-type]
+    for name, value in {
+        "sinks": -1,
+        "minimum": -2,
+        "recent": -3,
+        "prefix_tokens": -4,
+        "suffix_tokens": -5,
+        "turn_prefix": -6,
+        "turn_suffix": -7,
+    }.items():
+        assert f"{name} is {value}, and must be 0 or more" in str(caught.value)
+    assert "prefix_fraction is 1.5" in str(caught.value) and "suffix_fraction is nan" in str(caught.value)
+    assert "suffix is 'dynamc'" in str(caught.value) and "did you mean 'dynamic'" in str(caught.value)
+
+
+def test_a_protection_is_built_from_a_mapping_and_back():
+    mapping = {"prefix_tokens": 8, "suffix_tokens": None, "suffix": "static", "turns": True, "turn_suffix": 2}
+    protection = config.build(mapping, Protection)
+    assert protection == Protection(prefix_tokens=8, suffix="static", turns=True, turn_suffix=2)
+    assert config.build(config.to_mapping(protection), Protection) == protection
+    assert len({protection, Protection()}) == 2
+    with pytest.raises(ValueError, match="expected one of 'dynamic', 'static'"):
+        config.build({"suffix": "moving"}, Protection)

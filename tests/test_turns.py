@@ -1,13 +1,14 @@
 """Turns found from chat templates, against the places of contents in the rendered text.
 
 The oracle knows no markers: it looks for each content in the rendered text, and asks the tokenizer's offsets
-which tokens overlap it. Templates are written in the manner of well-known ones, tokenizers trained on the spot.
+which tokens overlap it. Templates are written in the manner of well-known ones, tokenizers trained here.
 """
 
 import json
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ GEMMA = (
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 LLAMA2 = (
-    "{% if messages[0].role == 'system' %}{% set first = '<<SYS>>\n' ~ messages[0].content ~ '\n<</SYS>>\n\n' %}"
+    "{% if messages[0].role == 'system' %}{% set said = messages[0].content %}"
+    "{% set first = '<<SYS>>\n' ~ said ~ '\n<</SYS>>\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
     "{% for m in rest %}"
     + ALTERNATE
@@ -118,7 +120,7 @@ def _backend(kind: str) -> str:
     if kind == "words":
         tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]|\s"), "isolated")
-        trainer = trainers.WordLevelTrainer(vocab_size=1000, special_tokens=["<unk>", *SPECIAL])
+        trainer: Any = trainers.WordLevelTrainer(vocab_size=1000, special_tokens=["<unk>", *SPECIAL])
     else:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "bytes")
@@ -148,16 +150,19 @@ def _markers(template: str, kind: str) -> TurnMarkers:
 
 @dataclass
 class Rendered:
-    """A conversation's ids, and what the oracle says of each token: its turn, None where it is markup."""
+    """A conversation's ids, and what the oracle says of each: its turn, None for markup."""
 
     ids: list[int]
     turns: list[int | None]
 
 
 def _rendered(
-    tokenizer, messages: list[dict], prompt: bool, system: tuple[str, str] | None = None
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict],
+    prompt: bool,
+    system: tuple[str, str] | None = None,
 ) -> Rendered:
-    """Render; `system` is the markup around a system turn that the template writes, or writes into, itself."""
+    """Render; `system` is the markup around a system turn into which the template writes by itself."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ranges, begin = [], 0
@@ -187,7 +192,7 @@ def _batch(rows: list[Rendered], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _conversation(texts: list[str], first: str | None, tools: bool = False) -> list[dict]:
-    """Alternating turns, numbered so that each content is found once, after a system message if there is one."""
+    """Alternating turns, numbered so that each content is found once, after a system message if any."""
     roles = ["user", "assistant", "tool", "assistant"] if tools else ["user", "assistant"]
     start = [] if first is None else [{"role": "system", "content": f"{first} 00"}]
     return start + [
@@ -196,14 +201,14 @@ def _conversation(texts: list[str], first: str | None, tools: bool = False) -> l
     ]
 
 
-def _own(template: str, tokenizer) -> set[int]:
-    """Ids that begin a sequence or end it, and are no part of a turn's markup, whichever way they are counted."""
+def _own(template: str, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Ids that begin a sequence or end it, and are no part of a turn's markup."""
     begins = {tokenizer.bos_token_id} if template in ("llama3", "gemma", "mistral") else set()
     return begins | ({tokenizer.eos_token_id} if template == "phi3" else set())
 
 
 @st.composite
-def _conversations(draw, template: str):
+def _conversations(draw: st.DrawFn, template: str) -> tuple[list[dict], bool]:
     texts = draw(st.lists(st.sampled_from(SENTENCES), min_size=1, max_size=10))
     first = draw(st.none() | st.sampled_from(SENTENCES)) if template in SYSTEM else None
     return _conversation(texts, first, template in TOOLS and draw(st.booleans())), draw(st.booleans())
@@ -258,7 +263,7 @@ def _cases(draw):
     tokens = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)
     pairs = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), tokens), max_size=3).map(tuple)
     rows = draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=20), min_size=1, max_size=3))
-    return TurnMarkers(draw(pairs), draw(pairs)), rows
+    return draw(pairs), draw(pairs), rows
 
 
 def _naive(markers: TurnMarkers, ids: list[int]) -> tuple[list[bool], list[list[int]]]:
@@ -288,7 +293,8 @@ def _naive(markers: TurnMarkers, ids: list[int]) -> tuple[list[bool], list[list[
 @settings(deadline=None, max_examples=200)
 @given(_cases(), st.booleans(), st.integers(0, 4), st.integers(0, 4))
 def test_spans_and_mask_agree_with_a_loop_over_tokens(case, turns, prefix, suffix):
-    markers, rows = case
+    headers, ends, rows = case
+    markers = TurnMarkers(headers, ends)
     # The padding is a marker's own token, and must not be read.
     ids, valid = _batch([Rendered(row, []) for row in rows], 0)
     spans = turn_spans(markers, ids, valid)
@@ -309,7 +315,7 @@ def test_spans_and_mask_agree_with_a_loop_over_tokens(case, turns, prefix, suffi
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_contents_that_merge_with_markup_are_found(template):
-    """Whatever stands at a content's border, every turn is found, and nothing inside of a content is markup."""
+    """Whatever stands at a content's border, every turn is found, and no inner token of it is markup."""
     tokenizer, markers = _tokenizer(template, "bytes"), _markers(template, "bytes")
     edges = ["{}", " {}", "\n{}\n", "\n\n{}\n\n", "({})", '"{}"', "/{}?", "[{}]", "- {};", "{}. "]
     for edge in edges:
@@ -319,7 +325,7 @@ def test_contents_that_merge_with_markup_are_found(template):
         coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = torch.tensor([coded["input_ids"]])
         spans = turn_spans(markers, ids, torch.ones_like(ids, dtype=torch.bool))
-        seen = []
+        seen: list[int] = []
         for own in texts:
             begin = text.index(own.strip())
             stop = begin + len(own.strip())

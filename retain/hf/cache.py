@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 
 from retain.attend import attend
+from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
 from retain.evidence import Evidence
 from retain.hf.call import Call, read_call
@@ -567,6 +568,17 @@ class Cache(TransformersCache):
                 LayerReport(f"layer {spec.layer_idx}", seen, held, seen * entry, held * entry, allocated)
             )
         return Report(self.rule.name, PATH, tuple(rows), total_of(rows))
+
+    def budgets(self) -> BudgetTable:
+        """Entries that each sequence, layer and KV head holds; `print` shows a table."""
+        seen_B = self.valid_BT.sum(-1).cpu()
+        held = []
+        for spec, layer in zip(self.specs, self.layers, strict=True):
+            if layer.store is not None:
+                held.append(layer.store.lengths_BH.cpu().long())
+            else:
+                held.append(seen_B[:, None].expand(-1, spec.num_kv_heads))
+        return BudgetTable(torch.stack(held, dim=1), seen_B, self.rule.name)
 
     def bytes_held(self) -> int:
         """Bytes of the keys and values held, over all layers."""

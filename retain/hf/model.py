@@ -170,7 +170,7 @@ def rotary_of(model: nn.Module) -> Rotary | None:
     copied = copy.deepcopy(embedding).cpu()
     on_cpu = Rotary(rotary.inverse_frequencies_F.cpu(), scaling)
     trained = int(getattr(base.config, "max_position_embeddings", None) or 1)
-    for positions in ([[0, 1, 2, 7]], [[3, trained, 4 * trained + 5, 1]]):
+    for positions in ([[0, 1, 2, 7]], [[3, 1, trained, 2 * trained]]):
         at = torch.tensor(positions)
         try:
             tables = copied(torch.zeros(1), at)

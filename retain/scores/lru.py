@@ -81,8 +81,7 @@ def last_access(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 12
         seen_sK = entry_T[:stop] <= own_s1
         if evidence.window is not None:
             seen_sK = seen_sK & (entry_T[:stop] > own_s1 - evidence.window)
-        # A padded query sees nothing, and so accesses nothing even at share 0.
-        seen_BsK = seen_sK & valid_BT[:, None, :stop] & valid_BT[:, start:stop, None]
+        seen_BsK = seen_sK & valid_BT[:, None, :stop]
         least_BsK = (share * (1 - ROUNDING) / seen_BsK.sum(-1, keepdim=True).clamp_min(1)).to(probs.dtype)
         most_BHsK = group_heads(probs, evidence.num_heads).amax(2)
         accessed_BHsK = (most_BHsK >= least_BsK[:, None]) & seen_BsK[:, None]

@@ -46,18 +46,14 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
     num_pages = -(-T // page_size)
 
-    # Sequences begin at their first own entry: entry `place` of sequence b is column `pads[b] + place`.
-    num_padded_B1 = (~valid_BT).sum(-1, keepdim=True)
-    source_BN = torch.arange(num_pages * page_size, device=valid_BT.device) + num_padded_B1
-    beyond_BN = source_BN >= T
+    # Each sequence from its first own entry on. What would lie beyond the end repeats the last entry, which
+    # changes no bound of its page; pages wholly beyond it are nobody's.
+    source_BN = torch.arange(num_pages * page_size, device=valid_BT.device) + (~valid_BT).sum(
+        -1, keepdim=True
+    )
     source_BHND = source_BN.clamp_max(T - 1)[:, None, :, None].expand(B, H, -1, D)
-    shifted = keys_BHTD.gather(2, source_BHND)
-    beyond = beyond_BN[:, None, :, None]
-    low = shifted.masked_fill(beyond, float("inf")).unflatten(2, (num_pages, page_size)).amin(3)
-    high = shifted.masked_fill(beyond, float("-inf")).unflatten(2, (num_pages, page_size)).amax(3)
-    # Pages that lie wholly beyond the end belong to nobody; finite, so that 0 * inf makes no NaN.
-    empty = beyond_BN.unflatten(1, (num_pages, page_size)).all(-1)[:, None, :, None]
-    low, high = low.masked_fill(empty, 0.0).to(dtype), high.masked_fill(empty, 0.0).to(dtype)
+    pages = keys_BHTD.gather(2, source_BHND).unflatten(2, (num_pages, page_size))
+    low, high = pages.amin(3).to(dtype), pages.amax(3).to(dtype)
 
     query_BHGD = group_heads(evidence.queries_BQSD[:, :, -1].to(dtype), H)
     upper = query_BHGD.clamp_min(0) @ high.transpose(-1, -2) + query_BHGD.clamp_max(0) @ low.transpose(-1, -2)

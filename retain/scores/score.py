@@ -7,6 +7,7 @@ accident.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -58,6 +59,7 @@ class ScoreFamily:
             `seeds` (one integer a sequence, passed as `seeds_B`). Empty: nothing.
         paper: title and arXiv id, or where the idea comes from.
         cost: what it costs a layer, in the letters of `retain.shapes` (W: window queries).
+        unit_of: `(**settings) -> unit` where settings decide it; None where it is always `unit`.
     """
 
     function: Callable[..., Score]
@@ -65,6 +67,11 @@ class ScoreFamily:
     needs: frozenset[str]
     paper: str
     cost: str = ""
+    unit_of: Callable[..., str] | None = None
+
+    def unit_under(self, **settings: Any) -> str:
+        """The unit under these settings, before anything is scored."""
+        return self.unit if self.unit_of is None else self.unit_of(**settings)
 
 
 def masked_score(

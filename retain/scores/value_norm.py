@@ -33,7 +33,8 @@ def value_norm_l1(
     stays), in blocks of entries and of columns `e`: the projected values never exist together. No gradient
     passes.
 
-    Identify What You Need (CriticalKV), arXiv 2502.03805: its N is this, averaged over the group.
+    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective
+    (CriticalKV), arXiv 2502.03805: its N is this, averaged over the group.
 
     Args:
         values_BHTD: cached values.

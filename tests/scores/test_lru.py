@@ -43,9 +43,10 @@ def test_lru_is_its_definition(group, share):
 
 @pytest.mark.parametrize("chunk", [1, 5, 128])
 @pytest.mark.parametrize("settings", [{}, {"soft_cap": 2.0}, {"window": 5}])
-def test_lru_however_it_is_chunked(chunk, settings):
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_lru_however_it_is_chunked(chunk, settings, share):
     evidence = random_evidence(num_tokens=15, **settings)
-    assert torch.equal(lru(evidence, chunk=chunk).values_BHT, _naive(evidence, 1.0))
+    assert torch.equal(lru(evidence, share=share, chunk=chunk).values_BHT, _naive(evidence, share))
 
 
 def test_share_zero_keeps_exactly_the_last_entries():
@@ -65,8 +66,10 @@ def test_a_share_out_of_reach_is_recency():
 def test_indifferent_queries_access_everything_they_see():
     """Equal logits pay 1/n only up to rounding; which entries count must not depend on it."""
     evidence = random_evidence(pads=(0, 6), num_tokens=301)
-    evidence = replace(evidence, queries_BQSD=torch.zeros_like(evidence.queries_BQSD))
-    score = lru(evidence).values_BHT
+    orders = torch.stack([torch.randperm(3) for _ in range(301)])
+    keys = torch.tensor([0.1, 0.2, 0.7])[orders].expand(2, 2, 301, 3)
+    queries = torch.full_like(evidence.queries_BQSD, 1.7)
+    score = lru(replace(evidence, queries_BQSD=queries, keys_BHTD=keys)).values_BHT
     assert (score[0] == 300).all() and (score[1, :, 6:] == 294).all()
 
 
