@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	train/distill.py --config configs/distill/reference.yaml
 
-.PHONY: demo compare test lint format reference install gates gates-seed0 gates-seed1 gates-seed2
+.PHONY: demo compare methods test lint format reference install gates gates-seed0 gates-seed1 gates-seed2
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -30,6 +30,11 @@ demo: $(INSTALLED)
 compare: $(INSTALLED)
 	$(MAKE) -j 2 gates
 	$(BIN)/python eval/compare.py --config configs/compare/reference.yaml
+
+# Every published method, with and without protection: which published orderings hold here.
+methods: $(INSTALLED)
+	$(MAKE) -j 2 gates
+	$(BIN)/python eval/compare.py --config configs/compare/methods.yaml
 
 gates: gates-seed0 gates-seed1 gates-seed2
 

@@ -5,6 +5,7 @@ of what was seen, so that pictures of unlike lengths and budgets compare.
 """
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -39,7 +40,7 @@ def plot_budgets(table: BudgetTable, path: str | Path) -> Path:
             for head in range(heads):
                 own = share_LH[layer, head]
                 color = "white" if own < 0.6 * share_LH.max() else "black"
-                centred = {"ha": "center", "va": "center"}
+                centred: dict[str, Any] = {"ha": "center", "va": "center"}
                 axes.text(head, layer, f"{100 * own:.0f}", fontsize=8, color=color, **centred)
     figure.colorbar(image, ax=axes)
     figure.tight_layout()

@@ -39,7 +39,10 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
     machine = environment("cpu", 1 if config.workers else 0)
     identity = {
         "config": {name: value for name, value in mapping.items() if name not in NOT_IDENTITY},
-        "policies": {name: asdict(replace(find_policy(name), paper="")) for name in config.policies},
+        "policies": {
+            name: asdict(replace(find_policy(config, name), paper="", regime="any"))
+            for name in config.policies
+        },
         "models": {str(seed): fingerprint(suite.load_model(seed))["sha256"] for seed in config.seeds},
         "gates": {str(s): gates_identity(config.gates_of(s)) for s in config.seeds}
         if needs_gates(config)

@@ -5,17 +5,17 @@ are there, budgets hold what is protected. The one decision taken here: all prob
 at once.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from retain.budget import Budget, budget_tokens
+from retain.budget import Budget, LayerShape, spread
 from retain.eval.tasks import Suite
 from retain.hf.gates import load_gates
-from retain.policy import Policy, load_policy, policies
+from retain.presets import Policy, load_policy, policies
 from retain.protection import protected_mask
 from retain.registry import suggest
 
@@ -40,9 +40,12 @@ class CompareConfig:
         regimes: "context_only": the context is prefilled and evicted, the question arrives afterwards.
             "query_aware": scores have observed context and question.
         keep_ratios: Kept / seen, each in (0, 1). The full cache is always measured, once.
-        policies: Presets of `configs/policy`, and the controls "token_identity" and "oracle".
+        policies: Presets of `configs/policy`, variants, and the controls "token_identity" and "oracle".
+        variants: Policies of this comparison alone: name -> a preset, then `key=value` changes to it, e.g.
+            `[snapkv, protection.sinks=0]`.
         context_tokens: Length of every context.
-        control_documents: Documents that the token-identity control is fitted on, for each seed.
+        control_documents: Documents that the token-identity control is fitted on, and head classes are
+            measured on, for each seed.
         horizon: Distance, in entries, from which a document's own later tokens count in the control's target.
         batch_items: Items that are prefilled together.
         max_sequences: Most sequences that are decoded together; more memory, fewer steps.
@@ -66,12 +69,13 @@ class CompareConfig:
         "token_identity",
         "snapkv",
         "defensive",
-        "defensive_layer",
+        "defensivekv",
         "h2o",
         "gate",
         "fused",
         "oracle",
     )
+    variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
     context_tokens: int = 1000
     control_documents: int = 128
     horizon: int = 32
@@ -93,22 +97,36 @@ class CompareConfig:
 
 
 # Fields that do not change a row: a finished run may be reported again under others. Gates are identified by
-# their weights, wherever they lie.
-NOT_IDENTITY = ("results", "gates", "workers", "max_sequences", "margin_points", "resamples")
+# their weights, wherever they lie, and variants by the policies that they come to.
+NOT_IDENTITY = ("results", "gates", "variants", "workers", "max_sequences", "margin_points", "resamples")
+
+
+def find_policy(config: CompareConfig, name: str) -> Policy:
+    """The policy of that name: a variant of this comparison, or a preset; a control is the gate's pipeline
+    with the control's score in the gate's place."""
+    return _resolved(name, config.variants.get(name))
 
 
 @cache
-def find_policy(name: str) -> Policy:
-    """The policy of that name; a control is the gate's pipeline with the control's score in the gate's
-    place."""
+def _resolved(name: str, variant: tuple[str, ...] | None) -> Policy:
+    if variant is not None:
+        preset, *changes = variant
+        return replace(load_policy(preset, changes), name=name)
     if name not in CONTROLS:
         return load_policy(name)
     return replace(load_policy("gate"), name=name, learned=True, observed=None, fusion="learned")
 
 
+def preset_of(config: CompareConfig, name: str) -> str | None:
+    """The preset that a policy of this comparison is, or is a variant of; None for a control."""
+    if name in config.variants:
+        return config.variants[name][0]
+    return None if name in CONTROLS else name
+
+
 def needs_gates(config: CompareConfig) -> bool:
     """Whether any policy asks for trained gates."""
-    return any(find_policy(name).learned for name in config.policies if name not in CONTROLS)
+    return any(find_policy(config, name).learned for name in config.policies if name not in CONTROLS)
 
 
 def with_all_tasks(config: CompareConfig, suite: Suite) -> tuple[str, ...]:
@@ -132,7 +150,8 @@ def check(config: CompareConfig, suite: Suite) -> None:
 
 
 def _names(config: CompareConfig, suite: Suite) -> list[str]:
-    known = [FULL, *(preset.name for preset in policies()), *CONTROLS]
+    presets = [preset.name for preset in policies()]
+    known = [FULL, *presets, *config.variants, *CONTROLS]
     checks = [("policy", config.policies, known), ("task", config.tasks, list(suite.tasks))]
     problems = [
         f"unknown {what} {name!r}{suggest(name, names)}; known: {', '.join(dict.fromkeys(names))}"
@@ -145,6 +164,7 @@ def _names(config: CompareConfig, suite: Suite) -> list[str]:
         for seed in config.seeds
         if seed not in suite.seeds
     ]
+    problems += _variants(config, presets)
     if FULL in config.policies:
         problems.append(f"{FULL!r} is always measured: leave it out of `policies`")
     repeatable = ("seeds", "tasks", "regimes", "keep_ratios", "policies")
@@ -155,6 +175,26 @@ def _names(config: CompareConfig, suite: Suite) -> list[str]:
     ]
     if Path(config.run).name != config.run or config.run in ("", ".", ".."):
         problems.append(f"`run` is the name of a folder under {config.results}, got {config.run!r}")
+    return problems
+
+
+def _variants(config: CompareConfig, presets: list[str]) -> list[str]:
+    problems = []
+    for name, variant in config.variants.items():
+        if name in (FULL, *presets, *CONTROLS):
+            problems.append(f"variant {name!r} has the name of a policy that there is: give it another")
+        elif not variant or variant[0] == FULL or variant[0] not in presets:
+            hint = suggest(variant[0], presets) if variant else ""
+            problems.append(
+                f"variant {name!r} begins with the preset that it changes, got "
+                f"{variant[0] if variant else 'nothing'!r}{hint}; then `key=value`, as in "
+                "[snapkv, protection.sinks=0]"
+            )
+        else:
+            try:
+                find_policy(config, name)
+            except ValueError as error:
+                problems.append(f"variant {name!r}: {error}")
     return problems
 
 
@@ -217,11 +257,16 @@ def _budgets(config: CompareConfig) -> list[str]:
     valid = torch.ones(1, config.context_tokens, dtype=torch.bool)
     problems = []
     for name in config.policies:
-        policy = find_policy(name)
+        policy = find_policy(config, name)
+        if policy.protection.reads_turns:
+            problems.append(
+                f"policy {name!r} protects the turns of a conversation, and the contexts here are documents: "
+                "set protection.turns, turn_prefix and turn_suffix to nothing in a variant"
+            )
         for ratio in config.keep_ratios:
             try:
-                per_head, _ = budget_tokens(Budget(keep_ratio=ratio), valid, 1, 1)
-                protected_mask(policy.protection, valid, per_head)
+                totals = spread(Budget(keep_ratio=ratio), [config.context_tokens], [LayerShape(1, 1)])
+                protected_mask(policy.protection, valid, totals.per_head_B)
             except ValueError as error:
                 problems.append(f"policy {name!r} at keep_ratio {ratio}: {error}")
     return problems

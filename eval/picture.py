@@ -1,16 +1,19 @@
-"""The picture of a run: score against keep_ratio, one line a policy, the full cache dashed.
+"""The picture of a run: score against keep_ratio, one line a policy, the full cache dashed; or, of many
+policies, a ranking.
 
-One panel per regime and family. The one decision taken here: the ratios are spaced evenly on a log axis,
-since a cache half the size is one step whatever the size was.
+Lines: one panel per regime and family. Ranking: one panel per regime. The one decision taken here: the ratios
+are spaced evenly on a log axis, since a cache half the size is one step whatever the size was; and where
+there are more policies than colours, their names do the telling apart.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 from retain.eval.significance import standard_error
-from retain.eval.summary import FAMILIES, Cell, Scores
+from retain.eval.summary import ALL, FAMILIES, LEARNED, Cell, Scores
 
 # Learned policies stand out; heuristics are cool, controls grey. Policies not named here take matplotlib's
 # own.
@@ -19,7 +22,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "gate": {"color": "#f28e2b", "linewidth": 2.4, "marker": "s"},
     "snapkv": {"color": "#1f77b4", "marker": "^"},
     "defensive": {"color": "#2ca02c", "marker": "v"},
-    "defensive_layer": {"color": "#98df8a", "marker": "<"},
+    "defensivekv": {"color": "#98df8a", "marker": "<"},
     "h2o": {"color": "#17becf", "marker": "D"},
     "recency": {"color": "#9467bd", "marker": "x"},
     "random": {"color": "#8c6d31", "marker": "+"},
@@ -85,6 +88,75 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
     figure.legend(handles, labels, loc="center right", fontsize=9, frameon=False)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout(rect=(0, 0, 1 - 1.6 / figure.get_figwidth(), 1))
+    _save(figure, path)
+
+
+def draw_ranking(scores: Scores, path: Path, *, title: str, variants: Collection[str] = ()) -> None:
+    """Write `scores.png` of many policies: a row each, sorted by the mean over all tasks at the middle
+    keep_ratio.
+
+    The large dot is the middle ratio with +-1.96 standard errors, the line reaches from the lowest to the
+    highest ratio. Variants are hollow.
+
+    Args:
+        scores: Of the run.
+        path: Where to write.
+        title: Above all panels.
+        variants: Names of policies that are no presets.
+    """
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks, ratios = scores.tasks(ALL), scores.keep_ratios
+    middle = ratios[len(ratios) // 2]
+    names = [name for name in scores.policies if name != "full"]
+    figure, axes = pyplot.subplots(
+        1,
+        len(scores.regimes),
+        figsize=(6.4 * len(scores.regimes), 0.19 * len(names) + 1.6),
+        squeeze=False,
+    )
+    for axis, regime in zip(axes[0], scores.regimes, strict=True):
+        own = [name for name in names if Cell(regime, name, middle) in scores.exact]
+        own.sort(key=lambda name: scores.mean(Cell(regime, name, middle), tasks))
+        for place, name in enumerate(own):
+            cells = [Cell(regime, name, ratio) for ratio in ratios]
+            means = [scores.mean(cell, tasks) for cell in cells if cell in scores.exact]
+            cell = Cell(regime, name, middle)
+            color = "#c1272d" if name in LEARNED else "#8a8a8a" if name in variants else "#1f5f99"
+            fill = "white" if name in variants else color
+            axis.plot([min(means), max(means)], [place, place], color=color, linewidth=1, alpha=0.45)
+            half = 1.96 * standard_error(scores.strata(cell, tasks))
+            axis.errorbar(
+                scores.mean(cell, tasks),
+                place,
+                xerr=half,
+                fmt="o",
+                color=color,
+                markerfacecolor=fill,
+                markersize=5,
+                elinewidth=2.2,
+            )
+        full = Cell(regime, "full", 1.0)
+        if full in scores.exact:
+            axis.axvline(scores.mean(full, tasks), color="black", linestyle="--", linewidth=1)
+        axis.set_yticks(range(len(own)), own, fontsize=8)
+        for label, name in zip(axis.get_yticklabels(), own, strict=True):
+            label.set_color("#777777" if name in variants else "black")
+        axis.set_ylim(-0.8, len(own) - 0.2)
+        axis.set_xlim(-2, 102)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_xlabel("exact match, %")
+        axis.set_title(f"{regime}, mean over {len(tasks)} tasks", fontsize=10)
+    reach = f"dot: keep_ratio {middle:g}; line: {ratios[0]:g} to {ratios[-1]:g}; dashed: full cache"
+    figure.suptitle(f"{title}\n{reach}; red: learned, hollow: variants", fontsize=10)
+    figure.tight_layout(rect=(0, 0, 1, 0.985))
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
     beside = path.with_name(path.stem + ".new.png")
     figure.savefig(beside, dpi=120)
     pyplot.close(figure)

@@ -5,14 +5,17 @@ rows of this run, and a run that cannot be trusted (unclean tree, rows made by d
 first lines.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retain.eval.picture import draw
+from retain.eval.orderings import Checked, check_orderings, in_words, topics
+from retain.eval.picture import draw, draw_ranking
 from retain.eval.record import read_rows, write_text
 from retain.eval.significance import standard_error
 from retain.eval.summary import (
+    ALL,
     FAMILIES,
     Cell,
     Claim,
@@ -31,6 +34,10 @@ REGIMES = {
     "query_aware": "scores have observed context and question; after the eviction the question's last token "
     "is read again, and the answer follows",
 }
+
+
+# More policies than this are drawn, and shown at a glance, as a ranking.
+MANY = 12
 
 
 def write_report(
@@ -52,18 +59,24 @@ def write_report(
     single_key = [task.name for task in tasks.values() if task.single_key]
     claims = check_claims(scores, single_key, **options)
     best = against_best_heuristic(scores, **options)
-    each = learned_against_each(scores, **options)
-    draw(
-        scores, folder / "scores.png", title=f"{config['run']}: exact match at equal memory, mean over tasks"
-    )
+    variants = tuple(config.get("variants", ()))
+    each = learned_against_each(scores, **options, leave_out=variants)
+    checked = check_orderings(scores, **options)
+    title = f"{config['run']}: exact match at equal memory, mean over tasks"
+    many = len(scores.policies) > MANY
+    if many:
+        draw_ranking(scores, folder / "scores.png", title=title, variants=variants)
+    else:
+        draw(scores, folder / "scores.png", title=title)
     sections = [
         _head(scores, manifest),
         _claims(claims),
-        "![score against keep_ratio](scores.png)",
+        "![ranking of policies](scores.png)" if many else "![score against keep_ratio](scores.png)",
         _glance(scores),
         *(_regime(scores, regime) for regime in scores.regimes),
+        *([_orderings(checked)] if checked else []),
         _best(scores, best, config["margin_points"]),
-        _each(each),
+        _each(each, variants),
         _seeds(scores),
         _memory(scores),
         _tasks(scores, tasks),
@@ -127,8 +140,11 @@ def _glance(scores: Scores) -> str:
     families = [family for family in FAMILIES if scores.tasks(family)]
     columns = ["policy"]
     columns += [f"{regime} {ratio:g}" for regime in scores.regimes for ratio in scores.keep_ratios]
+    names, order = scores.policies, ""
+    if len(names) > MANY:
+        names, order = sorted(names, key=lambda name: -_overall(scores, name)), ", best first"
     rows = []
-    for policy in scores.policies:
+    for policy in names:
         row = [policy]
         for regime in scores.regimes:
             for ratio in scores.keep_ratios:
@@ -137,8 +153,17 @@ def _glance(scores: Scores) -> str:
                 row.append(" / ".join(f"{mean:.1f}" for mean in means))
         rows.append(row)
     counts = " and ".join(f"{len(scores.tasks(family))} {family}" for family in families)
-    note = f"Exact match in %, mean over tasks: {' / '.join(families)} ({counts}), by regime and keep_ratio."
+    note = (
+        f"Exact match in %, mean over tasks: {' / '.join(families)} ({counts}), by regime and "
+        f"keep_ratio{order}."
+    )
     return "\n".join(["## At a glance", "", note, "", _table(columns, rows)])
+
+
+def _overall(scores: Scores, policy: str) -> float:
+    """Mean over all cells of a policy."""
+    means = [scores.mean(cell, scores.tasks(ALL)) for cell in scores.exact if cell.policy == policy]
+    return sum(means) / len(means)
 
 
 def _regime(scores: Scores, regime: str) -> str:
@@ -210,8 +235,54 @@ def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
     return "\n".join([*head, _pivot(made, lambda o: (o.regime, f"{o.keep_ratio:g}", o.policy), columns)])
 
 
-def _each(made: Sequence[Comparison]) -> str:
+def _orderings(checked: Sequence[Checked]) -> str:
+    """Published orderings, topic by topic: claims, then differences and what they say."""
+    ratios = sorted({one.made.keep_ratio for one in checked})
+    pairs = {(o.made.policy, o.made.baseline, o.made.regime, o.made.keep_ratio) for o in checked}
+    counts = Counter(one.finding for one in checked)
+    lines = [
+        "## Published orderings",
+        "",
+        "Policy minus baseline over all tasks, each counting alike, at the same regime, keep_ratio and "
+        f"bytes, with paired 95 % intervals. {len(pairs)} comparisons; each interval is for one comparison "
+        f"and is not adjusted: of {len(pairs)} without any difference about {round(len(pairs) / 20)} would "
+        "exclude 0. `a > b` holds where the verdict is better, `a = b` where it is equivalent or identical. "
+        f"In all: {', '.join(f'{count} {finding}' for finding, count in counts.most_common())}.",
+    ]
+    for topic in topics(checked):
+        own = [one for one in checked if one.ordering.topic == topic]
+        claims = dict.fromkeys(
+            f"{'' if len({o.ordering.claim for o in own}) == 1 else _named(one) + ': '}{one.ordering.claim} "
+            f"(arXiv {one.ordering.paper})"
+            for one in own
+        )
+        shown = [ratio for ratio in ratios if any(one.made.keep_ratio == ratio for one in own)]
+        rows: dict[tuple[str, str], dict[float, Checked]] = {}
+        for one in own:
+            rows.setdefault((_named(one), one.made.regime), {})[one.made.keep_ratio] = one
+        body = [
+            [
+                *names,
+                *(" ".join(_spelled(at[r].made, named=False)) if r in at else "" for r in shown),
+                in_words({ratio: one.finding for ratio, one in at.items()}),
+            ]
+            for names, at in rows.items()
+        ]
+        columns = ["published", "regime", *(f"{ratio:g}" for ratio in shown), "finding"]
+        lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims), ""]
+        lines.append(_table(columns, body, 2))
+    return "\n".join(lines)
+
+
+def _named(one: Checked) -> str:
+    sign = ">" if one.ordering.says == "better" else "="
+    return f"{one.ordering.policy} {sign} {one.ordering.baseline}"
+
+
+def _each(made: Sequence[Comparison], left_out: Sequence[str]) -> str:
     head = ["## Gate and fused against each policy", ""]
+    if left_out:
+        head += ["Variants are left out.", ""]
     if not made:
         return "\n".join([*head, "Neither was measured."])
     names = ("regime", "keep_ratio", "policy", "minus")

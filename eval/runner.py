@@ -21,10 +21,11 @@ the run stops.
 
 import concurrent.futures
 import hashlib
+import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,14 +37,15 @@ from retain.attention_chunks import truncate
 from retain.budget import Budget
 from retain.eval.baselines import TokenIdentity, fit_token_identity, load_token_identity, oracle
 from retain.eval.config import FULL, CompareConfig, find_policy, needs_gates, with_all_tasks
-from retain.eval.record import Row, append_unit, take_up, tokens_sha
+from retain.eval.head_classes import measure_head_classes, write_head_classes
+from retain.eval.record import Row, append_unit, take_up, tokens_sha, write_json
 from retain.eval.tasks import Item, Suite
 from retain.evidence import Evidence
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
 from retain.hf.model import fingerprint
-from retain.policy import decide, score_entries
+from retain.policy import Policy, decide_layers, score_entries
 from retain.scores import Score
 
 
@@ -64,12 +66,21 @@ class Unit:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with everything that scores it: what a unit needs besides its items."""
+    """A model with everything that scores it: what a unit needs besides its items.
+
+    Attributes:
+        seed: Of the model.
+        model: Attached.
+        gates: Of that model, if a policy takes them.
+        token_identity: The control's table, if it is asked for.
+        policies: By name, with this model's own table of head classes where one is read.
+    """
 
     seed: int
     model: Any
     gates: Any | None
     token_identity: TokenIdentity | None
+    policies: Mapping[str, Policy]
 
 
 @dataclass(frozen=True)
@@ -131,7 +142,37 @@ def load_subject(config: CompareConfig, suite: Suite, seed: int) -> Subject:
             table = fit_token_identity(model, documents, horizon=config.horizon)
             path.parent.mkdir(parents=True, exist_ok=True)
             table.save(path, made_from)
-    return Subject(seed, model, gates, table)
+    return Subject(seed, model, gates, table, _with_head_classes(config, suite, seed, model))
+
+
+def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: Any) -> dict[str, Policy]:
+    """The policies; those that read head classes read a table of this model, measured once (on documents
+    like those that gates train on, with sinks and recent entries of the first such policy)."""
+    policies = {name: find_policy(config, name) for name in config.policies}
+    readers = [name for name, own in policies.items() if own.allocation.head_classes is not None]
+    if not readers:
+        return policies
+    protection = policies[readers[0]].protection
+    made_from = {
+        "model": fingerprint(model)["sha256"],
+        "documents": config.control_documents,
+        "context_tokens": config.context_tokens,
+        "sinks": protection.sinks,
+        "recent": protection.recent,
+    }
+    path = config.folder / f"head_classes-seed{seed}.tsv"
+    note = path.with_suffix(".json")
+    if not (path.exists() and note.exists() and json.loads(note.read_text()) == made_from):
+        documents = suite.documents(seed, config.control_documents, config.context_tokens)
+        table_LH = measure_head_classes(model, documents, sinks=protection.sinks, recent=protection.recent)
+        note.unlink(missing_ok=True)
+        write_head_classes(table_LH, path)
+        write_json(note, made_from)
+    for name in readers:
+        own = policies[name]
+        allocation = replace(own.allocation, head_classes=str(path))
+        policies[name] = replace(own, allocation=allocation)
+    return policies
 
 
 @torch.inference_mode()
@@ -155,7 +196,7 @@ def run_alike(
     config: CompareConfig, suite: Suite, subject: Subject, unit: Unit, items: Mapping[int, Item]
 ) -> Iterator[Row]:
     """Measure items of equal lengths, by index, in all regimes."""
-    whole = Cache(subject.model, policy=None)
+    whole = Cache(subject.model, policy=None, slack=0)  # concat gives what decoding needs
     ids_BT = torch.tensor([[*i.context_ids, *i.question_ids, *read_back(i)] for i in items.values()])
     whole.prefill(ids_BT, evict=False, hold_evidence=True)
     assert whole.evidence is not None
@@ -173,7 +214,10 @@ def run_alike(
         scores = score_all(config, subject, teacher, observed, num_seen, seeds)
         for ratio in (1.0, *config.keep_ratios):
             names = (FULL,) if ratio == 1.0 else config.policies
-            group = [evict(base, evidence, name, ratio, scores.get(name, ())) for name in names]
+            group = [
+                evict(base, evidence, name, subject.policies.get(name), ratio, scores.get(name, ()))
+                for name in names
+            ]
             check_equal_memory(group, unit)
             for start in range(0, len(group), width):
                 chunk = group[start : start + width]
@@ -216,40 +260,62 @@ def score_all(
 ) -> dict[str, list[Score]]:
     """Each policy's score of the first `num_seen` entries per layer, from what was observed, for all
     keep_ratios; gates and controls are handed to it."""
-    handed: dict[str, list[Score]] = {}
+    learned: list[Score] | None = None
     if subject.gates is not None:
         learned = [subject.gates.score(layer) for layer in observed]
-        handed |= {name: learned for name in config.policies if find_policy(name).learned}
+    handed: dict[str, list[Score]] = {}
     if subject.token_identity is not None:
         handed["token_identity"] = [subject.token_identity.score(layer) for layer in observed]
     if "oracle" in config.policies:
         handed["oracle"] = oracle(teacher, num_seen)
-    nothing = [None] * len(observed)
-    return {
-        name: [
-            first_entries(score_entries(find_policy(name), layer, learned=learned, seeds_B=seeds), num_seen)
-            for layer, learned in zip(observed, handed.get(name, nothing), strict=True)
-        ]
-        for name in config.policies
-    }
+    made: dict[tuple[str, ...], list[Score]] = {}
+    scores = {}
+    for name in config.policies:
+        policy = subject.policies[name]
+        key = (name,) if name in handed else scored_by(policy)
+        if key not in made:
+            gate: Sequence[Score | None] = handed.get(name) or learned or [None] * len(observed)
+            made[key] = [
+                first_entries(score_entries(policy, layer, learned=own, seeds_B=seeds), num_seen)
+                for layer, own in zip(observed, gate, strict=True)
+            ]
+        scores[name] = made[key]
+    return scores
+
+
+def scored_by(policy: Policy) -> tuple[str, ...]:
+    """What its score depends on: policies that agree in it share one."""
+    how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight)
+    return (*map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
 
 
 def first_entries(score: Score, count: int) -> Score:
-    """The score of the first `count` entries."""
-    return Score(score.values_BHT[..., :count], score.unit)
+    """The score of the first `count` entries, with what of its window is among them."""
+    first_BHT = score.first_BHT
+    return replace(
+        score,
+        values_BHT=score.values_BHT[..., :count],
+        first_BHT=None if first_BHT is None else first_BHT[..., :count],
+        window=max(0, score.window - (score.values_BHT.shape[-1] - count)),
+    )
 
 
 def evict(
-    base: Cache, evidence: Sequence[Evidence], name: str, keep_ratio: float, scores: Sequence[Score]
+    base: Cache,
+    evidence: Sequence[Evidence],
+    name: str,
+    policy: Policy | None,
+    keep_ratio: float,
+    scores: Sequence[Score],
 ) -> Eviction:
-    """Fork the prefilled cache and evict from the fork, by one policy's scores, to one keep_ratio."""
+    """Fork the prefilled cache and evict from the fork, by one policy's scores, to one keep_ratio; without a
+    policy, everything is kept."""
     fork = base.fork()
-    if name == FULL:
+    if policy is None:
         keeps = [keep_all(layer) for layer in evidence]
     else:
-        policy, budget = find_policy(name), Budget(keep_ratio=keep_ratio)
-        pairs = zip(evidence, scores, strict=True)
-        keeps = [decide(policy, layer, budget, score=own).keep_BHT for layer, own in pairs]
+        made = decide_layers(policy, evidence, Budget(keep_ratio=keep_ratio), scores=scores)
+        keeps = [one.keep_BHT for one in made]
     fork.evict_with(keeps)
     kept = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps]).sum(0).tolist()
     seen = sum(layer.num_heads * layer.num_seen for layer in evidence)

@@ -10,17 +10,25 @@ each policy against the best heuristic of its regime, keep_ratio and family, bes
 family's tasks; that choice is made on the same items, which favours the heuristic.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from retain.eval.significance import Interval, Verdict, macro_mean, paired_interval, verdict
+from retain.presets import policies
 
-HEURISTICS = ("snapkv", "defensive", "defensive_layer", "h2o", "recency", "random")
 LEARNED = ("gate", "fused")
 FAMILIES = ("seen", "held-out")
+ALL = "all"  # tasks of both families
+
+
+@cache
+def heuristics() -> tuple[str, ...]:
+    """Presets that score without a trained gate. Variants and controls are none."""
+    return tuple(one.name for one in policies() if one.name != "full" and "gates" not in one.needs)
 
 
 class Cell(NamedTuple):
@@ -76,8 +84,8 @@ class Scores:
         return sorted({cell.keep_ratio for cell in self.exact if cell.keep_ratio < 1})
 
     def tasks(self, family: str) -> list[str]:
-        """Tasks of a family."""
-        return [task for task, own in self.families.items() if own == family]
+        """Tasks of a family, or all."""
+        return [task for task, own in self.families.items() if family in (own, ALL)]
 
     def strata(self, cell: Cell, tasks: Iterable[str]) -> list[np.ndarray]:
         """Exact match of a cell, one array per task."""
@@ -191,7 +199,7 @@ def compare(
 def best_heuristic(scores: Scores, regime: str, keep_ratio: float, family: str) -> str | None:
     """The heuristic with the highest mean over a family's tasks; None without heuristics or tasks."""
     tasks = scores.tasks(family)
-    cells = [Cell(regime, name, keep_ratio) for name in HEURISTICS]
+    cells = [Cell(regime, name, keep_ratio) for name in heuristics()]
     measured = [cell for cell in cells if tasks and cell in scores.exact]
     return max(measured, key=lambda cell: scores.mean(cell, tasks)).policy if measured else None
 
@@ -211,8 +219,10 @@ def against_best_heuristic(scores: Scores, *, margin: float, resamples: int) -> 
     return [one for one in made if one is not None]
 
 
-def learned_against_each(scores: Scores, *, margin: float, resamples: int) -> list[Comparison]:
-    """Gate and fused minus every other policy, per regime, keep_ratio and family."""
+def learned_against_each(
+    scores: Scores, *, margin: float, resamples: int, leave_out: Collection[str] = ()
+) -> list[Comparison]:
+    """Gate and fused minus every other policy that is not left out, per regime, keep_ratio and family."""
     made = [
         compare(
             scores,
@@ -226,7 +236,7 @@ def learned_against_each(scores: Scores, *, margin: float, resamples: int) -> li
         for ratio in scores.keep_ratios
         for policy in LEARNED
         for baseline in scores.policies
-        if baseline != policy and (policy, baseline) != ("gate", "fused")
+        if baseline != policy and baseline not in leave_out and (policy, baseline) != ("gate", "fused")
         for family in FAMILIES
     ]
     return [one for one in made if one is not None]

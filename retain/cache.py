@@ -184,8 +184,7 @@ class RaggedStore:
     def flat(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"], Int[Tensor, " N"], Int[Tensor, " N"]]:
         """Keys, values, positions and row `b * H + h` of every entry, row after row, in order of time."""
         index_N = self._index_N()
-        rows_N = torch.repeat_interleave(self.lengths_BH.flatten())
-        return self.keys_CD[index_N], self.values_CD[index_N], self.positions_C[index_N], rows_N
+        return self.keys_CD[index_N], self.values_CD[index_N], self.positions_C[index_N], self._rows_N()
 
     def row(
         self, sequence: int, head: int
@@ -258,29 +257,26 @@ class RaggedStore:
         Args:
             keep_N: True = kept, in the order of `flat()`.
         """
-        keys_ND, values_ND, positions_N, rows_N = self.flat()
-        lengths_R = torch.bincount(rows_N[keep_N], minlength=self.num_rows)
+        index_N, lengths_R = self._kept(keep_N)
+        entries = self.keys_CD[index_N], self.values_CD[index_N], self.positions_C[index_N]
         stored_R = lengths_R if self.order_R is None else lengths_R[self.order_R]
         self.lengths_R.copy_(stored_R)
         lengths = stored_R.tolist()
         self.blocks = tuple(
             replace(block, longest=max(lengths[block.row_start : block.row_stop])) for block in self.blocks
         )
-        self._fill_(self._index_N(), keys_ND[keep_N], values_ND[keep_N], positions_N[keep_N])
+        self._fill_(self._index_N(), *entries)
 
     def crop_(self, before_B: Int[Tensor, " B"]) -> None:
         """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
-        positions_N, rows_N = self.flat()[2:]
-        self.filter_(positions_N < before_B.repeat_interleave(self.num_heads)[rows_N])
+        positions_N = self.positions_C[self._index_N()]
+        self.filter_(positions_N < before_B[self._rows_N() // self.num_heads])
 
     def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Keep some entries (in the order of `flat()`) in a new store of their size plus slack."""
-        keys_ND, values_ND, positions_N, rows_N = self.flat()
-        lengths_R = torch.bincount(rows_N[keep_N], minlength=self.num_rows)
-        kept = RaggedStore(
-            keys_ND[keep_N], values_ND[keep_N], positions_N[keep_N], lengths_R, self.num_heads, self.slack
-        )
-        self.__dict__.update(kept.__dict__)
+        index_N, lengths_R = self._kept(keep_N)
+        entries = self.keys_CD[index_N], self.values_CD[index_N], self.positions_C[index_N]
+        self.__dict__.update(RaggedStore(*entries, lengths_R, self.num_heads, self.slack).__dict__)
 
     def fork(self) -> "RaggedStore":
         """An independent copy."""
@@ -349,6 +345,15 @@ class RaggedStore:
     def _index_N(self) -> Int[Tensor, " N"]:
         """Where every entry lies in the store, row after row."""
         return _entries(self._by_row(self.offsets_R1[:-1]), self._by_row(self.lengths_R))
+
+    def _rows_N(self) -> Int[Tensor, " N"]:
+        """Row `b * H + h` of every entry, row after row."""
+        return torch.repeat_interleave(self.lengths_BH.flatten())
+
+    def _kept(self, keep_N: Bool[Tensor, " N"]) -> tuple[Int[Tensor, " kept"], Int[Tensor, " R"]]:
+        """Where the entries to keep lie in the store, and how many each row has; nothing is copied."""
+        lengths_R = torch.bincount(self._rows_N()[keep_N], minlength=self.num_rows)
+        return self._index_N()[keep_N], lengths_R
 
     def _tensors(self) -> dict[str, Tensor]:
         names = ("keys_CD", "values_CD", "positions_C", "offsets_R1", "lengths_R")

@@ -29,7 +29,7 @@ class Rotary:
 
     def tables(self, positions: Int[Tensor, "*rows T"]) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[..., T, R]` at these positions, float32."""
-        angles = positions[..., None].float() * self.inverse_frequencies_F.float()
+        angles = positions[..., None].float() * self.inverse_frequencies_F.float().to(positions.device)
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 

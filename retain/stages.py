@@ -44,8 +44,9 @@ def stage_by_budget(
     budget_BH: Int64[Tensor, "B H"],
     share: float,
 ) -> Bool[Tensor, "B H T"]:
-    """The first `floor(share * budget)` entries of each head in the order (kept, first, later position); which
-    of the kept ones are among them does not matter.
+    """The first `floor(share * budget)` entries of each head in the order (kept, first, later position).
+
+    Which of the kept ones are among them does not matter: they are kept.
 
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective
     (CriticalKV), arXiv 2502.03805: its alpha, 0.5. Kept entries count, as the window

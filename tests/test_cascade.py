@@ -131,8 +131,8 @@ def test_what_is_protected_stays_and_no_head_is_empty(name):
 
 
 def _naive_joint(scores, protected_BT, totals_B):
-    """Sort every entry of every layer and head: what is protected, then each head's best, then by (score, later
-    place, lower layer, lower head)."""
+    """Sort every entry of all heads: what is protected, then each head's best, then by (score, later place,
+    lower layer, lower head)."""
     kept = []
     for b, total in enumerate(totals_B):
         entries = [

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from retain.evidence import Evidence, attention_probs
 from tests.close import assert_close
 
 
-def make(S=6, T=9, dtype=torch.float32, **settings):
+def make(S=6, T=9, dtype=torch.float32, pad=5, **settings):
     generator = torch.Generator().manual_seed(0)
     B, Q, H, D, E = 2, 4, 2, 8, 12
 
@@ -22,7 +23,7 @@ def make(S=6, T=9, dtype=torch.float32, **settings):
         output_weight_QDE=draw(Q, D, E),
         scaling=D**-0.5,
         positions_BT=torch.arange(T).expand(B, T),
-        valid_BT=torch.arange(T) >= torch.tensor([[0], [5]]),
+        valid_BT=torch.arange(T) >= torch.tensor([[0], [pad]]),
         hidden_BTE=draw(B, T, E),
         **settings,
     )
@@ -59,8 +60,9 @@ def naive(evidence, start, stop):
     ids=str,
 )
 @pytest.mark.parametrize(("start", "stop"), [(0, 6), (2, 4), (5, 6)])
-def test_attention_probs_are_the_formula(settings, start, stop):
-    evidence = make(**settings)
+@pytest.mark.parametrize(("S", "pad"), [(6, 5), (6, 0), (9, 0), (9, 5)])
+def test_attention_probs_are_the_formula(settings, start, stop, S, pad):
+    evidence = make(S=S, pad=pad, **settings)
     assert_close(attention_probs(evidence, start, stop), naive(evidence, start, stop))
 
 
@@ -71,6 +73,18 @@ def test_rows_of_real_queries_sum_to_one_and_pads_to_zero():
     assert torch.equal(probs[~valid], torch.zeros_like(probs[~valid]))
     assert probs.dtype == torch.float32
     assert attention_probs(make(dtype=torch.bfloat16), 0, 1).dtype == torch.float32
+
+
+def test_queries_that_learn_get_a_gradient_and_are_left_alone():
+    evidence = make(dtype=torch.float64, soft_cap=0.7)
+    queries = evidence.queries_BQSD.clone().requires_grad_()
+    keys = evidence.keys_BHTD.clone()
+
+    def probs(queries):
+        return attention_probs(replace(evidence, queries_BQSD=queries), 1, 4)
+
+    assert torch.autograd.gradcheck(probs, queries)
+    assert torch.equal(queries, evidence.queries_BQSD) and torch.equal(keys, evidence.keys_BHTD)
 
 
 def test_range_is_checked():

@@ -3,7 +3,6 @@
 
 import doctest
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 import retain.policy
 from retain.budget import Budget
 from retain.fusion import floor
-from retain.policy import Policy, decide, load_policy, policies, score_entries
+from retain.policy import Policy, decide, load_policy, score_entries
 from retain.protection import Protection
 from retain.scores import SCORES, Score, masked_score
 from tests.naive import random_evidence
 
-PRESETS = ("defensive", "defensive_layer", "full", "fused", "gate", "h2o", "random", "recency", "snapkv")
-FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
+# Of every kind one; all of them: tests/test_presets.py.
+PRESETS = ("defensivekv", "full", "fused", "gate", "h2o", "random", "recency", "snapkv")
 SMALL = ("protection.recent=8",)
 
 
@@ -36,35 +35,9 @@ def _learned(evidence, seed: int = 5) -> Score:
     return masked_score(torch.rand(evidence.keys_BHTD.shape[:3], generator=draw), evidence.valid_BT, "risk")
 
 
-def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by():
-    assert tuple(sorted(path.stem for path in FOLDER.glob("*.yaml"))) == PRESETS
-    for name in PRESETS:
-        lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
-        assert all(line.startswith("# ") for line in lines[:3]) and not lines[3].startswith("#")
-        assert lines[1].startswith("# Needs: ")
-        assert lines[2].startswith("# python eval/compare.py --config ")
-        assert load_policy(name).name == name
-    assert tuple(preset.name for preset in policies()) == PRESETS
-
-
-def test_presets_protect_alike_so_that_a_comparison_compares_scores():
-    protections = {load_policy(name).protection for name in PRESETS if name != "full"}
-    assert protections == {Protection(4, 0.1, 0.1, 4, 32)}
-    assert {load_policy(name).scope for name in PRESETS if name != "defensive_layer"} == {"head"}
-    assert load_policy("defensive_layer").scope == "layer"
-
-
-def test_presets_say_their_unit_and_needs():
-    table = {preset.name: preset for preset in policies()}
-    assert table["fused"].unit == table["gate"].unit == "risk"
-    assert table["fused"].needs == {"window", "gates"}
-    assert table["snapkv"].unit == table["h2o"].unit == "mass"
-    assert all(preset.paper for preset in table.values())
-
-
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("scope", ["head", "layer"])
-def test_every_preset_keeps_exactly_its_budget(name, scope):
+def test_a_preset_keeps_exactly_its_budget(name, scope):
     evidence = random_evidence(pads=(0, 17), num_tokens=100)
     decision = decide(
         replace(_small(name), scope=scope),

@@ -145,8 +145,8 @@ def test_the_error_names_the_parts_of_the_union():
     pinned = pinned_mask([(0, 6), (10, 15)], valid)
     with pytest.raises(
         ValueError,
-        match=r"sequence 0 has a budget of 12 .* 1 fewer than the 13 protected \(8 at the ends: 4 first and 4 "
-        r"last of 50; 5 more in turns and pinned spans\)",
+        match=r"sequence 0 has a budget of 12 .* 1 fewer than the 13 protected \(8 at the ends: 4 first and "
+        r"4 last of 50; 5 more in turns and pinned spans\)",
     ):
         # The sinks lie inside of the first span.
         spans = pinned_mask([(0, 4), (10, 15)], valid)

@@ -358,6 +358,17 @@ def test_the_markers_of_chatml():
     assert hash(markers) == hash(turn_markers(tokenizer))
 
 
+def test_a_role_that_only_comes_first_has_neither_the_beginning_nor_the_next_header():
+    template = "<|bos|>{% if messages[-1].role == 'system' %}{{ raise_exception('alone') }}{% endif %}" + PHI3
+    tokenizer, markers = _tokenizer(template, "words"), _markers(template, "words")
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    assert [tokens for role, tokens in markers.headers if role == "system"] == [ids("<|system|>\n")]
+    assert [tokens for role, tokens in markers.ends if role == "system"] == [ids("<|end|>\n")]
+
+
 def test_a_folded_system_message_is_a_turn_and_a_text_of_the_template_is_a_content():
     tokenizer, markers = _tokenizer("llama2", "bytes"), _markers("llama2", "bytes")
     row = _rendered(tokenizer, _conversation(SENTENCES[:2], SENTENCES[2]), False)

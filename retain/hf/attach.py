@@ -17,6 +17,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -27,7 +28,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.hf.cache import Cache, Step
-from retain.hf.model import base_model, describe
+from retain.hf.model import base_model, describe, rotary_of
+from retain.rotary import Rotary
 
 # What the model may have used before, and what we then call ours.
 PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
@@ -88,6 +90,7 @@ class _BeforeModel:
                 inputs_embeds=given.get("inputs_embeds"),
                 attention_mask=given.get("attention_mask"),
                 position_ids=given.get("position_ids"),
+                rotary=self.handle.rotary,
             )
 
 
@@ -173,6 +176,11 @@ class Handle:
             base.register_forward_hook(_after_model, with_kwargs=True),
             *(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True) for spec in specs),
         ]
+
+    @cached_property
+    def rotary(self) -> Rotary | None:
+        """The model's rotary embedding, looked at once, where it is understood."""
+        return rotary_of(self.model)
 
     def undo(self) -> None:
         """Put the model back as it was: hooks gone, its own attention implementation selected. Harmless

@@ -26,9 +26,10 @@ from retain.cache import SLACK, RaggedStore
 from retain.evidence import Evidence
 from retain.hf.call import Call, read_call
 from retain.hf.layer import Layer
-from retain.hf.model import base_model, describe, rotary_of
+from retain.hf.model import base_model, describe
 from retain.hf.report import LayerReport, Report, total_of
 from retain.hf.rule import Eviction, Given, Rule, make_rule
+from retain.rotary import Rotary
 
 PATH = "plain PyTorch over ragged rows"
 
@@ -87,7 +88,6 @@ class Cache(TransformersCache):
         self.specs = describe(model)
         super().__init__(layers=[Layer() for _ in self.specs])
         self.model = model
-        self.rotary = rotary_of(model)
         self.rule = make_rule(
             model,
             policy,
@@ -125,6 +125,7 @@ class Cache(TransformersCache):
         inputs_embeds: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
+        rotary: Rotary | None = None,
     ) -> None:
         """Before the decoder runs: note what it was given (`retain.hf.call` says what is refused)."""
         if self._call is not None:
@@ -141,6 +142,7 @@ class Cache(TransformersCache):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            rotary=rotary,
         )
         if call.is_prefill:
             self.seeds = _seeds_of(self.seeds, call.mask_BT.shape[0])
@@ -202,7 +204,7 @@ class Cache(TransformersCache):
                 hidden_BTE=step.hidden_BSE.detach().to(device),
                 token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
                 soft_cap=soft_cap,
-                rotary=self.rotary,
+                rotary=call.rotary,
             )
             if self._evict_at_prefill:
                 keep_BHT = None

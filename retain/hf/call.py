@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.rotary import Rotary
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -25,6 +27,7 @@ class Call:
         positions_BS: int64 RoPE positions of the new tokens.
         token_ids_BS: None if the caller passed embeddings.
         forgotten_BT: past tokens that this call's mask declares padding; None when there are none.
+        rotary: the model's rotary embedding, where it is understood.
     """
 
     is_prefill: bool
@@ -33,6 +36,7 @@ class Call:
     positions_BS: Int[Tensor, "B S"]
     token_ids_BS: Int[Tensor, "B S"] | None
     forgotten_BT: Bool[Tensor, "B P"] | None
+    rotary: Rotary | None = None
 
 
 def read_call(
@@ -44,6 +48,7 @@ def read_call(
     inputs_embeds: Tensor | None,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
+    rotary: Rotary | None = None,
 ) -> Call:
     """Check a forward's arguments against what was seen.
 
@@ -56,6 +61,7 @@ def read_call(
         attention_mask: 2D over past and new tokens, or None for no padding.
         position_ids: of the new tokens, or None to count on from what was seen, padding included, as
             transformers does.
+        rotary: the model's rotary embedding, for those who look at queries before it.
 
     Raises:
         ValueError: right padding, a mask of another width or kind, positions that do not increase, another
@@ -149,4 +155,5 @@ def read_call(
         positions_BS=positions_BS,
         token_ids_BS=input_ids,
         forgotten_BT=forgotten_BT if forgotten else None,
+        rotary=rotary,
     )

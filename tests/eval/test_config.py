@@ -7,8 +7,10 @@ import pytest
 
 from retain.config import load
 from retain.eval.compare import compare, main
-from retain.eval.config import CompareConfig, check
+from retain.eval.config import CompareConfig, check, find_policy, needs_gates
+from retain.eval.orderings import ORDERINGS
 from retain.gates.store import WEIGHTS_FILE
+from retain.presets import policies
 from tests.eval.stub import STUB, save_stub_gates, stub_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
@@ -16,7 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    assert [path.stem for path in paths] == ["demo", "reference"]
+    assert [path.stem for path in paths] == ["demo", "methods", "reference"]
     for path in paths:
         config = load(path, CompareConfig)
         assert config.run == path.stem and config.workers == 2
@@ -109,3 +111,71 @@ def test_the_command_line_says_what_is_wrong_and_where_to_look(tmp_path, capsys)
     )
     assert main(["--config", str(CONFIGS / "demo.yaml"), "suite=referense"]) == 2
     assert "unknown suite of tasks 'referense': did you mean 'reference'?" in capsys.readouterr().err
+
+
+def test_methods_names_every_preset_and_each_without_protection():
+    config = load(CONFIGS / "methods.yaml", CompareConfig)
+    presets = {preset.name for preset in policies()} - {"full"}
+    assert presets <= set(config.policies)
+    assert set(config.policies) - presets == set(config.variants)
+    assert config.keep_ratios == (0.1, 0.2, 0.4) and config.regimes == ("context_only", "query_aware")
+    # Of StreamingLLM protection is all there is.
+    assert {name.removesuffix("_bare") for name in config.variants if name.endswith("_bare")} == presets - {
+        "streaming_llm"
+    }
+    for name in config.policies:
+        own = find_policy(config, name).protection
+        if name.endswith("_bare"):
+            assert own.prefix_fraction == 0
+            assert own.suffix_fraction == (0.5 if name == "h2o_bare" else 0)
+            window = find_policy(config, name).observed_settings.get("window")
+            assert own.recent in ((0, 1) if window is None and "gate" not in name else (32,)) or (
+                name == "duoattention_bare"
+            )
+    assert {own.policy for own in ORDERINGS} | {own.baseline for own in ORDERINGS} <= set(config.policies)
+
+
+def test_variants_that_cannot_be_are_all_found_at_once(tmp_path):
+    variants = {
+        "snapkv": ("snapkv", "protection.sinks=0"),
+        "of_nothing": (),
+        "of_unknown": ("snapk", "protection.sinks=0"),
+        "of_full": ("full",),
+        "bad_key": ("snapkv", "protection.sink=0"),
+        "bad_value": ("snapkv", "scope=heads"),
+    }
+    config = stub_config(tmp_path, policies=("recency", "bad_kee"), variants=variants)
+    with pytest.raises(ValueError) as caught:
+        check(config, STUB)
+    text = str(caught.value)
+    for part in (
+        "variant 'snapkv' has the name of a policy that there is",
+        "variant 'of_nothing' begins with the preset that it changes, got 'nothing'",
+        "variant 'of_unknown' begins with the preset that it changes, got 'snapk' (did you mean 'snapkv'?)",
+        "variant 'of_full' begins with the preset",
+        "variant 'bad_key': ",
+        "unknown key 'protection.sink'",
+        "variant 'bad_value': ",
+        "scope is 'head' or 'layer' or 'model', got 'heads'",
+        "unknown policy 'bad_kee' (did you mean 'bad_key'?)",
+    ):
+        assert part in text, part
+
+
+def test_a_variants_budget_is_tried(tmp_path):
+    variants = {
+        "wide": ("snapkv", "protection.suffix_tokens=50"),
+        "turns": ("snapkv", "protection.turns=true"),
+    }
+    config = stub_config(tmp_path, policies=("wide", "turns"), variants=variants, keep_ratios=(0.45,))
+    with pytest.raises(
+        ValueError, match=r"(?s)'wide' at keep_ratio 0.45: .*the 54 protected.*'turns' protects the turns"
+    ):
+        check(config, STUB)
+
+
+def test_a_variant_of_a_gate_needs_gates(tmp_path):
+    config = stub_config(tmp_path, policies=("mine",), variants={"mine": ("gate", "protection.sinks=0")})
+    assert needs_gates(config)
+    with pytest.raises(ValueError, match="no gates for seed 0"):
+        check(config, STUB)

@@ -4,6 +4,19 @@ import json
 
 import pytest
 
+from retain.eval.orderings import (
+    DEFENSIVE,
+    HEADS,
+    LAVA,
+    LAYERS,
+    PROTECTION,
+    TEXTS,
+    VALUES,
+    check_orderings,
+    in_words,
+    orderings_of,
+    topics,
+)
 from retain.eval.record import ITEMS
 from retain.eval.report import section, write_report
 from retain.eval.summary import (
@@ -13,6 +26,7 @@ from retain.eval.summary import (
     check_claims,
     compare,
     gather,
+    heuristics,
     learned_against_each,
 )
 from tests.eval.stub import TASKS
@@ -208,3 +222,94 @@ def test_unfinished_rows_are_not_reported():
         gather(cut)
     with pytest.raises(ValueError, match="no rows to report"):
         gather([])
+
+
+def test_heuristics_are_the_presets_without_gates():
+    assert {"snapkv", "lava", "random", "streaming_llm"} <= set(heuristics())
+    assert not {"full", "gate", "fused", "token_identity", "oracle"} & set(heuristics())
+
+
+def many_rows():
+    """Policies: those of `RIGHT`, and some that orderings speak of."""
+    of = {"adakv": "gate", "snapkv_bare": "defensive", "adakv_convex": "gate", "lava": "random"}
+    of |= {"cake": "recency", "criticalkv": "snapkv", "snapkv_pool7": "snapkv"}
+    of |= {"adakv_pool7": "gate", "cake_pool7": "recency"}
+    for row in rows():
+        yield row
+        for name, model in of.items():
+            if row["policy"] == model and row["regime"] == "context_only":
+                yield {**row, "policy": name}
+
+
+def test_orderings_are_found_by_what_was_measured():
+    scores = gather(many_rows(), list(TASKS))
+    made = {(one.topic, one.policy, one.baseline) for one in orderings_of(scores)}
+    assert (PROTECTION, "snapkv", "snapkv_bare") in made and len([m for m in made if m[0] == PROTECTION]) == 1
+    assert (HEADS, "adakv", "snapkv") in made and (DEFENSIVE, "adakv", "snapkv") in made
+    assert not any("layer_defensivekv" in one for one in made)
+
+
+def test_findings_are_read_off_verdicts():
+    checked = check_orderings(gather(many_rows(), list(TASKS)), **OPTIONS)
+    found = {(one.ordering.topic, one.ordering.policy, one.ordering.baseline): one for one in checked}
+    ahead = found[HEADS, "adakv", "snapkv"]
+    # copy 9 - 3, pair 9 - 1, odd 5 - 8 of ten items, each task counting alike.
+    assert ahead.made.interval.estimate == pytest.approx((60 + 80 - 30) / 3)
+    assert (ahead.finding, ahead.made.verdict) == ("holds", "better")
+    assert found[LAYERS, "lava", "snapkv_pool7"].finding == "does not hold"
+    assert found[LAYERS, "lava", "snapkv_pool7"].made.verdict == "worse"
+    # Two texts that are said to be one method, and are; one that is said to be better, and is the same.
+    assert found[TEXTS, "adakv_convex", "adakv"].finding == "holds"
+    assert found[VALUES, "criticalkv", "snapkv"].made.verdict == "identical"
+    assert found[VALUES, "criticalkv", "snapkv"].finding == "does not hold"
+    # The cells of query_aware were not measured: the ladder that speaks of that regime says nothing.
+    assert {one.made.regime for one in checked} == {"context_only"} and LAVA not in topics(checked)
+    assert found[DEFENSIVE, "adakv", "snapkv"].made is ahead.made  # counted once
+
+
+def test_a_ladder_speaks_of_its_own_regime_and_ratio():
+    wide = [
+        {**row, "keep_ratio": ratio if row["keep_ratio"] < 1 else 1.0}
+        for row in many_rows()
+        for ratio in ((0.2, 0.4) if row["keep_ratio"] < 1 else (1.0,))
+    ]
+    checked = check_orderings(gather(wide, list(TASKS)), **OPTIONS)
+    at = {
+        topic: {one.made.keep_ratio for one in checked if one.ordering.topic == topic}
+        for topic in topics(checked)
+    }
+    assert at[DEFENSIVE] == {0.2} and at[HEADS] == {0.2, 0.4}
+
+
+@pytest.mark.parametrize(
+    ("findings", "words"),
+    [
+        ({0.1: "holds", 0.2: "holds"}, "holds here"),
+        ({0.1: "does not hold"}, "does not hold"),
+        ({0.1: "inconclusive", 0.2: "inconclusive"}, "inconclusive"),
+        ({0.1: "inconclusive", 0.2: "holds", 0.4: "holds"}, "inconclusive at 0.1; holds at 0.2, 0.4"),
+    ],
+)
+def test_findings_in_words(findings, words):
+    assert in_words(findings) == words
+
+
+def test_a_report_of_many_policies_is_a_ranking(tmp_path):
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in many_rows()))
+    made = manifest()
+    made["config"]["variants"] = {"adakv_convex": [], "snapkv_bare": []}
+    path, _ = write_report(tmp_path, made, TASKS)
+    text = path.read_text()
+    assert (tmp_path / "scores.png").stat().st_size > 10_000 and "![ranking of policies]" in text
+    glance = section(path, "At a glance")
+    assert "by regime and keep_ratio, best first." in glance
+    names = [line.split(" | ")[0][2:] for line in glance.splitlines() if line.startswith("| ")][2:]
+    assert names[0] == "full" and names.index("gate") < names.index("snapkv") < names.index("random")
+    orderings = section(path, "Published orderings")
+    assert "### Budgets that heads share" in orderings and "(arXiv 2605.18053)" in orderings
+    assert "| adakv > snapkv | context_only | +36.7 [" in orderings and "] better | holds here |" in orderings
+    assert "| adakv_convex = adakv | context_only | +0.0 [+0.0, +0.0] identical | holds here |" in orderings
+    pairs = {line.split(" | ")[0] for line in orderings.splitlines() if " > " in line or " = " in line}
+    assert f"{len({p for p in pairs if p.startswith('| ')})} comparisons;" in orderings
+    learned = section(path, "Gate and fused against each policy")
+    assert "| gate | adakv |" in learned and "adakv_convex" not in learned and "snapkv_bare" not in learned

@@ -13,9 +13,11 @@ from retain.eval import runner
 from retain.eval.baselines import oracle
 from retain.eval.compare import compare, describe_run
 from retain.eval.config import find_policy
+from retain.eval.head_classes import measure_head_classes
 from retain.eval.record import ITEMS, MANIFEST, open_run, read_rows
 from retain.eval.runner import (
     Unit,
+    first_entries,
     item_seed,
     load_subject,
     observed_tokens,
@@ -27,10 +29,11 @@ from retain.eval.runner import (
     run_unit,
     seen_tokens,
 )
+from retain.head_classes import read_head_classes
 from retain.hf.cache import Cache
-from retain.policy import decide, score_entries
+from retain.policy import decide_layers, score_entries
 from retain.scores import Score
-from tests.eval.stub import STUB, save_stub_gates, stub_config, stub_item
+from tests.eval.stub import STUB, TASKS, save_stub_gates, stub_config, stub_item
 
 
 @pytest.fixture
@@ -61,8 +64,11 @@ def test_every_policy_holds_the_same_entries_item_by_item(gated):
 @pytest.mark.parametrize("regime", ["context_only", "query_aware"])
 @pytest.mark.parametrize("task", ["copy", "odd"])
 def test_answers_equal_one_cache_one_item_at_a_time(gated, task, regime):
-    policies = ("snapkv", "fused", "random")
-    config = stub_config(gated, policies=policies, keep_ratios=(0.45,), max_sequences=4, regimes=(regime,))
+    policies = ("snapkv", "fused", "random", "defensivekv", "cake", "lava", "joint")
+    variants = {"joint": ("layer_defensivekv", "protection.sinks=0")}
+    config = stub_config(
+        gated, policies=policies, variants=variants, keep_ratios=(0.45,), max_sequences=4, regimes=(regime,)
+    )
     subject = load_subject(config, STUB, 0)
     rows = run_unit(config, STUB, subject, Unit(0, task, 0, 2))
     assert len({row.tokens for row in rows}) > 1, (
@@ -75,11 +81,12 @@ def test_answers_equal_one_cache_one_item_at_a_time(gated, task, regime):
         options = {} if row.policy == "full" else {"keep_ratio": 0.45}
         seeds = [item_seed(0, task, row.item)]
         gates = subject.gates if row.policy == "fused" else None
+        policy = "full" if row.policy == "full" else find_policy(config, row.policy)
         if regime == "context_only" or row.policy == "full":
-            cache = Cache(subject.model, row.policy, gates=gates, seeds=seeds, **options)
+            cache = Cache(subject.model, policy, gates=gates, seeds=seeds, **options)
             cache.prefill(torch.tensor([before]))
         else:
-            cache = _evicted_after_looking(subject, row.policy, gates, seeds, before, whole)
+            cache = _evicted_after_looking(subject, policy, gates, seeds, before, whole)
         assert cache.bytes_held() == row.bytes_held
         ids = torch.tensor([whole])
         with torch.no_grad():
@@ -89,18 +96,22 @@ def test_answers_equal_one_cache_one_item_at_a_time(gated, task, regime):
         assert tuple(out[0, ids.shape[1] :].tolist()) == row.tokens
 
 
-def _evicted_after_looking(subject, name, gates, seeds, before, whole):
+def _evicted_after_looking(subject, policy, gates, seeds, before, whole):
     """Scores observe the whole prompt in one cache; another, which never saw its last token, evicts."""
     looking, cache = Cache(subject.model, policy=None), Cache(subject.model, policy=None)
     looking.prefill(torch.tensor([whole]), evict=False, hold_evidence=True)
     cache.prefill(torch.tensor([before]), evict=False, hold_evidence=True)
-    keeps = []
-    for observed, held in zip(looking.evidence, cache.evidence, strict=True):
+    scores = []
+    for observed in looking.evidence:
         learned = None if gates is None else gates.score(observed)
-        score = score_entries(find_policy(name), observed, learned=learned, seeds_B=seeds)
-        own = Score(score.values_BHT[..., : len(before)], score.unit)
-        keeps.append(decide(find_policy(name), held, Budget(keep_ratio=0.45), score=own).keep_BHT)
-    return cache.evict_with(keeps)
+        score = score_entries(policy, observed, learned=learned, seeds_B=seeds)
+        # Only what is evicted from competes; the window is one entry shorter, as its last is not there.
+        first_BHT = None if score.first_BHT is None else score.first_BHT[..., : len(before)]
+        window = score.window - 1 if score.window else 0
+        values_BHT = score.values_BHT[..., : len(before)]
+        scores.append(Score(values_BHT, score.unit, first_BHT, window, score.layer_weight_B))
+    made = decide_layers(policy, cache.evidence, Budget(keep_ratio=0.45), scores=scores)
+    return cache.evict_with([one.keep_BHT for one in made])
 
 
 def test_scores_and_tokens_are_those_of_the_item(gated):
@@ -254,8 +265,90 @@ def test_the_oracle_sees_the_queries_that_generation_makes_and_no_other(
     assert teacher[0].num_seen == 100 + len(item.question_ids) + generate - 1 > document_tokens
 
 
-def test_controls_share_the_gates_protection_and_scope():
-    gate = find_policy("gate")
+def test_controls_share_the_gates_protection_and_scope(tmp_path):
+    config = stub_config(tmp_path)
+    gate = find_policy(config, "gate")
     for name in ("token_identity", "oracle"):
-        control = find_policy(name)
+        control = find_policy(config, name)
         assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
+
+
+def test_a_score_is_cut_with_all_that_it_says():
+    values_BHT = torch.arange(10.0).view(1, 1, 10)
+    score = Score(values_BHT, "mass", values_BHT + 100, 3, torch.tensor([7.0], dtype=torch.float64))
+    cut = first_entries(score, 8)
+    assert cut.values_BHT.tolist() == [[list(range(8))]]
+    assert cut.first_BHT.tolist() == [[[100.0 + i for i in range(8)]]]
+    # Of the window's three entries, 7, 8 and 9, one is left.
+    assert cut.window == 1 and cut.layer_weight_B.tolist() == [7.0]
+    assert first_entries(score, 6).window == 0
+    plain = first_entries(Score(values_BHT, "rank"), 8)
+    assert (plain.first_BHT, plain.window, plain.layer_weight_B) == (None, 0, None)
+
+
+def test_policies_with_one_score_score_once(gated, monkeypatch):
+    made = []
+
+    def count(policy, layer, **options):
+        made.append(policy.name)
+        return score_entries(policy, layer, **options)
+
+    monkeypatch.setattr(runner, "score_entries", count)
+    variants = {
+        "bare": ("snapkv", "protection.sinks=0"),
+        "other": ("snapkv", "observed_settings.aggregate=max"),
+        "gate_bare": ("gate", "protection.sinks=0"),
+    }
+    shared = ("snapkv", "adakv", "pyramidkv", "bare")
+    names = (*shared, "other", "gate", "gate_bare", "token_identity", "oracle", "fused", "random")
+    config = stub_config(gated, policies=names, variants=variants, regimes=("context_only",))
+    subject = load_subject(config, STUB, 0)
+    run_unit(config, STUB, subject, Unit(0, "pair", 0, 1))
+    layers = subject.model.config.num_hidden_layers
+    alone = ("snapkv", "other", "gate", "token_identity", "oracle", "fused", "random")
+    assert made == [name for name in alone for _ in range(layers)]
+
+
+def test_a_variant_differs_from_its_preset_in_what_it_changes(gated):
+    variants = {"early": ("recency", "observed=random"), "same": ("recency", "protection.sinks=4")}
+    config = stub_config(
+        gated, policies=("random", "recency", "early", "same"), variants=variants, keep_ratios=(0.45,)
+    )
+    subject = load_subject(config, STUB, 0)
+    rows = [row for task in TASKS for row in run_unit(config, STUB, subject, Unit(0, task, 0, 2))]
+    answers = {name: [row.tokens for row in rows if row.policy == name] for name in config.policies}
+    assert answers["same"] == answers["recency"] != answers["random"] == answers["early"]
+
+
+def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
+    measured = []
+
+    def measure(model, documents, *, sinks, recent):
+        measured.append((len(list(documents)), sinks, recent))
+        return measure_head_classes(model, STUB.documents(0, 2, 100), sinks=sinks, recent=recent)
+
+    monkeypatch.setattr(runner, "measure_head_classes", measure)
+    variants = {"duo_bare": ("duoattention", "protection.prefix_fraction=0", "protection.recent=8")}
+    config = stub_config(gated, policies=("duoattention", "duo_bare", "snapkv"), variants=variants)
+    subject = load_subject(config, STUB, 0)
+    path = config.folder / "head_classes-seed0.tsv"
+    assert read_head_classes(str(path)) and json.loads(path.with_suffix(".json").read_text())["recent"] == 32
+    assert measured == [(2, 4, 32)]
+    for name in ("duoattention", "duo_bare"):
+        assert subject.policies[name].allocation.head_classes == str(path)
+    assert subject.policies["snapkv"].allocation.head_classes is None
+    load_subject(config, STUB, 0)
+    assert len(measured) == 1
+    load_subject(replace(config, control_documents=3), STUB, 0)  # made from something else
+    assert [count for count, *_ in measured] == [2, 3]
+    rows = run_unit(config, STUB, subject, Unit(0, "pair", 0, 2))
+    assert len({row.kept_entries for row in rows if row.keep_ratio == 0.45}) == 2  # one a regime
+
+
+def test_a_variant_is_part_of_what_the_run_is(gated):
+    def identity(*changes, name="mine"):
+        config = stub_config(gated, policies=(name,), variants={name: ("snapkv", *changes)})
+        return describe_run(config, STUB)["identity"]
+
+    assert identity("protection.sinks=4") == identity() != identity("protection.sinks=3")
+    assert identity(name="other") != identity()

@@ -13,7 +13,9 @@ def test_window_attention_is_the_softmax_over_all_valid_entries(settings):
 
 
 @pytest.mark.parametrize("kind", ["avg", "max"])
-@pytest.mark.parametrize(("size", "window"), [(1, 4), (3, 4), (5, 4), (7, 4), (5, 14)])
+@pytest.mark.parametrize(
+    ("size", "window"), [(1, 4), (3, 4), (5, 4), (7, 4), (7, 2), (5, 1), (5, 14), (5, 0)]
+)
 def test_pooling_is_its_formula_with_the_window_apart(kind, size, window):
     values = torch.rand(2, 3, 14)
     split = 14 - window
