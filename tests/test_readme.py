@@ -1,15 +1,18 @@
 """What the README shows runs: its Python block as it stands, its commands as far as a test can take them."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import retain
 from retain.gates import build_gates
 from retain.gates.store import save_gates
 from retain.hf.model import describe, fingerprint
 from retain.reference import load_model, load_tokenizer
+from tests.test_turns import _tokenizer as turns_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,7 +36,7 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
 def test_the_python_block_runs_and_frees_memory(
     saved: tuple[Path, Path], capsys: pytest.CaptureFixture
 ) -> None:
-    (block,) = blocks("python")
+    block, _ = blocks("python")
     assert len([line for line in block.splitlines() if line.strip()]) <= 10
     name, folder = saved
     scope = {"name": name, "folder": folder, "prompt": "import os\n" * 100}
@@ -47,9 +50,23 @@ def test_the_python_block_runs_and_frees_memory(
 
 def test_the_presets_that_are_named_exist() -> None:
     names = {preset.name for preset in retain.policies()}
-    named = set(re.findall(r'`(?:policy=)?"(\w+)"`', README))
-    assert {"snapkv", "defensive", "h2o", "recency", "random"} <= named
-    assert named <= names
+    named = set(re.findall(r'policy="(\w+)"', README))
+    assert {"fused", "snapkv", "defensivekv", "lava", "adakv"} <= named <= names
+
+
+def test_every_statement_of_the_second_block_makes_a_cache_that_evicts() -> None:
+    _, block = blocks("python")
+    model, tokenizer = load_model(0), turns_tokenizer("chatml", "words")
+    scope = {"retain": retain, "model": model, "tokenizer": tokenizer}
+    ids = torch.arange(3000)[None] % model.config.vocab_size
+    made = []
+    with retain.attach(model):
+        for statement in ast.parse(block).body:
+            line = ast.unparse(statement)
+            exec(line, scope)
+            if line.startswith("cache"):
+                made.append(scope["cache"].prefill(ids).entries_evicted)
+    assert len(made) == 5 and all(made)
 
 
 def test_every_file_and_target_that_is_named_exists() -> None:
