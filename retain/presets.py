@@ -5,7 +5,6 @@ reads. The one decision taken here: what a policy says that cannot be meant (unk
 exclude each other) is found when it is made, all at once, and not when a budget is short.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,8 @@ from retain.cascade import Split
 from retain.fusion import FUSIONS
 from retain.protection import Protection
 from retain.registry import lookup, suggest
-from retain.scores import SCORES
+from retain.scores import SCORES, Score
+from retain.scores.trial import try_settings
 from retain.stages import FirstStage
 
 REGIMES = ("any", "context_only", "query_aware", "chunked", "decode")
@@ -61,18 +61,14 @@ class Policy:
     paper: str = ""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems, score = [], None
         if self.observed is not None and self.observed not in SCORES:
             hint = suggest(self.observed, SCORES)
             problems.append(f"unknown score {self.observed!r}{hint}, known: {', '.join(SCORES)}")
+        elif self.observed is not None:
+            score, problems = try_settings(self.observed, self.observed_settings)
         elif self.observed_settings:
-            known = () if self.observed is None else _settings(self.observed)
-            problems += [
-                f"score {self.observed!r} has no setting {key!r}{suggest(key, known)}, "
-                f"known: {', '.join(known) or 'none'}"
-                for key in self.observed_settings
-                if key not in known
-            ]
+            problems.append(f"observed_settings {self.observed_settings} belong to no score: name observed")
         if self.fusion is not None and self.fusion not in FUSIONS:
             hint = suggest(self.fusion, FUSIONS)
             problems.append(f"unknown fusion {self.fusion!r}{hint}, known: {', '.join(FUSIONS)}")
@@ -85,6 +81,8 @@ class Policy:
         if self.regime not in REGIMES:
             problems.append(f"regime is one of {', '.join(REGIMES)}, got {self.regime!r}")
         problems += self._contradictions()
+        if score is not None and not self.learned:
+            problems += self._wanted_of(score)
         if problems:
             raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
 
@@ -118,6 +116,31 @@ class Policy:
             problems.append(
                 "a first stage by mass may take a head's whole mean budget, and pyramid layers, head_classes "
                 "and safeguard 'convex' may give it less: take first_stage by 'budget'"
+            )
+        return problems
+
+    def _wanted_of(self, score: Score) -> list[str]:
+        """What it wants of its score that the score does not say."""
+        own, problems = self.allocation, []
+        if score.first_BHT is None:
+            wanted = ["first_stage"] if self.first_stage is not None else []
+            wanted += ["allocation.compete_by 'first'"] if own.compete_by == "first" else []
+            if wanted:
+                problems.append(
+                    f"{' and '.join(wanted)} want a score of two stages, and {self.observed!r} has one: take "
+                    "observed 'critical' or 'defensive'"
+                )
+        if own.layers == "cake" and score.layer_weight_B is None:
+            problems.append(
+                f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
+                "take observed 'cake', or allocation.layers 'entropy'"
+            )
+        by_value = ["allocation.layers 'entropy'"] if own.layers == "entropy" else []
+        by_value += ["allocation.normalise"] if own.normalise is not None else []
+        if score.unit == "rank" and by_value:
+            problems.append(
+                f"{' and '.join(by_value)} want numbers, and {self.observed!r} is in 'rank', of which only "
+                "the order means something: take another score"
             )
         return problems
 
@@ -190,9 +213,8 @@ def policies() -> Presets:
         needs = family.needs if family else frozenset()
         needs |= {"gates"} if policy.learned else frozenset()
         needs |= {"head_classes"} if policy.allocation.head_classes else frozenset()
-        unit = (
-            family.unit_under(**policy.observed_settings) if family else "risk" if policy.learned else "rank"
-        )
+        score = try_settings(policy.observed, policy.observed_settings)[0] if policy.observed else None
+        unit = score.unit if score else "risk" if policy.learned else "rank"
         unit = "rank" if policy.fusion == "rank_blend" else unit
         costs = [family.cost] if family else []
         costs += ["one gate: T F H"] if policy.learned else []
@@ -238,12 +260,3 @@ def _preset_files() -> dict[str, Path]:
     here = Path(__file__).parent
     folder = here / "policies" if (here / "policies").is_dir() else here.parent / "configs" / "policy"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-def _settings(name: str) -> tuple[str, ...]:
-    """Names of a score's settings: its keyword arguments, without the seeds that the caller passes."""
-    return tuple(
-        key
-        for key in inspect.signature(SCORES[name].function).parameters
-        if key not in ("evidence", "seeds_B")
-    )

@@ -26,6 +26,7 @@ from retain.presets import REGIMES, Policy
 from retain.protection import Protection
 from retain.rotary import Rotary
 from retain.scores import SCORES, UNITS, Score, masked_score
+from retain.scores.trial import try_settings
 from retain.stages import FirstStage
 from tests.naive import random_evidence
 
@@ -310,10 +311,13 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
         *((name, {}) for name in SCORES),
     ],
 )
-def test_a_family_knows_its_unit_under_settings(name, chosen):
+def test_a_made_up_layer_shows_a_scores_unit(name, chosen):
     layer = _evidence(0, 2, 41, (0, 3))[0]
     score = SCORES[name].function(layer, **chosen)
-    assert SCORES[name].unit_under(**chosen) == score.unit
+    tried, problems = try_settings(name, chosen)
+    assert (tried.unit, tried.window, problems) == (score.unit, score.window, [])
+    for part in ("first_BHT", "layer_weight_B"):
+        assert (getattr(tried, part) is None) == (getattr(score, part) is None)
     assert SCORES[name].unit in UNITS
 
 
@@ -550,3 +554,51 @@ def test_kept_sets_do_not_nest(kind):
         keeps.append(torch.stack([one.keep_BHT for one in decisions]))
     assert (keeps[0] & ~keeps[1]).any()
     assert _nests(policy) != "entries"
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        (
+            {"observed": "snapkv", "observed_settings": {"aggregate": "median"}},
+            "'snapkv' does not take .*median",
+        ),
+        ({"observed": "quest", "observed_settings": {"page_size": 0}}, "page_size is a whole number"),
+        ({"observed_settings": {"window": 3}}, "belong to no score: name observed"),
+        (
+            {"observed": "snapkv", "first_stage": FirstStage()},
+            "first_stage want a score of two stages, and 'snapkv' has one: take observed 'critical'",
+        ),
+        (
+            {"observed": "snapkv", "allocation": Allocation("cake")},
+            "wants CAKE's preference, and 'snapkv' measures none: take observed 'cake'",
+        ),
+        (
+            {"observed": "knorm", "allocation": Allocation("entropy")},
+            "'entropy' want numbers, and 'knorm' is in 'rank'",
+        ),
+        (
+            {"observed": "snapkv", "scope": "model", "allocation": Allocation("pyramid")},
+            "lets layers compete, and allocation.layers 'pyramid' gives them shares",
+        ),
+        (
+            {"observed": "snapkv", "allocation": Allocation(safeguard="convex")},
+            "allocation.safeguard guards heads that share a budget, and scope 'head' gives each the same",
+        ),
+        (
+            {"observed": "snapkv", "scope": "layer", "allocation": Allocation(head_classes="heads.tsv")},
+            "head_classes states each head's budget: take scope 'head'",
+        ),
+        (
+            {
+                "observed": "defensive",
+                "first_stage": FirstStage("mass", 0.9),
+                "allocation": Allocation("pyramid"),
+            },
+            "a first stage by mass may take a head's whole mean budget",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_found_when_a_policy_is_made(settings_, message):
+    with pytest.raises(ValueError, match=message):
+        Policy("mine", **settings_)

@@ -137,7 +137,6 @@ def make_rule(
     scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
     if overrides:
         chosen = _overridden(chosen, overrides)
-    _check_settings(chosen)
     if chosen.keeps_all and scorer is None:
         return Rule(chosen.name)
     request = _Request(
@@ -270,18 +269,3 @@ def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
         also = "".join(f"\n  - of Cache itself: {hint}" for hint in near if "did you mean" in hint)
         problems = str(error).partition("\n")[2]
         raise ValueError(f"unfit settings of Cache or of policy {policy.name!r}:\n{problems}{also}") from None
-
-
-def _check_settings(policy: Policy) -> None:
-    """What can be known of a score's settings before there is evidence."""
-    settings, problems = policy.observed_settings, []
-    for name in ("window", "pool_size"):
-        value = settings.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(f"{name} is a whole number of at least 1, got {value!r}")
-        elif name == "pool_size" and value % 2 == 0:
-            problems.append(f"pool_size is odd, so that the pool is centred, got {value!r}")
-    if settings.get("pool") not in (None, "avg", "max"):
-        problems.append(f"pool is 'avg', 'max' or None, got {settings['pool']!r}")
-    if problems:
-        raise ValueError(f"observed_settings of policy {policy.name!r}: {'; '.join(problems)}.")

@@ -37,7 +37,6 @@ SCORES: dict[str, ScoreFamily] = {
         _WINDOW,
         "Identify Critical KV Cache in LLM Inference (CriticalKV), arXiv 2502.03805",
         "W rows of attention (Q W T D) and one output projection (Q T D E; Q T D D with norm l2)",
-        unit_of=lambda norm="l1", **_: "risk" if norm == "l1" else "mass",
     ),
     "defensive": ScoreFamily(
         defensive,
@@ -45,7 +44,6 @@ SCORES: dict[str, ScoreFamily] = {
         _WINDOW,
         "Taming the Fragility of KV Cache Eviction (DefensiveKV), arXiv 2510.13334",
         "W rows of attention (Q W T D), each pooled (Q W T), and one output projection (Q T D E)",
-        unit_of=lambda norm="raw", **_: "risk" if norm == "raw" else "mass",
     ),
     "expected_attention": ScoreFamily(
         expected_attention,
@@ -53,9 +51,6 @@ SCORES: dict[str, ScoreFamily] = {
         frozenset({"window", "rotary"}),
         "Expected Attention: Estimating Attention from Future Queries Distribution, arXiv 2510.00636",
         "a covariance of the S queries held (Q S D D) and a quadratic form an entry (Q T D D)",
-        unit_of=lambda value_norm="plain", epsilon=0.0, **_: (
-            "risk" if value_norm == "output_l1" and epsilon == 0 else "mass"
-        ),
     ),
     "h2o": ScoreFamily(
         h2o,

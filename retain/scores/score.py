@@ -7,7 +7,6 @@ accident.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -53,13 +52,13 @@ class ScoreFamily:
 
     Args:
         function: `(evidence, **settings) -> Score`.
-        unit: the unit under default settings (the `Score` that comes back has the last word).
+        unit: the unit under default settings (the `Score` that comes back has the last word;
+            `retain.scores.trial` asks it beforehand).
         needs: what the function reads beyond keys, values and padding: `window` (the last queries), `running`
             (statistics of all queries, or every query to make them from), `rotary`, `hidden`, `token_ids`,
             `seeds` (one integer a sequence, passed as `seeds_B`). Empty: nothing.
         paper: title and arXiv id, or where the idea comes from.
         cost: what it costs a layer, in the letters of `retain.shapes` (W: window queries).
-        unit_of: `(**settings) -> unit` where settings decide it; None where it is always `unit`.
     """
 
     function: Callable[..., Score]
@@ -67,11 +66,6 @@ class ScoreFamily:
     needs: frozenset[str]
     paper: str
     cost: str = ""
-    unit_of: Callable[..., str] | None = None
-
-    def unit_under(self, **settings: Any) -> str:
-        """The unit under these settings, before anything is scored."""
-        return self.unit if self.unit_of is None else self.unit_of(**settings)
 
 
 def masked_score(

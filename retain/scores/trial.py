@@ -1,0 +1,85 @@
+"""A score's settings, tried before any token is read.
+
+In: a score's name and settings. Out: its answer for a made-up layer, which shows its unit and what else it
+says of a layer, or what is wrong with the settings, in the score's own words. The one decision taken here: a
+score knows best what it accepts, so it is run, on a layer of one head and a few entries, and no second list
+of rules is kept.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from retain.evidence import Evidence
+from retain.registry import suggest
+from retain.rotary import Rotary
+from retain.scores import SCORES, Score
+
+
+def known_settings(name: str) -> tuple[str, ...]:
+    """Names of a score's settings: its keyword arguments, without the seeds that the caller passes."""
+    given = inspect.signature(SCORES[name].function).parameters
+    return tuple(key for key in given if key not in ("evidence", "seeds_B"))
+
+
+def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, list[str]]:
+    """Score a made-up layer.
+
+    Args:
+        name: of a score in `SCORES`.
+        settings: as a policy states them.
+
+    Returns:
+        the score and no problem, or None and all problems that can be known.
+    """
+    known = known_settings(name)
+    problems = [
+        f"score {name!r} has no setting {key!r}{suggest(key, known)}, known: {', '.join(known) or 'none'}"
+        for key in settings
+        if key not in known
+    ]
+    for key in ("window", "pool_size", "page_size"):
+        value = settings.get(key, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(f"{key} is a whole number of at least 1, got {value!r}")
+        elif key == "pool_size" and value % 2 == 0:
+            problems.append(f"pool_size is odd, so that the pool is centred, got {value!r}")
+    if problems:
+        return None, problems
+    try:
+        return _tried(name, json.dumps(dict(settings), sort_keys=True)), []
+    except (ValueError, TypeError) as error:
+        return None, [f"score {name!r} does not take {dict(settings)}: {_first(error)}"]
+
+
+def _first(error: Exception) -> str:
+    """The first line of what a score said, without its full stop."""
+    return str(error).partition("\n")[0].removesuffix(".")
+
+
+@cache
+def _tried(name: str, text: str) -> Score:
+    settings = json.loads(text)
+    default = inspect.signature(SCORES[name].function).parameters.get("window")
+    window = settings.get("window", 1 if default is None else default.default)
+    T, D = window + 8, 2
+    numbers_TD = torch.sin(torch.arange(T * D).float() ** 1.5).view(T, D)
+    with torch.inference_mode():
+        evidence = Evidence(
+            layer_idx=0,
+            queries_BQSD=numbers_TD.expand(1, 2, T, D),
+            keys_BHTD=numbers_TD.expand(1, 1, T, D),
+            values_BHTD=numbers_TD.expand(1, 1, T, D),
+            output_weight_QDE=numbers_TD[:2].expand(2, D, D),
+            scaling=1.0,
+            positions_BT=torch.arange(T)[None],
+            valid_BT=torch.ones(1, T, dtype=torch.bool),
+            hidden_BTE=numbers_TD[None],
+            token_ids_BT=torch.arange(T)[None],
+            rotary=Rotary(torch.ones(1)),
+        )
+        return SCORES[name].function(evidence, **settings)
