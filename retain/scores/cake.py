@@ -15,7 +15,7 @@ from retain.scores.score import Score, masked_score
 from retain.scores.window import group_heads, pool_entries, window_attention
 
 # Inside the logarithm of the released code.
-LOG_EPS = 1e-7
+LOG_EPS = 1e-10
 
 
 def cake(
