@@ -5,6 +5,7 @@ are there, budgets hold what is protected. The one decision taken here: all prob
 at once.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -41,8 +42,8 @@ class CompareConfig:
             "query_aware": scores have observed context and question.
         keep_ratios: Kept / seen, each in (0, 1). The full cache is always measured, once.
         policies: Presets of `configs/policy`, variants, and the controls "token_identity" and "oracle".
-        variants: Policies of this comparison alone: name -> a preset, then `key=value` changes to it, e.g.
-            `[snapkv, protection.sinks=0]`.
+        variants: Policies of this comparison alone: name -> a preset, or one of a preset's own variants as in
+            `"defensivekv:released"`, then `key=value` changes to it, e.g. `[snapkv, protection.sinks=0]`.
         context_tokens: Length of every context.
         control_documents: Documents that the token-identity control is fitted on, and head classes are
             measured on, for each seed.
@@ -109,19 +110,14 @@ def find_policy(config: CompareConfig, name: str) -> Policy:
 
 @cache
 def _resolved(name: str, variant: tuple[str, ...] | None) -> Policy:
+    # What else a preset could be is no part of what it is here, nor of a run's identity.
     if variant is not None:
         preset, *changes = variant
-        return replace(load_policy(preset, changes), name=name)
+        return replace(load_policy(preset, changes), name=name, variants={})
     if name not in CONTROLS:
-        return load_policy(name)
-    return replace(load_policy("gate"), name=name, learned=True, observed=None, fusion="learned")
-
-
-def preset_of(config: CompareConfig, name: str) -> str | None:
-    """The preset that a policy of this comparison is, or is a variant of; None for a control."""
-    if name in config.variants:
-        return config.variants[name][0]
-    return None if name in CONTROLS else name
+        return replace(load_policy(name), variants={})
+    gate = load_policy("gate")
+    return replace(gate, name=name, learned=True, observed=None, fusion="learned", variants={})
 
 
 def needs_gates(config: CompareConfig) -> bool:
@@ -164,7 +160,7 @@ def _names(config: CompareConfig, suite: Suite) -> list[str]:
         for seed in config.seeds
         if seed not in suite.seeds
     ]
-    problems += _variants(config, presets)
+    problems += _variants(config, {preset.name: preset.variants for preset in policies()})
     if FULL in config.policies:
         problems.append(f"{FULL!r} is always measured: leave it out of `policies`")
     repeatable = ("seeds", "tasks", "regimes", "keep_ratios", "policies")
@@ -178,17 +174,24 @@ def _names(config: CompareConfig, suite: Suite) -> list[str]:
     return problems
 
 
-def _variants(config: CompareConfig, presets: list[str]) -> list[str]:
+def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What is wrong with variants; `presets` says which variants each preset has of its own."""
     problems = []
     for name, variant in config.variants.items():
+        first = variant[0] if variant else ""
+        preset, colon, own = first.partition(":")
         if name in (FULL, *presets, *CONTROLS):
             problems.append(f"variant {name!r} has the name of a policy that there is: give it another")
-        elif not variant or variant[0] == FULL or variant[0] not in presets:
-            hint = suggest(variant[0], presets) if variant else ""
+        elif preset == FULL or preset not in presets:
             problems.append(
                 f"variant {name!r} begins with the preset that it changes, got "
-                f"{variant[0] if variant else 'nothing'!r}{hint}; then `key=value`, as in "
+                f"{first or 'nothing'!r}{suggest(preset, presets)}; then `key=value`, as in "
                 "[snapkv, protection.sinks=0]"
+            )
+        elif colon and own not in presets[preset]:
+            problems.append(
+                f"variant {name!r} begins with {first!r}, and preset {preset!r} has no variant "
+                f"{own!r}{suggest(own, presets[preset])}; it has {', '.join(presets[preset]) or 'none'}"
             )
         else:
             try:

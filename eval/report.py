@@ -10,7 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retain.eval.orderings import Checked, check_orderings, in_words, topics
+import torch
+
+from retain.budget import Budget, LayerShape, spread
+from retain.eval.orderings import (
+    ENDS,
+    NOTES,
+    PROTECTION,
+    Checked,
+    Ordering,
+    check_orderings,
+    in_words,
+    topics,
+)
 from retain.eval.picture import draw, draw_ranking
 from retain.eval.record import read_rows, write_text
 from retain.eval.significance import standard_error
@@ -28,6 +40,7 @@ from retain.eval.summary import (
     learned_against_each,
 )
 from retain.eval.tasks import Task
+from retain.protection import Protection, protected_mask
 
 REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
@@ -74,7 +87,7 @@ def write_report(
         "![ranking of policies](scores.png)" if many else "![score against keep_ratio](scores.png)",
         _glance(scores),
         *(_regime(scores, regime) for regime in scores.regimes),
-        *([_orderings(checked)] if checked else []),
+        *([_orderings(checked, manifest)] if checked else []),
         _best(scores, best, config["margin_points"]),
         _each(each, variants),
         _seeds(scores),
@@ -225,7 +238,9 @@ def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
         "Policy minus the heuristic with the highest mean over the same tasks, at the same regime, "
         "keep_ratio and bytes, with paired 95 % intervals; equivalent means within "
         f"±{margin:g} points. The heuristic is chosen for each family apart and on the same items, which "
-        "favours it; its own cell is empty. The rows of `full` are the full cache minus that heuristic. "
+        "favours it; its own cell is empty. duoattention is no heuristic here: its table of heads is "
+        "measured on documents with questions and answers. The rows of `full` are the full cache minus that "
+        "heuristic. "
         f"Best heuristic, {' / '.join(families)}: {'; '.join(chosen)}.",
         "",
     ]
@@ -235,43 +250,107 @@ def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
     return "\n".join([*head, _pivot(made, lambda o: (o.regime, f"{o.keep_ratio:g}", o.policy), columns)])
 
 
-def _orderings(checked: Sequence[Checked]) -> str:
+def _orderings(checked: Sequence[Checked], manifest: Mapping[str, Any]) -> str:
     """Published orderings, topic by topic: claims, then differences and what they say."""
-    ratios = sorted({one.made.keep_ratio for one in checked})
-    pairs = {(o.made.policy, o.made.baseline, o.made.regime, o.made.keep_ratio) for o in checked}
-    counts = Counter(one.finding for one in checked)
+    margin = manifest["config"]["margin_points"]
+    distinct = {
+        (frozenset((one.made.policy, one.made.baseline)), one.made.regime, one.made.keep_ratio)
+        for one in checked
+    }
+    by_place = {
+        place: Counter(one.finding for one in checked if one.published == published)
+        for place, published in (("where published", True), ("beyond", False))
+    }
+    counts = "; ".join(
+        f"{place}: {', '.join(f'{count} {finding}' for finding, count in own.most_common())}"
+        for place, own in by_place.items()
+        if own
+    )
     lines = [
         "## Published orderings",
         "",
         "Policy minus baseline over all tasks, each counting alike, at the same regime, keep_ratio and "
-        f"bytes, with paired 95 % intervals. {len(pairs)} comparisons; each interval is for one comparison "
-        f"and is not adjusted: of {len(pairs)} without any difference about {round(len(pairs) / 20)} would "
-        "exclude 0. `a > b` holds where the verdict is better, `a = b` where it is equivalent or identical. "
-        f"In all: {', '.join(f'{count} {finding}' for finding, count in counts.most_common())}.",
+        f"bytes, with paired 95 % intervals. {len(distinct)} comparisons, each counted once; each interval "
+        f"is for one comparison and is not adjusted: of {len(distinct)} without any difference about "
+        f"{round(len(distinct) / 20)} would exclude 0.",
+        "",
+        "`a > b` holds where the interval is above 0, and does not hold where it is below 0 or equivalent; "
+        f"`a = b` holds where it lies within ±{margin:g} points, also if it excludes 0, and does not "
+        "hold where it lies outside. Against the margin: "
+        f"the whole interval is above +{margin:g}, within ±{margin:g}, below -{margin:g}, or open (over an "
+        "end of it). † marks what is beyond what was published: another regime or share, or an ordering that "
+        f"was not measured by its paper. In all, {counts}.",
     ]
     for topic in topics(checked):
-        own = [one for one in checked if one.ordering.topic == topic]
-        claims = dict.fromkeys(
-            f"{'' if len({o.ordering.claim for o in own}) == 1 else _named(one) + ': '}{one.ordering.claim} "
-            f"(arXiv {one.ordering.paper})"
-            for one in own
-        )
-        shown = [ratio for ratio in ratios if any(one.made.keep_ratio == ratio for one in own)]
-        rows: dict[tuple[str, str], dict[float, Checked]] = {}
-        for one in own:
-            rows.setdefault((_named(one), one.made.regime), {})[one.made.keep_ratio] = one
-        body = [
+        lines += ["", f"### {topic}", "", *_topic(checked, topic, manifest)]
+    return "\n".join(lines)
+
+
+def _topic(checked: Sequence[Checked], topic: str, manifest: Mapping[str, Any]) -> list[str]:
+    """One topic: claims, notes, where else to look, and the table."""
+    own = [one for one in checked if one.ordering.topic == topic]
+    ratios = sorted({one.made.keep_ratio for one in checked})
+    same = len({one.ordering.claim for one in own}) == 1
+    lines = dict.fromkeys(
+        f"- {'' if same else _named(one) + ': '}{one.ordering.claim}"
+        f"{f' (arXiv {one.ordering.paper})' if one.ordering.paper else ''}"
+        for one in own
+    )
+    lines |= dict.fromkeys(f"- {note}" for note in NOTES.get(topic, ()))
+    lines |= dict.fromkeys(
+        f"- See also {_named(one)} under *{one.ordering.topic}*"
+        for one in checked
+        if topic in one.ordering.also
+    )
+    margin = manifest["config"]["margin_points"]
+    columns = ["published", "regime", *(f"{ratio:g}" for ratio in ratios), "finding", f"against ±{margin:g}"]
+    protects = topic in (PROTECTION, ENDS) and "identity" in manifest
+    columns += ["protected: first + last"] if protects else []
+    rows: dict[tuple[str, str], dict[float, Checked]] = {}
+    for one in own:
+        rows.setdefault((_named(one), one.made.regime), {})[one.made.keep_ratio] = one
+    body = []
+    for names, at in rows.items():
+        first = next(iter(at.values())).ordering
+        body.append(
             [
                 *names,
-                *(" ".join(_spelled(at[r].made, named=False)) if r in at else "" for r in shown),
-                in_words({ratio: one.finding for ratio, one in at.items()}),
+                *(_cell(at[ratio]) if ratio in at else "" for ratio in ratios),
+                _found(at),
+                in_words({ratio: one.size for ratio, one in at.items()}),
+                *([_protected(first, ratios, manifest)] if protects else []),
             ]
-            for names, at in rows.items()
-        ]
-        columns = ["published", "regime", *(f"{ratio:g}" for ratio in shown), "finding"]
-        lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims), ""]
-        lines.append(_table(columns, body, 2))
-    return "\n".join(lines)
+        )
+    return [*lines, "", _table(columns, body, 2)]
+
+
+def _cell(one: Checked) -> str:
+    """Difference, verdict, recovery, and a mark where it is extrapolated."""
+    parts = " ".join(_spelled(one.made, named=False)) + ("" if one.published else "†")
+    return parts if one.recovery is None else f"{parts}; recovers {100 * one.recovery:.0f} %"
+
+
+def _found(at: Mapping[float, Checked]) -> str:
+    """Findings of a row, those beyond what was published apart."""
+    here = {ratio: one.finding for ratio, one in at.items() if one.published}
+    beyond = {ratio: one.finding for ratio, one in at.items() if not one.published}
+    parts = [in_words(here)] if here else []
+    return "; ".join([*parts, *([f"beyond†: {in_words(beyond)}"] if beyond else [])])
+
+
+def _protected(ordering: Ordering, ratios: Sequence[float], manifest: Mapping[str, Any]) -> str:
+    """What both policies of a row protect on a context, by ratio: `10+32, 20+32 / 0+32, 0+32`."""
+    resolved, tokens = manifest["identity"]["policies"], manifest["config"]["context_tokens"]
+    valid = torch.ones(1, tokens, dtype=torch.bool)
+    sides = []
+    for name in (ordering.policy, ordering.baseline):
+        ends = []
+        for ratio in ratios:
+            budget = spread(Budget(keep_ratio=ratio), [tokens], [LayerShape(1, 1)]).per_head_B
+            mask = protected_mask(Protection(**resolved[name]["protection"]), valid, budget)[0].tolist()
+            ends.append(f"{(mask + [False]).index(False)}+{(mask[::-1] + [False]).index(False)}")
+        sides.append(", ".join(ends))
+    return " / ".join(sides)
 
 
 def _named(one: Checked) -> str:

@@ -27,8 +27,10 @@ ALL = "all"  # tasks of both families
 
 @cache
 def heuristics() -> tuple[str, ...]:
-    """Presets that score without a trained gate. Variants and controls are none."""
-    return tuple(one.name for one in policies() if one.name != "full" and "gates" not in one.needs)
+    """Presets that need nothing trained or measured beforehand. Variants and controls are none, and neither
+    is a preset that reads head classes: their table is measured on documents with questions and answers."""
+    beforehand = {"gates", "head_classes"}
+    return tuple(one.name for one in policies() if one.name != "full" and not beforehand & one.needs)
 
 
 class Cell(NamedTuple):

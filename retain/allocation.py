@@ -14,11 +14,11 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from retain.apportion import exact
-from retain.ranking import order_entries, rank_entries, refuse_nan
+from retain.apportion import exact, ratio_of
+from retain.ranking import rank_kept_first, refuse_nan
 
 LAYERS = ("uniform", "pyramid", "cake", "entropy")
 
@@ -33,9 +33,10 @@ class Allocation:
         beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
         spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
             (then a cascade is not exact).
-        safeguard: where heads share a budget. `guaranteed`: each head's first `safeguard_share` of the mean
-            budget are kept (the released presses); `convex`: the head budgets are mixed with equal ones, by
-            that share (Ada-KV's paper, LAVa's code); None: one entry a head.
+        safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
+            protected ones, `safeguard_share` of the mean budget (the released presses); `convex`: the head
+            budgets are mixed with equal ones, by that share (Ada-KV's paper, LAVa's code); None: one entry a
+            head.
         safeguard_share: in [0, 1].
         normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete;
             None leaves them as they are.
@@ -81,45 +82,51 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Bids:
-    """What the heads of one layer offer for a shared budget.
+    """What the heads of one layer offer for a shared budget: entries in no particular order.
 
     Args:
-        guaranteed_BH: entries that each head has in any case.
-        value_BHM: its other entries' scores, from the highest; -inf where there are no more.
-        place_BHM: their places in the sequence.
+        guaranteed_BH: entries that each head has in any case; they do not bid.
+        value_N: the scores of the others.
+        place_N: their places in the sequence.
+        row_N: their rows, `b * H + h`.
     """
 
     guaranteed_BH: Int64[Tensor, "B H"]
-    value_BHM: Float[Tensor, "B H M"]
-    place_BHM: Int64[Tensor, "B H M"]
+    value_N: Float[Tensor, " N"]
+    place_N: Int32[Tensor, " N"]
+    row_N: Int32[Tensor, " N"]
 
-    def first(self, budget_BH: Int64[Tensor, "B H"]) -> "Bids":
-        """The same without what a budget no longer reaches."""
-        free_BH1 = (budget_BH - self.guaranteed_BH)[..., None]
-        longest = int(free_BH1.max()) if free_BH1.numel() else 0
-        offer = torch.arange(longest, device=free_BH1.device)
-        value = self.value_BHM[..., :longest].masked_fill(offer >= free_BH1, float("-inf"))
-        return Bids(self.guaranteed_BH, value, self.place_BHM[..., :longest].contiguous())
+    def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
+        """Some of them."""
+        return Bids(self.guaranteed_BH, self.value_N[which_N], self.place_N[which_N], self.row_N[which_N])
+
+    def to(self, device: torch.device) -> "Bids":
+        """The same on another device."""
+        tensors = (self.guaranteed_BH, self.value_N, self.place_N, self.row_N)
+        return Bids(*(tensor.to(device) for tensor in tensors))
 
 
 def make_bids(
-    compete_BHT: Float[Tensor, "B H T"], kept_BHT: Bool[Tensor, "B H T"], least_B: Sequence[int]
+    compete_BHT: Float[Tensor, "B H T"],
+    exists_BHT: Bool[Tensor, "B H T"],
+    kept_BHT: Bool[Tensor, "B H T"],
+    least_B: Sequence[int],
 ) -> Bids:
-    """What one layer's heads offer: their entries from the best, apart from what they are guaranteed.
+    """What one layer's heads offer: their entries, apart from what they are guaranteed.
 
     Args:
-        compete_BHT: comparable across heads; -inf on padding; no NaN.
+        compete_BHT: comparable across heads; no NaN.
+        exists_BHT: False on padding.
         kept_BHT: kept in any case (protected, a first stage).
-        least_B: entries that every head of a sequence gets at least, the best of (kept, score).
+        least_B: entries that every head of a sequence gets at least, the first of (kept, score).
     """
     refuse_nan(compete_BHT)
-    exists_BHT = compete_BHT > float("-inf")
-    own_rank = rank_entries(compete_BHT.masked_fill(kept_BHT, float("inf")))
-    least_B11 = torch.tensor(least_B, dtype=torch.int64, device=compete_BHT.device)[:, None, None]
-    guaranteed_BHT = kept_BHT | ((own_rank < least_B11) & exists_BHT)
-    rest_BHT = compete_BHT.masked_fill(guaranteed_BHT, float("-inf"))
-    place_BHM = order_entries(rest_BHT)
-    return Bids(guaranteed_BHT.sum(-1), rest_BHT.gather(-1, place_BHM), place_BHM)
+    compete_BHT = compete_BHT.masked_fill(~exists_BHT, float("-inf"))
+    least_B11 = torch.tensor(least_B, device=compete_BHT.device)[:, None, None]
+    guaranteed_BHT = kept_BHT | ((rank_kept_first(compete_BHT, kept_BHT) < least_B11) & exists_BHT)
+    b, h, t = (exists_BHT & ~guaranteed_BHT).nonzero(as_tuple=True)
+    row_N = b * compete_BHT.shape[1] + h
+    return Bids(guaranteed_BHT.sum(-1), compete_BHT[b, h, t], t.int(), row_N.int())
 
 
 def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Tensor, "B H T"]:
@@ -131,10 +138,14 @@ def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Ten
     Args:
         score_BHT: non-negative; -inf on padding.
         kind: `head`, `layer`, or None to leave the scores alone.
+
+    Raises:
+        ValueError: if a score is negative.
     """
     if kind is None:
         return score_BHT
     exists_BHT = score_BHT > float("-inf")
+    refuse_negative(score_BHT, "allocation.normalise divides scores by their mean")
     axes = (-1,) if kind == "head" else (-2, -1)
     total = score_BHT.masked_fill(~exists_BHT, 0.0).sum(axes, keepdim=True)
     mean = total / exists_BHT.sum(axes, keepdim=True).clamp_min(1)
@@ -168,7 +179,7 @@ def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B
     return budget_BH + (more_BH & (more_BH.cumsum(-1) <= left_B1)).long()
 
 
-def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[Int64[Tensor, "B H"]]:
+def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[tuple[Int64[Tensor, "B H"], Bids]]:
     """Budgets of a joint top-k: heads, of one layer or of several, compete for one total.
 
     `budget_l[b, h] = guaranteed_l[b, h] + #{its bids among the first total_b - sum(guaranteed)}`. Equal bids
@@ -183,15 +194,15 @@ def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[Int64
         total_B: entries that each sequence may keep; where fewer exist, all are kept.
 
     Returns:
-        budgets, layer by layer.
+        budgets, and the bids that won them, layer by layer.
 
     Raises:
         ValueError: if the guaranteed entries alone exceed the total.
     """
-    device = layers[0].value_BHM.device
+    device = layers[0].value_N.device
+    there = [bids.to(device) for bids in layers]
     total = torch.tensor(total_B, dtype=torch.int64, device=device)
-    guaranteed_B = torch.stack([bids.guaranteed_BH.sum(-1).to(device) for bids in layers]).sum(0)
-    free_B = total - guaranteed_B
+    free_B = total - torch.stack([bids.guaranteed_BH.sum(-1) for bids in there]).sum(0)
     if (free_B < 0).any():
         row = int((free_B < 0).nonzero()[0])
         raise ValueError(
@@ -199,21 +210,29 @@ def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[Int64
             "heads are guaranteed (protected, a first stage, a safeguard, and one a head): raise the budget, "
             "or protect less."
         )
-    value_BN = torch.cat([bids.value_BHM.flatten(1).to(device) for bids in layers], dim=1)
-    place_BN = torch.cat([bids.place_BHM.flatten(1).to(device) for bids in layers], dim=1)
-    # In order of place first: of equal bids the stable sort then takes the later place, and of equal places
-    # what stands first here, the lower layer and head.
-    order = place_BN.sort(dim=1, descending=True, stable=True).indices
-    order = order.gather(1, value_BN.gather(1, order).sort(dim=1, descending=True, stable=True).indices)
-    within_BN = torch.arange(value_BN.shape[1], device=device) < free_B[:, None]
-    chosen_BN = torch.zeros_like(within_BN).scatter_(1, order, within_BN) & (value_BN > float("-inf"))
-    budgets, start = [], 0
-    for bids in layers:
-        size = bids.value_BHM.shape[1] * bids.value_BHM.shape[2]
-        chosen = chosen_BN[:, start : start + size].view(bids.value_BHM.shape)
-        budgets.append(bids.guaranteed_BH + chosen.sum(-1).to(bids.guaranteed_BH.device))
-        start += size
-    return budgets
+    value_N = torch.cat([bids.value_N for bids in there])
+    # One stable sort after another, the last the first to count: sequence, value, later place; and where all
+    # are equal, as they stand here, the lower layer and head.
+    order_N = torch.cat([bids.place_N for bids in there]).sort(descending=True, stable=True).indices
+    order_N = order_N[value_N[order_N].sort(descending=True, stable=True).indices]
+    sequence_N = torch.cat([bids.row_N // bids.guaranteed_BH.shape[1] for bids in there]).long()
+    if len(free_B) > 1:
+        order_N = order_N[sequence_N[order_N].sort(stable=True).indices]
+    count_B = torch.zeros_like(free_B).scatter_add_(0, sequence_N, torch.ones_like(sequence_N))
+    sorted_N = sequence_N[order_N]
+    place_N = torch.arange(len(order_N), device=device) - (count_B.cumsum(0) - count_B)[sorted_N]
+    chosen_N = torch.zeros_like(order_N, dtype=torch.bool).scatter_(0, order_N, place_N < free_B[sorted_N])
+    answer, start = [], 0
+    for bids, own in zip(layers, there, strict=True):
+        won_N = chosen_N[start : start + len(own.value_N)]
+        start += len(own.value_N)
+        rows_N = own.row_N[won_N].long()
+        extra_R = torch.zeros_like(own.guaranteed_BH).flatten()
+        extra_R.scatter_add_(0, rows_N, torch.ones_like(rows_N))
+        budget_BH = own.guaranteed_BH + extra_R.view(own.guaranteed_BH.shape)
+        home = bids.value_N.device
+        answer.append((budget_BH.to(home), bids.select(won_N.to(home))))
+    return answer
 
 
 def mix_convex(
@@ -229,7 +248,7 @@ def mix_convex(
         round_up: give the ceiling of each head's share, whose sum may exceed the total: what a cascade holds
             before its last layer. Else largest remainder: the sum stays as it is.
     """
-    part, whole = exact(share).as_integer_ratio()
+    part, whole = ratio_of(share)
     heads = budget_BH.shape[1]
     mixed = budget_BH * ((whole - part) * heads) + part * budget_BH.sum(-1, keepdim=True)
     unit = whole * heads
@@ -303,16 +322,31 @@ def entropy_weight(
     """LAVa's weight of a layer: the entropy of its scores, `-sum p log(p + tiny)`, `p = s / (sum s + tiny)`.
 
     Over the entries of all heads that compete. Its code divides by `ln(H * m)`, its paper by `H * N`; both
-    are the same for all layers of a prompt, so that shares do not change; here it is not divided. In float64,
-    with scores below zero (an unfit unit) taken as zero.
+    are the same for all layers of a prompt, so that shares do not change; here it is not divided. In float64.
 
     LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754.
 
     Args:
-        score_BHT: of one layer.
+        score_BHT: of one layer, non-negative.
         competes_BHT: False on padding and on what is protected.
+
+    Raises:
+        ValueError: if a score is negative.
     """
+    refuse_negative(score_BHT, "allocation.layers 'entropy' takes scores for shares of a whole")
     tiny = 1e-16
-    score = score_BHT.double().masked_fill(~competes_BHT, 0.0).clamp_min(0.0).flatten(1)
+    score = score_BHT.double().masked_fill(~competes_BHT, 0.0).flatten(1)
     p = score / (score.sum(-1, keepdim=True) + tiny)
     return -(p * (p + tiny).log()).sum(-1).clamp_max(0.0)
+
+
+def refuse_negative(score_BHT: Float[Tensor, "B H T"], why: str) -> None:
+    """Raise where a score is below zero, and a share of it would mean nothing.
+
+    Raises:
+        ValueError: says why, and what to do.
+    """
+    if ((score_BHT < 0) & (score_BHT > float("-inf"))).any():
+        raise ValueError(
+            f"{why}, and there are scores below zero: take a score in 'risk' or 'mass', or none of the two."
+        )

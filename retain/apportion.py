@@ -15,6 +15,12 @@ def exact(number: float | Fraction) -> Fraction:
     return number if isinstance(number, Fraction) else Fraction(str(number))
 
 
+def ratio_of(number: float) -> tuple[int, int]:
+    """A share in [0, 1] as `part / whole`, small enough that whole entries times it fit in 64 bits: what a
+    person wrote to six decimals, and the nearest millionth or better beyond."""
+    return exact(number).limit_denominator(10**6).as_integer_ratio()
+
+
 def fill(
     total: int | Fraction, weights: Sequence[Fraction], least: Sequence[int], most: Sequence[int]
 ) -> list[Fraction]:

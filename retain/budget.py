@@ -47,6 +47,9 @@ class Budget:
             raise ValueError(
                 f"a budget is stated once, as {', '.join(names[:-1])} or {names[-1]}; got {given}."
             )
+        for name, value in stated.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} is a number; got {value!r}.")
         if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
             raise ValueError(
                 f"keep_ratio is kept / seen, above 0 and at most 1; got {self.keep_ratio} "

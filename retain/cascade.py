@@ -1,23 +1,28 @@
 """Which entries of each layer stay, for all layers at once or layer by layer while a model prefills.
 
-In: layers, each scored and guarded (`Candidates`), and what the sequences may hold. Out: keep masks. The
-decision taken here: one function, `keep_sets`, answers both for all layers and for those that have come so
-far. While layers are still to come it gives the *ceiling* of each share, of which the final answer is a part;
-so a `Cascade` that evicts at every step ends with the one-shot sets, and holds no more than the budget (one
-entry a layer more, for the ceilings) and one full layer.
+In: what is settled before any layer comes (`Shares`), and layers, each scored and guarded (`Candidates`).
+Out: keep masks. The decision taken here: one function, `head_budgets`, answers both for all layers and for
+those that have come so far. While layers are still to come it gives the *ceiling* of each share, of which the
+final answer is a part; so a `Cascade` that evicts at every step ends with the one-shot sets, and holds no
+more than the budget and one full layer (and what is rounded up on the way: one entry a layer, one a head with
+the convex safeguard).
 
 Exact for joint selection (scope `model`: a running threshold) and for shares by weight (LAVa, CAKE), since
 shares only shrink as layers come. Not exact for CAKE's released repair (`spread: even`): what a full layer
 cannot hold is spread at the end over layers that may have evicted it already.
+
+Of a layer that was cut a cascade remembers, an entry held, its rank in its head and row (8 bytes), and what
+it bids where heads compete (12 bytes): a few hundredths of the keys and values themselves.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from retain.allocation import (
@@ -29,37 +34,12 @@ from retain.allocation import (
     pyramid,
     spread_evenly,
 )
-from retain.apportion import fill, round_shares
+from retain.apportion import exact, fill, round_shares
 from retain.budget import Totals
 from retain.head_classes import check_shape, class_budgets
+from retain.ranking import rank_kept_first
 from retain.selection import select
 from retain.stages import FirstStage, stage_by_budget
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """One layer's entries, scored and guarded, before any budget.
-
-    Args:
-        score_BHM: orders each head; -inf where there is no entry.
-        kept_BHM: kept in any case: protected, or in a first stage by mass.
-        first_BHM: what a first stage by budget ranks by; None without one.
-        bids: what the heads compete with; None where they do not.
-        weight_B: what the layer asks for, per sequence; None where layers get fixed shares.
-        protected_B: entries a head that are protected by their place.
-    """
-
-    score_BHM: Float[Tensor, "B H M"]
-    kept_BHM: Bool[Tensor, "B H M"]
-    first_BHM: Float[Tensor, "B H M"] | None = None
-    bids: Bids | None = None
-    weight_B: tuple[Fraction, ...] | None = None
-    protected_B: tuple[int, ...] = ()
-
-    @property
-    def held_BH(self) -> Int64[Tensor, "B H"]:
-        """Entries that each head has."""
-        return (self.score_BHM > float("-inf")).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -81,16 +61,129 @@ class Split:
         """Whether what a layer keeps depends on other layers."""
         return self.scope == "model" or self.allocation.layers in ("cake", "entropy")
 
+    @property
+    def two_stages(self) -> bool:
+        """Whether what a head keeps first depends on its budget."""
+        return self.first_stage is not None and self.first_stage.by == "budget"
 
-def keep_sets(
-    split: Split, layers: Sequence[Candidates], totals: Totals, *, first: int = 0
-) -> list[Bool[Tensor, "B H M"]]:
-    """What each layer keeps.
+
+@dataclass(frozen=True)
+class Shares:
+    """What is settled before any layer comes.
 
     Args:
         split: the policy's.
+        totals: entries of each sequence, over all layers.
+        protected_B: entries of every head that are protected by their place.
+    """
+
+    split: Split
+    totals: Totals
+    protected_B: tuple[int, ...]
+
+    @cached_property
+    def least_B(self) -> list[int]:
+        """Entries that every head keeps whatever the scores: the protected ones, those that a safeguard adds,
+        and one."""
+        own = self.split.allocation
+        least = []
+        for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
+            guarded = protected
+            if own.safeguard == "guaranteed":
+                guarded = min(math.floor(mean), protected + math.floor(exact(own.safeguard_share) * mean))
+            least.append(max(1, protected, guarded))
+        return least
+
+    @cached_property
+    def fixed_LB(self) -> list[list[int]] | None:
+        """Entries of each layer and sequence, where no score decides them."""
+        if self.split.scope == "model" or self.split.allocation.layers in ("cake", "entropy"):
+            return None
+        rows = self.totals.equal_BL
+        if self.split.allocation.layers == "pyramid":
+            rows = tuple(self._pyramid(row) for row in range(len(self.totals.lengths_B)))
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    def _pyramid(self, row: int) -> tuple[int, ...]:
+        """One sequence's entries of each layer: a line over depth, in entries a head."""
+        heads_L, protected = self.totals.heads_L, self.protected_B[row]
+        room, least = self.totals.lengths_B[row] - protected, max(0, self.least_B[row] - protected)
+        free = self.totals.total_B[row] - protected * sum(heads_L)
+        mean = Fraction(free, sum(heads_L))
+        line = pyramid(mean, Fraction(room), len(heads_L), self.split.allocation.beta)
+        weights = [share * heads for share, heads in zip(line, heads_L, strict=True)]
+        bounds = [[bound * heads for heads in heads_L] for bound in (least, room)]
+        shares = round_shares(fill(free, weights, *bounds))
+        return tuple(share + protected * heads for share, heads in zip(shares, heads_L, strict=True))
+
+    @cached_property
+    def classes_LBH(self) -> list[list[list[int]]] | None:
+        """Entries of each head, where a table of head classes decides them."""
+        own, totals = self.split.allocation, self.totals
+        if own.head_classes is None:
+            return None
+        classes_LH = check_shape(own.head_classes, totals.heads_L)
+        budgets_BLH = [
+            class_budgets(classes_LH, own.head_threshold, total, least, length)
+            for total, least, length in zip(totals.total_B, self.least_B, totals.lengths_B, strict=True)
+        ]
+        return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One layer's entries, scored and guarded, before any budget.
+
+    Args:
+        score_BHT: orders each head; -inf where there is no entry.
+        kept_BHT: kept in any case: protected, or in a first stage by mass.
+        held_B: entries of each sequence, over all heads.
+        guaranteed_B: of those, how many the layer keeps in any case.
+        first_BHT: what a first stage by budget ranks by; None without one.
+        bids: what the heads compete with; None where they do not.
+        weight_B: what the layer asks for, per sequence; None where layers get fixed shares.
+    """
+
+    score_BHT: Float[Tensor, "B H T"]
+    kept_BHT: Bool[Tensor, "B H T"]
+    held_B: tuple[int, ...]
+    guaranteed_B: tuple[int, ...]
+    first_BHT: Float[Tensor, "B H T"] | None = None
+    bids: Bids | None = None
+    weight_B: tuple[Fraction, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a cascade knows of a layer that it has cut, entry by entry in the order of the layer's store.
+
+    Args:
+        rows: `(B, H)`.
+        row_N: `b * H + h`.
+        rank_N: rank in the head; None where a second stage ranks anew at every budget.
+        stages_N: score, first-stage score and kept, where one does.
+        held_B, guaranteed_B, bids, weight_B: as in `Candidates`.
+    """
+
+    rows: tuple[int, int]
+    row_N: Int32[Tensor, " N"]
+    rank_N: Int32[Tensor, " N"] | None
+    stages_N: tuple[Tensor, Tensor, Tensor] | None
+    held_B: tuple[int, ...]
+    guaranteed_B: tuple[int, ...]
+    bids: Bids | None
+    weight_B: tuple[Fraction, ...] | None
+
+
+Layer = Candidates | Held
+
+
+def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -> list[Bool[Tensor, "B H T"]]:
+    """What each layer keeps.
+
+    Args:
+        shares: what is settled.
         layers: those that have come: all, or the first few of those that evict.
-        totals: over all layers.
         first: place of `layers[0]` among them; not 0 only where layers do not depend on each other.
 
     Returns:
@@ -99,143 +192,122 @@ def keep_sets(
     Raises:
         ValueError: if a budget cannot hold what is guaranteed.
     """
-    budgets, _ = head_budgets(split, layers, totals, first=first)
-    return [_keep(split, layer, budget) for layer, budget in zip(layers, budgets, strict=True)]
+    budgets, _ = head_budgets(shares, layers, first=first)
+    return [
+        _keep(shares.split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
+        for layer, budget_BH in zip(layers, budgets, strict=True)
+    ]
 
 
 def head_budgets(
-    split: Split, layers: Sequence[Candidates], totals: Totals, *, first: int = 0
-) -> tuple[list[Int64[Tensor, "B H"]], list[Int64[Tensor, "B H"]]]:
+    shares: Shares, layers: Sequence[Layer], *, first: int = 0
+) -> tuple[list[Int64[Tensor, "B H"]], list[Bids | None]]:
     """Entries of each head of each layer.
 
     Args:
-        split: the policy's.
+        shares: what is settled.
         layers: those that have come.
-        totals: over all layers.
         first: place of `layers[0]`.
 
     Returns:
-        the budgets, and how far each head's bids reached before a safeguard (the same without one).
+        budgets, and the bids that may still win when more layers come.
     """
+    split, totals = shares.split, shares.totals
     final = first + len(layers) == len(totals.heads_L)
     if split.scope == "model":
-        budgets = allocate_joint([_bids(layer) for layer in layers], totals.total_B)
-        return budgets, budgets
-    if split.allocation.head_classes is not None:
-        budgets = _class_budgets(split.allocation, layers, totals, first)
-        return budgets, budgets
-    shares_LB = _layer_totals(split, layers, totals, first, final)
+        won = allocate_joint([_bids(layer) for layer in layers], totals.total_B)
+        return [budget_BH for budget_BH, _ in won], [bids for _, bids in won]
+    nothing: list[Bids | None] = [None] * len(layers)
+    if shares.classes_LBH is not None:
+        own = shares.classes_LBH[first : first + len(layers)]
+        budgets = [_tensor(rows, layer) for rows, layer in zip(own, layers, strict=True)]
+        return budgets, nothing
+    totals_LB = (
+        _shared(shares, layers, final)
+        if shares.fixed_LB is None
+        else shares.fixed_LB[first : first + len(layers)]
+    )
     if split.scope == "head":
         budgets = [
-            allocate_uniform(torch.tensor(own, device=layer.score_BHM.device), layer.held_BH)
-            for layer, own in zip(layers, shares_LB, strict=True)
+            allocate_uniform(_tensor(own_B, layer), _capacity(totals, layer))
+            for own_B, layer in zip(totals_LB, layers, strict=True)
         ]
-        return budgets, budgets
-    reached = [allocate_joint([_bids(layer)], own)[0] for layer, own in zip(layers, shares_LB, strict=True)]
-    if split.allocation.safeguard != "convex":
-        return reached, reached
-    share, round_up = split.allocation.safeguard_share, split.crosses_layers and not final
-    return [mix_convex(budget, share, round_up=round_up) for budget in reached], reached
+        return budgets, nothing
+    won = [allocate_joint([_bids(layer)], own)[0] for layer, own in zip(layers, totals_LB, strict=True)]
+    budgets, bids = [budget_BH for budget_BH, _ in won], [own for _, own in won]
+    if split.allocation.safeguard == "convex":
+        share, round_up = split.allocation.safeguard_share, split.crosses_layers and not final
+        budgets = [mix_convex(budget_BH, share, round_up=round_up) for budget_BH in budgets]
+    return budgets, list(bids)
 
 
-def _bids(layer: Candidates) -> Bids:
+def _bids(layer: Layer) -> Bids:
     assert layer.bids is not None, "heads that share a budget have bids"
     return layer.bids
 
 
-def _keep(split: Split, layer: Candidates, budget_BH: Int64[Tensor, "B H"]) -> Bool[Tensor, "B H M"]:
-    """The top of each head, in one stage or two."""
-    kept_BHM, stage = layer.kept_BHM, split.first_stage
-    if stage is not None and stage.by == "budget":
-        assert layer.first_BHM is not None
-        kept_BHM = kept_BHM | stage_by_budget(layer.first_BHM, kept_BHM, budget_BH, stage.share)
-    return select(layer.score_BHM, kept_BHM, budget_BH)
+def _device(layer: Layer) -> torch.device:
+    return layer.row_N.device if isinstance(layer, Held) else layer.score_BHT.device
 
 
-def _layer_totals(
-    split: Split, layers: Sequence[Candidates], totals: Totals, first: int, final: bool
-) -> list[list[int]]:
-    """Entries of each layer, `[layer][sequence]`; while layers are to come, the ceilings of their shares."""
-    kind = split.allocation.layers
-    if kind == "uniform":
-        return [[row[first + idx] for row in totals.equal_BL] for idx in range(len(layers))]
-    held_LB = [layer.held_BH.sum(-1).tolist() for layer in layers]
-    if split.scope == "head":  # all heads get what the fullest of them needs
-        guaranteed_LB = [
-            (layer.kept_BHM.sum(-1).amax(1).clamp_min(1) * layer.score_BHM.shape[1]).tolist()
-            for layer in layers
-        ]
-    else:
-        guaranteed_LB = [_bids(layer).guaranteed_BH.sum(-1).tolist() for layer in layers]
+def _tensor(numbers: Sequence[int] | Sequence[list[int]], layer: Layer) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=_device(layer))
+
+
+def _capacity(totals: Totals, layer: Layer) -> Int64[Tensor, "B H"]:
+    """Entries that each head of a layer had when it came."""
+    heads = layer.rows[1] if isinstance(layer, Held) else layer.score_BHT.shape[1]
+    return _tensor([[length] * heads for length in totals.lengths_B], layer)
+
+
+def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[int]]:
+    """Entries of each layer, `[layer][sequence]`, by what layers ask for; while layers are to come, the
+    ceilings of their shares."""
+    own, totals = shares.split.allocation, shares.totals
     columns = []
     for row, total in enumerate(totals.total_B):
-        protected = [layers[0].protected_B[row] * heads for heads in totals.heads_L]
-        free = total - sum(protected)
-        safe = protected[first : first + len(layers)]
-        least = [max(0, own[row] - part) for own, part in zip(guaranteed_LB, safe, strict=True)]
-        most = [own[row] - part for own, part in zip(held_LB, safe, strict=True)]
-        if kind == "pyramid":
-            columns.append(_pyramid(split, totals, row, free, protected, first, len(layers)))
-            continue
-        weights = []
-        for layer in layers:
-            assert layer.weight_B is not None
-            weights.append(layer.weight_B[row])
-        # Layers to come have their protected entries set aside; the rest is for those that are here.
-        here = min(free, sum(most))
-        if final and split.allocation.spread == "even" and kind == "cake":
-            shares = spread_evenly(here, weights, least, most)
+        # Protected entries of layers that are still to come are set aside; the rest is for those here.
+        protected = [shares.protected_B[row] * heads for heads in totals.heads_L]
+        parts = list(zip(layers, protected, totals.heads_L, strict=False))
+        least = [max(0, layer.guaranteed_B[row] - safe) for layer, safe, _ in parts]
+        most = [layer.held_B[row] - safe for layer, safe, _ in parts]
+        weights = [_weight(layer, row) * heads for layer, _, heads in parts]
+        here = min(total - sum(protected), sum(most))
+        if final and own.layers == "cake" and own.spread == "even":
+            got = spread_evenly(here, weights, least, most)
         else:
             filled = fill(here, weights, least, most)
-            shares = round_shares(filled) if final else [math.ceil(share) for share in filled]
-        columns.append([share + part for share, part in zip(shares, safe, strict=True)])
+            got = round_shares(filled) if final else [math.ceil(share) for share in filled]
+        columns.append([share + safe for share, (_, safe, _) in zip(got, parts, strict=True)])
     return [list(column) for column in zip(*columns, strict=True)]
 
 
-def _pyramid(
-    split: Split, totals: Totals, row: int, free: int, protected: Sequence[int], first: int, count: int
-) -> list[int]:
-    """PyramidKV's entries of some layers: known before any layer came."""
-    num_layers = len(totals.heads_L)
-    capacity = totals.capacity_BL[row]
-    room = [own - part for own, part in zip(capacity, protected, strict=True)]
-    least = [max(0, heads - part) for heads, part in zip(totals.heads_L, protected, strict=True)]
-    line = pyramid(Fraction(free, num_layers), Fraction(min(room)), num_layers, split.allocation.beta)
-    shares = round_shares(fill(free, line, least, room))
-    return [share + part for share, part in zip(shares, protected, strict=True)][first : first + count]
+def _weight(layer: Layer, row: int) -> Fraction:
+    assert layer.weight_B is not None, "layers that share a budget say what they ask for"
+    return layer.weight_B[row]
 
 
-def _class_budgets(
-    allocation: Allocation, layers: Sequence[Candidates], totals: Totals, first: int
-) -> list[Int64[Tensor, "B H"]]:
-    """Budgets by head classes: known before any layer came."""
-    assert allocation.head_classes is not None
-    classes_LH = check_shape(allocation.head_classes, totals.heads_L)
-    budgets_BLH = [
-        class_budgets(classes_LH, allocation.head_threshold, total, max(1, least), length)
-        for total, least, length in zip(totals.total_B, layers[0].protected_B, totals.lengths_B, strict=True)
-    ]
-    return [
-        torch.tensor(
-            [rows[first + idx] for rows in budgets_BLH], dtype=torch.int64, device=layer.score_BHM.device
-        )
-        for idx, layer in enumerate(layers)
-    ]
+def _keep(
+    split: Split, score: Tensor, first: Tensor | None, kept: Tensor, budget_BH: Int64[Tensor, "B H"]
+) -> Bool[Tensor, "B H T"]:
+    """The top of each head, in one stage or two."""
+    if split.two_stages:
+        assert split.first_stage is not None and first is not None
+        kept = kept | stage_by_budget(first, kept, budget_BH, split.first_stage.share)
+    return select(score, kept, budget_BH)
 
 
 class Cascade:
     """Decides layer by layer, and lets lower layers shrink as layers come.
 
     Args:
-        split: the policy's.
-        totals: over all layers.
+        shares: what is settled.
     """
 
-    def __init__(self, split: Split, totals: Totals):
-        self.split = split
-        self.totals = totals
+    def __init__(self, shares: Shares):
+        self.shares = shares
         self.num_added = 0
-        self.held: list[Candidates] = []
+        self.held: list[Held] = []
 
     def add(self, layer: Candidates) -> tuple[Bool[Tensor, "B H T"], list[Bool[Tensor, " N"] | None]]:
         """The next layer has come.
@@ -247,48 +319,82 @@ class Cascade:
             its keep mask; and one for each lower layer, over the entries that it holds, row after row in
             order of time; None for one that keeps them all.
         """
-        if not self.split.crosses_layers:
-            (keep_BHT,) = keep_sets(self.split, [layer], self.totals, first=self.num_added)
-            self.num_added += 1
-            return keep_BHT, [None] * (self.num_added - 1)
-        self.held.append(layer)
+        split = self.shares.split
         self.num_added += 1
+        if not split.crosses_layers:
+            (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
+            return keep_BHT, [None] * (self.num_added - 1)
+        budgets, bids = head_budgets(self.shares, [*self.held, layer])
+        # What is left of each sequence in each layer, in one transfer.
+        device = budgets[0].device
+        counts_LB = torch.stack([budget_BH.sum(-1).to(device) for budget_BH in budgets]).tolist()
         lower: list[Bool[Tensor, " N"] | None] = []
-        keep_BHT = layer.kept_BHM
-        budgets, reached = head_budgets(self.split, self.held, self.totals)
-        for idx, (budget_BH, reached_BH) in enumerate(zip(budgets, reached, strict=True)):
-            held = self.held[idx]
-            if idx < self.num_added - 1 and torch.equal(budget_BH, held.held_BH):
-                lower.append(None)
-                continue
-            keep_BHM = _keep(self.split, held, budget_BH)
-            if idx < self.num_added - 1:
-                lower.append(keep_BHM[held.score_BHM > float("-inf")])
-            else:
-                keep_BHT = keep_BHM
-            self.held[idx] = _cut(held, keep_BHM, reached_BH)
-        if self.num_added == len(self.totals.heads_L):
+        for idx, held in enumerate(self.held):
+            keep_N = None
+            if tuple(counts_LB[idx]) != held.held_B:  # budgets only shrink: the same sum is the same budgets
+                keep_N = _keep_held(split, held, budgets[idx])
+                self.held[idx] = _cut(held, keep_N, tuple(counts_LB[idx]), bids[idx])
+            lower.append(keep_N)
+        keep_BHT = _keep(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budgets[-1])
+        if self.num_added == len(self.shares.totals.heads_L):
             self.held = []
+        else:
+            self.held.append(_held(split, layer, keep_BHT, tuple(counts_LB[-1]), bids[-1]))
         return keep_BHT, lower
 
 
-def _cut(layer: Candidates, keep_BHM: Bool[Tensor, "B H M"], reached_BH: Int64[Tensor, "B H"]) -> Candidates:
-    """The candidates that are left, in order of time, each row from the front; and the bids that may still
-    count."""
-    count_BH = keep_BHM.sum(-1)
-    longest = int(count_BH.max())
-    row_BHM = (keep_BHM.cumsum(-1) - 1)[keep_BHM]
-    b, h, _ = keep_BHM.nonzero(as_tuple=True)
+def _held(
+    split: Split,
+    layer: Candidates,
+    keep_BHT: Bool[Tensor, "B H T"],
+    held_B: tuple[int, ...],
+    bids: Bids | None,
+) -> Held:
+    """What to remember of a layer that was just cut."""
+    B, H, _ = keep_BHT.shape
+    row_BHT = torch.arange(B * H, dtype=torch.int32, device=keep_BHT.device).view(B, H, 1)
+    rank_N = stages_N = None
+    if split.two_stages:
+        assert layer.first_BHT is not None
+        parts = (layer.score_BHT, layer.first_BHT, layer.kept_BHT)
+        stages_N = (parts[0][keep_BHT], parts[1][keep_BHT], parts[2][keep_BHT])
+    else:
+        rank_N = rank_kept_first(layer.score_BHT, layer.kept_BHT)[keep_BHT].int()
+    row_N = row_BHT.expand(keep_BHT.shape)[keep_BHT]
+    return Held((B, H), row_N, rank_N, stages_N, held_B, layer.guaranteed_B, bids, layer.weight_B)
 
-    def take(values_BHM: Tensor, empty: float | bool) -> Tensor:
-        out = values_BHM.new_full((*count_BH.shape, longest), empty)
-        out[b, h, row_BHM] = values_BHM[keep_BHM]
-        return out
 
+def _keep_held(split: Split, held: Held, budget_BH: Int64[Tensor, "B H"]) -> Bool[Tensor, " N"]:
+    """Which of the entries that a layer holds it still keeps."""
+    rows = held.row_N.long()
+    if held.rank_N is not None:
+        return held.rank_N < budget_BH.flatten()[rows]
+    # A second stage ranks anew: rows are padded to the longest for it, and back.
+    assert held.stages_N is not None
+    count_R = torch.bincount(rows, minlength=budget_BH.numel())
+    place_N = torch.arange(len(rows), device=rows.device) - (count_R.cumsum(0) - count_R)[rows]
+    shape = (budget_BH.numel(), int(count_R.max()))
+
+    def padded(values_N: Tensor, empty: float | bool) -> Tensor:
+        out = values_N.new_full(shape, empty)
+        out[rows, place_N] = values_N
+        return out.view(*held.rows, shape[1])
+
+    score_N, first_N, kept_N = held.stages_N
+    lowest = float("-inf")
+    keep = _keep(split, padded(score_N, lowest), padded(first_N, lowest), padded(kept_N, False), budget_BH)
+    return keep.view(shape)[rows, place_N]
+
+
+def _cut(held: Held, keep_N: Bool[Tensor, " N"], held_B: tuple[int, ...], bids: Bids | None) -> Held:
+    """The same after some entries have gone."""
     return replace(
-        layer,
-        score_BHM=take(layer.score_BHM, float("-inf")),
-        kept_BHM=take(layer.kept_BHM, False),
-        first_BHM=None if layer.first_BHM is None else take(layer.first_BHM, float("-inf")),
-        bids=None if layer.bids is None else layer.bids.first(reached_BH),
+        held,
+        row_N=held.row_N[keep_N],
+        rank_N=None if held.rank_N is None else held.rank_N[keep_N],
+        stages_N=None
+        if held.stages_N is None
+        else (held.stages_N[0][keep_N], held.stages_N[1][keep_N], held.stages_N[2][keep_N]),
+        held_B=held_B,
+        bids=bids,
     )

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from retain.allocation import entropy_weight, make_bids, normalised
-from retain.budget import Budget, LayerShape, Totals, spread
-from retain.cascade import Candidates, keep_sets
+from retain.budget import Budget, LayerShape, spread
+from retain.cascade import Candidates, Shares, keep_sets
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
@@ -65,15 +65,21 @@ class Plan:
 
     Args:
         policy: the stages' settings.
-        totals: entries of each sequence.
+        shares: entries of each sequence, and what of them no score decides.
         protected_BT: True where protected, in every layer.
-        protected_B: how many that are.
     """
 
     policy: Policy
-    totals: Totals
+    shares: Shares
     protected_BT: Bool[Tensor, "B T"]
-    protected_B: tuple[int, ...]
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether the budget holds everything that was seen, so that nothing needs a score."""
+        totals = self.shares.totals
+        return all(
+            total == sum(capacity) for total, capacity in zip(totals.total_B, totals.capacity_BL, strict=True)
+        )
 
 
 def decide_layers(
@@ -107,6 +113,14 @@ def decide_layers(
     Raises:
         ValueError: if the budget cannot hold what is protected, or a score is missing.
     """
+    valid_BT = layers[0].valid_BT
+    own_scores = scores is not None or observed is not None
+    if policy.keeps_all and not own_scores:
+        return [_everything(layer) for layer in layers]
+    shapes = [shape_of(layer) for layer in layers]
+    plan = plan_of(policy, budget, valid_BT, shapes, layers[0].token_ids_BT, pinned_BT, markers)
+    if plan.covers_all and not own_scores:
+        return [_everything(layer) for layer in layers]
     if scores is None:
         nothing: list[Score | None] = [None] * len(layers)
         handed = zip(layers, learned or nothing, observed or nothing, strict=True)
@@ -114,19 +128,19 @@ def decide_layers(
             score_entries(policy, layer, learned=own, observed=seen, seeds_B=seeds_B)
             for layer, own, seen in handed
         ]
-        if policy.keeps_all and observed is None:
-            valid_BT = layers[0].valid_BT
-            return [
-                Decision(valid_BT[:, None].expand_as(score.values_BHT), score.values_BHT, valid_BT)
-                for score in scores
-            ]
-    plan = plan_of(policy, budget, layers[0], [shape_of(layer) for layer in layers], pinned_BT, markers)
-    candidates = [candidates_of(plan, score) for score in scores]
-    keeps = keep_sets(plan.policy.split, candidates, plan.totals)
+    keeps = keep_sets(plan.shares, [candidates_of(plan, score) for score in scores])
     return [
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device))
         for keep_BHT, score in zip(keeps, scores, strict=True)
     ]
+
+
+def _everything(layer: Evidence) -> Decision:
+    """All that exists: what a policy without scores keeps, and a budget that holds it all."""
+    zeros_BHT = torch.zeros_like(layer.keys_BHTD[..., 0], dtype=torch.float32)
+    score = masked_score(zeros_BHT, layer.valid_BT, "rank")
+    valid_BT = layer.valid_BT
+    return Decision(valid_BT[:, None].expand_as(zeros_BHT), score.values_BHT, valid_BT)
 
 
 def decide(
@@ -198,18 +212,27 @@ def score_entries(
 def plan_of(
     policy: Policy,
     budget: Budget,
-    evidence: Evidence,
+    valid_BT: Bool[Tensor, "B T"],
     shapes: Sequence[LayerShape],
+    token_ids_BT: Int[Tensor, "B T"] | None = None,
     pinned_BT: Bool[Tensor, "B T"] | None = None,
     markers: TurnMarkers | None = None,
 ) -> Plan:
-    """Totals and protection, from the first layer's evidence (its padding and token ids).
+    """Totals, protection and fixed shares, before any layer ran.
+
+    Args:
+        policy: the stages' settings.
+        budget: what may be kept of all layers.
+        valid_BT: False on padding.
+        shapes: of the layers that evict.
+        token_ids_BT: read where turns are protected.
+        pinned_BT: entries that the caller wants kept.
+        markers: of the tokenizer's chat template, for a protection of turns.
 
     Raises:
-        ValueError: if the budget cannot hold what is protected.
+        ValueError: if the budget cannot hold what is protected, or leaves a head empty.
     """
     policy = replace(policy, scope=budget.scope) if budget.scope is not None else policy
-    valid_BT = evidence.valid_BT
     totals = spread(budget, valid_BT.sum(-1).tolist(), shapes)
     protection = policy.protection
     if protection.reads_turns:
@@ -220,7 +243,7 @@ def plan_of(
             )
         turns_BT = turn_mask(
             markers,
-            evidence.token_ids_BT,
+            token_ids_BT,
             valid_BT,
             turns=protection.turns,
             turn_prefix=protection.turn_prefix,
@@ -228,7 +251,8 @@ def plan_of(
         )
         pinned_BT = turns_BT if pinned_BT is None else pinned_BT.to(valid_BT.device) | turns_BT
     protected_BT = protected_mask(protection, valid_BT, totals.per_head_B, pinned_BT=pinned_BT)
-    return Plan(policy, totals, protected_BT, tuple(protected_BT.sum(-1).tolist()))
+    shares = Shares(policy.split, totals, tuple(protected_BT.sum(-1).tolist()))
+    return Plan(policy, shares, protected_BT)
 
 
 def candidates_of(plan: Plan, score: Score) -> Candidates:
@@ -238,25 +262,24 @@ def candidates_of(plan: Plan, score: Score) -> Candidates:
     Raises:
         ValueError: if the policy wants of the score what it does not say.
     """
-    policy, own = plan.policy, plan.policy.allocation
-    score_BHT = score.values_BHT
-    exists_BHT = score_BHT > float("-inf")
+    policy, shares = plan.policy, plan.shares
+    own, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
+    heads, exists_BHT = score_BHT.shape[1], score_BHT > float("-inf")
     protected_BHT = plan.protected_BT.to(score_BHT.device)[:, None].expand(score_BHT.shape)
-    kept_BHT, stage = protected_BHT, policy.first_stage
-    per_head_B = plan.totals.per_head_B
+    kept_BHT, guaranteed_B = protected_BHT, [least * heads for least in shares.least_B]
     if stage is not None and stage.by != "budget":
-        limit_B = [
-            math.floor(share) - count for share, count in zip(per_head_B, plan.protected_B, strict=True)
-        ]
+        means = zip(shares.totals.per_head_B, shares.protected_B, strict=True)
         kept_BHT = kept_BHT | stage_by_mass(
             _first_of(policy, score),
             protected_BHT,
-            limit_B,
+            [math.floor(mean) - protected for mean, protected in means],
             stage.share,
             window=score.window,
             released=stage.by == "mass_released",
         )
-    bids = None
+        # Heads with equal budgets all get what the fullest of them needs.
+        guaranteed_B = (kept_BHT.sum(-1).amax(1).clamp_min(1) * heads).tolist()
+    bids = weight_B = None
     if policy.scope != "head":
         compete = score if own.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if own.normalise is not None and score.unit == "rank":
@@ -264,16 +287,14 @@ def candidates_of(plan: Plan, score: Score) -> Candidates:
                 f"policy {policy.name!r} divides scores by their mean, and its score is in 'rank', of which "
                 "only the order means something: take allocation.normalise null, or another score."
             )
-        share = Fraction(str(own.safeguard_share)) if own.safeguard == "guaranteed" else Fraction(0)
-        least_B = [max(1, math.floor(share * mean)) for mean in per_head_B]
         compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
-        bids = make_bids(compete_BHT, kept_BHT, least_B)
-    weight_B = None
+        bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B)
+        guaranteed_B = bids.guaranteed_BH.sum(-1).tolist()
     if own.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT & ~protected_BHT)
-    by_budget = stage is not None and stage.by == "budget"
-    first_BHT = _first_of(policy, score) if by_budget else None
-    return Candidates(score_BHT, kept_BHT, first_BHT, bids, weight_B, plan.protected_B)
+    first_BHT = _first_of(policy, score) if policy.split.two_stages else None
+    held_B = tuple(length * heads for length in shares.totals.lengths_B)
+    return Candidates(score_BHT, kept_BHT, held_B, tuple(guaranteed_B), first_BHT, bids, weight_B)
 
 
 def _first_of(policy: Policy, score: Score) -> Tensor:

@@ -44,6 +44,8 @@ class Policy:
         regime: the one that its paper evaluates: `context_only`, `query_aware`, `chunked`, `decode`, or
             `any`.
         paper: where it comes from.
+        variants: where its paper and the code that was released with it differ (or others do): name -> the
+            `key=value` changes that make it; `load_policy("defensivekv:released")`.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Policy:
     allocation: Allocation = Allocation()
     regime: str = "any"
     paper: str = ""
+    variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems, score = [], None
@@ -169,6 +172,7 @@ class Preset:
         regime: the one that its paper evaluates; `any` for a control.
         scope: who shares a budget: `head` nobody, `layer` the heads of a layer, `model` all heads.
         layers: what layers get: `uniform` alike, else by `pyramid`, `cake` or `entropy`.
+        variants: what `load_policy("name:variant")` takes beside the default.
     """
 
     name: str
@@ -179,17 +183,19 @@ class Preset:
     regime: str = "any"
     scope: str = "head"
     layers: str = "uniform"
+    variants: tuple[str, ...] = ()
 
 
 class Presets(tuple[Preset, ...]):
     """Presets, whose `str` is a table."""
 
     def __str__(self) -> str:
-        columns = ("name", "unit", "scope", "layers", "regime", "needs", "cost", "paper")
+        columns = ("name", "unit", "scope", "layers", "regime", "needs", "variants", "cost", "paper")
         rows = [columns]
         for one in self:
-            needs = ", ".join(sorted(one.needs)) or "nothing"
-            rows.append((one.name, one.unit, one.scope, one.layers, one.regime, needs, one.cost, one.paper))
+            needs, variants = ", ".join(sorted(one.needs)) or "nothing", ", ".join(one.variants) or "-"
+            own = (one.name, one.unit, one.scope, one.layers, one.regime, needs, variants, one.cost)
+            rows.append((*own, one.paper))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -228,6 +234,7 @@ def policies() -> Presets:
                 policy.regime,
                 policy.scope,
                 policy.allocation.layers,
+                tuple(policy.variants),
             )
         )
     return Presets(presets)
@@ -237,22 +244,30 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
     """A policy by its preset name or from a YAML file.
 
     Args:
-        name_or_path: a preset (`fused`), or a path that ends in `.yaml`.
-        overrides: `key.sub=value`, read as YAML.
+        name_or_path: a preset (`fused`), a preset's variant (`defensivekv:released`), or a path that ends in
+            `.yaml`.
+        overrides: `key.sub=value`, read as YAML; applied last.
 
     Raises:
-        ValueError: unknown preset, or everything that is wrong in the file, at once.
+        ValueError: unknown preset or variant, or everything that is wrong in the file, at once.
         FileNotFoundError: no such file.
 
     Example:
         >>> from retain.presets import load_policy
         >>> load_policy("snapkv", ["protection.recent=16"]).protection.recent
         16
+        >>> load_policy("defensivekv:released").observed_settings["norm"]
+        'head_share'
     """
     text = str(name_or_path)
-    if not text.endswith((".yaml", ".yml")):
-        name_or_path = lookup(text, _preset_files(), what="policy")
-    return config.load(name_or_path, Policy, overrides)
+    if text.endswith((".yaml", ".yml")):
+        return config.load(name_or_path, Policy, overrides)
+    name, _, variant = text.partition(":")
+    path = lookup(name, _preset_files(), what="policy")
+    if variant:
+        changes = lookup(variant, config.load(path, Policy).variants, what=f"variant of policy {name!r}")
+        overrides = [*changes, f"name={text}", "variants={}", *overrides]
+    return config.load(path, Policy, overrides)
 
 
 def _preset_files() -> dict[str, Path]:

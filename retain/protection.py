@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex, get_args
 
 import torch
 from jaxtyping import Bool
@@ -192,15 +192,8 @@ def pinned_mask(
         [[0, 0, 1, 1, 0]]
     """
     B, T = valid_BT.shape
-    if all(_is_pair(item) for item in spans):
-        rows: list[Sequence[Sequence[int]]] = [spans] * B  # type: ignore[list-item]
-    elif all(isinstance(item, Sequence) and all(_is_pair(span) for span in item) for item in spans):
-        rows = list(spans)  # type: ignore[arg-type]
-    else:
-        raise ValueError(
-            f"spans are {spans!r}, and must be one list of (start, stop) pairs for every sequence, or one "
-            "list of pairs for each sequence."
-        )
+    each = spans_by_sequence(spans)
+    rows: list[Any] = [spans] * B if each is None else each
     if len(rows) != B:
         raise ValueError(
             f"there are spans for {len(rows)} sequences, and the batch has {B}: pass one list of (start, "
@@ -224,6 +217,23 @@ def pinned_mask(
         )
     place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
     return covered_BT.to(valid_BT.device).gather(-1, place_BT) & valid_BT
+
+
+def spans_by_sequence(spans: Any) -> list[Sequence[Sequence[int]]] | None:
+    """The lists of spans, one a sequence; None where one list is meant for all.
+
+    Raises:
+        ValueError: if this is neither.
+    """
+    if isinstance(spans, Sequence) and not isinstance(spans, str):
+        if all(_is_pair(item) for item in spans):
+            return None
+        if all(isinstance(item, Sequence) and all(_is_pair(span) for span in item) for item in spans):
+            return list(spans)
+    raise ValueError(
+        f"spans are {spans!r}, and must be one list of (start, stop) pairs for every sequence, or one list "
+        "of pairs for each sequence."
+    )
 
 
 def _counts(protection: Protection, budget: Fraction | int) -> tuple[int, int]:

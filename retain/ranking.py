@@ -7,7 +7,7 @@ selection all rank through this file.
 """
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
@@ -34,6 +34,20 @@ def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"
     order = order_entries(score_BHT)
     place = torch.arange(score_BHT.shape[-1], device=score_BHT.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, place)
+
+
+def rank_kept_first(
+    score_BHT: Float[Tensor, "B H T"], kept_BHT: Bool[Tensor, "B H T"]
+) -> Int64[Tensor, "B H T"]:
+    """Rank of each entry in its head, those to be kept in any case before all others, whatever the scores.
+
+    Args:
+        score_BHT: as in `order_entries`.
+        kept_BHT: in order of position among themselves.
+    """
+    kept = kept_BHT.long()
+    rest_rank = rank_entries(score_BHT.masked_fill(kept_BHT, float("-inf")))
+    return torch.where(kept_BHT, kept.cumsum(-1) - 1, rest_rank + kept.sum(-1, keepdim=True))
 
 
 def refuse_nan(score_BHT: Float[Tensor, "B H T"]) -> None:

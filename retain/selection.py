@@ -8,7 +8,7 @@ no head is emptied.
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
-from retain.ranking import rank_entries, refuse_nan
+from retain.ranking import rank_kept_first, refuse_nan
 
 
 def select(
@@ -49,5 +49,4 @@ def select(
             f"sequence {b}, head {h} has a budget of {budget} entries, {why}: "
             f"pass a budget between {max(1, protected)} and {held}."
         )
-    free_BH1 = (budget_BH - protected_count_BH)[..., None]
-    return protected_BHT | (rank_entries(score_BHT.masked_fill(protected_BHT, float("-inf"))) < free_BH1)
+    return rank_kept_first(score_BHT, protected_BHT) < budget_BH[..., None]

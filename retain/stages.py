@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from retain.apportion import exact
+from retain.apportion import ratio_of
 from retain.ranking import order_entries, rank_entries
 
 
@@ -58,7 +58,7 @@ def stage_by_budget(
         budget_BH: entries of each head.
         share: alpha.
     """
-    part, whole = exact(share).as_integer_ratio()
+    part, whole = ratio_of(share)
     count_BH1 = (budget_BH * part // whole)[..., None]
     exists_BHT = first_BHT > float("-inf")
     return (rank_entries(first_BHT.masked_fill(kept_BHT, float("inf"))) < count_BH1) & exists_BHT
@@ -87,7 +87,9 @@ def stage_by_mass(
     Args:
         first_BHT: mean attention, window included; -inf on padding.
         kept_BHT: protected entries, which take no part of the limit.
-        limit_B: entries a head, per sequence; below zero is zero (the released code then takes almost all).
+        limit_B: entries a head, per sequence: the head's mean budget without what is protected (the released
+            code clamps at the budget of what stands before the window). Below zero is zero, where the
+            released code takes almost all.
         share: of the attention.
         window: the last entries, which are the observation window.
         released: take the released code's bias.

@@ -2,11 +2,13 @@
 "against."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from retain.evidence import Evidence
+from tests.close import assert_close
 
 
 def random_evidence(
@@ -63,6 +65,8 @@ def naive_attention(evidence: Evidence) -> Tensor:
                 if evidence.soft_cap is not None:
                     logits = [evidence.soft_cap * math.tanh(x / evidence.soft_cap) for x in logits]
                 total = sum(math.exp(x) for x in logits)
+                if evidence.sinks_Q is not None:
+                    total += math.exp(float(evidence.sinks_Q[q]))
                 for i, x in zip(seen, logits, strict=True):
                     attention[b, q, s, i] = math.exp(x) / total
     return attention
@@ -95,6 +99,8 @@ def alone(evidence: Evidence, b: int) -> Evidence:
         valid_BT=one.valid_BT[:, pad:],
         soft_cap=one.soft_cap,
         window=one.window,
+        sinks_Q=one.sinks_Q,
+        rotary=one.rotary,
     )
 
 
@@ -113,6 +119,32 @@ def shaped_evidence(name: str, **settings) -> tuple[Evidence, int]:
     shape = dict(SHAPES[name])
     window = shape.pop("window")
     return random_evidence(**{"num_queries": window, **shape, **settings}), window
+
+
+# Layers whose softmax is not the plain one. The sliding window is smaller than any observation window of
+# `SHAPES` but one, so that there are queries that see nothing before it.
+LAYERS = ("soft_cap", "window", "sinks")
+
+
+def special_layer(evidence: Evidence, layer: str) -> Evidence:
+    """The same evidence in a layer of `LAYERS`: a cap that bites, a window of 4, or sink logits."""
+    Q = evidence.queries_BQSD.shape[1]
+    settings: dict[str, dict] = {
+        "soft_cap": {"soft_cap": 1.5},
+        "window": {"window": 4},
+        "sinks": {"sinks_Q": torch.linspace(-1.0, 2.0, Q)},
+    }
+    return replace(evidence, **settings[layer])
+
+
+def assert_heads_close(
+    actual: Tensor, reference: Tensor, *, dtype: torch.dtype | None = None, ops: int = 1
+) -> None:
+    """`assert_close` where each head row (all but the last axis) counts relative to its own largest entry: in
+    a row of small numbers, small errors are seen."""
+    largest = reference.double().masked_fill(~reference.isfinite(), 0.0).abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1.0)
+    assert_close(actual.double() / scale, reference.double() / scale, dtype=dtype or actual.dtype, ops=ops)
 
 
 def naive_pool(row: Tensor, kind: str | None, size: int, split: int) -> Tensor:

@@ -35,8 +35,8 @@ def _score(seed: int, lengths: tuple[int, ...] = (20, 13), heads: int = 3, *, ti
 
 def _flat(score, protected, total, least=1):
     """Budgets of the heads of one layer that compete."""
-    bids = make_bids(score, protected, [least] * len(score))
-    return allocate_joint([bids], total.tolist())[0]
+    bids = make_bids(score, score > float("-inf"), protected, [least] * len(score))
+    return allocate_joint([bids], total.tolist())[0][0]
 
 
 @settings(deadline=None, max_examples=30)

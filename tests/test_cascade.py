@@ -82,13 +82,13 @@ def _case(seed: int, *, num_layers: int = 4, pads=(0, 9, 4), ties: bool = False,
 
 
 def _plan(policy, layers, budget):
-    return plan_of(policy, budget, layers[0], [shape_of(layer) for layer in layers])
+    return plan_of(policy, budget, layers[0].valid_BT, [shape_of(layer) for layer in layers])
 
 
 def _cascade(policy, layers, scores, budget):
     """Keep masks by cascade, and the entries that each sequence held after every step."""
     plan = _plan(policy, layers, budget)
-    cascade, keeps, held = Cascade(plan.policy.split, plan.totals), [], []
+    cascade, keeps, held = Cascade(plan.shares), [], []
     for score in scores:
         keep_BHT, lower = cascade.add(candidates_of(plan, score))
         for idx, keep_N in enumerate(lower):
@@ -110,10 +110,12 @@ def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ratio, ties):
     keeps, held = _cascade(policy, layers, scores, budget)
     for got, want in zip(keeps, once, strict=True):
         assert torch.equal(got, want)
-    totals = _plan(policy, layers, budget).totals.total_B
+    totals = _plan(policy, layers, budget).shares.totals.total_B
     assert torch.stack([keep.sum((1, 2)) for keep in once]).sum(0).tolist() == totals
-    # Never more than the budget, and one entry a head for what is rounded up on the way.
-    rounding = len(layers) * H if policy.allocation.safeguard == "convex" or policy.scope != "model" else 0
+    # Never more than the budget, and what is rounded up on the way: one entry a layer where layers have
+    # shares, one a head with the convex safeguard.
+    rounding = 0 if policy.scope == "model" else len(layers)
+    rounding *= H if policy.allocation.safeguard == "convex" else 1
     for after in held:
         assert all(own <= total + rounding for own, total in zip(after, totals, strict=True))
 
@@ -160,7 +162,7 @@ def test_scope_model_is_one_joint_top_k(seed, ratio, ties):
     layers, scores = _case(seed, num_layers=3, ties=ties)
     decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
     plan = _plan(policy, layers, Budget(keep_ratio=ratio))
-    naive = _naive_joint(scores, plan.protected_BT, plan.totals.total_B)
+    naive = _naive_joint(scores, plan.protected_BT, plan.shares.totals.total_B)
     for b in range(3):
         got = {
             (layer, h, i)
@@ -422,8 +424,8 @@ def test_keep_sets_of_some_layers_are_their_ceilings():
     layers, scores = _case(4)
     plan = _plan(policy, layers, Budget(keep_ratio=0.4))
     candidates = [candidates_of(plan, score) for score in scores]
-    early = keep_sets(plan.policy.split, candidates[:2], plan.totals)
-    final = keep_sets(plan.policy.split, candidates, plan.totals)
+    early = keep_sets(plan.shares, candidates[:2])
+    final = keep_sets(plan.shares, candidates)
     for some, all_of in zip(early, final[:2], strict=True):
         assert not (all_of & ~some).any()
         assert (some.sum((1, 2)) >= all_of.sum((1, 2))).all()

@@ -191,7 +191,7 @@ def _check(policy: Policy, layers, scores, budget: Budget) -> list[torch.Tensor]
     """What every eviction owes; returns the keep sets."""
     decisions = decide_layers(policy, layers, budget, scores=scores)
     keeps = [one.keep_BHT for one in decisions]
-    plan = plan_of(policy, budget, layers[0], [shape_of(layer) for layer in layers])
+    plan = plan_of(policy, budget, layers[0].valid_BT, [shape_of(layer) for layer in layers])
     held_B = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps]).sum(0).tolist()
     lengths = layers[0].valid_BT.sum(-1).tolist()
     heads = sum(layer.num_heads for layer in layers)
@@ -218,12 +218,12 @@ def _check_order(policy: Policy, candidates, keep_BHT: torch.Tensor) -> None:
     B, H, _ = keep_BHT.shape
     for b in range(B):
         for h in range(H):
-            kept = {i for i, own in enumerate(candidates.kept_BHM[b, h].tolist()) if own}
+            kept = {i for i, own in enumerate(candidates.kept_BHT[b, h].tolist()) if own}
             budget = int(keep_BHT[b, h].sum())
-            rows = candidates.score_BHM[b, h].tolist()
+            rows = candidates.score_BHT[b, h].tolist()
             exists = [i for i, value in enumerate(rows) if value > float("-inf")]
             if stage is not None and stage.by == "budget":
-                first = candidates.first_BHM[b, h].tolist()
+                first = candidates.first_BHT[b, h].tolist()
                 order = sorted(exists, key=lambda i: (i in kept, first[i], i), reverse=True)
                 kept |= set(order[: int(exact(stage.share) * budget)])
             order = sorted(exists, key=lambda i: (i in kept, rows[i], i), reverse=True)
@@ -233,7 +233,7 @@ def _check_order(policy: Policy, candidates, keep_BHT: torch.Tensor) -> None:
 def _check_competition(policy: Policy, layers, scores, budget: Budget, keeps) -> None:
     """Between heads that share, no bid lost to a lower one, of equal ones to an earlier, of those to one of a
     higher layer or head."""
-    plan = plan_of(policy, budget, layers[0], [shape_of(layer) for layer in layers])
+    plan = plan_of(policy, budget, layers[0].valid_BT, [shape_of(layer) for layer in layers])
     pools: dict[tuple[int, int], list[tuple[tuple, bool]]] = {}
     for idx, (score, keep_BHT) in enumerate(zip(scores, keeps, strict=True)):
         bids = candidates_of(plan, score).bids
@@ -241,10 +241,9 @@ def _check_competition(policy: Policy, layers, scores, budget: Budget, keeps) ->
         for b, h in itertools.product(range(keep_BHT.shape[0]), range(keep_BHT.shape[1])):
             free = int(keep_BHT[b, h].sum()) - int(bids.guaranteed_BH[b, h])
             pool = pools.setdefault((b, 0 if policy.scope == "model" else idx), [])
-            for rank, value in enumerate(bids.value_BHM[b, h].tolist()):
-                if value > float("-inf"):
-                    place = int(bids.place_BHM[b, h, rank])
-                    pool.append(((value, place, -idx, -h), rank < free))
+            mine = bids.select(bids.row_N == b * keep_BHT.shape[1] + h)
+            own = sorted(zip(mine.value_N.tolist(), mine.place_N.tolist(), strict=True), reverse=True)
+            pool += [((value, place, -idx, -h), rank < free) for rank, (value, place) in enumerate(own)]
     for pool in pools.values():
         won, lost = ([key for key, own in pool if own is side] for side in (True, False))
         assert not won or not lost or min(won) > max(lost)
@@ -324,13 +323,35 @@ def test_a_made_up_layer_shows_a_scores_unit(name, chosen):
 def test_presets_print_as_a_table():
     lines = str(policies()).splitlines()
     assert len(lines) == len(PRESETS) + 1
-    columns = ["name", "unit", "scope", "layers", "regime", "needs", "cost", "paper"]
+    columns = ["name", "unit", "scope", "layers", "regime", "needs", "variants", "cost", "paper"]
     assert lines[0].split() == columns
     starts = [lines[0].index(column) for column in columns]
     lava = lines[1 + PRESETS.index("lava")]
     cells = [lava[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
     assert cells[:6] == ["lava", "mass", "layer", "entropy", "query_aware", "window"]
-    assert cells[7].endswith("arXiv 2509.09754")
+    assert cells[6] == "paper, released" and cells[8].endswith("arXiv 2509.09754")
+
+
+VARIED = {
+    *("snapkv", "adakv", "criticalkv", "ada_criticalkv", "defensivekv", "layer_defensivekv"),
+    *("lava", "cake", "h2o", "expected_attention", "vatp"),
+}
+
+
+def test_where_paper_and_released_code_differ_both_are_variants():
+    assert {preset.name for preset in policies() if preset.variants} == VARIED
+    for name in sorted(VARIED):
+        default = load_policy(name)
+        paper, released = (load_policy(f"{name}:{variant}") for variant in ("paper", "released"))
+        assert (paper.name, released.name) == (f"{name}:paper", f"{name}:released")
+        same = [replace(one, name=name, variants={}) for one in (default, paper, released)]
+        assert same[1] != same[2], name
+        if name != "lava":  # its default is the paper's without a floor, with the released maximum
+            assert same[0] in same[1:], name
+    with pytest.raises(
+        ValueError, match="unknown variant of policy 'lava' 'relased': did you mean 'released'"
+    ):
+        load_policy("lava:relased")
 
 
 # What every eviction owes.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache as TransformersCache
 
 from retain.attend import attend
@@ -28,7 +29,8 @@ from retain.hf.call import Call, read_call
 from retain.hf.layer import Layer
 from retain.hf.model import base_model, describe
 from retain.hf.report import LayerReport, Report, total_of
-from retain.hf.rule import Eviction, Given, Rule, make_rule
+from retain.hf.rule import Arriving, Eviction, Given, Rule, make_rule
+from retain.protection import pinned_mask, spans_by_sequence
 from retain.rotary import Rotary
 
 PATH = "plain PyTorch over ragged rows"
@@ -100,16 +102,17 @@ class Cache(TransformersCache):
             },
             gates=gates,
             tokenizer=tokenizer,
+            pinned=pinned,
             overrides=overrides,
         )
-        self._given_seeds = seeds
-        self.pinned = pinned
+        self._given_rule, self._given_seeds, self._given_pinned = self.rule, seeds, pinned
         self.slack = slack
         self._evict_at_prefill, self._hold_evidence = True, False
         self._forget()
 
     def _forget(self) -> None:
-        self.seeds = self._given_seeds
+        self.rule, self.seeds = self._given_rule, self._given_seeds
+        self._pinned_BT: Bool[Tensor, "B T"] | None = None
         self.evidence: list[Evidence] | None = None
         self._valid_BT: Bool[Tensor, "B T"] | None = None
         # Chunks [B, S], joined when asked for, so that a decode step copies none.
@@ -146,8 +149,11 @@ class Cache(TransformersCache):
         )
         if call.is_prefill:
             self.seeds = _seeds_of(self.seeds, call.mask_BT.shape[0])
+            self._pinned_BT = self._pin(self._given_pinned, call.mask_BT)
             if self._evict_at_prefill and self.rule.begin is not None:
-                self._eviction = self.rule.begin(self._given(self.seeds, call.mask_BT.shape[0]))
+                size = self.specs[0].output_weight_QDE.element_size()
+                given = Given(self.seeds, self._pinned_BT)
+                self._eviction = self.rule.begin(given, Arriving(call.mask_BT, call.token_ids_BS, size))
         self.evidence = [] if call.is_prefill and self._hold_evidence else None
         if call.forgotten_BT is not None:
             self._drop(call.forgotten_BT)
@@ -297,6 +303,9 @@ class Cache(TransformersCache):
                 past_key_values=self,
                 use_cache=True,
             )
+        except BaseException:
+            self.reset()  # what was filled so far is let go: memory may be why it failed
+            raise
         finally:
             self._evict_at_prefill, self._hold_evidence = True, False
         return self
@@ -343,6 +352,7 @@ class Cache(TransformersCache):
                 budget=budget,
                 gates=gates,
                 tokenizer=tokenizer,
+                pinned=pinned,
                 overrides=overrides,
             )
         elif overrides or any(value is not None for value in (*budget.values(), gates, tokenizer)):
@@ -350,13 +360,13 @@ class Cache(TransformersCache):
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
         chosen = self.seeds if seeds is None else _seeds_of(seeds, self.batch_size)
-        given = self._given(chosen, self.batch_size, pinned)
+        pinned_BT = self._pinned_BT if pinned is None else self._pin(pinned, self.valid_BT)
+        given = Given(chosen, pinned_BT)
         keep: Sequence[Tensor | None] = [None] * len(self.evidence)
         if rule.decide is not None:
             keep = rule.decide(self.evidence, given)
         self._cut(keep)
         self.rule, self.seeds = rule, chosen
-        self._given_seeds = self._given_seeds if seeds is None else seeds
         return self
 
     def evict_with(self, keep: Sequence[Tensor]) -> "Cache":
@@ -401,12 +411,13 @@ class Cache(TransformersCache):
         layer.keys = layer.values = None
         return store
 
-    def _given(self, seeds: Sequence[int] | None, num_sequences: int, pinned: Any = None) -> Given:
-        """What this batch brings to a rule."""
-        pinned = self.pinned if pinned is None else pinned
-        if pinned and not isinstance(pinned[0][0], int):  # one list per sequence
-            pinned = _repeated(pinned, num_sequences, "pinned span lists")
-        return Given(seeds, pinned)
+    def _pin(self, spans: Any, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
+        """The mask of pinned spans; those of prompts that `generate` repeated are repeated."""
+        if spans is None:
+            return None
+        if spans_by_sequence(spans) is not None:
+            spans = _repeated(spans, valid_BT.shape[0], "pinned span lists")
+        return pinned_mask(spans, valid_BT)
 
     def _shrink(self, lower: Sequence[Tensor | None]) -> None:
         """Lower layers let go of what a cascade no longer keeps, one layer at a time."""
@@ -472,7 +483,8 @@ class Cache(TransformersCache):
         other = copy.copy(parts[0])
         other.layers = [copy.copy(layer) for layer in other.layers]
         other.evidence, other.seeds, other._given_seeds = None, None, None
-        other.rule = Rule(" + ".join(sorted({cache.rule.name for cache in caches})))
+        other._pinned_BT = other._given_pinned = None
+        other.rule = other._given_rule = Rule(" + ".join(sorted({cache.rule.name for cache in caches})))
         for idx, layer in enumerate(other.layers):
             stores = [part.layers[idx].store for part in parts]
             layer.store = RaggedStore.concat([store for store in stores if store is not None], slack)
@@ -511,6 +523,8 @@ class Cache(TransformersCache):
             self.evidence = [evidence.select_batch(indices) for evidence in self.evidence]
         if self.seeds is not None:
             self.seeds = [self.seeds[idx] for idx in indices.tolist()]
+        if self._pinned_BT is not None:
+            self._pinned_BT = self._pinned_BT[indices.to(self._pinned_BT.device)]
         indices = indices.to(self.valid_BT.device)
         self._note(self.valid_BT[indices], [self.positions_BT[indices]])
 
@@ -573,6 +587,8 @@ class Cache(TransformersCache):
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table."""
+        if not self.num_seen:
+            raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
         seen_B = self.valid_BT.sum(-1).cpu()
         held = []
         for spec, layer in zip(self.specs, self.layers, strict=True):
@@ -580,6 +596,8 @@ class Cache(TransformersCache):
                 held.append(layer.store.lengths_BH.cpu().long())
             else:
                 held.append(seen_B[:, None].expand(-1, spec.num_kv_heads))
+        most = max(heads.shape[1] for heads in held)
+        held = [pad(heads, (0, most - heads.shape[1])) for heads in held]
         return BudgetTable(torch.stack(held, dim=1), seen_B, self.rule.name)
 
     def bytes_held(self) -> int:

@@ -9,24 +9,25 @@ before any token is read.
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from retain import config
 from retain.budget import Budget, LayerShape
-from retain.cascade import Cascade
+from retain.cascade import Cascade, keep_sets
 from retain.evidence import Evidence
 from retain.head_classes import check_shape
 from retain.hf.gates import gates_for
 from retain.hf.model import LayerSpec
-from retain.policy import Plan, candidates_of, decide_layers, plan_of, score_entries, shape_of
+from retain.policy import Plan, candidates_of, plan_of, score_entries
 from retain.presets import Policy, load_policy
-from retain.protection import pinned_mask
+from retain.protection import spans_by_sequence
 from retain.registry import suggest
 from retain.scores import Score
+from retain.scores.trial import try_settings
 from retain.turns import TurnMarkers, turn_markers
 
 Keep = Bool[Tensor, "B H T"]
@@ -52,11 +53,26 @@ class Given:
 
     Args:
         seeds_B: for scores that draw numbers.
-        pinned: spans that the caller wants kept, as `retain.protection.pinned_mask` takes them.
+        pinned_BT: entries that the caller wants kept.
     """
 
     seeds_B: Sequence[int] | None = None
-    pinned: Any = None
+    pinned_BT: Bool[Tensor, "B T"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Arriving:
+    """What is known of a prefill before its first layer runs.
+
+    Args:
+        valid_BT: False on padding.
+        token_ids_BT: None if the caller passed embeddings.
+        element_size: bytes of a number of the model's weights, and so, most likely, of its keys.
+    """
+
+    valid_BT: Bool[Tensor, "B T"]
+    token_ids_BT: Int[Tensor, "B T"] | None
+    element_size: int
 
 
 class Eviction(Protocol):
@@ -72,12 +88,12 @@ class Rule:
 
     Args:
         name: for reports.
-        begin: starts an eviction layer by layer; None keeps everything.
+        begin: starts an eviction layer by layer, and refuses what cannot be; None keeps everything.
         decide: keep masks of all layers at once; None keeps everything.
     """
 
     name: str
-    begin: Callable[[Given], Eviction] | None = None
+    begin: Callable[[Given, Arriving], Eviction] | None = None
     decide: Callable[[Sequence[Evidence], Given], list[Keep]] | None = None
 
 
@@ -89,6 +105,7 @@ def make_rule(
     budget: Mapping[str, Any],
     gates: Any = None,
     tokenizer: Any = None,
+    pinned: Any = None,
     overrides: dict[str, Any] | None = None,
 ) -> Rule:
     """Resolve a request.
@@ -101,6 +118,7 @@ def make_rule(
         budget: what was stated of `retain.budget.Budget`; None is not stated.
         gates: a `GateSet`, or a path or hub id of one.
         tokenizer: whose chat template shows where turns begin, for a protection of turns.
+        pinned: spans that the caller wants kept; only their form is looked at here.
         overrides: fields of the policy to replace; a section given as a mapping is merged into the policy's;
             `observed` may be a function `evidence -> Score`, which then stands in for the policy's score.
 
@@ -127,21 +145,42 @@ def make_rule(
             raise ValueError(
                 f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}."
             )
+        asked = {"gates": gates, "tokenizer": tokenizer, "pinned": pinned}
+        if unread := [name for name, value in asked.items() if value is not None]:
+            raise ValueError(
+                f"{', '.join(unread)} would not be read: policy is the function {name}, which decides alone. "
+                "Name a policy, or let the function do what they say."
+            )
         return Rule(
             name,
-            lambda given: _OneByOne(policy),
+            lambda given, call: _OneByOne(policy),
             lambda evidence, given: [policy(layer) for layer in evidence],
         )
 
     chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
     scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
-    if overrides:
-        chosen = _overridden(chosen, overrides)
+    problems, keep = [], Budget(keep_ratio=1.0)
+    try:
+        chosen = _overridden(chosen, overrides) if overrides else chosen
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        # A policy that keeps everything needs none, but one that is stated must be one.
+        keep = Budget(**stated) if stated or not chosen.keeps_all or scorer is not None else keep
+    except ValueError as error:
+        problems.append(str(error))
+    if pinned is not None:
+        try:
+            spans_by_sequence(pinned)
+        except ValueError as error:
+            problems.append(f"pinned {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
     if chosen.keeps_all and scorer is None:
         return Rule(chosen.name)
     request = _Request(
         chosen,
-        Budget(**stated),
+        keep,
         _gates(model, chosen, gates),
         scorer,
         _markers(chosen, tokenizer),
@@ -149,7 +188,7 @@ def make_rule(
     )
     if chosen.allocation.head_classes is not None:
         check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])
-    return Rule(chosen.name, lambda given: _LayerByLayer(request, given), request.decide)
+    return Rule(chosen.name, lambda given, call: _LayerByLayer(request, given, call), request.decide)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,25 +208,54 @@ class _Request:
         observed = None if self.scorer is None else self.scorer(evidence)
         return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=given.seeds_B)
 
-    def plan(self, evidence: Evidence, given: Given) -> Plan:
-        """What is settled before any layer is scored, from the first layer's evidence."""
-        shape = shape_of(evidence)
-        shapes = [LayerShape(layer.num_kv_heads, shape.entry_bytes) for layer in self.layers]
-        pinned_BT = None if given.pinned is None else pinned_mask(given.pinned, evidence.valid_BT)
-        return plan_of(self.policy, self.budget, evidence, shapes, pinned_BT, self.markers)
+    def plan(self, call: Arriving, given: Given) -> Plan:
+        """What is settled before any layer ran, and what can be found to be wrong by then."""
+        shapes = [
+            LayerShape(layer.num_kv_heads, 2 * layer.head_dim * call.element_size) for layer in self.layers
+        ]
+        plan = plan_of(
+            self.policy,
+            self.budget,
+            call.valid_BT,
+            shapes,
+            call.token_ids_BT,
+            given.pinned_BT,
+            self.markers,
+        )
+        if not plan.covers_all:
+            self._check_window(plan.shares.totals.lengths_B)
+        return plan
+
+    def _check_window(self, lengths_B: Sequence[int]) -> None:
+        """Refuse a sequence that the score cannot observe, before the model reads it."""
+        if self.policy.observed is None or self.scorer is not None:
+            return
+        tried, _ = try_settings(self.policy.observed, self.policy.observed_settings)
+        window = 0 if tried is None else tried.window
+        for row, length in enumerate(lengths_B):
+            if length < window:
+                raise ValueError(
+                    f"sequence {row} of {len(lengths_B)} has {length} tokens, which is shorter than the "
+                    f"observation window of {window} of policy {self.policy.name!r}: pass a smaller window "
+                    '(observed_settings={"window": ...}), or read this sequence in a batch of its own with '
+                    "a policy that keeps everything."
+                )
 
     def decide(self, evidence: Sequence[Evidence], given: Given) -> list[Keep]:
         """Keep masks of all layers at once."""
-        pinned_BT = None if given.pinned is None else pinned_mask(given.pinned, evidence[0].valid_BT)
-        decisions = decide_layers(
-            self.policy,
-            evidence,
-            self.budget,
-            scores=[self.score(layer, given) for layer in evidence],
-            pinned_BT=pinned_BT,
-            markers=self.markers,
-        )
-        return [decision.keep_BHT for decision in decisions]
+        first = evidence[0]
+        call = Arriving(first.valid_BT, first.token_ids_BT, first.keys_BHTD.element_size())
+        plan = self.plan(call, given)
+        if plan.covers_all:
+            return [_everything(layer) for layer in evidence]
+        candidates = [candidates_of(plan, self.score(layer, given)) for layer in evidence]
+        return keep_sets(plan.shares, candidates)
+
+
+def _everything(evidence: Evidence) -> Keep:
+    """All that exists."""
+    B, T = evidence.valid_BT.shape
+    return evidence.valid_BT[:, None].expand(B, evidence.num_heads, T)
 
 
 class _OneByOne:
@@ -203,15 +271,20 @@ class _OneByOne:
 class _LayerByLayer:
     """A policy, whose lower layers may shrink as layers come."""
 
-    def __init__(self, request: _Request, given: Given):
-        self.request, self.given = request, given
-        self.plan: Plan | None = None
-        self.cascade: Cascade | None = None
+    def __init__(self, request: _Request, given: Given, call: Arriving):
+        self.request, self.given, self.call = request, given, call
+        self.plan = request.plan(call, given)
+        self.cascade = Cascade(self.plan.shares)
 
     def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
-        if self.plan is None or self.cascade is None:
-            self.plan = self.request.plan(evidence, self.given)
-            self.cascade = Cascade(self.plan.policy.split, self.plan.totals)
+        element_size = evidence.keys_BHTD.element_size()
+        if element_size != self.call.element_size and not self.cascade.num_added:
+            # Keys come in another precision than weights are in (autocast): bytes hold other entries.
+            self.call = replace(self.call, element_size=element_size)
+            self.plan = self.request.plan(self.call, self.given)
+            self.cascade = Cascade(self.plan.shares)
+        if self.plan.covers_all:
+            return _everything(evidence), ()
         return self.cascade.add(candidates_of(self.plan, self.request.score(evidence, self.given)))
 
 

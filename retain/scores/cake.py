@@ -12,6 +12,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
+from retain.scores.snapkv import check_order
 from retain.scores.window import group_heads, pool_entries, window_attention
 
 # Inside the logarithm of the released code.
@@ -25,14 +26,18 @@ def cake(
     gamma: int | float = 200.0,
     pool: str | None = "avg",
     pool_size: int = 5,
+    order: str = "pool_first",
     tau1: int | float = 1.6,
     tau2: int | float = 0.6,
     variance: str = "query",
 ) -> Score:
     """Mean and variance of the window's attention on each entry, pooled, averaged over the group.
 
-    `s_h[i] = mean_{q in group(h)} pool(mean_j a_qj + gamma * var_j a_qj)[i]`, `j` over the window, the
-    variance unbiased (over `window - 1`).
+    `pool_first: s_h[i] = mean_{q in group(h)} pool(mean_j a_qj + gamma * var_j a_qj)[i]`;
+    `group_first: s_h[i] = pool(mean_{q in group(h)} (mean_j a_qj + gamma * var_j a_qj))[i]`; `j` over the
+    window, the variance unbiased (over `window - 1`). The two are equal for `avg`, not for `max`.
+    `pool_first` (default) is the press that was released with DefensiveKV, `group_first` the bytecode left in
+    LAVa's repository.
 
     The layer's preference is `dispersion^(1 / tau1) * shift^(1 / tau2)`, over the entries i before the window
     and all query heads, without any normalisation:
@@ -53,6 +58,7 @@ def cake(
         gamma: weight of the variance.
         pool: smoothing over neighbouring entries, None for none.
         pool_size: neighbours pooled, odd.
+        order: pool each query head, or the mean of the group.
         tau1: temperature of the dispersion, positive.
         tau2: temperature of the shift, positive.
         variance: what the layer's shift is taken over; the entries' scores take it over queries either way.
@@ -63,6 +69,7 @@ def cake(
     Raises:
         ValueError: if a sequence is shorter than the window, or there is nothing to take a variance over.
     """
+    check_order(order, name="cake")
     if variance not in ("query", "head"):
         raise ValueError(f"cake variance is 'query' or 'head'; got {variance!r}.")
     if window < 2:
@@ -73,8 +80,11 @@ def cake(
         raise ValueError("cake variance='head' needs at least 2 query heads; got 1: pass variance='query'.")
     probs = window_attention(evidence, window)
     mean_BQT, var_BQT = probs.mean(2), probs.var(2)
-    pooled_BQT = pool_entries(mean_BQT + gamma * var_BQT, pool, pool_size, window=window)
-    values_BHT = group_heads(pooled_BQT, evidence.num_heads).mean(2)
+    values_BHGT = group_heads(mean_BQT + gamma * var_BQT, evidence.num_heads)
+    if order == "pool_first":
+        values_BHT = pool_entries(values_BHGT, pool, pool_size, window=window).mean(2)
+    else:
+        values_BHT = pool_entries(values_BHGT.mean(2), pool, pool_size, window=window)
 
     # Padding is attended by nobody, and adds 0 to every sum below.
     split = probs.shape[-1] - window

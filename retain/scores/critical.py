@@ -33,8 +33,9 @@ def critical(
 
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (CriticalKV), arXiv
     2502.03805. Paper: `pool="max", pool_size=7`. Released (default): `pool="avg", pool_size=5`. The mean over
-    the group, of both factors, is the released code's; the paper has no groups. `norm="l2"` is the paper's
-    appendix C.3.
+    the group, of both factors, is the released code's; the paper has no groups. Its bound is of
+    one query head and does not pass to the two means: their product may fall short of the group's mean
+    `a * N`, by a factor of G at most. `norm="l2"` is the paper's appendix C.3.
 
     Args:
         evidence: the layer.
@@ -45,7 +46,8 @@ def critical(
         norm: `l1`, or `l2`, which is E / D times cheaper and no `risk` (that is an L1 norm): `mass`.
 
     Returns:
-        score in `risk` (`l1`) or `mass` (`l2`), with `first_BHT`.
+        score in `risk` (`l1`, whatever `eps`: attention that is granted is attention) or `mass` (`l2`), with
+        `first_BHT`.
 
     Raises:
         ValueError: if a sequence is shorter than the window.
@@ -54,7 +56,7 @@ def critical(
         raise ValueError(f"critical norm is 'l1' or 'l2'; got {norm!r}.")
     if eps < 0:
         raise ValueError(f"critical eps is an amount of attention, at least 0; got {eps}.")
-    mass_BHT = pooled_mass(evidence, window, pool, pool_size)
+    mass_BHT = pooled_mass(evidence, window, pool, pool_size, name="critical")
     norm_BQT = _NORMS[norm](evidence.values_BHTD, evidence.output_weight_QDE)
     risk_BHT = (mass_BHT + eps) * group_heads(norm_BQT, evidence.num_heads).mean(2)
     unit = "risk" if norm == "l1" else "mass"

@@ -33,7 +33,7 @@ def defensive(
     4. `R_h[i] * N_h[i]`, with `N_h[i] = mean_{q in group(h)} N_q[i]` and `N_q[i] = ||v_i W_O^q||_1` as it is
        (`raw`, the text), over `sum_h N_h[i]` (`head_share`, the code: what is left is how much of an entry's
        norm is in this head), or over `sum_i N_h[i]` before the window (`token_sum`, the text on layer
-       budgets).
+       budgets; over 1 where that sum is nothing, as it is for a sequence that is all window).
 
     That is `value_norm_place="after_floor"` (released). With `"inside"` (paper, the diagram) step 2 takes
     `p_qj[i] * N_q[i]`, each query head's own norm over the same divisor, step 3 floors that, and there is no
@@ -57,7 +57,7 @@ def defensive(
         aggregate: `max` or `mean` over the window and the group.
 
     Returns:
-        score in `risk` for `raw`, else in `mass`, with `first_BHT`.
+        score in `risk` for `raw` (a maximum or a mean alike), else in `mass`, with `first_BHT`.
 
     Raises:
         ValueError: if a sequence is shorter than the window.
@@ -106,7 +106,7 @@ def _divisor(norm_BHT: Tensor, before_B1T: Tensor, norm: str) -> Tensor:
         total = norm_BHT.sum(1, keepdim=True)
     else:
         total = norm_BHT.masked_fill(~before_B1T, 0.0).sum(-1, keepdim=True)
-    return total.clamp_min(torch.finfo(norm_BHT.dtype).tiny)
+    return torch.where(total > 0, total, 1.0)
 
 
 def _keep_row_mass(pooled_BQWT: Tensor, probs_BQWT: Tensor, window: int) -> Tensor:

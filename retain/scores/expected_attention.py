@@ -38,10 +38,16 @@ def expected_attention(
        after the sequence's last;
     3. `z_i = scaling * k_i . mean' + scaling^2 / 2 * k_i . cov' k_i` (without `covariance`: its first term),
        which is the logarithm of `E[exp(scaling * k_i . q)]` for a Gaussian q;
-    4. `a = softmax_i(z)` over the entries after the sinks;
+    4. `a = softmax_i(z)` over the entries after the sinks; with the layer's own sink logit beside them, if it
+       has one (`evidence.sinks_Q`), which takes its share and pays for nothing;
     5. `score[i] = mean_{q in group(h)} (a_q[i] + epsilon) * N_q[i]`, where N is `||v_i||_2` (`plain`,
        released), `||v_i W_O^q||_2` (`output`, paper), `||v_i W_O^q||_1` (`output_l1`, in the unit of this
        project's risk), or nothing (None: `mean a`).
+
+    In a layer whose queries see a sliding window, `R` is the mean over the positions to come that still see
+    an entry that is held, at most `window - 1`; the softmax is over the entries that the next position sees,
+    each as if all of these positions saw it; what it does not see is never read again, and scores 0, an entry
+    of the sinks too. A cap on logits has no closed form and is refused. The press knows none of the three.
 
     Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution, arXiv
     2510.00636. Defaults are those of its authors' released press, where epsilon is 0; with the paper's
@@ -57,11 +63,11 @@ def expected_attention(
         epsilon: floor under the attention: what is left where attention says nothing, the norm decides.
 
     Returns:
-        score in `risk` for `output_l1` without epsilon, else in `mass`.
+        score in `risk` for `output_l1` (attention that is granted is attention), else in `mass`.
 
     Raises:
-        ValueError: without a rotary embedding, if a sequence has no query after its sinks, or for settings
-            out of range.
+        ValueError: without a rotary embedding, for capped logits, if a sequence has no query after its sinks,
+            or for settings out of range.
     """
     if value_norm not in ("output", "output_l1", "plain", None):
         raise ValueError(
@@ -80,6 +86,12 @@ def expected_attention(
             "that gives None, the model has none or one that is not understood: use a score that needs none, "
             "such as snapkv."
         )
+    if evidence.soft_cap is not None:
+        raise ValueError(
+            f"expected_attention is a closed form of logits without a cap, and layer {evidence.layer_idx} "
+            f"caps its own at {evidence.soft_cap} (soft_cap): use a score that reads attention itself, such "
+            "as snapkv."
+        )
     valid_BT, T, S = evidence.valid_BT, evidence.num_seen, evidence.num_queries
     counted_BT = valid_BT & (valid_BT.cumsum(-1) > sinks)
     number_B = counted_BT[:, T - S :].sum(-1)
@@ -90,6 +102,10 @@ def expected_attention(
                 f"{S} queries are held and the first {sinks} are left out as sinks: no query is left to "
                 "learn from. Pass fewer sinks, or keep this sequence whole."
             )
+    read_T = torch.ones(T, dtype=torch.bool, device=valid_BT.device)
+    if evidence.window is not None:
+        read_T[: max(0, T - evidence.window + 1)] = False
+        future = max(1, min(future, evidence.window - 1))
     mean_BQD, cov_BQDD = _future_queries(evidence, counted_BT[:, T - S :], future, covariance)
 
     H, scaling = evidence.num_heads, evidence.scaling
@@ -97,8 +113,13 @@ def expected_attention(
     logits_BHGT = group_heads(mean_BQD, H) @ keys_BHTD.transpose(-1, -2) * scaling
     if cov_BQDD is not None:
         logits_BHGT = logits_BHGT + quadratic(keys_BHTD, group_heads(cov_BQDD, H)) * (scaling**2 / 2)
-    counted_B11T = counted_BT[:, None, None]
-    attention_BHGT = torch.softmax(logits_BHGT.masked_fill(~counted_B11T, float("-inf")), dim=-1)
+    counted_B11T = (counted_BT & read_T)[:, None, None]
+    logits_BHGT = logits_BHGT.masked_fill(~counted_B11T, float("-inf"))
+    if evidence.sinks_Q is not None:
+        sink_BHG1 = evidence.sinks_Q.to(logits_BHGT.dtype).view(H, -1, 1).expand(*logits_BHGT.shape[:3], 1)
+        logits_BHGT = torch.cat([logits_BHGT, sink_BHG1], dim=-1)
+    # Where nothing is seen (a window of 1), a softmax over nothing is NaN, and is masked too.
+    attention_BHGT = torch.softmax(logits_BHGT, dim=-1)[..., :T].masked_fill(~counted_B11T, 0.0)
 
     if value_norm is None:
         score_BHT = attention_BHGT.mean(2)
@@ -109,10 +130,9 @@ def expected_attention(
         norm = value_norm_l2 if value_norm == "output" else value_norm_l1
         norm_BQT = norm(evidence.values_BHTD, evidence.output_weight_QDE)
         score_BHT = ((attention_BHGT + epsilon) * group_heads(norm_BQT, H)).mean(2)
-    counted_B1T = counted_BT[:, None]
-    best_BH1 = score_BHT.masked_fill(~counted_B1T, 0.0).amax(-1, keepdim=True)
-    unit = "risk" if value_norm == "output_l1" and epsilon == 0 else "mass"
-    return masked_score(torch.where(counted_B1T, score_BHT, best_BH1), valid_BT, unit)
+    best_BH1 = score_BHT.masked_fill(~counted_B11T[:, 0], 0.0).amax(-1, keepdim=True)
+    score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_T, 0.0)
+    return masked_score(score_BHT, valid_BT, "risk" if value_norm == "output_l1" else "mass")
 
 
 def quadratic(

@@ -28,6 +28,10 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 128) -> Sc
     ends are recency: with `share = 0` every query accesses all that it sees, all entries tie, and ties go to
     the later position; with a share that nobody reaches, each entry is as old as itself.
 
+    In a layer with a sink logit, which takes part in the softmax and pays for nothing, an indifferent query
+    pays each entry less than `1 / n_j`: what is asked for is still that share of 1, so that at `share = 1` a
+    query whose sink takes most may access nothing. Pass a smaller share there.
+
     LRU is the classical rule of caches; no paper. One published comparison's LRU breaks its ties by the
     position's decimal *string* and so keeps neither the beginning nor the end: numbers made with it are not
     comparable with this one.

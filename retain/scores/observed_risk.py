@@ -37,4 +37,5 @@ def observed_risk(
     probs = window_attention(evidence, window)
     worst_BQT = pool_entries(probs, pool, pool_size, window=window).amax(2)
     risk_BQT = worst_BQT * value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
-    return masked_score(group_heads(risk_BQT, evidence.num_heads).amax(2), evidence.valid_BT, "risk")
+    risk_BHT = group_heads(risk_BQT, evidence.num_heads).amax(2)
+    return masked_score(risk_BHT, evidence.valid_BT, "risk", window=window)

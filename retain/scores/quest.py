@@ -21,6 +21,10 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     `u_q[page] >= q . k_i` for every entry of the page; `max: score[i] = max_{q in group(h)} u_q[page(i)]`,
     `mean` their mean.
 
+    In a layer whose queries see a sliding window, entries that the next query no longer sees (all but the
+    last `window - 1`) come after all others, whatever their page. A cap on logits and a sink logit change no
+    order, so they are not read.
+
     Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774, which speaks of
     one query head a KV head. `max` is the default because the maximum is still a bound, on what any query
     head of the group could find there, and a mean of bounds bounds nothing; an entry is kept or evicted for
@@ -32,7 +36,8 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
         group: how the query heads that share a KV head agree.
 
     Returns:
-        score in `rank`: a logit without its scaling, equal within a page (ties go to the later position).
+        score in `rank`: a logit without its scaling, equal within a page (ties go to the later position);
+        below the head's lowest for what is no longer seen.
 
     Raises:
         ValueError: if the page size or the group is not one of these.
@@ -59,4 +64,9 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     upper = query_BHGD.clamp_min(0) @ high.transpose(-1, -2) + query_BHGD.clamp_max(0) @ low.transpose(-1, -2)
     page_score = upper.amax(2) if group == "max" else upper.mean(2)
     page_BT = ((valid_BT.cumsum(-1) - 1).clamp_min(0) // page_size)[:, None].expand(B, H, T)
-    return masked_score(page_score.gather(2, page_BT), valid_BT, "rank")
+    score_BHT = page_score.gather(2, page_BT)
+    if evidence.window is not None:
+        lowest_BH1 = page_score.amin(-1, keepdim=True)
+        gone_T = torch.arange(T, device=valid_BT.device) <= T - evidence.window
+        score_BHT = torch.where(gone_T, lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
+    return masked_score(score_BHT, valid_BT, "rank")

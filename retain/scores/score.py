@@ -21,8 +21,11 @@ class Score:
 
     Args:
         values_BHT: float32, higher = keep, -inf on entries that do not exist (padding) and on no other.
-        unit: `risk` (value-weighted attention, `a * ||v W_O||_1`), `mass` (attention alone, or a share of it)
-            or `rank` (only the order inside a head means something).
+        unit: `risk` (value-weighted attention, `a * ||v W_O||_1`; a maximum or a mean of it over queries and
+            heads, and attention granted to every entry before the norm, are still in that unit; another norm
+            or a divisor is not), `mass` (attention alone, or a share of it) or `rank` (only the order inside
+            a head is claimed to mean something; heads may still be told to compete by the numbers as they
+            are, as released presses do).
         first_BHT: what the first of two stages ranks by (`retain.stages`), float32; None where there is one.
         window: of the entries, the last so many are the observation window that the score was made with.
         layer_weight_B: float64, what this layer asks for of a budget that layers share (CAKE); None if the

@@ -45,9 +45,9 @@ def snapkv(
         score in `mass`.
 
     Raises:
-        ValueError: if a sequence is shorter than the window.
+        ValueError: if a sequence is shorter than the window, or a setting is none of these.
     """
-    mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate)
+    mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate, name="snapkv")
     return masked_score(mass_BHT, evidence.valid_BT, "mass", window=window)
 
 
@@ -59,15 +59,39 @@ def pooled_mass(
     *,
     order: str = "pool_first",
     aggregate: str = "mean",
+    name: str,
 ) -> Float[Tensor, "B H T"]:
-    """SnapKV's number before padding is masked, in the attention's precision: CriticalKV starts from it."""
-    if order not in ("pool_first", "group_first"):
-        raise ValueError(f"snapkv order is 'pool_first' or 'group_first'; got {order!r}.")
+    """SnapKV's number before padding is masked, in the attention's precision: CriticalKV starts from it.
+
+    Args:
+        evidence: the layer.
+        window: last queries observed.
+        pool: smoothing over neighbouring entries, None for none.
+        pool_size: neighbours pooled, odd.
+        order: as in `snapkv`.
+        aggregate: as in `snapkv`.
+        name: the score that asks, for the error.
+    """
+    check_order(order, name=name)
     if aggregate not in ("mean", "max"):
-        raise ValueError(f"snapkv aggregate is 'mean' or 'max'; got {aggregate!r}.")
+        raise ValueError(f"{name} aggregate is 'mean' or 'max'; got {aggregate!r}.")
     probs = window_attention(evidence, window)
     mass_BQT = probs.mean(2) if aggregate == "mean" else probs.amax(2)
     mass_BHGT = group_heads(mass_BQT, evidence.num_heads)
     if order == "pool_first":
         return pool_entries(mass_BHGT, pool, pool_size, window=window).mean(2)
     return pool_entries(mass_BHGT.mean(2), pool, pool_size, window=window)
+
+
+def check_order(order: str, *, name: str) -> None:
+    """Refuse an order of pool and group that is none.
+
+    Args:
+        order: `pool_first` or `group_first`.
+        name: the score that asks, for the error.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if order not in ("pool_first", "group_first"):
+        raise ValueError(f"{name} order is 'pool_first' or 'group_first'; got {order!r}.")

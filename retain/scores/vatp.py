@@ -11,7 +11,7 @@ import torch
 from retain.evidence import Evidence
 from retain.scores.h2o import running_mass
 from retain.scores.score import Score, masked_score
-from retain.scores.snapkv import pooled_mass
+from retain.scores.snapkv import check_order, pooled_mass
 
 
 def vatp(
@@ -21,6 +21,7 @@ def vatp(
     window: int = 32,
     pool: str | None = None,
     pool_size: int = 7,
+    order: str = "pool_first",
     chunk: int = 128,
 ) -> Score:
     """Attention of an entry times the L1 norm of its value, before any projection.
@@ -40,6 +41,8 @@ def vatp(
         pool: smoothing of the window's attention over neighbouring entries; None (default) for none. LAVa
             pools all the methods that it compares: `max`, 7.
         pool_size: neighbours pooled, odd.
+        order: pool each query head (`pool_first`), or the mean of the group (`group_first`, as LAVa's code
+            pools SnapKV); the same for `avg` and without a pool.
         chunk: queries at a time (`running` only); changes memory, not the result.
 
     Returns:
@@ -48,8 +51,9 @@ def vatp(
     Raises:
         ValueError: if a sequence is shorter than the window, or the queries for `running` are not there.
     """
+    check_order(order, name="vatp")
     if attention == "window":
-        mass_BHT = pooled_mass(evidence, window, pool, pool_size)
+        mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, name="vatp")
     elif attention == "running":
         if pool is not None:
             raise ValueError(

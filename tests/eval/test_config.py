@@ -1,6 +1,7 @@
 """A comparison that cannot work is refused before it starts, with everything that is wrong at once."""
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -113,26 +114,87 @@ def test_the_command_line_says_what_is_wrong_and_where_to_look(tmp_path, capsys)
     assert "unknown suite of tasks 'referense': did you mean 'reference'?" in capsys.readouterr().err
 
 
-def test_methods_names_every_preset_and_each_without_protection():
+def test_methods_names_every_preset_and_what_each_is_without_protection():
     config = load(CONFIGS / "methods.yaml", CompareConfig)
     presets = {preset.name for preset in policies()} - {"full"}
     assert presets <= set(config.policies)
     assert set(config.policies) - presets == set(config.variants)
     assert config.keep_ratios == (0.1, 0.2, 0.4) and config.regimes == ("context_only", "query_aware")
-    # Of StreamingLLM protection is all there is.
+    # Of two, protection is the method, and defensive has the score of defensivekv.
     assert {name.removesuffix("_bare") for name in config.variants if name.endswith("_bare")} == presets - {
-        "streaming_llm"
+        "streaming_llm",
+        "duoattention",
+        "defensive",
     }
     for name in config.policies:
-        own = find_policy(config, name).protection
+        policy = find_policy(config, name)
         if name.endswith("_bare"):
-            assert own.prefix_fraction == 0
-            assert own.suffix_fraction == (0.5 if name == "h2o_bare" else 0)
-            window = find_policy(config, name).observed_settings.get("window")
-            assert own.recent in ((0, 1) if window is None and "gate" not in name else (32,)) or (
-                name == "duoattention_bare"
-            )
+            own = policy.protection
+            assert own.prefix_fraction == own.suffix_fraction == 0
+            assert own.sinks == (4 if name == "expected_attention_bare" else 0)
+            reads_window = "window" in policy.observed_settings or name == "gate_bare"
+            assert own.recent == (32 if reads_window else 1 if name == "tova_bare" else 0)
     assert {own.policy for own in ORDERINGS} | {own.baseline for own in ORDERINGS} <= set(config.policies)
+    pairs = [frozenset((own.policy, own.baseline)) for own in ORDERINGS]
+    assert len(set(pairs)) == len(pairs)  # what speaks of two topics stands under one
+    assert len(config.policies) <= 75  # half an hour
+
+
+def test_methods_isolates_what_each_row_is_about():
+    config = load(CONFIGS / "methods.yaml", CompareConfig)
+
+    def differs(first, second):
+        sides = [asdict(find_policy(config, name)) for name in (first, second)]
+        flat = [
+            {
+                f"{key}.{inner}" if isinstance(value, dict) else key: own
+                for key, value in side.items()
+                for inner, own in (value.items() if isinstance(value, dict) else [("", value)])
+                if key not in ("name", "paper", "regime")
+            }
+            for side in sides
+        ]
+        return {key for key in flat[0] | flat[1] if flat[0].get(key) != flat[1].get(key)}
+
+    assert differs("lava", "lava_uniform_layers") == {"allocation.layers"}
+    assert differs("lava", "lava_equal_heads") == {"scope"}
+    assert differs("cake", "cake_uniform_layers") == {"allocation.layers"}
+    assert differs("pyramidkv", "snapkv") == {"allocation.layers"}
+    assert differs("layer_defensivekv_released", "defensivekv_released") == {"scope"}
+    assert differs("defensivekv_nostage", "defensive") == {"scope"}
+    one_stage = differs("ada_criticalkv", "ada_criticalkv_one_stage")
+    assert {key.split(".")[0] for key in one_stage} == {"first_stage"}
+    assert differs("snapkv", "snapkv_prefix_only") == {"protection.suffix_fraction"}
+    assert differs("adakv_paper", "adakv") == {"allocation.safeguard"}
+    assert find_policy(config, "vatp").observed_settings["pool"] is None
+    assert find_policy(config, "snapkv_nopool").observed_settings["pool"] is None
+    assert find_policy(config, "h2o_half").protection.suffix_fraction == 0.5
+    for name in ("snapkv_pool7", "adakv_pool7", "pyramidkv_pool7", "cake_pool7", "lava"):
+        settings = find_policy(config, name).observed_settings
+        assert (settings["pool"], settings["pool_size"]) == ("max", 7), name
+    assert find_policy(config, "adakv_pool7").allocation.safeguard == "convex"
+
+
+def test_a_variant_may_begin_with_a_presets_own(tmp_path):
+    variants = {
+        "mine": ("defensivekv:released", "protection.recent=8"),
+        "misspelt": ("defensivekv:relesed",),
+        "none": ("lru:released",),
+        "cut": ("snapkv:",),
+    }
+    config = stub_config(tmp_path, policies=("mine",), variants=variants)
+    mine = find_policy(config, "mine")
+    assert (mine.name, mine.protection.recent, mine.variants) == ("mine", 8, {})
+    assert mine.observed_settings["norm"] == "head_share" and mine.first_stage.by == "mass_released"
+    with pytest.raises(ValueError) as caught:
+        check(config, STUB)
+    text = str(caught.value)
+    assert (
+        "variant 'misspelt' begins with 'defensivekv:relesed', and preset 'defensivekv' has no variant "
+        "'relesed' (did you mean 'released'?); it has paper, released"
+    ) in text
+    assert "preset 'lru' has no variant 'released'; it has none" in text
+    assert "'cut' begins with 'snapkv:'" in text and "'mine'" not in text
 
 
 def test_variants_that_cannot_be_are_all_found_at_once(tmp_path):

@@ -8,19 +8,23 @@ from retain.eval.orderings import (
     DEFENSIVE,
     HEADS,
     LAVA,
-    LAYERS,
     PROTECTION,
     TEXTS,
     VALUES,
+    Ordering,
     check_orderings,
+    finding_of,
     in_words,
     orderings_of,
+    size_of,
     topics,
 )
 from retain.eval.record import ITEMS
 from retain.eval.report import section, write_report
+from retain.eval.significance import Interval, verdict
 from retain.eval.summary import (
     Cell,
+    Comparison,
     against_best_heuristic,
     best_heuristic,
     check_claims,
@@ -224,16 +228,17 @@ def test_unfinished_rows_are_not_reported():
         gather([])
 
 
-def test_heuristics_are_the_presets_without_gates():
+def test_heuristics_need_nothing_beforehand():
     assert {"snapkv", "lava", "random", "streaming_llm"} <= set(heuristics())
     assert not {"full", "gate", "fused", "token_identity", "oracle"} & set(heuristics())
+    assert "duoattention" not in heuristics()  # its table is measured on questions and answers
 
 
 def many_rows():
     """Policies: those of `RIGHT`, and some that orderings speak of."""
-    of = {"adakv": "gate", "snapkv_bare": "defensive", "adakv_convex": "gate", "lava": "random"}
+    of = {"adakv": "gate", "snapkv_bare": "defensive", "adakv_paper": "gate", "lava": "random"}
     of |= {"cake": "recency", "criticalkv": "snapkv", "snapkv_pool7": "snapkv"}
-    of |= {"adakv_pool7": "gate", "cake_pool7": "recency"}
+    of |= {"adakv_pool7": "gate", "cake_pool7": "recency", "ada_criticalkv": "fused"}
     for row in rows():
         yield row
         for name, model in of.items():
@@ -245,46 +250,97 @@ def test_orderings_are_found_by_what_was_measured():
     scores = gather(many_rows(), list(TASKS))
     made = {(one.topic, one.policy, one.baseline) for one in orderings_of(scores)}
     assert (PROTECTION, "snapkv", "snapkv_bare") in made and len([m for m in made if m[0] == PROTECTION]) == 1
-    assert (HEADS, "adakv", "snapkv") in made and (DEFENSIVE, "adakv", "snapkv") in made
+    assert (DEFENSIVE, "adakv", "snapkv") in made and (LAVA, "lava", "snapkv_pool7") in made
+    assert (HEADS, "adakv", "snapkv") not in made  # once
     assert not any("layer_defensivekv" in one for one in made)
 
 
 def test_findings_are_read_off_verdicts():
     checked = check_orderings(gather(many_rows(), list(TASKS)), **OPTIONS)
     found = {(one.ordering.topic, one.ordering.policy, one.ordering.baseline): one for one in checked}
-    ahead = found[HEADS, "adakv", "snapkv"]
+    ahead = found[DEFENSIVE, "adakv", "snapkv"]
     # copy 9 - 3, pair 9 - 1, odd 5 - 8 of ten items, each task counting alike.
     assert ahead.made.interval.estimate == pytest.approx((60 + 80 - 30) / 3)
-    assert (ahead.finding, ahead.made.verdict) == ("holds", "better")
-    assert found[LAYERS, "lava", "snapkv_pool7"].finding == "does not hold"
-    assert found[LAYERS, "lava", "snapkv_pool7"].made.verdict == "worse"
+    assert (ahead.finding, ahead.made.verdict, ahead.size) == ("holds", "better", "above")
+    behind = found[LAVA, "lava", "snapkv_pool7"]
+    assert (behind.finding, behind.made.verdict, behind.size) == ("does not hold", "worse", "below")
     # Two texts that are said to be one method, and are; one that is said to be better, and is the same.
-    assert found[TEXTS, "adakv_convex", "adakv"].finding == "holds"
+    assert found[TEXTS, "adakv", "adakv_paper"].finding == "holds"
     assert found[VALUES, "criticalkv", "snapkv"].made.verdict == "identical"
     assert found[VALUES, "criticalkv", "snapkv"].finding == "does not hold"
-    # The cells of query_aware were not measured: the ladder that speaks of that regime says nothing.
-    assert {one.made.regime for one in checked} == {"context_only"} and LAVA not in topics(checked)
-    assert found[DEFENSIVE, "adakv", "snapkv"].made is ahead.made  # counted once
+    # The cells of query_aware were not measured: the ladder that speaks of that regime is extrapolated.
+    assert {one.made.regime for one in checked} == {"context_only"}
+    assert ahead.published and not behind.published
+    on = found[PROTECTION, "snapkv", "snapkv_bare"]
+    # snapkv has (30 + 10 + 80) / 3, its bare self (20 + 30 + 0) / 3, the full cache 100; while decoding.
+    assert on.recovery == pytest.approx((120 - 50) / (300 - 50)) and not on.published
+    assert ahead.recovery is None
 
 
-def test_a_ladder_speaks_of_its_own_regime_and_ratio():
+def made_of(low, high):
+    interval = Interval((low + high) / 2, low, high, 0.95, "BCa", 100, 50)
+    return Comparison("a", "b", "context_only", 0.2, "all", interval, verdict(interval, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "size", "better", "alike"),
+    [
+        (0.2, 1.0, "within", "holds", "holds"),  # certain, and tiny: both
+        (-1.0, -0.2, "within", "does not hold", "holds"),
+        (-1.0, 1.0, "within", "does not hold", "holds"),
+        (0.5, 2.0, "open", "holds", "inconclusive"),
+        (-2.0, 1.0, "open", "inconclusive", "inconclusive"),
+        (2.0, 4.0, "above", "holds", "does not hold"),
+        (-4.0, -2.0, "below", "does not hold", "does not hold"),
+    ],
+)
+def test_alike_is_decided_by_the_margin_and_better_by_zero(low, high, size, better, alike):
+    made = made_of(low, high)
+    assert size_of(made.interval, 2.0) == size
+    for says, finding in (("better", better), ("alike", alike)):
+        assert finding_of(Ordering("topic", "a", "b", "", "", says), made, 2.0) == finding
+
+
+def test_cells_beyond_what_was_published_are_measured_and_marked(tmp_path):
     wide = [
         {**row, "keep_ratio": ratio if row["keep_ratio"] < 1 else 1.0}
         for row in many_rows()
         for ratio in ((0.2, 0.4) if row["keep_ratio"] < 1 else (1.0,))
     ]
     checked = check_orderings(gather(wide, list(TASKS)), **OPTIONS)
-    at = {
-        topic: {one.made.keep_ratio for one in checked if one.ordering.topic == topic}
-        for topic in topics(checked)
+    at = {topic: {} for topic in topics(checked)}
+    for one in checked:
+        at[one.ordering.topic][one.made.policy, one.made.keep_ratio] = one.published
+    assert at[DEFENSIVE] == {
+        (name, ratio): ratio == 0.2 for name in ("adakv", "ada_criticalkv") for ratio in (0.2, 0.4)
     }
-    assert at[DEFENSIVE] == {0.2} and at[HEADS] == {0.2, 0.4}
+    assert at[VALUES]["criticalkv", 0.2] and at[VALUES]["criticalkv", 0.4]
+    assert not at[LAVA]["lava", 0.2] and at[TEXTS]["adakv", 0.4]
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in wide))
+    text = section(write_report(tmp_path, manifest(), TASKS)[0], "Published orderings")
+    row = next(line for line in text.splitlines() if line.startswith("| adakv > snapkv |"))
+    assert row.count("] better |") == 1 and row.count("] better† |") == 1
+    assert "| holds; beyond†: holds | above |" in row
+
+
+def test_protection_counts_what_is_kept_on_and_off(tmp_path):
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in many_rows()))
+    made = manifest()
+    made["config"]["context_tokens"] = 1000
+    on = {"sinks": 4, "prefix_fraction": 0.1, "suffix_fraction": 0.1, "minimum": 4, "recent": 8}
+    off = on | {"sinks": 0, "prefix_fraction": 0.0, "suffix_fraction": 0.0}
+    made["identity"] = {"policies": {"snapkv": {"protection": on}, "snapkv_bare": {"protection": off}}}
+    text = section(write_report(tmp_path, made, TASKS)[0], "Published orderings")
+    row = next(line for line in text.splitlines() if line.startswith("| snapkv > snapkv_bare |"))
+    # A tenth of 200 entries at each end; off, the window of 8 alone.
+    assert row.endswith("| 20+20 / 0+8 |") and "better†; recovers 28 %" in row
+    assert "decimal string" in text and "evicts while decoding" in text
 
 
 @pytest.mark.parametrize(
     ("findings", "words"),
     [
-        ({0.1: "holds", 0.2: "holds"}, "holds here"),
+        ({0.1: "holds", 0.2: "holds"}, "holds"),
         ({0.1: "does not hold"}, "does not hold"),
         ({0.1: "inconclusive", 0.2: "inconclusive"}, "inconclusive"),
         ({0.1: "inconclusive", 0.2: "holds", 0.4: "holds"}, "inconclusive at 0.1; holds at 0.2, 0.4"),
@@ -297,7 +353,7 @@ def test_findings_in_words(findings, words):
 def test_a_report_of_many_policies_is_a_ranking(tmp_path):
     (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in many_rows()))
     made = manifest()
-    made["config"]["variants"] = {"adakv_convex": [], "snapkv_bare": []}
+    made["config"]["variants"] = {"adakv_paper": [], "snapkv_bare": []}
     path, _ = write_report(tmp_path, made, TASKS)
     text = path.read_text()
     assert (tmp_path / "scores.png").stat().st_size > 10_000 and "![ranking of policies]" in text
@@ -306,10 +362,18 @@ def test_a_report_of_many_policies_is_a_ranking(tmp_path):
     names = [line.split(" | ")[0][2:] for line in glance.splitlines() if line.startswith("| ")][2:]
     assert names[0] == "full" and names.index("gate") < names.index("snapkv") < names.index("random")
     orderings = section(path, "Published orderings")
-    assert "### Budgets that heads share" in orderings and "(arXiv 2605.18053)" in orderings
-    assert "| adakv > snapkv | context_only | +36.7 [" in orderings and "] better | holds here |" in orderings
-    assert "| adakv_convex = adakv | context_only | +0.0 [+0.0, +0.0] identical | holds here |" in orderings
-    pairs = {line.split(" | ")[0] for line in orderings.splitlines() if " > " in line or " = " in line}
-    assert f"{len({p for p in pairs if p.startswith('| ')})} comparisons;" in orderings
+    assert f"### {DEFENSIVE}" in orderings and "(arXiv 2605.18053)" in orderings
+    assert "| adakv > snapkv | context_only | +36.7 [" in orderings
+    assert "] better | holds | above |" in orderings
+    same = "| adakv = adakv_paper | context_only | +0.0 [+0.0, +0.0] identical | holds | within |"
+    assert same in orderings
+    pairs = [line.split(" | ")[0] for line in orderings.splitlines() if " > " in line or " = " in line]
+    pairs = [pair for pair in pairs if pair.startswith("| ")]
+    assert len(set(pairs)) == len(pairs) and f"{len(pairs)} comparisons, each counted once;" in orderings
+    assert orderings.count("| adakv > snapkv |") == 1
+    values = orderings.split(f"### {VALUES}\n")[1].split("\n### ")[0]
+    # What stands elsewhere is referred to, and not shown again.
+    assert "| criticalkv > snapkv |" in values and "| ada_criticalkv > adakv |" not in values
+    assert f"- See also ada_criticalkv > adakv under *{DEFENSIVE}*" in values
     learned = section(path, "Gate and fused against each policy")
-    assert "| gate | adakv |" in learned and "adakv_convex" not in learned and "snapkv_bare" not in learned
+    assert "| gate | adakv |" in learned and "adakv_paper" not in learned and "snapkv_bare" not in learned

@@ -6,7 +6,17 @@ import torch
 
 from retain.scores import cake
 from tests.close import assert_close
-from tests.naive import SHAPES, alone, naive_attention, naive_pool, random_evidence, shaped_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    alone,
+    assert_heads_close,
+    naive_attention,
+    naive_pool,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
 def _variance(numbers):
@@ -14,17 +24,20 @@ def _variance(numbers):
     return sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1)
 
 
-def _naive(evidence, window, *, gamma=200.0, pool="avg", pool_size=5):
+def _naive(evidence, window, *, gamma=200.0, pool="avg", pool_size=5, order="pool_first"):
     attention = naive_attention(evidence)[:, :, -window:]
     (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
     naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
     for b in range(B):
         for h in range(H):
-            pooled = []
+            rows = []
             for q in range(h * G, h * G + G):
                 paid = [[float(attention[b, q, j, i]) for j in range(window)] for i in range(T)]
                 row = [sum(x) / window + gamma * _variance(x) for x in paid]
-                pooled.append(naive_pool(torch.tensor(row, dtype=torch.float64), pool, pool_size, T - window))
+                rows.append(torch.tensor(row, dtype=torch.float64))
+            if order == "group_first":
+                rows = [sum(rows) / G] * G
+            pooled = [naive_pool(row, pool, pool_size, T - window) for row in rows]
             for i in range(T):
                 if evidence.valid_BT[b, i]:
                     naive[b, h, i] = sum(float(row[i]) for row in pooled) / G
@@ -55,13 +68,39 @@ def _naive_weight(evidence, window, *, tau1=1.6, tau2=0.6, variance="query"):
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 @pytest.mark.parametrize(("pool", "pool_size"), [("avg", 5), ("max", 7), (None, 5)])
 @pytest.mark.parametrize("gamma", [0.0, 200.0])
-def test_cake_is_its_formula(shape, pool, pool_size, gamma):
+@pytest.mark.parametrize("order", ["pool_first", "group_first"])
+def test_cake_is_its_formula(shape, pool, pool_size, gamma, order):
     evidence, window = shaped_evidence(shape)
-    settings = {"gamma": gamma, "pool": pool, "pool_size": pool_size}
+    settings = {"gamma": gamma, "pool": pool, "pool_size": pool_size, "order": order}
     score = cake(evidence, window=window, **settings)
     assert (score.unit, score.window) == ("mass", window)
     # The variance is a difference of numbers of the size of the mean: it rounds a few times over.
-    assert_close(score.values_BHT, _naive(evidence, window, **settings), ops=4)
+    assert_heads_close(score.values_BHT, _naive(evidence, window, **settings), ops=4)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("variance", ["query", "head"])
+def test_cake_in_special_layers(layer, variance):
+    evidence, window = shaped_evidence("group4")
+    evidence = special_layer(evidence, layer)
+    score = cake(evidence, window=window, variance=variance)
+    assert_heads_close(score.values_BHT, _naive(evidence, window), ops=4)
+    naive = _naive_weight(evidence, window, variance=variance)
+    for b in range(3):
+        assert_close(score.layer_weight_B[b], naive[b], dtype=torch.float32, ops=4)
+
+
+def test_pool_and_group_in_either_order_differ_for_max_and_only_for_max():
+    evidence = random_evidence()
+    for pool, alike in (("avg", True), ("max", False)):
+        first, second = (
+            cake(evidence, window=6, pool=pool, order=order).values_BHT
+            for order in ("pool_first", "group_first")
+        )
+        assert torch.allclose(first, second, rtol=1e-5) is alike
+    assert torch.equal(
+        cake(evidence, window=6).values_BHT, cake(evidence, window=6, order="pool_first").values_BHT
+    )
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -74,6 +113,21 @@ def test_the_layers_preference_is_its_formula(shape, variance, taus):
     assert weight.dtype == torch.float64
     for b in range(len(naive)):  # one at a time: their sizes differ
         assert_close(weight[b], naive[b], dtype=torch.float32, ops=4)
+
+
+def test_the_epsilon_of_the_logarithm_is_that_of_the_released_code():
+    """Where attention is no larger than some 1e-9, it decides; in float64 nothing else is as large."""
+    evidence = random_evidence(pads=(0, 3), num_tokens=15, num_queries=5, sharp=0.5, dtype=torch.float64)
+    keys, queries = evidence.keys_BHTD.clone(), evidence.queries_BQSD.clone()
+    queries[..., 0], keys[..., 0] = 1 / evidence.scaling, 0.0
+    keys[:, :, :10, 0] = -20.0
+    evidence = replace(evidence, keys_BHTD=keys, queries_BQSD=queries)
+    paid = naive_attention(evidence)[..., :10]
+    assert 0 < float(paid.max()) < 1e-8
+    weight = cake(evidence, window=5).layer_weight_B
+    naive = _naive_weight(evidence, 5)
+    for b in range(2):
+        assert_close(weight[b], naive[b], ops=100)
 
 
 def test_a_sequence_that_is_all_window_prefers_nothing():
@@ -106,6 +160,8 @@ def test_bad_settings_are_refused():
     evidence = random_evidence(num_heads=1, group=1)
     with pytest.raises(ValueError, match="variance is 'query' or 'head'; got 'heads'"):
         cake(evidence, window=6, variance="heads")
+    with pytest.raises(ValueError, match="cake order is 'pool_first' or 'group_first'; got 'last'"):
+        cake(evidence, window=6, order="last")
     with pytest.raises(ValueError, match="at least 2 queries; got window=1"):
         cake(evidence, window=1)
     with pytest.raises(ValueError, match=r"temperatures are positive; got tau1=0, tau2=0.6"):

@@ -2,8 +2,17 @@ import pytest
 import torch
 
 from retain.scores import critical, value_norm_l2
-from tests.close import assert_close
-from tests.naive import SHAPES, naive_attention, naive_norm, naive_pool, random_evidence, shaped_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    assert_heads_close,
+    naive_attention,
+    naive_norm,
+    naive_pool,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
 def _naive_norm_l2(evidence, b, q, i):
@@ -42,8 +51,18 @@ def test_critical_is_its_formula(shape, norm, pool, pool_size):
     values, first = _naive(evidence, window, **settings)
     assert score.unit == ("risk" if norm == "l1" else "mass")
     assert score.window == window
-    assert_close(score.values_BHT, values)
-    assert_close(score.first_BHT, first)
+    assert_heads_close(score.values_BHT, values)
+    assert_heads_close(score.first_BHT, first)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_critical_in_special_layers(layer):
+    evidence, window = shaped_evidence("group4")
+    evidence = special_layer(evidence, layer)
+    score = critical(evidence, window=window)
+    values, first = _naive(evidence, window, "avg", 5, 1e-4, "l1")
+    assert_heads_close(score.values_BHT, values)
+    assert_heads_close(score.first_BHT, first)
 
 
 def test_what_nobody_attends_to_ranks_by_its_value():
@@ -64,7 +83,7 @@ def test_the_l2_norm_is_its_formula_however_it_is_chunked(group, floats_at_once)
         [[_naive_norm_l2(evidence, b, q, i) for i in range(7)] for q in range(2 * group)] for b in range(3)
     ]
     norm = value_norm_l2(evidence.values_BHTD, evidence.output_weight_QDE, floats_at_once=floats_at_once)
-    assert_close(norm, torch.tensor(naive, dtype=torch.float64))
+    assert_heads_close(norm, torch.tensor(naive, dtype=torch.float64))
 
 
 def test_the_l2_norm_of_what_the_projection_drops_is_nothing_and_never_nan():
@@ -83,7 +102,9 @@ def test_half_precision_is_normed_in_float32():
     evidence = random_evidence(dtype=torch.bfloat16)
     norm = value_norm_l2(evidence.values_BHTD, evidence.output_weight_QDE)
     assert norm.dtype == torch.float32
-    assert_close(norm, value_norm_l2(evidence.values_BHTD.double(), evidence.output_weight_QDE.double()))
+    assert_heads_close(
+        norm, value_norm_l2(evidence.values_BHTD.double(), evidence.output_weight_QDE.double())
+    )
 
 
 def test_bad_settings_are_refused():

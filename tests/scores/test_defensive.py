@@ -2,8 +2,17 @@ import pytest
 import torch
 
 from retain.scores import defensive
-from tests.close import assert_close
-from tests.naive import SHAPES, naive_attention, naive_norm, naive_pool, random_evidence, shaped_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    assert_heads_close,
+    naive_attention,
+    naive_norm,
+    naive_pool,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
 def _naive(evidence, window, *, pool, pool_size, norm, value_norm_place, aggregate):
@@ -25,7 +34,7 @@ def _naive(evidence, window, *, pool, pool_size, norm, value_norm_place, aggrega
                 i: {
                     "raw": 1.0,
                     "head_share": sum(size_h[k, i] for k in range(H)),
-                    "token_sum": sum(size_h[h, k] for k in before) or torch.finfo(torch.float32).tiny,
+                    "token_sum": sum(size_h[h, k] for k in before) or 1.0,
                 }[norm]
                 for i in exists
             }
@@ -39,7 +48,8 @@ def _naive(evidence, window, *, pool, pool_size, norm, value_norm_place, aggrega
                         pooled_mass = sum(float(pooled[i]) for i in part)
                         for i in part:
                             inside = size_q[q, i] / divisor[i] if value_norm_place == "inside" else 1.0
-                            paid[i].append(float(pooled[i]) * mass / pooled_mass * inside)
+                            kept = mass / pooled_mass if pooled_mass else 0.0
+                            paid[i].append(float(pooled[i]) * kept * inside)
             worst = {i: max(x) if aggregate == "max" else sum(x) / len(x) for i, x in paid.items()}
             floor = sum(worst[i] for i in before) / max(1, len(before))
             for i in exists:
@@ -56,26 +66,37 @@ def _naive(evidence, window, *, pool, pool_size, norm, value_norm_place, aggrega
 @pytest.mark.parametrize("norm", ["raw", "head_share", "token_sum"])
 @pytest.mark.parametrize("pool", [None, "avg", "max"])
 def test_defensive_is_its_formula(norm, pool, value_norm_place, aggregate):
-    evidence = random_evidence(num_queries=6)
+    evidence, window = shaped_evidence("group4")
     settings = {"pool": pool, "norm": norm, "value_norm_place": value_norm_place, "aggregate": aggregate}
-    score = defensive(evidence, window=6, pool_size=3, **settings)
-    values, first = _naive(evidence, 6, pool_size=3, **settings)
+    score = defensive(evidence, window=window, pool_size=3, **settings)
+    values, first = _naive(evidence, window, pool_size=3, **settings)
     assert score.unit == ("risk" if norm == "raw" else "mass")
-    assert score.window == 6
-    assert_close(score.values_BHT, values)
-    assert_close(score.first_BHT, first)
+    assert score.window == window
+    assert_heads_close(score.values_BHT, values)
+    assert_heads_close(score.first_BHT, first)
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-@pytest.mark.parametrize("norm", ["raw", "head_share"])
+@pytest.mark.parametrize("norm", ["raw", "head_share", "token_sum"])
 @pytest.mark.parametrize("value_norm_place", ["after_floor", "inside"])
 def test_defensive_is_its_formula_in_every_shape(shape, norm, value_norm_place):
     evidence, window = shaped_evidence(shape)
     settings = {"norm": norm, "value_norm_place": value_norm_place}
     score = defensive(evidence, window=window, **settings)
     values, first = _naive(evidence, window, pool="avg", pool_size=5, aggregate="max", **settings)
-    assert_close(score.values_BHT, values)
-    assert_close(score.first_BHT, first)
+    assert_heads_close(score.values_BHT, values)
+    assert_heads_close(score.first_BHT, first)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_defensive_in_special_layers(layer):
+    evidence, window = shaped_evidence("group4")
+    evidence = special_layer(evidence, layer)
+    settings = {"pool": "avg", "norm": "raw", "value_norm_place": "after_floor", "aggregate": "max"}
+    score = defensive(evidence, window=window, **settings)
+    values, first = _naive(evidence, window, pool_size=5, **settings)
+    assert_heads_close(score.values_BHT, values)
+    assert_heads_close(score.first_BHT, first)
 
 
 def test_the_place_of_the_norm_matters():

@@ -5,8 +5,16 @@ import torch
 
 from retain.evidence import Running
 from retain.scores import h2o
-from tests.close import assert_close
-from tests.naive import SHAPES, naive_attention, naive_running_mass, random_evidence, shaped_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    assert_heads_close,
+    naive_attention,
+    naive_running_mass,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
 def _naive(evidence, reduce):
@@ -38,15 +46,16 @@ def test_h2o_is_its_formula_however_it_is_chunked(reduce, chunk, shape):
     evidence, _ = shaped_evidence(shape, num_queries=None)
     score = h2o(evidence, reduce=reduce, chunk=chunk)
     assert score.window == 0
-    assert_close(score.values_BHT, _naive(evidence, reduce))
+    assert_heads_close(score.values_BHT, _naive(evidence, reduce))
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("settings", [{}, {"window": 5}])
-def test_what_a_cache_counted_is_what_the_queries_say(reduce, settings):
-    evidence = random_evidence(pads=(0, 4, 1), **settings)
-    assert_close(h2o(evidence, reduce=reduce).values_BHT, _naive(evidence, reduce))
-    assert_close(h2o(_counted(evidence), reduce=reduce).values_BHT, _naive(evidence, reduce))
+@pytest.mark.parametrize("layer", [None, *LAYERS])
+def test_what_a_cache_counted_is_what_the_queries_say(reduce, layer):
+    evidence = random_evidence(pads=(0, 4, 1))
+    evidence = evidence if layer is None else special_layer(evidence, layer)
+    assert_heads_close(h2o(evidence, reduce=reduce).values_BHT, _naive(evidence, reduce))
+    assert_heads_close(h2o(_counted(evidence), reduce=reduce).values_BHT, _naive(evidence, reduce))
 
 
 def test_what_was_counted_is_preferred_to_counting_again():

@@ -2,8 +2,17 @@ import pytest
 import torch
 
 from retain.scores import lava
-from tests.close import assert_close
-from tests.naive import SHAPES, naive_attention, naive_pool, naive_value, random_evidence, shaped_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    assert_heads_close,
+    naive_attention,
+    naive_pool,
+    naive_value,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
 def _naive(evidence, window, pool, pool_size, value_max_over):
@@ -33,7 +42,15 @@ def test_lava_is_its_formula(shape, value_max_over, pool, pool_size):
     score = lava(evidence, window=window, **settings)
     assert (score.unit, score.window) == ("mass", window)
     assert score.layer_weight_B is None
-    assert_close(score.values_BHT, _naive(evidence, window, **settings))
+    assert_heads_close(score.values_BHT, _naive(evidence, window, **settings))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_lava_in_special_layers(layer):
+    evidence, window = shaped_evidence("group4")
+    evidence = special_layer(evidence, layer)
+    naive = _naive(evidence, window, "max", 7, "prefix")
+    assert_heads_close(lava(evidence, window=window).values_BHT, naive)
 
 
 def test_a_large_value_in_the_window_counts_only_for_all():

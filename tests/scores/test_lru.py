@@ -7,7 +7,7 @@ from retain.evidence import Running
 from retain.ranking import rank_entries
 from retain.scores import lru, recency
 from retain.scores.lru import last_access
-from tests.naive import alone, naive_attention, random_evidence
+from tests.naive import LAYERS, alone, naive_attention, random_evidence, special_layer
 
 
 def _naive(evidence, share):
@@ -42,10 +42,11 @@ def test_lru_is_its_definition(group, share):
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 128])
-@pytest.mark.parametrize("settings", [{}, {"soft_cap": 2.0}, {"window": 5}])
+@pytest.mark.parametrize("layer", [None, *LAYERS])
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_lru_however_it_is_chunked(chunk, settings, share):
-    evidence = random_evidence(num_tokens=15, **settings)
+def test_lru_however_it_is_chunked(chunk, layer, share):
+    evidence = random_evidence(pads=(0, 4, 7), num_tokens=15)
+    evidence = evidence if layer is None else special_layer(evidence, layer)
     assert torch.equal(lru(evidence, share=share, chunk=chunk).values_BHT, _naive(evidence, share))
 
 
@@ -71,6 +72,17 @@ def test_indifferent_queries_access_everything_they_see():
     queries = torch.full_like(evidence.queries_BQSD, 1.7)
     score = lru(replace(evidence, queries_BQSD=queries, keys_BHTD=keys)).values_BHT
     assert (score[0] == 300).all() and (score[1, :, 6:] == 294).all()
+
+
+def test_beside_a_sink_an_indifferent_query_pays_less_than_its_share():
+    """The sink takes a half or more: 1/n is out of reach of all, a half of that not of the last query."""
+    evidence = random_evidence(pads=(0,), num_tokens=8, num_queries=8)
+    zeros = {"keys_BHTD": torch.zeros_like(evidence.keys_BHTD)}
+    plain = replace(evidence, **zeros)
+    sink = replace(plain, sinks_Q=torch.full((4,), 8.0).log())  # as much as the last query's 8 entries
+    assert (lru(plain).values_BHT == 7).all()
+    assert torch.equal(lru(sink).values_BHT, recency(evidence).values_BHT)
+    assert (lru(sink, share=0.5).values_BHT == 7).all()
 
 
 def test_an_entry_that_a_late_query_wants_outlives_newer_ones():

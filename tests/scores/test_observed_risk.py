@@ -2,26 +2,49 @@ import pytest
 import torch
 
 from retain.scores import observed_risk
-from retain.scores.window import pool_entries
-from tests.close import assert_close
-from tests.naive import naive_attention, naive_norm, random_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    assert_heads_close,
+    naive_attention,
+    naive_norm,
+    naive_pool,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("pool", [None, "avg", "max"])
-def test_observed_risk_is_its_formula(group, pool):
-    evidence = random_evidence(group=group)
-    attention = pool_entries(naive_attention(evidence)[:, :, -6:], pool, 3, window=6)
-    naive = torch.full((2, 2, 14), float("-inf"), dtype=torch.float64)
-    for b in range(2):
-        for q in range(2 * group):
-            for i in range(14):
-                if evidence.valid_BT[b, i]:
-                    worst = max(float(attention[b, q, j, i]) for j in range(6)) * naive_norm(
-                        evidence, b, q, i
-                    )
-                    naive[b, q // group, i] = max(float(naive[b, q // group, i]), worst)
-    assert_close(observed_risk(evidence, window=6, pool=pool, pool_size=3).values_BHT, naive)
+def _naive(evidence, window, pool=None, pool_size=5):
+    attention = naive_attention(evidence)[:, :, -window:]
+    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
+    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
+    for b in range(B):
+        exists = [i for i in range(T) if evidence.valid_BT[b, i]]
+        for h in range(H):
+            for q in range(h * G, h * G + G):
+                norm = {i: naive_norm(evidence, b, q, i) for i in exists}
+                for j in range(window):
+                    pooled = naive_pool(attention[b, q, j], pool, pool_size, T - window)
+                    for i in exists:
+                        naive[b, h, i] = max(float(naive[b, h, i]), norm[i] * float(pooled[i]))
+    return naive
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize(("pool", "pool_size"), [(None, 5), ("avg", 5), ("max", 3)])
+def test_observed_risk_is_its_formula(shape, pool, pool_size):
+    evidence, window = shaped_evidence(shape)
+    score = observed_risk(evidence, window=window, pool=pool, pool_size=pool_size)
+    assert (score.unit, score.window) == ("risk", window)
+    assert_heads_close(score.values_BHT, _naive(evidence, window, pool, pool_size))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_observed_risk_in_special_layers(layer):
+    evidence, window = shaped_evidence("group4")
+    evidence = special_layer(evidence, layer)
+    assert_heads_close(observed_risk(evidence, window=window).values_BHT, _naive(evidence, window))
 
 
 def test_the_norm_is_inside_the_maximum():

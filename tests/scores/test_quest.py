@@ -6,14 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.scores import quest
-from tests.close import assert_close
-from tests.naive import alone, random_evidence
+from tests.naive import alone, assert_heads_close, random_evidence, special_layer
 
 
 def _naive(evidence, page_size, group):
     B, H, T, D = evidence.keys_BHTD.shape
     keys, queries = evidence.keys_BHTD.double(), evidence.queries_BQSD.double()
-    G = evidence.group
+    G, reach = evidence.group, T + 1 if evidence.window is None else evidence.window
     naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
     for b in range(B):
         own = [i for i in range(T) if evidence.valid_BT[b, i]]
@@ -30,6 +29,11 @@ def _naive(evidence, page_size, group):
                     bounds.append(bound)
                 for i in page:
                     naive[b, h, i] = max(bounds) if group == "max" else sum(bounds) / G
+        for h in range(H):
+            lowest = min(float(naive[b, h, i]) for i in own)
+            for i in own:
+                if T - i >= reach:  # the next query, at T, does not see it
+                    naive[b, h, i] = lowest - abs(lowest) - 1
     return naive
 
 
@@ -40,7 +44,7 @@ def test_quest_is_its_formula(query_heads, page_size, group):
     evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=query_heads)
     score = quest(evidence, page_size=page_size, group=group)
     assert score.unit == "rank"
-    assert_close(score.values_BHT, _naive(evidence, page_size, group))
+    assert_heads_close(score.values_BHT, _naive(evidence, page_size, group))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -61,6 +65,24 @@ def test_the_page_score_bounds_every_product_in_the_page(page_size, num_tokens, 
     assert (product <= score + slack)[own].all()
 
 
+@pytest.mark.parametrize("window", [1, 2, 9, 35, 36])
+def test_what_a_sliding_window_has_left_comes_last(window):
+    evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=4, window=window)
+    score = quest(evidence, page_size=4).values_BHT
+    assert_heads_close(score, _naive(evidence, 4, "max"))
+    gone = torch.arange(35) <= 35 - window
+    for b in range(3):
+        own = evidence.valid_BT[b]
+        if (own & gone).any() and (own & ~gone).any():
+            assert (score[b][:, own & gone].amax(-1) < score[b][:, own & ~gone].amin(-1)).all()
+
+
+@pytest.mark.parametrize("layer", ["soft_cap", "sinks"])
+def test_a_cap_and_a_sink_change_no_order(layer):
+    evidence = random_evidence(group=4)
+    assert torch.equal(quest(special_layer(evidence, layer)).values_BHT, quest(evidence).values_BHT)
+
+
 def test_pages_begin_at_the_first_own_entry():
     """Three pages of five for 13 entries, wherever the padding puts them."""
     evidence = random_evidence(pads=(0, 3), num_tokens=16)
@@ -69,7 +91,7 @@ def test_pages_begin_at_the_first_own_entry():
     assert len(set(score)) == 3
     for b, pad in enumerate((0, 3)):
         single = quest(alone(evidence, b), page_size=5).values_BHT
-        assert_close(quest(evidence, page_size=5).values_BHT[b : b + 1, :, pad:], single)
+        assert_heads_close(quest(evidence, page_size=5).values_BHT[b : b + 1, :, pad:], single)
 
 
 def test_only_the_last_query_is_read():

@@ -1,7 +1,6 @@
 """What every score owes: its unit, float32, -inf on padding and only there, and no influence of the batch."""
 
 import inspect
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from retain.rotary import Rotary
 from retain.scores import SCORES, UNITS, Score, masked_score
 from tests.close import assert_close
-from tests.naive import alone, random_evidence
+from tests.naive import LAYERS, alone, assert_heads_close, random_evidence, special_layer
 
 WINDOWED = {
     name for name, family in SCORES.items() if "window" in inspect.signature(family.function).parameters
@@ -20,14 +19,18 @@ NEEDS = {"window", "running", "hidden", "token_ids", "seeds", "rotary"}
 VARIANTS = [
     *((name, {}) for name in sorted(SCORES)),
     ("cake", {"variance": "head"}),
+    ("cake", {"order": "group_first", "pool": "max"}),
     ("critical", {"norm": "l2", "pool": "max", "pool_size": 7}),
     ("defensive", {"norm": "head_share"}),
     ("defensive", {"norm": "token_sum", "value_norm_place": "inside"}),
     ("defensive", {"aggregate": "mean", "pool": None}),
+    ("expected_attention", {"value_norm": "output_l1", "epsilon": 0.02}),
     ("h2o", {"reduce": "mean"}),
     ("lava", {"value_max_over": "all", "pool": "avg"}),
     ("snapkv", {"aggregate": "max", "order": "group_first", "pool": "max", "pool_size": 7}),
+    ("observed_risk", {"pool": "avg"}),
     ("vatp", {"attention": "running"}),
+    ("vatp", {"order": "group_first", "pool": "max"}),
 ]
 
 
@@ -70,22 +73,30 @@ def test_scores_are_float32_in_their_unit_and_masked_on_padding(name, variant, d
             assert values_BHT[valid].isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_a_sequence_scores_alike_alone_and_in_a_padded_batch(name, variant):
+@pytest.mark.parametrize(
+    ("name", "variant", "layer"),
+    [
+        (name, variant, layer)
+        for name, variant in VARIANTS
+        for layer in (None, *LAYERS)
+        if (name, layer) != ("expected_attention", "soft_cap")  # refused
+    ],
+)
+def test_a_sequence_scores_alike_alone_and_in_a_padded_batch(name, variant, layer):
     pads = (0, 5, 2)
     evidence = _evidence(pads=pads)
+    evidence = evidence if layer is None else special_layer(evidence, layer)
     seeds = [7, 11, 13] if name == "random" else None
     extra = {} if seeds is None else {"seeds_B": seeds}
     score = SCORES[name].function(evidence, **_settings(name), **variant, **extra)
     for b, pad in enumerate(pads):
         extra = {} if seeds is None else {"seeds_B": seeds[b : b + 1]}
-        one = replace(alone(evidence, b), rotary=evidence.rotary)
-        single = SCORES[name].function(one, **_settings(name), **variant, **extra)
+        single = SCORES[name].function(alone(evidence, b), **_settings(name), **variant, **extra)
         assert single.window == score.window
         for batched, lone in ((score.values_BHT, single.values_BHT), (score.first_BHT, single.first_BHT)):
             assert (batched is None) == (lone is None)
             if batched is not None:
-                assert_close(batched[b : b + 1, :, pad:], lone.double(), ops=4 if name == "cake" else 1)
+                assert_heads_close(batched[b : b + 1, :, pad:], lone.double(), ops=4 if name == "cake" else 1)
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
@@ -122,3 +133,14 @@ def test_unlike_and_half_precision_scores_are_refused():
         Score(torch.zeros(1, 1, 2, dtype=torch.bfloat16), "risk")
     score = masked_score(torch.zeros(1, 1, 2, dtype=torch.bfloat16), torch.tensor([[False, True]]), "risk")
     assert score.values_BHT.tolist() == [[[float("-inf"), 0.0]]]
+
+
+def test_scores_are_compared_head_by_head():
+    """An error of a thousandth in a head that is a million times smaller than another."""
+    reference = torch.tensor([[[1.0, 0.5], [1e-6, 5e-7]]], dtype=torch.float64)
+    actual = reference.float()
+    assert_heads_close(actual, reference)
+    actual[0, 1, 1] *= 1.001
+    assert_close(actual, reference)
+    with pytest.raises(AssertionError, match="error"):
+        assert_heads_close(actual, reference)

@@ -2,8 +2,18 @@ import pytest
 import torch
 
 from retain.scores import snapkv
+from retain.scores.snapkv import pooled_mass
 from tests.close import assert_close
-from tests.naive import SHAPES, naive_attention, naive_pool, random_evidence, shaped_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    assert_heads_close,
+    naive_attention,
+    naive_pool,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
 def _naive(evidence, window, pool, pool_size, order, aggregate):
@@ -15,8 +25,8 @@ def _naive(evidence, window, pool, pool_size, order, aggregate):
             rows = []
             for q in range(h * G, h * G + G):
                 paid = [[float(attention[b, q, j, i]) for j in range(window)] for i in range(T)]
-                rows.append(torch.tensor([sum(x) / window if aggregate == "mean" else max(x) for x in paid]))
-            rows = [row.double() for row in rows]
+                row = [sum(x) / window if aggregate == "mean" else max(x) for x in paid]
+                rows.append(torch.tensor(row, dtype=torch.float64))
             if order == "pool_first":
                 pooled = sum(naive_pool(row, pool, pool_size, T - window) for row in rows) / G
             else:
@@ -37,7 +47,23 @@ def test_snapkv_is_its_formula(order, pool, pool_size, aggregate, shape):
     score = snapkv(evidence, window=window, **settings)
     assert score.window == window
     assert score.first_BHT is None
-    assert_close(score.values_BHT, _naive(evidence, window, **settings))
+    assert_heads_close(score.values_BHT, _naive(evidence, window, **settings))
+
+
+def test_float64_evidence_is_rounded_once():
+    evidence, window = shaped_evidence("group4", dtype=torch.float64)
+    naive = _naive(evidence, window, "avg", 5, "pool_first", "mean")
+    mass = pooled_mass(evidence, window, "avg", 5, name="snapkv")
+    valid = evidence.valid_BT[:, None].expand_as(naive)
+    assert_close(mass[valid], naive[valid], ops=10)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_snapkv_in_special_layers(layer):
+    evidence, window = shaped_evidence("group4")
+    evidence = special_layer(evidence, layer)
+    naive = _naive(evidence, window, "avg", 5, "pool_first", "mean")
+    assert_heads_close(snapkv(evidence, window=window).values_BHT, naive)
 
 
 def test_the_orders_differ_for_max_and_only_for_max():
@@ -51,7 +77,7 @@ def test_the_orders_differ_for_max_and_only_for_max():
 
 
 def test_unknown_variants_are_refused():
-    with pytest.raises(ValueError, match="order is 'pool_first' or 'group_first'; got 'last'"):
+    with pytest.raises(ValueError, match="snapkv order is 'pool_first' or 'group_first'; got 'last'"):
         snapkv(random_evidence(), window=6, order="last")
-    with pytest.raises(ValueError, match="aggregate is 'mean' or 'max'; got 'sum'"):
+    with pytest.raises(ValueError, match="snapkv aggregate is 'mean' or 'max'; got 'sum'"):
         snapkv(random_evidence(), window=6, aggregate="sum")

@@ -13,6 +13,8 @@ norm of the map from the concatenated heads to the output, of a column vector by
 *column* sum of `W_O^T`, which is the largest L1 norm of a *row* of `W_O` (`[Q * D, E]`).
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -107,6 +109,79 @@ def test_the_bound_made_of_the_shipped_score_holds(layer):
         # 1/s is as large as what is kept is small, and so is what float32 makes of it.
         slack = SLACK * float(weighted_HT[h].sum()) / float(mass_HT[h, kept].sum())
         assert _perturbation(paid, written, kept) <= theta + slack
+
+
+def _per_query_head(evidence):
+    """The same layer with a KV head of its own for every query head."""
+    G = evidence.group
+    return replace(
+        evidence,
+        keys_BHTD=evidence.keys_BHTD.repeat_interleave(G, 1),
+        values_BHTD=evidence.values_BHTD.repeat_interleave(G, 1),
+    )
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(layers(groups=(4,)))
+def test_in_a_group_the_bound_is_of_each_query_head_and_of_the_group_with_a_factor(layer):
+    """Scored query head by query head, the shipped score makes a bound for each. The score of the group has
+    `mean A` and `mean A * mean ||u||_1`, and since `mean (A ||u||_1)` is at most G times that product,
+
+    `mean_q ||o_q - o_q^||_1 <= G * (sum_{i evicted} w_i + (1 / min_q s_q - 1) * sum_{i kept} w_i)`
+
+    with `w` the group's score: CriticalKV's theta in another order, the least mass of any head in its factor.
+    """
+    evidence, kept_H = layer
+    G = evidence.group
+    mass_QT, weighted_QT = _shipped(_per_query_head(evidence))
+    mass_HT, weighted_HT = _shipped(evidence)
+    for h, kept in enumerate(kept_H):
+        heads = range(h * G, h * G + G)
+        changes, least = [], 1.0
+        for q in heads:
+            paid, written = _head(evidence, q)
+            change, collected = _perturbation(paid, written, kept), float(mass_QT[q, kept].sum())
+            slack = SLACK * float(weighted_QT[q].sum()) / collected
+            assert change <= _theta(weighted_QT[q].tolist(), kept, collected) + slack
+            changes.append(change)
+            least = min(least, collected)
+        assert mass_HT[h].tolist() == pytest.approx(mass_QT[heads].mean(0).tolist(), rel=SLACK, abs=1e-7)
+        kept_w = float(weighted_HT[h, kept].sum())
+        evicted_w = float(weighted_HT[h].sum()) - kept_w
+        bound = G * (evicted_w + (1 / least - 1) * kept_w)
+        assert sum(changes) / G <= bound + SLACK * G * float(weighted_HT[h].sum()) / least
+
+
+def test_theta_of_the_groups_means_is_no_bound():
+    """Each of four query heads attends to one entry, and writes much of that one and nothing of the others.
+    With one of the four evicted, the output of one query head changes by 1, a quarter in the mean; theta of
+    the means is an eighth."""
+    evidence = random_evidence(
+        pads=(0,),
+        num_tokens=5,
+        num_heads=1,
+        group=4,
+        head_width=4,
+        model_width=1,
+        num_queries=1,
+        dtype=torch.float64,
+    )
+    own = torch.eye(4, dtype=torch.float64)
+    entries = torch.cat([own, torch.zeros(1, 4, dtype=torch.float64)])[None, None]
+    evidence = replace(
+        evidence,
+        queries_BQSD=100 * own[None, :, None],
+        keys_BHTD=entries,
+        values_BHTD=entries,
+        output_weight_QDE=own[:, :, None],
+        scaling=1.0,
+    )
+    kept = [1, 2, 3, 4]
+    mass_HT, weighted_HT = _shipped(evidence)
+    theta = _theta(weighted_HT[0].tolist(), kept, float(mass_HT[0, kept].sum()))
+    changes = [_perturbation(*_head(evidence, q), kept) for q in range(4)]
+    assert changes == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-9)
+    assert theta == pytest.approx(1 / 8)
 
 
 def _one_wide(evidence, written):

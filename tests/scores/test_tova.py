@@ -2,13 +2,24 @@ import pytest
 import torch
 
 from retain.scores import tova
-from tests.close import assert_close
-from tests.naive import SHAPES, naive_attention, random_evidence, shaped_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    assert_heads_close,
+    naive_attention,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_tova_is_its_formula(shape):
+@pytest.mark.parametrize(
+    ("shape", "layer"),
+    [*((shape, None) for shape in sorted(SHAPES)), *(("group4", layer) for layer in LAYERS)],
+)
+def test_tova_is_its_formula(shape, layer):
     evidence, _ = shaped_evidence(shape, num_queries=3)
+    evidence = evidence if layer is None else special_layer(evidence, layer)
     attention = naive_attention(evidence)
     B, Q, _, T = attention.shape
     naive = torch.full(evidence.keys_BHTD.shape[:3], float("-inf"), dtype=torch.float64)
@@ -18,7 +29,7 @@ def test_tova_is_its_formula(shape):
                 naive[b, :, i] = sum(float(attention[b, q, 2, i]) for q in range(Q)) / Q
     score = tova(evidence)
     assert score.window == 1
-    assert_close(score.values_BHT, naive)
+    assert_heads_close(score.values_BHT, naive)
 
 
 def test_all_heads_rank_alike_and_one_query_is_enough():

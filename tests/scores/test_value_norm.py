@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from retain.scores.value_norm import value_norm_l1
-from tests.close import assert_close
-from tests.naive import naive_norm, random_evidence
+from tests.naive import assert_heads_close, naive_norm, random_evidence
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -18,14 +17,16 @@ def test_the_norm_is_its_formula_however_it_is_chunked(group, floats_at_once):
         dtype=torch.float64,
     )
     norm = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE, floats_at_once=floats_at_once)
-    assert_close(norm, naive)
+    assert_heads_close(norm, naive)
 
 
 def test_half_precision_values_are_normed_in_float32():
     evidence = random_evidence(dtype=torch.bfloat16)
     norm = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
     assert norm.dtype == torch.float32
-    assert_close(norm, value_norm_l1(evidence.values_BHTD.double(), evidence.output_weight_QDE.double()))
+    assert_heads_close(
+        norm, value_norm_l1(evidence.values_BHTD.double(), evidence.output_weight_QDE.double())
+    )
 
 
 @pytest.fixture

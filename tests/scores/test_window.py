@@ -2,14 +2,25 @@ import pytest
 import torch
 
 from retain.scores.window import pool_entries, window_attention
-from tests.close import assert_close
-from tests.naive import naive_attention, random_evidence
+from tests.naive import (
+    LAYERS,
+    SHAPES,
+    assert_heads_close,
+    naive_attention,
+    random_evidence,
+    shaped_evidence,
+    special_layer,
+)
 
 
-@pytest.mark.parametrize("settings", [{}, {"soft_cap": 2.0}, {"window": 5}])
-def test_window_attention_is_the_softmax_over_all_valid_entries(settings):
-    evidence = random_evidence(**settings)
-    assert_close(window_attention(evidence, 6), naive_attention(evidence)[:, :, -6:])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("layer", [None, *LAYERS])
+def test_window_attention_is_the_softmax_over_all_valid_entries(shape, layer):
+    evidence, window = shaped_evidence(shape)
+    evidence = evidence if layer is None else special_layer(evidence, layer)
+    naive = naive_attention(evidence)
+    assert_heads_close(window_attention(evidence, window), naive)
+    assert_heads_close(window_attention(evidence, 2), naive[:, :, -2:])
 
 
 @pytest.mark.parametrize("kind", ["avg", "max"])
@@ -29,7 +40,7 @@ def test_pooling_is_its_formula_with_the_window_apart(kind, size, window):
                     if (k < split) == (i < split)
                 ]
                 naive[row, head, i] = sum(near) / size if kind == "avg" else max(near)
-    assert_close(pool_entries(values, kind, size, window=window), naive)
+    assert_heads_close(pool_entries(values, kind, size, window=window), naive)
 
 
 def test_no_pool_is_no_copy():
