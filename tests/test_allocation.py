@@ -168,6 +168,25 @@ def test_scores_over_their_mean():
     assert torch.allclose(normalised(score, "layer")[0, 1], torch.tensor([2.0, 2.0, 8.0]) / mean)
 
 
+@pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2, 2**-0.5])
+def test_mixing_large_budgets_does_not_overflow(share):
+    budget = torch.tensor([[200_000, 1000, 30_000, 9000]])
+    mixed = mix_convex(budget, share)
+    exact = (1 - share) * budget.double() + share * budget.double().mean(-1, keepdim=True)
+    assert torch.equal(mixed.sum(-1), budget.sum(-1)) and ((mixed - exact).abs() < 1.5).all()
+
+
+def test_scores_below_zero_are_no_shares():
+    score = torch.tensor([[[1.0, -3.0]]])
+    for kind in ("head", "layer"):
+        with pytest.raises(
+            ValueError, match="normalise divides scores by their mean, and there are scores below"
+        ):
+            normalised(score, kind)
+    with pytest.raises(ValueError, match="'entropy' takes scores for shares of a whole"):
+        entropy_weight(score, torch.ones_like(score, dtype=torch.bool))
+
+
 def test_bad_allocations_are_named_all_at_once():
     with pytest.raises(
         ValueError, match=r"safeguard_share is 2.0, and must lie in 0..1; beta is at least 1, got 0.0"

@@ -70,6 +70,8 @@ def test_no_rounding_drifts(lengths, heads, percent):
         ({"keep_ratio": 0.0}, "to remove 80 %, pass keep_ratio=0.2"),
         ({"tokens_per_head": 0}, "tokens_per_head is a whole number of at least 1; got 0"),
         ({"bytes_total": 0}, "bytes_total is a whole number of at least 1; got 0"),
+        ({"keep_ratio": float("nan")}, "keep_ratio is a number; got nan"),
+        ({"tokens_per_head": True}, "tokens_per_head is a number; got True"),
     ],
 )
 def test_bad_budgets_are_refused(stated, message):

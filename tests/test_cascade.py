@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from retain.allocation import Allocation
-from retain.budget import Budget
-from retain.cascade import Cascade, keep_sets
+from retain.budget import Budget, LayerShape, spread
+from retain.cascade import Candidates, Cascade, Shares, Split, keep_sets
 from retain.policy import candidates_of, decide_layers, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
@@ -387,6 +387,71 @@ def test_head_classes_move_memory_to_retrieval_heads(tmp_path):
 
 def _four_layers():
     return _case(2)[0], Budget(keep_ratio=0.5)
+
+
+def test_a_pyramid_holds_what_a_safeguard_guarantees():
+    """At beta 20 the last layer's share would be a fifth of what its heads are guaranteed."""
+    policy = Policy(
+        "ada_pyramid",
+        observed="snapkv",
+        scope="layer",
+        protection=SMALL,
+        allocation=Allocation("pyramid", safeguard="guaranteed"),
+    )
+    layers, scores = _case(3, pads=(0, 9), num_layers=5)
+    decisions = decide_layers(policy, layers, Budget(keep_ratio=0.4), scores=scores)
+    for one in decisions:
+        # 16 and 12 (of 12.33) a head in the mean: 5 protected, and a fifth of the mean.
+        assert one.keep_BHT.sum(-1)[0].min() >= 8 and one.keep_BHT.sum(-1)[1].min() >= 7
+    assert _layer_counts(decisions)[0].sum() == 5 * 48
+    keeps, _ = _cascade(policy, layers, scores, Budget(keep_ratio=0.4))
+    assert all(torch.equal(keep, one.keep_BHT) for keep, one in zip(keeps, decisions, strict=True))
+
+
+@pytest.mark.parametrize("name", ["joint", "lava", "cake", "lava, floor"])
+def test_a_cascade_over_many_layers_of_one_head_with_layers_that_ask_for_nothing(name):
+    policy = replace(EXACT[name], protection=SMALL)
+    layers, scores = [], []
+    draw = torch.Generator().manual_seed(5)
+    for idx in range(9):
+        evidence = random_evidence((0, 6), num_tokens=T, num_heads=1, group=1, seed=idx)
+        values = torch.rand(2, 1, T, generator=draw) * (idx % 3)
+        weight = torch.full((2,), float(idx % 3), dtype=torch.float64)
+        layers.append(replace(evidence, layer_idx=idx))
+        scores.append(masked_score(values, evidence.valid_BT, "risk", layer_weight_B=weight))
+    budget = Budget(keep_ratio=0.4)
+    once = decide_layers(policy, layers, budget, scores=scores)
+    keeps, _ = _cascade(policy, layers, scores, budget)
+    assert all(torch.equal(keep, one.keep_BHT) for keep, one in zip(keeps, once, strict=True))
+    assert _layer_counts(once).sum(1).tolist() == [9 * 16, 9 * 14]
+
+
+def test_layers_of_unlike_heads_share_by_the_head():
+    totals = spread(Budget(keep_ratio=0.5), [200], [LayerShape(heads, 8) for heads in (2, 8, 8, 8)])
+    pyramid = Shares(Split("head", Allocation("pyramid", beta=4.0)), totals, (0,))
+    per_head = [own[0] / heads for own, heads in zip(pyramid.fixed_LB, (2, 8, 8, 8), strict=True)]
+    assert sum(own[0] for own in pyramid.fixed_LB) == 2600
+    assert all(a > b for a, b in pairwise(per_head))
+    alike = [
+        Candidates(
+            torch.rand(1, heads, 200), torch.zeros(1, heads, 200, dtype=torch.bool), (200 * heads,), (heads,),
+            weight_B=(Fraction(1),),
+        )
+        for heads in (2, 8, 8, 8)
+    ]  # fmt: skip
+    keeps = keep_sets(Shares(Split("head", Allocation("cake")), totals, (0,)), alike)
+    assert [keep.sum(-1).unique().tolist() for keep in keeps] == [[100]] * 4
+
+
+def test_a_budget_that_holds_everything_needs_no_score():
+    """Not even a window: a short sequence is kept whole."""
+    layers = [random_evidence((0, 2), num_tokens=6, seed=idx) for idx in range(2)]
+    policy = Policy("snap", observed="snapkv", protection=SMALL)
+    for budget in (Budget(keep_ratio=1.0), Budget(tokens_per_head=6)):
+        for one in decide_layers(policy, layers, budget):
+            assert torch.equal(one.keep_BHT, layers[0].valid_BT[:, None].expand_as(one.keep_BHT))
+    with pytest.raises(ValueError, match="shorter than the observation window"):
+        decide_layers(policy, layers, Budget(tokens_per_head=5))
 
 
 def test_what_cannot_be_is_refused():

@@ -15,8 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.train", "eval": "retain.eval"}
 
 # Stages are composed by retain.policy and do not know one another, nor what composes them.
-STAGES = ("scores", "fusion", "protection", "budget", "selection", "gates")
-COMPOSED = ("policy", "cache", "attend", "hf", "future", "reference", "train", "eval")
+STAGES = (
+    *("scores", "gates", "fusion", "protection", "turns"),
+    *("budget", "allocation", "stages", "head_classes", "selection"),
+)
+COMPOSED = ("policy", "cascade", "presets", "cache", "attend", "hf", "future", "reference", "train", "eval")
 SCORE_TYPE = "retain.scores.score"  # not a stage: what scores, gates and fusion exchange
 
 

@@ -332,6 +332,22 @@ def test_presets_print_as_a_table():
     assert cells[6] == "paper, released" and cells[8].endswith("arXiv 2509.09754")
 
 
+@pytest.mark.parametrize("name", ["adakv", "ada_criticalkv"])
+def test_the_safeguard_of_a_preset_guards(name):
+    """Beside what is protected, not inside it: a head that all others outbid keeps a fifth of the mean."""
+    policy, layers = load_policy(name), _evidence(3, 1, 400, (0,), num_layers=1)
+    loud = torch.tensor([10.0, 0.1]).view(1, 2, 1) * (1 + torch.rand(1, 2, 400))
+    scores = [masked_score(loud, layers[0].valid_BT, "mass", first_BHT=loud, window=32)]
+    budget = Budget(keep_ratio=0.4)
+    free = replace(policy, allocation=replace(policy.allocation, safeguard=None))
+    held = [
+        decide_layers(own, layers, budget, scores=scores)[0].keep_BHT.sum(-1).tolist()
+        for own in (policy, free)
+    ]
+    # 160 a head in the mean: 16 first and 32 last are protected, and 32 are guaranteed beside them.
+    assert held == [[[320 - 80, 80]], [[320 - 48, 48]]]
+
+
 VARIED = {
     *("snapkv", "adakv", "criticalkv", "ada_criticalkv", "defensivekv", "layer_defensivekv"),
     *("lava", "cake", "h2o", "expected_attention", "vatp"),

@@ -50,7 +50,7 @@ def test_the_python_block_runs_and_frees_memory(
 
 def test_the_presets_that_are_named_exist() -> None:
     names = {preset.name for preset in retain.policies()}
-    named = set(re.findall(r'policy="(\w+)"', README))
+    named = set(re.findall(r'policy="(\w+)[":]', README))
     assert {"fused", "snapkv", "defensivekv", "lava", "adakv"} <= named <= names
 
 
@@ -66,7 +66,7 @@ def test_every_statement_of_the_second_block_makes_a_cache_that_evicts() -> None
             exec(line, scope)
             if line.startswith("cache"):
                 made.append(scope["cache"].prefill(ids).entries_evicted)
-    assert len(made) == 5 and all(made)
+    assert len(made) == 6 and all(made)
 
 
 def test_every_file_and_target_that_is_named_exists() -> None:

@@ -101,3 +101,12 @@ def test_a_negative_limit_takes_nothing():
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="share lies in 0..1; got 1.5"):
         FirstStage("budget", 1.5)
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(1 / 3, 33333), (0.1 + 0.2, 30000), (2 / 3, 66666)])
+def test_shares_that_no_one_wrote_do_not_overflow(share, wanted):
+    """1/3 as a double is a fraction over 2**54: times a budget of 100,000 it would leave 64 bits."""
+    first = torch.rand(1, 1, 120_000)
+    nothing = torch.zeros(1, 1, 120_000, dtype=torch.bool)
+    got = stage_by_budget(first, nothing, torch.tensor([[100_000]]), share)
+    assert int(got.sum()) == wanted

@@ -245,3 +245,93 @@ def test_a_score_handed_in_stands_in_for_the_policys_own():
         cache = Cache(model, "snapkv", keep_ratio=0.5, observed=flat, protection=SMALL).prefill(ids, mask)
     # All tie: the later stay, behind the two sinks.
     assert cache.layers[2].store.row(0, 1)[2].tolist() == [0, 1, *range(32, 60)]
+
+
+def test_pinned_spans_follow_their_sequences_and_may_be_empty():
+    model, (ids, mask) = _model(), tiny_batch((0, 11), 60)
+    spans = [[], [(30, 35)]]
+    with retain.attach(model):
+        cache = Cache(model, policy=None, pinned=spans).prefill(ids, mask, evict=False, hold_evidence=True)
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        cache.evict(CROSSING["joint"], keep_ratio=0.3)
+        for b, pinned in ((0, True), (1, False), (2, True)):
+            held = [
+                set(range(30, 35)) <= set(layer.store.row(b, h)[2].tolist())
+                for layer in cache.layers
+                for h in range(2)
+            ]
+            assert all(held) if pinned else not all(held)
+        # A cache that was made to keep everything does so again.
+        cache.reset()
+        assert cache.prefill(ids, mask).entries_evicted == 0
+    for wrong in ([5], [(1, 2, 3)], "0-5", [[(1, 2)], [3]]):
+        with pytest.raises(ValueError, match="pinned spans are .* must be one list of .start, stop. pairs"):
+            Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=wrong)
+
+
+def test_a_function_that_decides_alone_is_not_handed_what_it_would_not_read():
+    def keep(evidence):
+        return evidence.valid_BT[:, None].expand(evidence.keys_BHTD.shape[:3])
+
+    for given in ({"pinned": [(0, 5)]}, {"gates": "folder"}, {"tokenizer": object()}):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(given))} would not be read: policy is the function keep"
+        ):
+            Cache(_model(), keep, **given)
+
+
+def test_what_cannot_be_is_refused_before_any_layer_runs_and_let_go():
+    model, (ids, mask) = _model(), tiny_batch((0, 11), 60)
+    ran = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: ran.append(1))
+    cases = (
+        ({"tokens_per_head": 4}, "budget of 4 entries per head.* 6 protected"),
+        ({"keep_ratio": 0.01, "protection": Protection(0, 0.0, 0.0, 0, 0)}, "no head may be empty"),
+        (
+            {"keep_ratio": 0.5, "observed_settings": {"window": 50}},
+            "sequence 1 of 2 has 49 tokens.*window of 50",
+        ),
+        ({"keep_ratio": 0.5, "pinned": [(50, 70)]}, r"span \(50, 70\) of sequence 0 leaves its 60 tokens"),
+    )
+    with retain.attach(model) as handle:
+        assert handle.rotary is not None  # looked at once, through the attention modules
+        ran.clear()
+        for settings, message in cases:
+            policy = "layer_defensivekv"
+            settings = {"protection": SMALL, **settings}
+            settings.setdefault("observed_settings", WINDOW)
+            cache = Cache(model, policy, **settings)
+            with pytest.raises(ValueError, match=message):
+                cache.prefill(ids, mask)
+            assert not ran and cache.num_seen == 0 and cache._eviction is None
+        # A score may still fail in the middle: what was filled by then is let go.
+        broken = Cache(model, CROSSING["joint"], keep_ratio=0.3, observed=_fails_at_layer_3)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            broken.prefill(ids, mask)
+        assert ran and broken.num_seen == 0
+        assert all(layer.store is None and layer.keys is None for layer in broken.layers)
+
+
+def _fails_at_layer_3(evidence) -> Score:
+    if evidence.layer_idx == 3:
+        raise RuntimeError("out of memory")
+    values = torch.rand(evidence.keys_BHTD.shape[:3])
+    return masked_score(values, evidence.valid_BT, "risk", first_BHT=values)
+
+
+def test_everything_wrong_with_a_request_is_said_at_once():
+    with pytest.raises(ValueError) as caught:
+        Cache(_model(), "snapkv", keep_ratio=7.0, scopee="x", pinned=[3], observed_settings={"window": 0})
+    for part in ("at most 1; got 7.0", "'scopee'", "pinned spans are"):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="at most 1; got 7.0"):
+        Cache(_model(), "full", keep_ratio=7.0)
+    with pytest.raises(ValueError, match="nothing was read yet"):
+        Cache(_model(), "full").budgets()
+
+
+def test_a_short_prompt_under_a_budget_that_holds_it_is_kept_whole():
+    model, (ids, mask) = _model(), tiny_batch((0,), 6)
+    with retain.attach(model):
+        cache = Cache(model, "snapkv", tokens_per_head=512).prefill(ids, mask)
+    assert cache.entries_evicted == 0 and cache.entries_held == 5 * 2 * 6
