@@ -272,6 +272,11 @@ class RaggedStore:
         positions_N = self.positions_C[self._index_N()]
         self.filter_(positions_N < before_B[self._rows_N() // self.num_heads])
 
+    def drop_(self, gone_BP: Bool[Tensor, "B P"]) -> None:
+        """Forget, in each sequence, the entries at these positions, and give their bytes back."""
+        gone_BP, rows_N = gone_BP.to(self.positions_C.device), self._rows_N()
+        self.filter_(~gone_BP[rows_N // self.num_heads, self.positions_C[self._index_N()]])
+
     def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Keep some entries (in the order of `flat()`) in a new store of their size plus slack."""
         index_N, lengths_R = self._kept(keep_N)

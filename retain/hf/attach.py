@@ -27,7 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from retain.hf.cache import Cache, Step
+from retain.hf.cache import Cache
+from retain.hf.call import Step
 from retain.hf.model import base_model, describe, rotary_of
 from retain.rotary import Rotary
 

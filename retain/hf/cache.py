@@ -12,7 +12,6 @@ here, none on the model.
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,24 +24,15 @@ from retain.attend import attend
 from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
 from retain.evidence import Evidence
-from retain.hf.call import Call, read_call
+from retain.hf.call import Call, Step, read_call
+from retain.hf.given import Arriving, Given, pinned_of, seeds_of
 from retain.hf.layer import Layer
 from retain.hf.model import base_model, describe
 from retain.hf.report import LayerReport, Report, total_of
-from retain.hf.rule import Arriving, Eviction, Given, Rule, make_rule
-from retain.protection import pinned_mask, spans_by_sequence
+from retain.hf.rule import Eviction, Rule, make_rule
 from retain.rotary import Rotary
 
 PATH = "plain PyTorch over ragged rows"
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What travels from an attention module's hook to the attention function."""
-
-    cache: "Cache"
-    layer_idx: int
-    hidden_BSE: Tensor
 
 
 class Cache(TransformersCache):
@@ -94,12 +84,7 @@ class Cache(TransformersCache):
             model,
             policy,
             layers=self.specs,
-            budget={
-                "keep_ratio": keep_ratio,
-                "tokens_per_head": tokens_per_head,
-                "bytes": bytes,
-                "bytes_total": bytes_total,
-            },
+            budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total),
             gates=gates,
             tokenizer=tokenizer,
             pinned=pinned,
@@ -148,8 +133,8 @@ class Cache(TransformersCache):
             rotary=rotary,
         )
         if call.is_prefill:
-            self.seeds = _seeds_of(self.seeds, call.mask_BT.shape[0])
-            self._pinned_BT = self._pin(self._given_pinned, call.mask_BT)
+            self.seeds = seeds_of(self.seeds, call.mask_BT.shape[0])
+            self._pinned_BT = pinned_of(self._given_pinned, call.mask_BT)
             if self._evict_at_prefill and self.rule.begin is not None:
                 size = self.specs[0].output_weight_QDE.element_size()
                 given = Given(self.seeds, self._pinned_BT)
@@ -337,12 +322,7 @@ class Cache(TransformersCache):
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
-        budget = {
-            "keep_ratio": keep_ratio,
-            "tokens_per_head": tokens_per_head,
-            "bytes": bytes,
-            "bytes_total": bytes_total,
-        }
+        budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total)
         rule = self.rule
         if policy is not None:
             rule = make_rule(
@@ -359,8 +339,8 @@ class Cache(TransformersCache):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
-        chosen = self.seeds if seeds is None else _seeds_of(seeds, self.batch_size)
-        pinned_BT = self._pinned_BT if pinned is None else self._pin(pinned, self.valid_BT)
+        chosen = self.seeds if seeds is None else seeds_of(seeds, self.batch_size)
+        pinned_BT = self._pinned_BT if pinned is None else pinned_of(pinned, self.valid_BT)
         given = Given(chosen, pinned_BT)
         keep: Sequence[Tensor | None] = [None] * len(self.evidence)
         if rule.decide is not None:
@@ -394,7 +374,7 @@ class Cache(TransformersCache):
     def _cut(self, keep: Sequence[Tensor | None]) -> None:
         """Cut all dense layers; every mask is checked before the first is."""
         for layer, keep_BHT in zip(self.layers, keep, strict=True):
-            _check_keep(layer, keep_BHT)
+            layer.check(keep_BHT)
         self.evidence = None  # it shares the dense tensors, which each layer lets go in turn
         for layer, keep_BHT in zip(self.layers, keep, strict=True):
             layer.store = self._store(layer, keep_BHT, self.valid_BT, self.positions_BT)
@@ -403,21 +383,13 @@ class Cache(TransformersCache):
         self, layer: Layer, keep_BHT: Tensor | None, valid_BT: Tensor, positions_BT: Tensor
     ) -> RaggedStore:
         """A layer's dense keys and values, cut to a store and let go; None keeps all but padding."""
-        _check_keep(layer, keep_BHT)
+        layer.check(keep_BHT)
         keys, values = layer.dense()
         valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
         store = RaggedStore.from_dense(keys, values, positions_BT.to(keys.device), keep_BHT, self.slack)
         layer.keys = layer.values = None
         return store
-
-    def _pin(self, spans: Any, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
-        """The mask of pinned spans; those of prompts that `generate` repeated are repeated."""
-        if spans is None:
-            return None
-        if spans_by_sequence(spans) is not None:
-            spans = _repeated(spans, valid_BT.shape[0], "pinned span lists")
-        return pinned_mask(spans, valid_BT)
 
     def _shrink(self, lower: Sequence[Tensor | None]) -> None:
         """Lower layers let go of what a cascade no longer keeps, one layer at a time."""
@@ -435,9 +407,7 @@ class Cache(TransformersCache):
         gone_BP[b, positions_BT[b, t]] = True
         for layer in self.layers:
             if layer.store is not None:
-                _, _, positions_N, rows_N = layer.store.flat()
-                gone = gone_BP.to(positions_N.device)
-                layer.store.filter_(~gone[rows_N // layer.store.num_heads, positions_N])
+                layer.store.drop_(gone_BP)
         self._note(self.valid_BT & ~forgotten_BT, self._positions)
 
     def fork(self) -> "Cache":
@@ -590,14 +560,9 @@ class Cache(TransformersCache):
         if not self.num_seen:
             raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
         seen_B = self.valid_BT.sum(-1).cpu()
-        held = []
-        for spec, layer in zip(self.specs, self.layers, strict=True):
-            if layer.store is not None:
-                held.append(layer.store.lengths_BH.cpu().long())
-            else:
-                held.append(seen_B[:, None].expand(-1, spec.num_kv_heads))
-        most = max(heads.shape[1] for heads in held)
-        held = [pad(heads, (0, most - heads.shape[1])) for heads in held]
+        heads = [spec.num_kv_heads for spec in self.specs]
+        held = [layer.held_BH(seen_B, own) for layer, own in zip(self.layers, heads, strict=True)]
+        held = [pad(own_BH, (0, max(heads) - own_BH.shape[1])) for own_BH in held]
         return BudgetTable(torch.stack(held, dim=1), seen_B, self.rule.name)
 
     def bytes_held(self) -> int:
@@ -625,27 +590,6 @@ class Cache(TransformersCache):
         return self.report().total.entries_evicted
 
 
-def _check_keep(layer: Layer, keep_BHT: Tensor | None) -> None:
-    B, H, T = layer.dense()[0].shape[:3]
-    if keep_BHT is not None and (keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool):
-        raise ValueError(
-            f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} sequences x "
-            f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
-        )
-
-
-def _seeds_of(seeds: Sequence[int] | None, num_sequences: int) -> Sequence[int] | None:
-    """One seed a sequence."""
-    return None if seeds is None else _repeated(seeds, num_sequences, "seeds")
-
-
-def _repeated(given: Sequence[Any], num_sequences: int, what: str) -> Sequence[Any]:
-    """One a sequence: what belongs to a prompt that `generate` repeated (beams, ...) is repeated with it."""
-    if len(given) == num_sequences:
-        return given
-    if not len(given) or num_sequences % len(given):
-        raise ValueError(
-            f"got {len(given)} {what} for {num_sequences} sequences: pass one per sequence (per prompt, "
-            "where generate repeats prompts for beams or several returned sequences)."
-        )
-    return [one for one in given for _ in range(num_sequences // len(given))]
+def _stated(*amounts: int | float | None) -> dict[str, int | float | None]:
+    """A budget as `retain.budget.Budget` takes it; None is not stated."""
+    return dict(zip(("keep_ratio", "tokens_per_head", "bytes", "bytes_total"), amounts, strict=True))

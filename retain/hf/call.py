@@ -8,6 +8,7 @@ device (two where past tokens are forgotten).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -37,6 +38,15 @@ class Call:
     token_ids_BS: Int[Tensor, "B S"] | None
     forgotten_BT: Bool[Tensor, "B P"] | None
     rotary: Rotary | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What travels from an attention module's hook to the attention function."""
+
+    cache: Any
+    layer_idx: int
+    hidden_BSE: Tensor
 
 
 def read_call(

@@ -9,6 +9,7 @@ knows the padding, does the rest.
 import copy
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -65,6 +66,25 @@ class Layer(CacheLayerMixin):
         """Keys and values of a prefill that was not evicted."""
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
+
+    def check(self, keep_BHT: Tensor | None) -> None:
+        """Refuse a keep mask that is not one of the dense entries.
+
+        Raises:
+            ValueError: another shape or type.
+        """
+        B, H, T = self.dense()[0].shape[:3]
+        if keep_BHT is not None and (keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool):
+            raise ValueError(
+                f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} sequences x "
+                f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
+            )
+
+    def held_BH(self, seen_B: Int[Tensor, " B"], num_heads: int) -> Int[Tensor, "B H"]:
+        """Entries that each sequence and KV head holds, on the CPU: all that were seen, where none went."""
+        if self.store is None:
+            return seen_B[:, None].expand(-1, num_heads)
+        return self.store.lengths_BH.cpu().long()
 
     def fork(self) -> "Layer":
         """A layer that can go its own way: a store is copied, dense tensors (never changed in place) are

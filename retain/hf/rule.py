@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from retain import config
@@ -21,6 +21,7 @@ from retain.cascade import Cascade, keep_sets
 from retain.evidence import Evidence
 from retain.head_classes import check_shape
 from retain.hf.gates import gates_for
+from retain.hf.given import Arriving, Given
 from retain.hf.model import LayerSpec
 from retain.policy import Plan, candidates_of, plan_of, score_entries
 from retain.presets import Policy, load_policy
@@ -45,34 +46,6 @@ KEYWORDS = (
     "tokenizer",
     "slack",
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """What a batch brings to a rule besides its evidence.
-
-    Args:
-        seeds_B: for scores that draw numbers.
-        pinned_BT: entries that the caller wants kept.
-    """
-
-    seeds_B: Sequence[int] | None = None
-    pinned_BT: Bool[Tensor, "B T"] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Arriving:
-    """What is known of a prefill before its first layer runs.
-
-    Args:
-        valid_BT: False on padding.
-        token_ids_BT: None if the caller passed embeddings.
-        element_size: bytes of a number of the model's weights, and so, most likely, of its keys.
-    """
-
-    valid_BT: Bool[Tensor, "B T"]
-    token_ids_BT: Int[Tensor, "B T"] | None
-    element_size: int
 
 
 class Eviction(Protocol):
