@@ -57,3 +57,11 @@ def _reproducible(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(request.node.get_closest_marker("gpu") is None)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def heads_file(tmp_path_factory) -> str:
+    """Head classes of three layers of two heads."""
+    path = tmp_path_factory.mktemp("heads") / "heads.tsv"
+    path.write_text("1.0\t0.0\n0.2\t0.8\n0.6\t0.4\n")
+    return str(path)

@@ -1,0 +1,239 @@
+"""Evidence, scores and policies of every kind, and what every eviction owes.
+
+Shared by the tests of presets and of invariants.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from retain.allocation import LAYERS, Allocation
+from retain.apportion import exact
+from retain.budget import Budget
+from retain.policy import (
+    candidates_of,
+    decide_layers,
+    load_policy,
+    plan_of,
+    score_entries,
+    shape_of,
+)
+from retain.presets import Policy
+from retain.protection import Protection
+from retain.rotary import Rotary
+from retain.scores import Score, masked_score
+from retain.stages import FirstStage
+from tests.naive import random_evidence
+
+FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
+PRESETS = (
+    "ada_criticalkv",
+    "adakv",
+    "cake",
+    "criticalkv",
+    "defensive",
+    "defensivekv",
+    "duoattention",
+    "expected_attention",
+    "full",
+    "fused",
+    "gate",
+    "h2o",
+    "keydiff",
+    "knorm",
+    "lava",
+    "layer_defensivekv",
+    "lru",
+    "pyramidkv",
+    "quest",
+    "random",
+    "recency",
+    "snapkv",
+    "streaming_llm",
+    "tova",
+    "vatp",
+)
+EVICTING = tuple(name for name in PRESETS if name != "full")
+# Those whose published method lets layers or heads compete, and how.
+SHARED = {
+    "ada_criticalkv": ("layer", "uniform"),
+    "adakv": ("layer", "uniform"),
+    "cake": ("head", "cake"),
+    "defensivekv": ("layer", "uniform"),
+    "lava": ("layer", "entropy"),
+    "layer_defensivekv": ("model", "uniform"),
+    "pyramidkv": ("head", "pyramid"),
+}
+SMALL = ("protection.sinks=2", "protection.minimum=2", "protection.recent=4")
+FIXED = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
+
+
+def variants() -> Iterator[Policy]:
+    """Every scope, allocation and first stage that may stand together."""
+    stages = (None, *(FirstStage(by, 0.5) for by in ("budget", "mass", "mass_released")))
+    for scope, layers, spread, safeguard, normalise, stage, by in itertools.product(
+        ("head", "layer", "model"),
+        LAYERS,
+        ("weight", "even"),
+        (None, "guaranteed", "convex"),
+        (None, "head", "layer"),
+        stages,
+        ("score", "first"),
+    ):
+        if spread == "even" and layers != "cake":
+            continue
+        allocation = Allocation(
+            layers, beta=4.0, spread=spread, safeguard=safeguard, normalise=normalise, compete_by=by
+        )
+        staged = "none" if stage is None else stage.by
+        name = f"{scope} {layers} {spread} {safeguard} {normalise} {staged} {by}"
+        try:
+            yield Policy(
+                name,
+                observed="critical",
+                scope=scope,
+                first_stage=stage,
+                allocation=allocation,
+                floor=None if scope == "head" or normalise == "layer" else "mean",
+            )
+        except ValueError:
+            continue
+
+
+VARIANTS = {policy.name: policy for policy in variants()}
+
+
+def small(name: str, heads_file: str) -> Policy:
+    """The preset, with a window that fits short sequences."""
+    policy = load_policy(name, SMALL)
+    changes = {"window": 4, "page_size": 3, "sinks": 2}
+    own = {key: changes.get(key, value) for key, value in policy.observed_settings.items()}
+    policy = replace(policy, observed_settings=own)
+    if policy.allocation.head_classes is not None:
+        policy = replace(policy, allocation=replace(policy.allocation, head_classes=heads_file))
+    return policy
+
+
+def make_evidence(seed: int, group: int, num_tokens: int, pads: tuple[int, ...], num_layers: int = 3) -> list:
+    """Layers in float64, so that what padding does to a sum is lost where scores become float32."""
+    rotary = Rotary(torch.tensor([0.3]))
+    return [
+        replace(
+            random_evidence(
+                pads, num_tokens=num_tokens, group=group, seed=seed + idx, dtype=torch.float64, rotary=rotary
+            ),
+            layer_idx=idx,
+        )
+        for idx in range(num_layers)
+    ]
+
+
+def own_part(evidence, b: int):
+    """Sequence `b` alone, without its padding."""
+    pad = int((~evidence.valid_BT[b]).sum())
+    one = evidence.select_batch(slice(b, b + 1))
+    return replace(
+        one,
+        queries_BQSD=one.queries_BQSD[:, :, pad:],
+        keys_BHTD=one.keys_BHTD[:, :, pad:],
+        values_BHTD=one.values_BHTD[:, :, pad:],
+        positions_BT=one.positions_BT[:, pad:],
+        valid_BT=one.valid_BT[:, pad:],
+    )
+
+
+def learned_scores(layers, seed: int) -> list[Score]:
+    """A gate's scores."""
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        masked_score(torch.rand(layer.keys_BHTD.shape[:3], generator=draw), layer.valid_BT, "risk")
+        for layer in layers
+    ]
+
+
+def scored(policy: Policy, layers, seeds, learned) -> list[Score]:
+    return [
+        score_entries(policy, layer, learned=own, seeds_B=seeds)
+        for layer, own in zip(layers, learned, strict=True)
+    ]
+
+
+def made_scores(layers, seed: int, *, ties: bool) -> list[Score]:
+    """Scores of every kind that a policy may want of them; with ties, of four values only."""
+    scores, draw = [], torch.Generator().manual_seed(seed)
+    for idx, layer in enumerate(layers):
+        shape = layer.keys_BHTD.shape[:3]
+        values, first = (torch.rand(shape, generator=draw) ** 2 for _ in range(2))
+        values = values * (1 + idx) * torch.rand(1, shape[1], 1, generator=draw)
+        if ties:
+            values, first = (values * 4).floor(), (first * 4).floor()
+        weight = torch.rand(shape[0], generator=draw, dtype=torch.float64)
+        scores.append(
+            masked_score(values, layer.valid_BT, "risk", first_BHT=first, window=2, layer_weight_B=weight)
+        )
+    return scores
+
+
+def check(policy: Policy, layers, scores, budget: Budget) -> list[torch.Tensor]:
+    """What every eviction owes; returns the keep sets."""
+    decisions = decide_layers(policy, layers, budget, scores=scores)
+    keeps = [one.keep_BHT for one in decisions]
+    plan = plan_of(policy, budget, layers[0].valid_BT, [shape_of(layer) for layer in layers])
+    held_B = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps]).sum(0).tolist()
+    lengths = layers[0].valid_BT.sum(-1).tolist()
+    heads = sum(layer.num_heads for layer in layers)
+    if budget.keep_ratio is not None:
+        # Halves are rounded up, layer by layer.
+        naive = [
+            sum(int(exact(budget.keep_ratio) * n * layer.num_heads + exact(0.5)) for layer in layers)
+            for n in lengths
+        ]
+    else:
+        naive = [min(budget.tokens_per_head or 0, n) * heads for n in lengths]
+    assert held_B == naive
+    for one, score, layer in zip(decisions, scores, layers, strict=True):
+        assert not (one.keep_BHT & ~layer.valid_BT[:, None]).any()
+        assert not (one.protected_BT[:, None] & ~one.keep_BHT).any()
+        assert (one.keep_BHT.sum(-1) > 0).all()
+        check_order(policy, candidates_of(plan, score), one.keep_BHT)
+    return keeps
+
+
+def check_order(policy: Policy, candidates, keep_BHT: torch.Tensor) -> None:
+    """In every head, what the stages before left is kept from the highest score, of equal ones the later."""
+    stage = policy.first_stage
+    B, H, _ = keep_BHT.shape
+    for b in range(B):
+        for h in range(H):
+            kept = {i for i, own in enumerate(candidates.kept_BHT[b, h].tolist()) if own}
+            budget = int(keep_BHT[b, h].sum())
+            rows = candidates.score_BHT[b, h].tolist()
+            exists = [i for i, value in enumerate(rows) if value > float("-inf")]
+            if stage is not None and stage.by == "budget":
+                first = candidates.first_BHT[b, h].tolist()
+                order = sorted(exists, key=lambda i: (i in kept, first[i], i), reverse=True)
+                kept |= set(order[: int(exact(stage.share) * budget)])
+            order = sorted(exists, key=lambda i: (i in kept, rows[i], i), reverse=True)
+            assert keep_BHT[b, h].nonzero().flatten().tolist() == sorted(order[:budget])
+
+
+def check_competition(policy: Policy, layers, scores, budget: Budget, keeps) -> None:
+    """Between heads that share, no bid lost to a lower one, of equal ones to an earlier, of those to one of a
+    higher layer or head."""
+    plan = plan_of(policy, budget, layers[0].valid_BT, [shape_of(layer) for layer in layers])
+    pools: dict[tuple[int, int], list[tuple[tuple, bool]]] = {}
+    for idx, (score, keep_BHT) in enumerate(zip(scores, keeps, strict=True)):
+        bids = candidates_of(plan, score).bids
+        assert bids is not None
+        for b, h in itertools.product(range(keep_BHT.shape[0]), range(keep_BHT.shape[1])):
+            free = int(keep_BHT[b, h].sum()) - int(bids.guaranteed_BH[b, h])
+            pool = pools.setdefault((b, 0 if policy.scope == "model" else idx), [])
+            mine = bids.select(bids.row_N == b * keep_BHT.shape[1] + h)
+            own = sorted(zip(mine.value_N.tolist(), mine.place_N.tolist(), strict=True), reverse=True)
+            pool += [((value, place, -idx, -h), rank < free) for rank, (value, place) in enumerate(own)]
+    for pool in pools.values():
+        won, lost = ([key for key, own in pool if own is side] for side in (True, False))
+        assert not won or not lost or min(won) > max(lost)
