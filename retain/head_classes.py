@@ -31,8 +31,9 @@ def read_head_classes(path: str) -> tuple[tuple[float, ...], ...]:
     """
     if not Path(path).is_file():
         raise FileNotFoundError(
-            f"head classes file {path!r} does not exist: pass head_classes=, a tab-separated table of one "
-            "row a layer and one number in 0..1 a KV head (DuoAttention's layout)."
+            f"head classes file {path!r} does not exist: pass allocation={{'head_classes': path}}, a "
+            "tab-separated table of one row a layer and one number in 0..1 a KV head (DuoAttention's layout; "
+            "python -m retain.eval.head_classes measures one)."
         )
     return _parsed(path, Path(path).stat().st_mtime_ns)
 

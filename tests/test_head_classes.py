@@ -80,5 +80,5 @@ def test_another_models_table_and_a_missing_one_are_refused(tmp_path):
         ValueError, match="hold 1 layers of 2 KV heads, and the model evicts from 1 of 3: pass"
     ):
         check_shape(str(path), [3])
-    with pytest.raises(FileNotFoundError, match="does not exist: pass head_classes="):
+    with pytest.raises(FileNotFoundError, match="does not exist: pass allocation="):
         read_head_classes(str(tmp_path / "none.tsv"))

@@ -211,7 +211,7 @@ def test_head_classes_of_another_model_are_refused_before_work(tmp_path):
     wanted = "hold 3 layers of 2 KV heads, and the model evicts from 5 of 2"
     with pytest.raises(ValueError, match=wanted):
         Cache(_model(), "duoattention", keep_ratio=0.4, allocation={"head_classes": str(table)})
-    with pytest.raises(FileNotFoundError, match="head classes file .* does not exist: pass head_classes="):
+    with pytest.raises(FileNotFoundError, match="head classes file .* does not exist: pass allocation="):
         Cache(_model(), "duoattention", keep_ratio=0.4)
     table.write_text("1\t0\n" * 5)
     model, (ids, mask) = _model(), tiny_batch((0,), 100)
