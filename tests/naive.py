@@ -171,3 +171,24 @@ def naive_running_mass(attention: Tensor, b: int, h: int, i: int, group: int) ->
     """Attention that every query paid to entry `i`, averaged over the group of KV head `h`, by loops."""
     heads = range(h * group, h * group + group)
     return sum(float(attention[b, q, j, i]) for q in heads for j in range(attention.shape[2])) / group
+
+
+def naive_pooled(evidence, window: int, pool, pool_size: int, order: str, of) -> Tensor:
+    """`[B, H, T]` in float64: `of` what the window's queries paid to an entry, pooled and averaged over the
+    group in either order; -inf on padding."""
+    attention = naive_attention(evidence)[:, :, -window:]
+    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
+    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            rows = []
+            for q in range(h * G, h * G + G):
+                paid = [[float(attention[b, q, j, i]) for j in range(window)] for i in range(T)]
+                rows.append(torch.tensor([of(x) for x in paid], dtype=torch.float64))
+            if order == "group_first":
+                rows = [sum(rows) / G] * G
+            pooled = [naive_pool(row, pool, pool_size, T - window) for row in rows]
+            for i in range(T):
+                if evidence.valid_BT[b, i]:
+                    naive[b, h, i] = sum(float(row[i]) for row in pooled) / G
+    return naive

@@ -12,7 +12,7 @@ from retain.gates import build_gates
 from retain.gates.store import save_gates
 from retain.hf.model import describe, fingerprint
 from retain.reference import load_model, load_tokenizer
-from tests.test_turns import _tokenizer as turns_tokenizer
+from tests.chat import chat_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -56,7 +56,7 @@ def test_the_presets_that_are_named_exist() -> None:
 
 def test_every_statement_of_the_second_block_makes_a_cache_that_evicts() -> None:
     _, block = blocks("python")
-    model, tokenizer = load_model(0), turns_tokenizer("chatml", "words")
+    model, tokenizer = load_model(0), chat_tokenizer("chatml", "words")
     scope = {"retain": retain, "model": model, "tokenizer": tokenizer}
     ids = torch.arange(3000)[None] % model.config.vocab_size
     made = []

@@ -8,144 +8,33 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from retain.protection import Protection, pinned_mask, protected_mask
 from retain.turns import TurnMarkers, turn_markers, turn_mask, turn_spans
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from tests.chat import (
+    CHATML,
+    KINDS,
+    MERGED,
+    PHI3,
+    SENTENCES,
+    SYSTEM,
+    TEMPLATES,
+    TOOLS,
+    backend,
+    chat_tokenizer,
 )
-# A system turn of its own where the caller has none, and thoughts before the last answer only.
-QWEN = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful model.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
-LLAMA3 = (
-    "<|bos|>{% if messages[0].role == 'system' %}{% set said = messages[0].content | trim %}"
-    "{% set rest = messages[1:] %}{% else %}{% set said = '' %}{% set rest = messages %}{% endif %}"
-    "<|head|>system<|/head|>\n\nThe date is 26 July.\n\n{{ said }}<|eot|>"
-    "{% for m in rest %}<|head|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/head|>\n\n"
-    "{{ m.content | tojson if m.role == 'tool' else m.content | trim }}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
-)
-ALTERNATE = (
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role not in ['user', 'assistant'] %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}"
-)
-GEMMA = (
-    "<|bos|>{% for m in messages %}" + ALTERNATE + "<start_of_turn>{{ 'model' if m.role == 'assistant' else "
-    "m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
-LLAMA2 = (
-    "{% if messages[0].role == 'system' %}{% set said = messages[0].content %}"
-    "{% set first = '<<SYS>>\n' ~ said ~ '\n<</SYS>>\n\n' %}"
-    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}"
-    + ALTERNATE
-    + "{% if m.role == 'user' %}<|bos|>[INST] {{ first if loop.index0 == 0 }}"
-    "{{ m.content }} [/INST]{% else %} {{ m.content }} <|eos|>{% endif %}{% endfor %}"
-)
-# Neither a token of the beginning nor of the end at every turn: nothing but text stands between contents.
-MISTRAL = (
-    "<|bos|>{% for m in messages %}"
-    + ALTERNATE
-    + "{% if m.role == 'user' %}{{ ' ' if not loop.first }}[INST] "
-    "{{ m.content }} [/INST]{% else %} {{ m.content }}{% endif %}{% endfor %}"
-)
-PHI3 = (
-    "{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|eos|>{% endif %}"
-)
-TEMPLATES = {
-    "chatml": CHATML,
-    "qwen": QWEN,
-    "llama3": LLAMA3,
-    "gemma": GEMMA,
-    "llama2": LLAMA2,
-    "mistral": MISTRAL,
-    "phi3": PHI3,
-}
-SYSTEM = ("chatml", "qwen", "llama3", "llama2", "phi3")
-TOOLS = ("chatml", "llama3", "phi3")
-SPECIAL = [
-    *("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"),
-    *("<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),
-    *("<think>", "</think>"),
-]
-# What contents are made of; each is told from the others by its number.
-SENTENCES = [
-    "The user asked the assistant about the system",
-    "assistant user system model tool",
-    "What does INST mean to a model?",
-    "(A river) runs, slowly: to the sea!",
-    "user\n\nassistant\nsystem",
-    "Keep 42 lanterns; 7 ropes.",
-    "think: the end of turn",
-]
-KINDS = ("words", "bytes", "merging")
-# Markup of plain text that always merges with contents.
-MERGED = [("llama2", "merging"), ("mistral", "merging")]
-
-
-@cache
-def _backend(kind: str) -> str:
-    """A tokenizer trained on the spot, as JSON. `merging` also merges across words and line breaks."""
-    markup = [
-        "\n\nThe",
-        "user\nThe",
-        "assistant\n\n",
-        "model\nKeep",
-        "system\nWhat",
-        "INST SYS ipython date 26 July",
-    ]
-    texts = [
-        *SENTENCES,
-        *(f"{i}. [/INST] {text} [INST] <<SYS>>\n" for i, text in enumerate(SENTENCES)),
-        *markup,
-    ]
-    texts += [f"{i} {j}." for i in range(10) for j in range(10)] * 2
-    if kind == "words":
-        tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]|\s"), "isolated")
-        trainer: Any = trainers.WordLevelTrainer(vocab_size=1000, special_tokens=["<unk>", *SPECIAL])
-    else:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "bytes")
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=420, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-        )
-    tokenizer.train_from_iterator(texts * 3, trainer)
-    return tokenizer.to_str()
-
-
-@cache
-def _tokenizer(template: str, kind: str) -> PreTrainedTokenizerFast:
-    tokens = {"additional_special_tokens": SPECIAL[2:14], "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    unknown = {"unk_token": "<unk>"} if kind == "words" else {}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_backend(kind)), pad_token="<|eos|>", **tokens, **unknown
-    )
-    tokenizer.chat_template = TEMPLATES.get(template, template)
-    return tokenizer
 
 
 @cache
 def _markers(template: str, kind: str) -> TurnMarkers:
-    return turn_markers(_tokenizer(template, kind))
+    return turn_markers(chat_tokenizer(template, kind))
 
 
 @dataclass
@@ -218,7 +107,7 @@ def _conversations(draw: st.DrawFn, template: str) -> tuple[list[dict], bool]:
     ("template", "kind"), [pair for pair in product(TEMPLATES, KINDS) if pair not in MERGED]
 )
 def test_turns_are_where_the_text_has_them(template, kind):
-    tokenizer, markers = _tokenizer(template, kind), _markers(template, kind)
+    tokenizer, markers = chat_tokenizer(template, kind), _markers(template, kind)
     system = {
         "llama3": ("<|head|>system<|/head|>\n\n", "<|eot|>"),
         "qwen": ("<|im_start|>system\n", "<|im_end|>"),
@@ -316,7 +205,7 @@ def test_spans_and_mask_agree_with_a_loop_over_tokens(case, turns, prefix, suffi
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_contents_that_merge_with_markup_are_found(template):
     """Whatever stands at a content's border, every turn is found, and no inner token of it is markup."""
-    tokenizer, markers = _tokenizer(template, "bytes"), _markers(template, "bytes")
+    tokenizer, markers = chat_tokenizer(template, "bytes"), _markers(template, "bytes")
     edges = ["{}", " {}", "\n{}\n", "\n\n{}\n\n", "({})", '"{}"', "/{}?", "[{}]", "- {};", "{}. "]
     for edge in edges:
         texts = [edge.format(f"{SENTENCES[i % 7]} {i}") for i in range(6)]
@@ -339,14 +228,14 @@ def test_contents_that_merge_with_markup_are_found(template):
 @pytest.mark.parametrize("kind", ["words", "bytes"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_words_of_the_markup_are_no_markup(template, kind):
-    tokenizer, markers = _tokenizer(template, kind), _markers(template, kind)
+    tokenizer, markers = chat_tokenizer(template, kind), _markers(template, kind)
     text = "user assistant\nsystem\nmodel\nuser\n\n INST (INST) SYS tool.\nassistant, user: model:\nipython"
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
     assert not turn_mask(markers, ids, torch.ones_like(ids, dtype=torch.bool)).any()
 
 
 def test_the_markers_of_chatml():
-    tokenizer, markers = _tokenizer("chatml", "words"), _markers("chatml", "words")
+    tokenizer, markers = chat_tokenizer("chatml", "words"), _markers("chatml", "words")
 
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -360,7 +249,7 @@ def test_the_markers_of_chatml():
 
 def test_a_role_that_only_comes_first_has_neither_the_beginning_nor_the_next_header():
     template = "<|bos|>{% if messages[-1].role == 'system' %}{{ raise_exception('alone') }}{% endif %}" + PHI3
-    tokenizer, markers = _tokenizer(template, "words"), _markers(template, "words")
+    tokenizer, markers = chat_tokenizer(template, "words"), _markers(template, "words")
 
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -370,17 +259,17 @@ def test_a_role_that_only_comes_first_has_neither_the_beginning_nor_the_next_hea
 
 
 def test_a_folded_system_message_is_a_turn_and_a_text_of_the_template_is_a_content():
-    tokenizer, markers = _tokenizer("llama2", "bytes"), _markers("llama2", "bytes")
+    tokenizer, markers = chat_tokenizer("llama2", "bytes"), _markers("llama2", "bytes")
     row = _rendered(tokenizer, _conversation(SENTENCES[:2], SENTENCES[2]), False)
     ids, valid = _batch([row], 0)
     assert turn_spans(markers, ids, valid).turn_BT.max() == 2
     # The date of the system turn differs from day to day, so it may be no part of a marker.
-    date = set(_tokenizer("llama3", "words").encode("date July", add_special_tokens=False)[::2])
+    date = set(chat_tokenizer("llama3", "words").encode("date July", add_special_tokens=False)[::2])
     assert not any(date & set(tokens) for _, tokens in _markers("llama3", "words").headers)
 
 
 def test_a_tools_closing_quotation_mark_is_not_taken_from_other_contents():
-    tokenizer, markers = _tokenizer("llama3", "bytes"), _markers("llama3", "bytes")
+    tokenizer, markers = chat_tokenizer("llama3", "bytes"), _markers("llama3", "bytes")
     messages = [{"role": "user", "content": 'What "The model"'}]
     row = _rendered(tokenizer, messages, True)
     ids, valid = _batch([row], 0)
@@ -397,7 +286,7 @@ def test_a_template_whose_tools_follow_calls_only():
         "{% for c in m.tool_calls or [] %}<think>{{ c.function.name }} {{ c.id }}</think>{% endfor %}<|end|>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    tokenizer, markers = _tokenizer(template, "bytes"), _markers(template, "bytes")
+    tokenizer, markers = chat_tokenizer(template, "bytes"), _markers(template, "bytes")
     assert "tool" in markers.roles
     call = {"id": "7", "type": "function", "function": {"name": "look", "arguments": {}}}
     messages = [
@@ -414,7 +303,7 @@ def test_a_template_whose_tools_follow_calls_only():
 
 
 def test_turns_and_pinned_spans_are_protected_within_the_budget():
-    tokenizer, markers = _tokenizer("gemma", "bytes"), _markers("gemma", "bytes")
+    tokenizer, markers = chat_tokenizer("gemma", "bytes"), _markers("gemma", "bytes")
     rows = [_rendered(tokenizer, _conversation(SENTENCES[: n + 1], None), True) for n in (0, 4, 6)]
     ids, valid = _batch(rows, tokenizer.pad_token_id)
     protection = Protection(0, 0.0, 0.0, turns=True, turn_prefix=2, turn_suffix=1)
@@ -433,8 +322,8 @@ def test_turns_and_pinned_spans_are_protected_within_the_budget():
 def test_what_cannot_be_found_is_an_error_that_says_what_to_do():
     with pytest.raises(ValueError, match="has no chat template.*[Pp]in the spans"):
         turn_markers(object())
-    tokenizer = _tokenizer("chatml", "bytes")
-    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_backend("bytes")))
+    tokenizer = chat_tokenizer("chatml", "bytes")
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend("bytes")))
     with pytest.raises(ValueError, match="has no chat template.*[Pp]in the spans"):
         turn_markers(plain)
     plain.chat_template = "{{ raise_exception('never') }}"
@@ -466,4 +355,4 @@ def test_what_cannot_be_found_is_an_error_that_says_what_to_do():
 @pytest.mark.parametrize(("template", "kind"), MERGED)
 def test_markup_that_always_merges_with_contents_is_an_error(template, kind):
     with pytest.raises(ValueError, match="nothing between a message of the user and one of the assistant"):
-        turn_markers(_tokenizer(template, kind))
+        turn_markers(chat_tokenizer(template, kind))

@@ -174,12 +174,16 @@ def rotary_of(model: nn.Module) -> Rotary | None:
         at = torch.tensor(positions)
         try:
             tables = copied(torch.zeros(1), at)
-        except Exception:  # whatever an embedding raises that is called in another way
+        except _CALLED_IN_ANOTHER_WAY:
             return None
         for own, ours in zip(tables, on_cpu.tables(at), strict=True):
             if own.shape != ours.shape or not torch.allclose(own.float(), ours, atol=1e-5):
                 return None
     return rotary if all(_turns_keys(spec, rotary) for spec in specs) else None
+
+
+# What a module raises that wants other arguments than those of Llama and its relatives.
+_CALLED_IN_ANOTHER_WAY = (TypeError, AttributeError, ValueError, LookupError)
 
 
 class _KeysSeen(Exception):
@@ -212,7 +216,9 @@ def _turns_keys(spec: LayerSpec, rotary: Rotary) -> bool:
             )
         except _KeysSeen as keys:
             seen.append(keys.args[0].to(at.device))
-        except Exception:  # whatever an attention module raises that is called in another way
+        except torch.OutOfMemoryError:
+            raise
+        except (*_CALLED_IN_ANOTHER_WAY, RuntimeError):  # shapes that do not fit are RuntimeErrors
             return False
     if len(seen) != 2 or seen[0].shape[-1] < 2 * len(rotary.inverse_frequencies_F):
         return False

@@ -1,10 +1,10 @@
 """CriticalKV: attention first, then attention times what the value writes.
 
 In: evidence with at least `window` queries. Out: a score in `risk`, and beside it (`first_BHT`) the attention
-alone. The decision taken here: the score does not choose. To rank by attention times norm lowers the bound on
-the output's perturbation only once a first stage has collected more than half of the attention, and that
-stage is the policy's (`first_stage: {by: budget, share: 0.5}`): it ranks by `first_BHT` and spends its share
-of the budget, and the rest of the budget goes by `values_BHT`.
+alone. The decision taken here: the score does not choose. To rank by attention times norm minimises the
+(relaxed) bound on the output's perturbation only once a first stage has collected more than half of the
+attention, and that stage is the policy's (`first_stage: {by: budget, share: 0.5}`): it ranks by `first_BHT`
+and spends its share of the budget, and the rest of the budget goes by `values_BHT`.
 """
 
 from retain.evidence import Evidence

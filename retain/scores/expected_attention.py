@@ -50,8 +50,8 @@ def expected_attention(
     of the sinks too. A cap on logits has no closed form and is refused. The press knows none of the three.
 
     Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution, arXiv
-    2510.00636. Defaults are those of its authors' released press, where epsilon is 0; with the paper's
-    settings in the same library it is 0.02.
+    2510.00636. Defaults are those of its authors' released press, where epsilon is 0. Of the paper's own text
+    only the weight by the projected value is taken; that its norm is L2 was not checked.
 
     Args:
         evidence: the layer, with `rotary`. The more queries it holds the better; all of them is the

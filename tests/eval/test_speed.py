@@ -177,7 +177,7 @@ def test_no_policy_is_an_error():
         benchmark("scoring", TINY, [])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_an_error():
+def test_a_device_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="torch sees no CUDA device; take cpu"):
         Setting(device="cuda")

@@ -14,9 +14,9 @@ from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
 from retain.stages import FirstStage
+from tests.chat import chat_tokenizer
 from tests.close import assert_close
 from tests.hf.masked import masked_logits, positions_of
-from tests.test_turns import _tokenizer
 from tests.tiny import tiny_batch, tiny_model
 
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=4)
@@ -169,7 +169,7 @@ def test_pinned_spans_survive_in_every_layer_and_head():
 
 
 def test_turns_are_protected_by_the_tokenizers_template():
-    tokenizer = _tokenizer("chatml", "words")
+    tokenizer = chat_tokenizer("chatml", "words")
     chat = [{"role": "user", "content": "the quick fox"}, {"role": "assistant", "content": "jumps over"}] * 3
     ids = torch.tensor([tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)])
     model = _model(vocab_size=max(97, len(tokenizer)))

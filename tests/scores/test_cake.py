@@ -12,7 +12,7 @@ from tests.naive import (
     alone,
     assert_heads_close,
     naive_attention,
-    naive_pool,
+    naive_pooled,
     random_evidence,
     shaped_evidence,
     special_layer,
@@ -25,23 +25,10 @@ def _variance(numbers):
 
 
 def _naive(evidence, window, *, gamma=200.0, pool="avg", pool_size=5, order="pool_first"):
-    attention = naive_attention(evidence)[:, :, -window:]
-    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
-    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
-    for b in range(B):
-        for h in range(H):
-            rows = []
-            for q in range(h * G, h * G + G):
-                paid = [[float(attention[b, q, j, i]) for j in range(window)] for i in range(T)]
-                row = [sum(x) / window + gamma * _variance(x) for x in paid]
-                rows.append(torch.tensor(row, dtype=torch.float64))
-            if order == "group_first":
-                rows = [sum(rows) / G] * G
-            pooled = [naive_pool(row, pool, pool_size, T - window) for row in rows]
-            for i in range(T):
-                if evidence.valid_BT[b, i]:
-                    naive[b, h, i] = sum(float(row[i]) for row in pooled) / G
-    return naive
+    def mean_and_variance(paid):
+        return sum(paid) / window + gamma * _variance(paid)
+
+    return naive_pooled(evidence, window, pool, pool_size, order, mean_and_variance)
 
 
 def _naive_weight(evidence, window, *, tau1=1.6, tau2=0.6, variance="query"):

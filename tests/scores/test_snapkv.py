@@ -8,8 +8,7 @@ from tests.naive import (
     LAYERS,
     SHAPES,
     assert_heads_close,
-    naive_attention,
-    naive_pool,
+    naive_pooled,
     random_evidence,
     shaped_evidence,
     special_layer,
@@ -17,24 +16,8 @@ from tests.naive import (
 
 
 def _naive(evidence, window, pool, pool_size, order, aggregate):
-    attention = naive_attention(evidence)[:, :, -window:]
-    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
-    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
-    for b in range(B):
-        for h in range(H):
-            rows = []
-            for q in range(h * G, h * G + G):
-                paid = [[float(attention[b, q, j, i]) for j in range(window)] for i in range(T)]
-                row = [sum(x) / window if aggregate == "mean" else max(x) for x in paid]
-                rows.append(torch.tensor(row, dtype=torch.float64))
-            if order == "pool_first":
-                pooled = sum(naive_pool(row, pool, pool_size, T - window) for row in rows) / G
-            else:
-                pooled = naive_pool(sum(rows) / G, pool, pool_size, T - window)
-            for i in range(T):
-                if evidence.valid_BT[b, i]:
-                    naive[b, h, i] = pooled[i]
-    return naive
+    of = max if aggregate == "max" else lambda paid: sum(paid) / window
+    return naive_pooled(evidence, window, pool, pool_size, order, of)
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
