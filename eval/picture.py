@@ -23,6 +23,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "snapkv": {"color": "#1f77b4", "marker": "^"},
     "defensive": {"color": "#2ca02c", "marker": "v"},
     "defensivekv": {"color": "#98df8a", "marker": "<"},
+    "defensive_layer": {"color": "#bcbd22", "linestyle": "--", "marker": ">"},
     "h2o": {"color": "#17becf", "marker": "D"},
     "recency": {"color": "#9467bd", "marker": "x"},
     "random": {"color": "#8c6d31", "marker": "+"},
