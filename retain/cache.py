@@ -2,75 +2,50 @@
 KV head).
 
 In: dense keys and values with a keep mask; later, new tokens. Out: a flat `[C, D]` store for keys and one for
-values that `retain.attend` reads in place. Evicted entries are not masked, they are gone; padding never comes
-in.
+values that `retain.attend` reads in place, and *side columns* that follow their entries wherever those go.
+Evicted entries are not masked, they are gone; padding never comes in.
 
-The one decision taken here: rooms. Rows are stored in blocks of equal room (`retain.attend.Block`). If giving
-every row the longest row's room wastes under a quarter of what is needed, that is one block in natural order;
-otherwise rows are sorted by length and cut into as few blocks as keep the waste under a quarter. So attention
-never gathers, even when one batch mixes sequences that kept a tenth and sequences that kept everything. What
-is held and what is allocated are reported apart.
+The one decision taken here: every row owns a room of whole pages (`retain.pages`), in natural order, with
+some free slots at its end. New tokens are written into free slots; an eviction in place moves only what lies
+behind each row's first hole; only when a row is full, or when bytes are to be given back, is the store laid
+out anew, one column after another, so that never more than one column exists twice. What is held and what is
+allocated are reported apart.
+
+Quantised keys and values would enter here and nowhere else: `keys_CD` and `values_CD` hold packed codes, with
+one scale a page (or a side column with one an entry); `from_dense` and `append_` encode, `flat` decodes, and
+`retain.attend` decodes where it upcasts half precision today. All else moves entries without looking at them.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.attend import Block
+from retain.moves import copy_, packing, spans
+from retain.pages import PAGE, Pages, paged, pages_for
 
-# Free entries given to each row when a store is made; allocated rooms may waste this share of what is needed.
+# Free entries given to each row, at least, when a store is made.
 SLACK = 32
-WASTE = 0.25
-
-
-def plan_rooms(lengths: Sequence[int], slack: int) -> tuple[list[int] | None, list[Block]]:
-    """Lay rows out in few blocks of equal rooms, wasting at most a quarter of `length + slack`.
-
-    Args:
-        lengths: entries held by each row.
-        slack: free entries that each row wants.
-
-    Returns:
-        the order of the rows in the store (None: as they come), and the blocks.
-
-    Example:
-        >>> plan_rooms([7, 8, 7], slack=2)
-        (None, [Block(row_start=0, row_stop=3, entry_start=0, room=10, longest=8)])
-        >>> order, blocks = plan_rooms([100, 10, 90, 12], slack=0)
-        >>> order, [(block.num_rows, block.room) for block in blocks]
-        ([0, 2, 3, 1], [(2, 100), (2, 12)])
-    """
-    if not lengths:
-        return None, []
-    longest, needed = max(lengths), sum(lengths) + slack * len(lengths)
-    if len(lengths) * (longest + slack) <= (1 + WASTE) * needed:
-        return None, [Block(0, len(lengths), 0, longest + slack, longest)]
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    blocks, start, entry_start = [], 0, 0
-    while start < len(order):
-        longest, needed, stop = lengths[order[start]], 0, start
-        room = longest + slack
-        while stop < len(order):
-            needed += lengths[order[stop]] + slack
-            if (stop + 1 - start) * room > (1 + WASTE) * needed:
-                break
-            stop += 1
-        blocks.append(Block(start, stop, entry_start, room, longest))
-        entry_start += (stop - start) * room
-        start = stop
-    return order, blocks
+# A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
+# anew costs a copy of it, so this divides a copy among that many tokens.
+GROWTH = 1 / 32
+# How a side column is called among saved tensors.
+BESIDE = "beside."
 
 
 class RaggedStore:
-    """Keys, values and positions of the entries that one layer holds.
+    """Keys, values, positions and side columns of the entries that one layer holds.
 
-    Row `r = b * H + h`. `offsets_R1` (int64) and `lengths_R` (int32) describe the rows in *stored* order;
-    `order_R` maps a stored row to its `r` (None when they are the same). Make one with `from_dense`; methods
-    that end in `_` change it in place, all others leave it alone and share no memory with it.
+    Row `r = b * H + h`; `offsets_R1` (int64) says where its room begins, `lengths_R` (int32) how many entries
+    it holds. Make one with `from_dense`; methods that end in `_` change it in place, all others leave it
+    alone and share no memory with it. Free slots hold finite numbers, and zeros in side columns.
+
+    Attributes:
+        beside: side columns `[C, ...]` by name, such as a score or the mass of attention received.
+        pages: which row each page belongs to.
+        free: new tokens that surely fit into every row as the store is laid out.
     """
 
     def __init__(
@@ -81,38 +56,17 @@ class RaggedStore:
         lengths_R: Int[Tensor, " R"],
         num_heads: int,
         slack: int = SLACK,
+        beside: Mapping[str, Tensor] | None = None,
     ):
         """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of
-        time."""
-        self._allocate(lengths_R.tolist(), num_heads, slack, like=(keys_ND, values_ND, positions_N))
-        self._fill_(self._index_N(), keys_ND, values_ND, positions_N)
-
-    def _allocate(
-        self, lengths: list[int], num_heads: int, slack: int, like: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Lay out rows of these lengths, with nothing in them yet."""
-        order, blocks = plan_rooms(lengths, slack)
-        keys, values, positions = like
-        device = keys.device
-        stored = range(len(lengths)) if order is None else order
-        rooms = [block.room for block in blocks for _ in range(block.num_rows)]
-        offsets_R1 = torch.tensor([0, *rooms], dtype=torch.int64).cumsum(0)
-        capacity = int(offsets_R1[-1])
-        self.num_heads = num_heads
-        self.slack = slack
-        self.blocks = tuple(blocks)
-        self.order_R = None if order is None else torch.tensor(order, dtype=torch.int64, device=device)
-        self.offsets_R1 = offsets_R1.to(device)
-        self.lengths_R = torch.tensor([lengths[row] for row in stored], dtype=torch.int32, device=device)
-        self.keys_CD = keys.new_empty(capacity, keys.shape[-1])
-        # Zeros, not empty: a masked entry has weight 0, and 0 * NaN would still be NaN.
-        self.values_CD = values.new_zeros(capacity, values.shape[-1])
-        self.positions_C = positions.new_zeros(capacity)
-
-    def _fill_(self, index_N: Tensor, keys_ND: Tensor, values_ND: Tensor, positions_N: Tensor) -> None:
-        self.keys_CD.index_copy_(0, index_N, keys_ND.detach())
-        self.values_CD.index_copy_(0, index_N, values_ND.detach())
-        self.positions_C.index_copy_(0, index_N, positions_N)
+        time; `beside[name]` is `[N, ...]`."""
+        self.num_heads, self.slack = num_heads, slack
+        self._lay_out_(lengths_R)
+        self._entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
+        self.beside = {} if beside is None else {**beside}
+        index_N = self.index_N()
+        for columns, name in self._columns():
+            columns[name] = self._filled(columns[name].shape[1:], index_N, columns[name])
 
     @classmethod
     def from_dense(
@@ -122,28 +76,56 @@ class RaggedStore:
         positions_BT: Int[Tensor, "B T"],
         keep_BHT: Tensor,
         slack: int = SLACK,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> "RaggedStore":
         """Keep the entries of `keep_BHT`, in order of time; the rest is not copied.
 
+        Args:
+            keys_BHTD: keys of all tokens, after norm and RoPE.
+            values_BHTD: their values.
+            positions_BT: their RoPE positions.
+            keep_BHT: True = kept.
+            slack: free entries for each row, at least.
+            beside: side columns, `[B, H, T]` or `[B, H, T, K]`.
+
         Raises:
-            ValueError: if the keep mask has another shape or is not boolean.
+            ValueError: the keep mask or a side column has another shape, or the mask is not boolean.
         """
         B, H, T, _ = keys_BHTD.shape
         if keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool:
             raise ValueError(
                 f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} sequences x "
-                f"{H} KV heads "
-                f"x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
+                f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
             )
-        b, h, t = keep_BHT.nonzero(as_tuple=True)
-        return cls(
-            keys_BHTD[b, h, t],
-            values_BHTD[b, h, t],
-            positions_BT[b, t],
-            keep_BHT.sum(-1).flatten(),
-            H,
-            slack=slack,
-        )
+        for name, column in (beside or {}).items():
+            if column.shape[:3] != (B, H, T):
+                raise ValueError(
+                    f"side column {name!r} is {tuple(column.shape)}, but the layer holds {B} sequences x {H} "
+                    f"KV heads x {T} entries: pass [{B}, {H}, {T}] or [{B}, {H}, {T}, K]."
+                )
+        store = object.__new__(cls)
+        store.num_heads, store.slack = H, slack
+        store._lay_out_(keep_BHT.sum(-1).flatten())
+        positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
+        store._entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
+        store.beside = {} if beside is None else {**beside}
+        index_N, where = store.index_N(), keep_BHT.nonzero(as_tuple=True)
+        for columns, name in store._columns():
+            columns[name] = store._filled(columns[name].shape[3:], index_N, columns[name], where)
+        return store
+
+    @property
+    def keys_CD(self) -> Float[Tensor, "C D"]:
+        return self._entries["keys"]
+
+    @property
+    def values_CD(self) -> Float[Tensor, "C D"]:
+        return self._entries["values"]
+
+    @property
+    def positions_C(self) -> Int[Tensor, " C"]:
+        """RoPE positions of the entries (int32; `flat` and `row` give int64)."""
+        return self._entries["positions"]
 
     @property
     def num_rows(self) -> int:
@@ -154,9 +136,14 @@ class RaggedStore:
         return self.num_rows // self.num_heads
 
     @property
+    def capacity(self) -> int:
+        """C: entries for which there is room."""
+        return self.pages.num_pages * PAGE
+
+    @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
         """Entries held, per sequence and KV head (int64)."""
-        return self._by_row(self.lengths_R).view(-1, self.num_heads)
+        return self.lengths_R.to(torch.int64).view(-1, self.num_heads)
 
     @property
     def entries_held(self) -> int:
@@ -175,24 +162,33 @@ class RaggedStore:
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of all storage behind the store: slack, unequal rooms, positions and row tables included."""
-        tensors = [self.keys_CD, self.values_CD, self.positions_C, self.offsets_R1, self.lengths_R]
-        if self.order_R is not None:
-            tensors.append(self.order_R)
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        """Bytes of all storage behind the store: slack, positions, side columns and tables included."""
+        tables = (self.offsets_R1, self.lengths_R, self.pages.row_pages, self.pages.first_pages)
+        columns = (columns[name] for columns, name in self._columns())
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*tables, *columns))
+
+    def index_N(self) -> Int[Tensor, " N"]:
+        """Where every entry lies in the store, row after row, in order of time."""
+        return spans(self.offsets_R1[:-1], self.lengths_R)
+
+    def rows_N(self) -> Int[Tensor, " N"]:
+        """Row `b * H + h` of every entry, row after row."""
+        return torch.repeat_interleave(self.lengths_R.to(torch.int64))
 
     def flat(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"], Int[Tensor, " N"], Int[Tensor, " N"]]:
         """Keys, values, positions and row `b * H + h` of every entry, row after row, in order of time."""
-        index_N = self._index_N()
-        return self.keys_CD[index_N], self.values_CD[index_N], self.positions_C[index_N], self._rows_N()
+        index_N = self.index_N()
+        positions_N = self.positions_C[index_N].to(torch.int64)
+        return self.keys_CD[index_N], self.values_CD[index_N], positions_N, self.rows_N()
 
     def row(
         self, sequence: int, head: int
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"], Int[Tensor, " T"]]:
-        """Keys, values and positions of one row (for looking at, not for speed)."""
-        keys, values, positions, rows = self.flat()
-        mine = rows == sequence * self.num_heads + head
-        return keys[mine], values[mine], positions[mine]
+        """Keys, values and positions of one row (for looking at: keys and values are the store's own)."""
+        row = sequence * self.num_heads + head
+        start = int(self.offsets_R1[row])
+        held = slice(start, start + int(self.lengths_R[row]))
+        return self.keys_CD[held], self.values_CD[held], self.positions_C[held].to(torch.int64)
 
     def append_(
         self,
@@ -201,187 +197,287 @@ class RaggedStore:
         positions_BS: Int[Tensor, "B S"],
         valid_BS: Bool[Tensor, "B S"] | None = None,
     ) -> Int[Tensor, "R S"]:
-        """Add new tokens behind each row: O(new), amortised; the store is laid out anew when a room is full.
+        """Add new tokens behind each row: O(new), amortised; the store is laid out anew when a row is full.
 
         Args:
             keys_BHSD: keys of the new tokens, after norm and RoPE.
             values_BHSD: their values.
             positions_BS: their RoPE positions.
-            valid_BS: False on padding, which is not stored; None: all are real (and no device sync is
-                needed).
+            valid_BS: False on padding, which is not stored; None: all are real (and the device is not waited
+                for, as long as they are `free`).
 
         Returns:
-            for each stored row and new token, how many entries of the row that token sees, itself included.
+            for each row and new token, how many entries of the row that token sees, itself included; 0 for
+            padding. Side columns of the new entries are zeros until `set_beside_`.
         """
         B, H, S, _ = keys_BHSD.shape
         if self.num_rows != B * H:
             raise ValueError(
                 f"new keys are of {B} sequences x {H} KV heads, but the store holds {self.batch_size} x "
-                f"{self.num_heads}: "
-                "select or repeat the cache's sequences to match the batch."
+                f"{self.num_heads}: select or repeat the cache's sequences to match the batch."
             )
-        if any(block.longest + S > block.room for block in self.blocks):
+        if self.free < S:
             self._grow_(S)
-        keys_RSD, values_RSD = keys_BHSD.detach().flatten(0, 1), values_BHSD.detach().flatten(0, 1)
-        positions_RS = positions_BS.repeat_interleave(H, dim=0)
-        valid_RS = None if valid_BS is None else valid_BS.repeat_interleave(H, dim=0)
-        if self.order_R is not None:
-            keys_RSD, values_RSD = keys_RSD[self.order_R], values_RSD[self.order_R]
-            positions_RS = positions_RS[self.order_R]
-            valid_RS = None if valid_RS is None else valid_RS[self.order_R]
         held_R1 = self.lengths_R.to(torch.int64)[:, None]
-        if valid_RS is None:
-            rank_RS = torch.arange(1, S + 1, device=held_R1.device)
-            added_R: Tensor | int = S
+        if valid_BS is None:
+            seen_RS = held_R1 + torch.arange(1, S + 1, device=held_R1.device)
+            self.lengths_R += S
         else:
-            rank_RS = valid_RS.cumsum(-1)
-            added_R = rank_RS[:, -1].to(torch.int32)
-        seen_RS = held_R1 + rank_RS
-        index_RS = self.offsets_R1[:-1, None] + seen_RS - 1
-        if valid_RS is None:
-            index_N = index_RS.flatten()
-            new = keys_RSD.flatten(0, 1), values_RSD.flatten(0, 1), positions_RS.flatten()
-        else:
-            index_N = index_RS[valid_RS]
-            new = keys_RSD[valid_RS], values_RSD[valid_RS], positions_RS[valid_RS]
-            seen_RS = seen_RS.masked_fill(~valid_RS, 0)
-        for store, entries in zip((self.keys_CD, self.values_CD, self.positions_C), new, strict=True):
-            store.index_copy_(0, index_N, entries)
-        self.lengths_R += added_R
-        self.blocks = tuple(block.grown(S) for block in self.blocks)
+            rank_RS = valid_BS.cumsum(-1).repeat_interleave(H, dim=0)
+            seen_RS = (held_R1 + rank_RS).masked_fill(~valid_BS.repeat_interleave(H, dim=0), 0)
+            self.lengths_R += rank_RS[:, -1].to(torch.int32)
+        self.free -= S
+        tail = S if valid_BS is None else valid_BS
+        positions_BHS = positions_BS[:, None].expand(B, H, S)
+        self._write_tail_(
+            tail, zip(self._entries.values(), (keys_BHSD, values_BHSD, positions_BHS), strict=True)
+        )
         return seen_RS
 
+    def tail_index_RS(
+        self, tail: Bool[Tensor, "B S"] | int
+    ) -> tuple[Int[Tensor, "R S"], Bool[Tensor, "R S"]]:
+        """Where the tokens that were appended last lie in the store.
+
+        Args:
+            tail: which of the last S tokens are real (the `valid_BS` they were appended with); or S, if all
+                are.
+
+        Returns:
+            the index of each row's last tokens into the store (padding: that of the row's room), and which
+            are real.
+        """
+        ends_R1 = (self.offsets_R1[:-1] + self.lengths_R)[:, None]
+        if isinstance(tail, int):
+            index_RS = ends_R1 + torch.arange(-tail, 0, device=ends_R1.device)
+            return index_RS, torch.ones_like(index_RS, dtype=torch.bool)
+        valid_RS = tail.to(ends_R1.device).repeat_interleave(self.num_heads, dim=0)
+        rank_RS = valid_RS.cumsum(-1)
+        index_RS = ends_R1 - rank_RS[:, -1:] + rank_RS - 1
+        return torch.where(valid_RS, index_RS, self.offsets_R1[:-1, None]), valid_RS
+
+    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"] | None = None) -> None:
+        """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
+
+        Args:
+            name: of the column.
+            values_BHS: `[B, H, S]` or `[B, H, S, K]`.
+            valid_BS: False on padding, as these tokens were appended with; None: all are real.
+
+        Raises:
+            ValueError: the values are of other rows, or not what the column holds.
+        """
+        B, H = self.batch_size, self.num_heads
+        column = self.beside.get(name)
+        wanted = values_BHS.shape[3:] if column is None else column.shape[1:]
+        if values_BHS.shape[:2] != (B, H) or values_BHS.ndim < 3 or values_BHS.shape[3:] != wanted:
+            raise ValueError(
+                f"side column {name!r} got values {tuple(values_BHS.shape)}, but the store holds {B} "
+                f"sequences x {H} KV heads with {tuple(wanted)} an entry: pass [{B}, {H}, S, "
+                f"{', '.join(map(str, wanted))}]."
+            )
+        if column is None:
+            self.beside[name] = values_BHS.new_zeros(self.capacity, *wanted)
+        tail = values_BHS.shape[2] if valid_BS is None else valid_BS
+        self._write_tail_(tail, [(self.beside[name], values_BHS)])
+
     def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
-        """Evict in place: entries move to the front of their rows, rooms stay (their slack grows).
+        """Evict in place: entries behind a row's first hole move forward, rooms stay (their slack grows).
 
         Args:
             keep_N: True = kept, in the order of `flat()`.
         """
-        index_N, lengths_R = self._kept(keep_N)
-        entries = self.keys_CD[index_N], self.values_CD[index_N], self.positions_C[index_N]
-        stored_R = lengths_R if self.order_R is None else lengths_R[self.order_R]
-        self.lengths_R.copy_(stored_R)
-        lengths = stored_R.tolist()
-        self.blocks = tuple(
-            replace(block, longest=max(lengths[block.row_start : block.row_stop])) for block in self.blocks
-        )
-        self._fill_(self._index_N(), *entries)
-
-    def crop_(self, before_B: Int[Tensor, " B"]) -> None:
-        """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
-        positions_N = self.positions_C[self._index_N()]
-        self.filter_(positions_N < before_B[self._rows_N() // self.num_heads])
-
-    def drop_(self, gone_BP: Bool[Tensor, "B P"]) -> None:
-        """Forget, in each sequence, the entries at these positions, and give their bytes back."""
-        gone_BP, rows_N = gone_BP.to(self.positions_C.device), self._rows_N()
-        self.filter_(~gone_BP[rows_N // self.num_heads, self.positions_C[self._index_N()]])
+        self._check(keep_N)
+        from_N, to_N, freed, gone_R = packing(keep_N, self.offsets_R1, self.lengths_R)
+        for columns, name in self._columns():
+            copy_(columns[name], to_N, columns[name], (from_N,))
+            # Not what they held: 0 x NaN is NaN, and a side column's free slots are zeros.
+            columns[name].index_fill_(0, freed, 0)
+        self.lengths_R -= gone_R.to(torch.int32)
+        self.free = self._count_free(self.lengths_R.tolist())
 
     def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Keep some entries (in the order of `flat()`) in a new store of their size plus slack."""
-        index_N, lengths_R = self._kept(keep_N)
-        entries = self.keys_CD[index_N], self.values_CD[index_N], self.positions_C[index_N]
-        self.__dict__.update(RaggedStore(*entries, lengths_R, self.num_heads, self.slack).__dict__)
+        self._check(keep_N)
+        from_N = self.index_N()[keep_N]
+        self._lay_out_(torch.bincount(self.rows_N()[keep_N], minlength=self.num_rows))
+        index_N = self.index_N()
+        for columns, name in self._columns():
+            columns[name] = self._filled(columns[name].shape[1:], index_N, columns[name], (from_N,))
+
+    def crop_(self, before_B: Int[Tensor, " B"]) -> None:
+        """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
+        before_N = before_B.to(self.positions_C.device)[self.rows_N() // self.num_heads]
+        self.filter_(self.positions_C[self.index_N()] < before_N)
+
+    def drop_(self, gone_BP: Bool[Tensor, "B P"]) -> None:
+        """Forget, in each sequence, the entries at these positions, and give their bytes back."""
+        gone_BP = gone_BP.to(self.positions_C.device)
+        positions_N = self.positions_C[self.index_N()].to(torch.int64)
+        self.filter_(~gone_BP[self.rows_N() // self.num_heads, positions_N])
 
     def fork(self) -> "RaggedStore":
         """An independent copy."""
-        return self._like({name: tensor.clone() for name, tensor in self._tensors().items()})
+        other = self._like(self.pages, self.offsets_R1.clone(), self.lengths_R.clone())
+        for columns, name in other._columns():
+            columns[name] = columns[name].clone()
+        return other
 
     def select_batch(self, idx: Int[Tensor, " B2"]) -> "RaggedStore":
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
-        idx = idx.to(self.keys_CD.device)
-        if self.order_R is None and len(self.blocks) == 1:
-            # One block in natural order: a sequence is one contiguous slice of the store.
-            span, heads = self.num_heads * self.blocks[0].room, self.num_heads
-            tensors = {
-                name: getattr(self, name).unflatten(0, (-1, span)).index_select(0, idx).flatten(0, 1)
-                for name in ("keys_CD", "values_CD", "positions_C")
-            }
-            tensors["lengths_R"] = self.lengths_R.view(-1, heads).index_select(0, idx).flatten()
-            num_rows = idx.shape[0] * heads
-            offsets = torch.arange(num_rows + 1, device=idx.device) * self.blocks[0].room
-            block = Block(0, num_rows, 0, self.blocks[0].room, self.blocks[0].longest)
-            return self._like({**tensors, "offsets_R1": offsets}, blocks=(block,))
-        rows = (idx[:, None] * self.num_heads + torch.arange(self.num_heads, device=idx.device)).flatten()
-        lengths = self._by_row(self.lengths_R)[rows]
-        starts = self._by_row(self.offsets_R1[:-1])[rows]
-        index_N = _entries(starts, lengths)
-        return RaggedStore(
-            self.keys_CD[index_N],
-            self.values_CD[index_N],
-            self.positions_C[index_N],
-            lengths,
-            self.num_heads,
-            slack=self.slack,
-        )
+        heads, device = self.num_heads, self.keys_CD.device
+        rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
+        pages = Pages.of([self.pages.counts[row] for row in rows], device)
+        lengths_R = self.lengths_R.view(-1, heads).index_select(0, idx.to(device)).flatten()
+        other, chosen = self._like(pages, pages.offsets(), lengths_R), self.pages.of_rows(rows)
+        for columns, name in other._columns():
+            columns[name] = paged(columns[name]).index_select(0, chosen).flatten(0, 1)
+        return other
 
     @classmethod
     def concat(cls, stores: Sequence["RaggedStore"], slack: int | None = None) -> "RaggedStore":
         """Stack stores of one layer along the batch; rows keep their own lengths.
 
         Args:
-            stores: of the same layer.
+            stores: of the same layer, with the same side columns.
             slack: free entries per row; default: the largest of the stores'.
+
+        Raises:
+            ValueError: the side columns differ.
         """
         first = stores[0]
-        slack = max(store.slack for store in stores) if slack is None else slack
-        lengths = torch.cat([store.lengths_BH.flatten() for store in stores]).tolist()
+        if len({tuple(sorted(store.beside)) for store in stores}) != 1:
+            raise ValueError(
+                f"stores to stack have side columns {[sorted(store.beside) for store in stores]}: stack "
+                "stores of one kind, or set the missing columns first."
+            )
         both = object.__new__(cls)
-        both._allocate(
-            lengths, first.num_heads, slack, like=(first.keys_CD, first.values_CD, first.positions_C)
-        )
-        start, index_N = 0, both._index_N()
-        for store in stores:  # one after another, so that one store's copy is in flight and not all
-            from_N = store._index_N()
-            to_N = index_N[start : start + from_N.shape[0]]
-            both._fill_(to_N, store.keys_CD[from_N], store.values_CD[from_N], store.positions_C[from_N])
-            start += from_N.shape[0]
+        both.num_heads = first.num_heads
+        both.slack = max(store.slack for store in stores) if slack is None else slack
+        both._lay_out_(torch.cat([store.lengths_R for store in stores]))
+        both._entries, both.beside = {**first._entries}, {**first.beside}
+        ends, index_N = [0], both.index_N()
+        for store in stores:
+            ends.append(ends[-1] + store.entries_held)
+        for columns, name in both._columns():
+            columns[name] = columns[name].new_zeros(both.capacity, *columns[name].shape[1:])
+            kind = "beside" if columns is both.beside else "_entries"
+            for store, (start, stop) in zip(stores, pairwise(ends), strict=True):
+                copy_(columns[name], index_N[start:stop], getattr(store, kind)[name], (store.index_N(),))
         return both
 
-    def _by_row(self, stored_R: Tensor) -> Int[Tensor, " R"]:
-        """A per-row quantity, from stored order to `b * H + h`, as int64."""
-        stored_R = stored_R.to(torch.int64)
-        return (
-            stored_R
-            if self.order_R is None
-            else torch.empty_like(stored_R).index_copy_(0, self.order_R, stored_R)
-        )
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file must hold: exactly the entries held, row after row, and the rows' lengths.
 
-    def _index_N(self) -> Int[Tensor, " N"]:
-        """Where every entry lies in the store, row after row."""
-        return _entries(self._by_row(self.offsets_R1[:-1]), self._by_row(self.lengths_R))
+        Returns:
+            "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and "beside.NAME" `[N, ...]`.
+        """
+        index_N = self.index_N()
+        beside = {BESIDE + name: column for name, column in self.beside.items()}
+        entries = {name: column[index_N] for name, column in {**self._entries, **beside}.items()}
+        return {**entries, "lengths": self.lengths_R.clone()}
 
-    def _rows_N(self) -> Int[Tensor, " N"]:
-        """Row `b * H + h` of every entry, row after row."""
-        return torch.repeat_interleave(self.lengths_BH.flatten())
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> "RaggedStore":
+        """A store of what `tensors()` gave.
 
-    def _kept(self, keep_N: Bool[Tensor, " N"]) -> tuple[Int[Tensor, " kept"], Int[Tensor, " R"]]:
-        """Where the entries to keep lie in the store, and how many each row has; nothing is copied."""
-        lengths_R = torch.bincount(self._rows_N()[keep_N], minlength=self.num_rows)
-        return self._index_N()[keep_N], lengths_R
+        Raises:
+            ValueError: a tensor is missing, or lengths and entries do not fit together.
+        """
+        missing = [name for name in ("keys", "values", "positions", "lengths") if name not in tensors]
+        if missing:
+            raise ValueError(
+                f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
+                "save it again, with tensors()."
+            )
+        lengths_R = tensors["lengths"]
+        beside = {name[len(BESIDE) :]: value for name, value in tensors.items() if name.startswith(BESIDE)}
+        N = int(lengths_R.sum())
+        entries = {name: value for name, value in tensors.items() if name != "lengths"}
+        wrong = [f"{name} {tuple(value.shape)}" for name, value in entries.items() if value.shape[:1] != (N,)]
+        if lengths_R.shape[0] % num_heads or bool((lengths_R < 0).any()):
+            wrong.append(f"{lengths_R.shape[0]} rows")
+        if wrong:
+            raise ValueError(
+                f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
+                "the file was cut, or is another model's; save it again, with tensors()."
+            )
+        keys_ND, values_ND, positions_N = (tensors[name] for name in ("keys", "values", "positions"))
+        return cls(keys_ND, values_ND, positions_N, lengths_R, num_heads, slack, beside)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        names = ("keys_CD", "values_CD", "positions_C", "offsets_R1", "lengths_R")
-        return {name: getattr(self, name) for name in names}
+    def _columns(self) -> Iterator[tuple[dict[str, Tensor], str]]:
+        """Every column, as the mapping that holds it and its name there."""
+        for columns in (self._entries, self.beside):
+            for name in list(columns):
+                yield columns, name
 
-    def _like(self, tensors: dict[str, Tensor], **changes: Any) -> "RaggedStore":
-        other = object.__new__(RaggedStore)
-        other.__dict__.update({**self.__dict__, **tensors, **changes})
-        return other
+    def _lay_out_(
+        self, lengths_R: Tensor, slack: int | None = None, least: Sequence[int] | None = None
+    ) -> None:
+        """New rooms for rows of these lengths: length and slack, in whole pages, `least` pages at least. The
+        columns stay as they are."""
+        slack, lengths = self.slack if slack is None else slack, lengths_R.tolist()
+        counts = [pages_for(length + slack) for length in lengths]
+        if least is not None:
+            counts = [max(pair) for pair in zip(counts, least, strict=True)]
+        self.pages = Pages.of(counts, lengths_R.device)
+        self.offsets_R1 = self.pages.offsets()
+        self.lengths_R = lengths_R.to(torch.int32, copy=True)
+        self.free = self._count_free(lengths)
+
+    def _count_free(self, lengths: Sequence[int]) -> int:
+        rooms = (PAGE * count for count in self.pages.counts)
+        return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
+
+    def _filled(
+        self,
+        width: Sequence[int],
+        index_N: Tensor,
+        source: Tensor,
+        where: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """A column of the store's capacity with these entries in it. Zeros elsewhere, not whatever was there:
+        a masked entry has weight 0, and 0 x NaN would still be NaN."""
+        column = source.new_zeros(self.capacity, *width)
+        copy_(column, index_N, source, where)
+        return column
+
+    def _write_tail_(self, tail: Tensor | int, columns: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Write `[B, H, S, ...]` into the slots of the last S tokens, for each (column, values)."""
+        index_RS, valid_RS = self.tail_index_RS(tail)
+        index_N = index_RS.flatten() if isinstance(tail, int) else index_RS[valid_RS]
+        for column, values in columns:
+            values = values.detach().flatten(0, 1)
+            values = values.flatten(0, 1) if isinstance(tail, int) else values[valid_RS]
+            column.index_copy_(0, index_N, values.to(column.dtype))
 
     def _grow_(self, num_new: int) -> None:
-        """Lay the store out anew with room for `num_new` more, and a quarter of the rows' mean, so that cost
-        amortises."""
-        keys_ND, values_ND, positions_N, _ = self.flat()
-        free = num_new + max(self.slack, keys_ND.shape[0] // (4 * max(1, self.num_rows)))
-        lengths = self.lengths_BH.flatten()
-        grown = RaggedStore(keys_ND, values_ND, positions_N, lengths, self.num_heads, slack=free)
-        self.__dict__.update({**grown.__dict__, "slack": self.slack})
+        """Make room for `num_new` more in every row, and for some more after them, so that cost amortises."""
+        lengths = self.lengths_R.tolist()
+        self.free = self._count_free(lengths)  # it was a lower bound: padding was counted
+        if self.free >= num_new:
+            return
+        more = max(self.slack, int(GROWTH * sum(lengths) / len(lengths)))
+        old = self.pages
+        self._lay_out_(self.lengths_R, num_new + more, old.counts)
+        room = torch.tensor(old.counts, dtype=torch.int64, device=self.offsets_R1.device)
+        to = spans(self.offsets_R1[:-1] // PAGE, room)
+        for columns, name in self._columns():
+            grown = columns[name].new_zeros(self.capacity, *columns[name].shape[1:])
+            paged(grown).index_copy_(0, to, paged(columns[name]))
+            columns[name] = grown
 
+    def _like(self, pages: Pages, offsets_R1: Tensor, lengths_R: Tensor) -> "RaggedStore":
+        """A store of this layout that still shares its columns with this one."""
+        other = object.__new__(RaggedStore)
+        other.__dict__.update(self.__dict__)
+        other._entries, other.beside = {**self._entries}, {**self.beside}
+        other.pages, other.offsets_R1, other.lengths_R = pages, offsets_R1, lengths_R
+        return other
 
-def _entries(starts_R: Int[Tensor, " R"], lengths_R: Int[Tensor, " R"]) -> Int[Tensor, " N"]:
-    """`starts[r] .. starts[r] + lengths[r]` of every row, one after another."""
-    ends_R = lengths_R.cumsum(0)
-    rows_N = torch.repeat_interleave(lengths_R)
-    within_N = torch.arange(rows_N.shape[0], device=rows_N.device) - (ends_R - lengths_R)[rows_N]
-    return starts_R[rows_N] + within_N
+    def _check(self, keep_N: Tensor) -> None:
+        if keep_N.shape != (self.entries_held,) or keep_N.dtype != torch.bool:
+            raise ValueError(
+                f"keep mask is {keep_N.dtype} {tuple(keep_N.shape)}, but the store holds {self.entries_held} "
+                "entries: pass a bool tensor of one element an entry, in the order of flat(), True = kept."
+            )

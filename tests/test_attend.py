@@ -2,21 +2,27 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from retain.attend import Block, attend, blocks_of
+from retain import attend as module
+from retain.attend import attend
 from retain.cache import RaggedStore
+from retain.pages import PAGE, Pages, read_pages
 from tests.close import assert_close
 
-# name -> (B, H, G, S, D, kept lengths per row); covers an empty row, one entry, odd lengths, G = 1 and 8,
-# wide heads.
+# name -> (B, H, G, S, D, kept lengths per row); covers an empty row, one entry, odd lengths, several pages,
+# whole pages, G = 1 and 8, wide heads, queries by pages and row by row.
 CASES = {
     "decode": (2, 2, 2, 1, 16, (7, 8, 8, 7)),
     "chunk": (2, 2, 2, 5, 16, (7, 8, 8, 7)),
-    "very unequal": (2, 3, 2, 1, 8, (100, 3, 1, 17, 60, 58)),
+    "many queries": (2, 2, 2, 40, 16, (7, 80, 8, 130)),
+    "very unequal": (2, 3, 2, 1, 8, (300, 3, 1, 17, 64, 128)),
     "an empty row": (1, 3, 2, 3, 8, (0, 5, 9)),
-    "group of 1": (3, 1, 1, 2, 64, (5, 33, 11)),
+    "all rows empty": (2, 1, 2, 3, 8, (0, 0)),
+    "one entry": (1, 2, 2, 1, 8, (1, 1)),
+    "group of 1": (3, 1, 1, 2, 64, (5, 33, 71)),
     "group of 8": (1, 2, 8, 4, 128, (13, 19)),
-    "wide heads": (1, 2, 2, 1, 256, (6, 40)),
+    "wide heads": (1, 2, 2, 1, 256, (6, 140)),
 }
 
 
@@ -38,38 +44,46 @@ def make(case, dtype=torch.float32, seed=0):
     for row, length in enumerate(lengths):
         keep[row, torch.randperm(T, generator=generator)[:length]] = True
     keep = keep.view(B, H, T)
-    new_keys, new_values, queries = draw(B, H, S, D), draw(B, H, S, D), draw(B, H * G, S, D)
+    new_keys, new_values, queries = draw(B, H, S, D), draw(B, H, S, D), draw(B, S, H * G, D).transpose(1, 2)
     valid = torch.arange(S) >= torch.arange(B)[:, None] % S
     return queries, keys, values, keep, new_keys, new_values, valid
 
 
-def dense(queries, keys, values, keep, new_keys, new_values, valid, scaling, soft_cap=None):
+def dense(
+    queries, keys, values, keep, new_keys, new_values, valid, scaling, soft_cap=None, window=None, sinks=None
+):
     """Full attention with -inf on evicted entries, in the inputs' precision."""
-    S, G = queries.shape[2], queries.shape[1] // keys.shape[1]
+    (B, Q, S, _), H, T = queries.shape, keys.shape[1], keys.shape[2]
     keys, values = torch.cat([keys, new_keys], 2), torch.cat([values, new_values], 2)
     causal = torch.ones(S, S, dtype=torch.bool).tril() & valid[:, None, :]
-    visible = torch.cat(
-        [keep[:, :, None].expand(-1, -1, S, -1), causal[:, None].expand(-1, keep.shape[1], -1, -1)], -1
-    )
+    visible = torch.cat([keep[:, :, None].expand(-1, -1, S, -1), causal[:, None].expand(-1, H, -1, -1)], -1)
+    if window is not None:
+        visible = visible & (torch.arange(T + S) > torch.arange(T, T + S)[:, None] - window)
 
     def repeat(x):
-        return x.repeat_interleave(G, 1)
+        return x.repeat_interleave(Q // H, 1)
 
     logits = queries @ repeat(keys).transpose(-1, -2) * scaling
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits.masked_fill(~repeat(visible), -math.inf)
-    out = torch.softmax(logits, -1).nan_to_num(0.0) @ repeat(values)
-    return out.masked_fill(~valid[:, None, :, None], 0.0)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.to(logits)[:, None, None].expand(B, -1, S, 1)], -1)
+    probs = torch.softmax(logits, -1).nan_to_num(0.0)[..., : T + S]
+    return (probs @ repeat(values)).masked_fill(~valid[:, None, :, None], 0.0)
 
 
-def ragged(
-    queries, keys, values, keep, new_keys, new_values, valid, scaling, soft_cap=None, slack=2, layout=True
-):
-    B, S, T = queries.shape[0], queries.shape[2], keys.shape[2]
+def filled(keys, values, keep, new_keys, new_values, valid, slack=2):
+    """A store of the kept entries with the new tokens appended, and what those see."""
+    B, S, T = keys.shape[0], new_keys.shape[2], keys.shape[2]
     store = RaggedStore.from_dense(keys, values, torch.arange(T).expand(B, T), keep, slack)
     padded = None if bool(valid.all()) else valid
-    seen = store.append_(new_keys, new_values, torch.arange(T, T + S).expand(B, S), padded)
+    return store, store.append_(new_keys, new_values, torch.arange(T, T + S).expand(B, S), padded)
+
+
+def query(store, seen, queries, first, *, scaling=0.3, soft_cap=None, window=None, sinks=None, layout=True):
+    """Attention of queries at positions `first`, `first + 1`, ..."""
+    B, _, S, _ = queries.shape
     return attend(
         queries,
         store.keys_CD,
@@ -79,63 +93,198 @@ def ragged(
         seen,
         scaling=scaling,
         soft_cap=soft_cap,
-        order_R=store.order_R,
-        blocks=store.blocks if layout else None,
+        sinks_Q=sinks,
+        window=window,
+        positions_C=store.positions_C if window else None,
+        query_positions_BS=torch.arange(first, first + S).expand(B, S) if window else None,
+        pages=store.pages if layout else None,
     )
 
 
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def ragged(queries, *inputs, **options):
+    return query(*filled(*inputs), queries, inputs[0].shape[2], **options)
+
+
+def sinks_of(case):
+    B, H, G, *_ = CASES[case]
+    return torch.linspace(-3.0, 3.0, H * G)
+
+
+@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
+@pytest.mark.parametrize(
+    "options", [{}, {"soft_cap": 5.0, "window": 6, "sinks": True}], ids=["plain", "all options"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_ragged_equals_masked_dense(case, dtype, soft_cap):
-    inputs = make(case, dtype)
+def test_ragged_equals_masked_dense(monkeypatch, case, dtype, options, few):
+    monkeypatch.setattr(module, "FEW", few)
+    queries, *inputs = make(case, dtype)
+    options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
     scaling = CASES[case][4] ** -0.5
-    wide = [x.double() if x.is_floating_point() else x for x in inputs]
-    reference = dense(*wide, scaling, soft_cap)
-    plain = dense(*inputs, scaling, soft_cap)
-    assert_close(ragged(*inputs, scaling, soft_cap), reference, plain)
+    wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
+    reference = dense(*wide, scaling, **options)
+    plain = dense(queries, *inputs, scaling, **options)
+    actual = ragged(queries, *inputs, scaling=scaling, **options)
+    assert actual.dtype == dtype
+    assert_close(actual, reference, plain)
+
+
+@pytest.mark.parametrize("option", [{"soft_cap": 2.0}, {"window": 4}, {"sinks": True}], ids=str)
+def test_every_option_alone(option):
+    queries, *inputs = make("very unequal")
+    option = {"sinks": sinks_of("very unequal")} if "sinks" in option else option
+    actual = ragged(queries, *inputs, **option)
+    assert_close(actual, dense(queries, *inputs, 0.3, **option))
+    assert not torch.equal(actual, ragged(queries, *inputs))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_layout_read_from_offsets_is_the_same(case):
-    inputs = make(case)
-    assert torch.equal(ragged(*inputs, 0.3), ragged(*inputs, 0.3, layout=False))
+    queries, *inputs = make(case)
+    read = ragged(queries, *inputs, layout=False)
+    assert torch.equal(ragged(queries, *inputs), read)
 
 
-def test_rows_in_pieces_are_the_same(monkeypatch):
-    inputs = make("chunk")
-    whole = ragged(*inputs, 0.3)
-    monkeypatch.setattr("retain.attend.MAX_LOGITS", 1)
-    assert_close(ragged(*inputs, 0.3), whole)
+@pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_rooms_that_are_no_whole_pages(case, options):
+    """Given only offsets and lengths, with rooms of any size."""
+    queries, *inputs = make(case)
+    options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
+    store, seen = filled(*inputs)
+    keys, values, positions, _ = store.flat()
+    lengths = store.lengths_R.tolist()
+    rooms = [length + row % 3 for row, length in enumerate(lengths)]
+    offsets = torch.tensor([0, *rooms]).cumsum(0)
+    assert read_pages(offsets.tolist(), "cpu") is None
+    odd = [torch.full((int(offsets[-1]), *x.shape[1:]), 7, dtype=x.dtype) for x in (keys, values, positions)]
+    start = 0
+    for row, length in enumerate(lengths):
+        for column, entries in zip(odd, (keys, values, positions), strict=True):
+            column[offsets[row] : offsets[row] + length] = entries[start : start + length]
+        start += length
+    first = inputs[0].shape[2]
+    whole = query(store, seen, queries, first, **options)
+    store._entries = {"keys": odd[0], "values": odd[1], "positions": odd[2]}
+    store.offsets_R1 = offsets
+    assert_close(query(store, seen, queries, first, **options, layout=False), whole)
 
 
+@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
+@pytest.mark.parametrize("case", ["chunk", "many queries", "very unequal"])
+def test_in_pieces_it_is_the_same(monkeypatch, case, few):
+    monkeypatch.setattr(module, "FEW", few)
+    queries, *inputs = make(case)
+    options = {"window": 50, "sinks": sinks_of(case)}
+    whole = ragged(queries, *inputs, **options)
+    monkeypatch.setattr(module, "MAX_LOGITS", 1)
+    assert_close(ragged(queries, *inputs, **options), whole)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest product and of the largest copy in another precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.product = self.upcast = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.name() in ("aten::bmm", "aten::mm"):
+            self.product = max(self.product, result.numel())
+        elif func.name() == "aten::_to_copy" and args[0].dtype != result.dtype:
+            self.upcast = max(self.upcast, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pieces_are_bounded_with_the_upcast_copies(monkeypatch, dtype):
-    inputs = make("group of 8", dtype)  # an entry has 128 numbers to upcast, and 32 logits
-    whole = ragged(*inputs, 0.3)
-    pieces = []
-    view = Block.view
+def test_temporaries_are_bounded(monkeypatch, dtype, few):
+    """4 heads that share 700 entries of width 32, 64 queries; a page of keys is 64 x 32 numbers."""
+    bound = 64 * 256
+    monkeypatch.setattr(module, "FEW", few)
+    monkeypatch.setattr(module, "MAX_LOGITS", bound)
+    keys, values = torch.randn(2, 1, 2, 700, 32).to(dtype)
+    queries = torch.randn(1, 8, 64, 32).to(dtype)
+    store = RaggedStore.from_dense(
+        keys, values, torch.arange(700)[None], torch.ones(1, 2, 700, dtype=torch.bool)
+    )
+    with Largest() as largest:
+        query(store, torch.full((2, 64), 700), queries, 0)
+    assert 0 < largest.product <= bound
+    # Row by row a row's keys are upcast once; queries are upcast as they are.
+    assert largest.upcast <= (max(bound, queries.numel()) if few else 700 * 32)
 
-    def remember(block, store, start=0, stop=None):
-        pieces.append((stop - start) * block.longest)
-        return view(block, store, start, stop)
 
-    monkeypatch.setattr(Block, "view", remember)
-    monkeypatch.setattr("retain.attend.MAX_LOGITS", 30 * 128)
-    assert_close(ragged(*inputs, 0.3), whole, dtype=dtype)
-    upcast = dtype != torch.float32
-    assert all(entries * (128 if upcast else 32) <= 30 * 128 for entries in pieces)
-    assert len(pieces) == (4 if upcast else 2)  # keys and values of each row, or of both at once
+@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
+@pytest.mark.parametrize("case", CASES)
+def test_unwritten_room_does_not_matter(monkeypatch, case, few):
+    monkeypatch.setattr(module, "FEW", few)
+    queries, *inputs = make(case)
+    store, seen = filled(*inputs)
+    clean = query(store, seen, queries, inputs[0].shape[2], window=9)
+    unwritten = torch.ones(store.capacity, dtype=torch.bool)
+    unwritten[store.index_N()] = False
+    assert unwritten.any()
+    store.keys_CD[unwritten] = math.nan
+    store.positions_C[unwritten] = 2**31 - 1 - PAGE
+    store.values_CD[unwritten] = 1e30  # finite, as a free slot's values must be
+    assert torch.equal(query(store, seen, queries, inputs[0].shape[2], window=9), clean)
 
 
 def test_a_query_that_sees_nothing_gives_zeros():
-    queries, keys, values, keep, new_keys, new_values, valid = make("chunk")
-    out = ragged(queries, keys, values, keep, new_keys, new_values, valid, 0.3)
-    assert not valid[1, 0] and torch.equal(out[1, :, 0], torch.zeros_like(out[1, :, 0]))
-    assert out.isfinite().all()
+    for sinks in (None, sinks_of("chunk")):
+        queries, *inputs, valid = make("chunk")
+        out = ragged(queries, *inputs, valid, sinks=sinks)
+        assert not valid[1, 0] and torch.equal(out[1, :, 0], torch.zeros_like(out[1, :, 0]))
+        assert out.isfinite().all()
 
 
-def test_blocks_of_offsets():
-    blocks = blocks_of(torch.tensor([0, 4, 8, 10]), torch.tensor([3, 4, 1], dtype=torch.int32))
-    assert blocks == (Block(0, 2, 0, 4, 4), Block(2, 3, 8, 2, 1))
-    assert blocks[0].view(torch.arange(20.0).view(10, 2)).shape == (2, 4, 2)
+def test_a_sink_of_minus_infinity_is_no_sink():
+    queries, *inputs = make("chunk")
+    none = torch.full((queries.shape[1],), -math.inf)
+    assert_close(ragged(queries, *inputs, sinks=none), ragged(queries, *inputs))
+
+
+def test_decoding_keeps_its_shapes_until_the_store_is_laid_out_anew():
+    """Same operations on the same shapes at every token: what a compiled step needs."""
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            steps[-1].append((func.name(), getattr(result, "shape", None)))
+            return result
+
+    queries, keys, values, keep, *_ = make("very unequal")
+    store = RaggedStore.from_dense(keys, values, torch.arange(keys.shape[2]).expand(2, -1), keep, slack=8)
+    steps = []
+    for step in range(8):
+        new = torch.randn(2, 3, 1, 8)
+        pages, _ = store.pages, steps.append([])
+        with Shapes():
+            seen = store.append_(new, new, torch.full((2, 1), 1000 + step))
+            query(store, seen, queries, 1000 + step, window=600)
+        assert store.pages is pages
+    assert all(step == steps[0] for step in steps)
+    waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item"}
+    assert not waits & {name for name, _ in steps[0]}
+
+
+def test_a_window_needs_positions():
+    queries, *inputs = make("decode")
+    store, seen = filled(*inputs)
+    layout = (store.keys_CD, store.values_CD, store.offsets_R1, store.lengths_R)
+    with pytest.raises(
+        ValueError, match="window of 4 got no positions: pass positions_C and query_positions"
+    ):
+        attend(queries, *layout, seen, scaling=0.3, window=4)
+
+
+def test_pages_of_offsets():
+    pages = read_pages([0, PAGE, PAGE, 3 * PAGE], "cpu")
+    assert pages.counts == (1, 0, 2) and pages.row_pages.tolist() == [0, 2, 2]
+    assert pages.first_pages.tolist() == [0, 0, PAGE]
+    assert pages.offsets().tolist() == [0, PAGE, PAGE, 3 * PAGE]
+    assert pages.of_rows([2, 0, 2]).tolist() == [1, 2, 0, 1, 2]
+    assert pages.num_pages == 3 and Pages.of([], "cpu").offsets().tolist() == [0]
+    assert read_pages([0, PAGE - 1], "cpu") is None

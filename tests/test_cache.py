@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from retain.cache import WASTE, RaggedStore, plan_rooms
+from retain.cache import RaggedStore
+from retain.pages import PAGE
 
-B, H, T, D = 3, 2, 50, 4
+B, H, T, D, G = 3, 2, 150, 4, 2
 
 
 def dense(seed=0, T=T):
@@ -14,140 +15,325 @@ def dense(seed=0, T=T):
     return keys, values, positions, torch.rand(B, H, T, generator=generator) < ratio
 
 
-def rows_of(store):
-    return [[store.row(b, h) for h in range(store.num_heads)] for b in range(store.batch_size)]
+def side(T=T, seed=1):
+    """A side column of one number an entry, one of G, and one of whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "learned": torch.randn(B, H, T, generator=generator),
+        "value_norm": torch.randn(B, H, T, G, generator=generator),
+        "last_access": torch.randint(0, 1000, (B, H, T), generator=generator),
+    }
 
 
-def assert_rows(store, keys, values, positions, keep):
-    """Every row holds exactly the kept entries, in order, bit for bit."""
+def make(slack=32, seed=0, T=T):
+    """A store with side columns, and what it was made of."""
+    inputs, beside = dense(seed, T), side(T)
+    return RaggedStore.from_dense(*inputs, slack=slack, beside=beside), inputs, beside
+
+
+def assert_holds(store, inputs, beside, idx=None):
+    """Every row holds exactly the kept entries and their side columns, in order, bit for bit."""
+    idx = torch.arange(B) if idx is None else idx
+    keys, values, positions, keep = (x[idx] for x in inputs)
+    beside = {name: column[idx] for name, column in beside.items()}
     assert torch.equal(store.lengths_BH, keep.sum(-1))
-    for b, heads in enumerate(rows_of(store)):
-        for h, (k, v, p) in enumerate(heads):
+    assert store.batch_size == len(idx) and store.num_heads == H
+    for b in range(len(idx)):
+        for h in range(H):
             mine = keep[b, h]
-            assert torch.equal(k, keys[b, h, mine]) and torch.equal(v, values[b, h, mine])
-            assert torch.equal(p, positions[b, mine])
+            for actual, wanted in zip(
+                store.row(b, h), (keys[b, h, mine], values[b, h, mine], positions[b, mine]), strict=True
+            ):
+                assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
+    index_N, rows_N = store.index_N(), store.rows_N()
+    flat = (*(x[keep] for x in (keys, values, positions[:, None].expand_as(keep))), rows_N)
+    for actual, wanted in zip(store.flat(), flat, strict=True):
+        assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
+    assert store.beside.keys() == beside.keys()
+    for name, column in beside.items():
+        assert torch.equal(store.beside[name][index_N], column[keep])
+    assert_counts(store)
 
 
-@pytest.mark.parametrize("slack", [0, 1, 32])
-def test_from_dense_holds_exactly_the_kept_entries(slack):
-    inputs = dense()
-    store = RaggedStore.from_dense(*inputs, slack=slack)
-    assert_rows(store, *inputs)
-    assert store.entries_held == int(inputs[3].sum())
-    assert store.bytes_held == store.entries_held * 2 * D * 4
+def assert_counts(store):
+    """What is counted is what is there, and free slots hold zeros where zeros matter."""
+    columns = (store.keys_CD, store.values_CD, store.positions_C, *store.beside.values())
+    tables = (store.offsets_R1, store.lengths_R, store.pages.row_pages, store.pages.first_pages)
+    assert store.bytes_allocated == sum(x.untyped_storage().nbytes() for x in (*columns, *tables))
+    assert store.entries_held == int(store.lengths_R.sum()) == store.index_N().shape[0]
+    assert store.bytes_held == store.entries_held * store.entry_bytes
+    assert store.entry_bytes == 2 * store.keys_CD.shape[1] * store.keys_CD.element_size()
+    assert all(x.shape[0] == store.capacity == int(store.offsets_R1[-1]) for x in columns)
     assert store.offsets_R1.dtype == torch.int64 and store.lengths_R.dtype == torch.int32
-    assert store.bytes_allocated >= store.bytes_held
+    room = store.offsets_R1.diff() - store.lengths_R
+    free = torch.ones(store.capacity, dtype=torch.bool)
+    free[store.index_N()] = False
+    assert not any(column[free].any() for column in (store.values_CD, *store.beside.values()))
+    assert store.free <= int(room.min()) and not (store.offsets_R1 % PAGE).any()
+
+
+@pytest.mark.parametrize("slack", [0, 1, 32, 70])
+def test_from_dense_holds_exactly_the_kept_entries(slack):
+    store, inputs, beside = make(slack)
+    assert_holds(store, inputs, beside)
+    assert int((store.offsets_R1.diff() - store.lengths_R).min()) == store.free >= slack
+    assert not torch.equal(store.lengths_BH[0, :1].expand(B, H), store.lengths_BH)
     assert store.keys_CD.untyped_storage().nbytes() == int(store.offsets_R1[-1]) * D * 4
 
 
-@pytest.mark.parametrize(
-    "lengths", [[], [0], [5], [8, 7, 8], [100, 1], [1, 100, 50, 2, 2, 99], [0, 0, 9], list(range(64))]
-)
-@pytest.mark.parametrize("slack", [0, 3])
-def test_rooms_fit_and_waste_at_most_a_quarter(lengths, slack):
-    order, blocks = plan_rooms(lengths, slack)
-    order = list(range(len(lengths))) if order is None else order
-    assert sorted(order) == list(range(len(lengths)))
-    capacity, row = 0, 0
-    for block in blocks:
-        assert (block.row_start, block.entry_start) == (row, capacity)
-        inside = [lengths[order[i]] for i in range(block.row_start, block.row_stop)]
-        assert max(inside) == block.longest and block.room == block.longest + slack
-        row, capacity = block.row_stop, capacity + block.num_rows * block.room
-    assert row == len(lengths)
-    assert capacity <= (1 + WASTE) * (sum(lengths) + slack * len(lengths))
+def test_inputs_that_are_not_contiguous_and_rows_that_are_empty():
+    keys, values, positions, keep = dense()
+    keep[0, 1], keep[2] = False, False
+    strided = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not strided.is_contiguous()
+    store = RaggedStore.from_dense(strided, values, positions, keep, slack=0)
+    assert_holds(store, (keys, values, positions, keep), {})
+    assert store.pages.counts[1] == 0
+    store.append_(*(torch.zeros(B, 1, H, D).transpose(1, 2),) * 2, torch.full((B, 1), 999))
+    assert store.lengths_BH[2].tolist() == [1, 1]
 
 
-def test_close_lengths_are_one_block_in_natural_order():
-    order, blocks = plan_rooms([90, 100, 95, 99] * 50, slack=32)
-    assert order is None and len(blocks) == 1
+def test_a_store_takes_no_part_in_training():
+    keys, values, positions, keep = dense()
+    store = RaggedStore.from_dense(keys.requires_grad_(), values.requires_grad_(), positions, keep)
+    store.append_(*(torch.ones(B, H, 1, D, requires_grad=True),) * 2, torch.full((B, 1), 999))
+    assert not store.keys_CD.requires_grad and not store.values_CD.requires_grad
 
 
 @pytest.mark.parametrize("slack", [0, 2, 8])
 def test_appending_token_by_token_and_in_padded_chunks(slack):
-    keys, values, positions, keep = dense(T=80)
-    split = 50
+    keys, values, positions, keep = dense(T=230)
+    split, beside = 150, side(T=230)
     keep[:, :, split:] = True
-    keep[1, :, 60:63] = False  # a chunk in which sequence 1 has three pads
+    keep[1, :, 160:163] = False  # a chunk in which sequence 1 has three pads
     store = RaggedStore.from_dense(
         *(x[..., :split, :] for x in (keys, values)), positions[:, :split], keep[..., :split], slack
     )
-    at, steps = split, [1] * 10 + [10] + [1] * 10
+    beside["learned"][:, :, :split] = 0  # a column that comes with the first new tokens
+    beside = {"learned": beside["learned"]}
+    at, steps = split, [1] * 10 + [10] + [1] * 30 + [30]
     for size in steps:
         cut = slice(at, at + size)
         valid = keep[:, 0, cut]
-        held = store.lengths_BH
-        seen = store.append_(
-            keys[:, :, cut], values[:, :, cut], positions[:, cut], None if valid.all() else valid
-        )
-        stored = torch.arange(B * H) if store.order_R is None else store.order_R
+        held, padded = store.lengths_BH, None if valid.all() else valid
+        seen = store.append_(keys[:, :, cut], values[:, :, cut], positions[:, cut], padded)
         want = (held[..., None] + valid.cumsum(-1)[:, None]).masked_fill(~valid[:, None], 0).view(B * H, size)
-        assert torch.equal(seen, want[stored])
+        assert torch.equal(seen, want)
+        if "learned" in store.beside:
+            index, real = store.tail_index_RS(size if padded is None else padded)
+            assert not store.beside["learned"][index[real]].any()  # zeros until they are set
+        store.set_beside_("learned", beside["learned"][:, :, cut], padded)
         at += size
-    assert at == 80
-    assert_rows(store, keys, values, positions, keep)
+    assert at == 230
+    assert_holds(store, (keys, values, positions, keep), beside)
+
+
+def test_where_the_last_tokens_lie():
+    store, _, _ = make()
+    valid = torch.tensor([[True] * 4, [False, True, False, True], [False] * 4])
+    positions = 1000 + torch.arange(4).expand(B, 4)
+    store.append_(*(torch.ones(B, H, 4, D),) * 2, positions, valid)
+    index, real = store.tail_index_RS(valid)
+    assert torch.equal(real, valid.repeat_interleave(H, 0))
+    assert torch.equal(store.positions_C[index][real], positions.int().repeat_interleave(H, 0)[real])
+    assert index.min() >= 0 and index.max() < store.capacity
+    store.append_(*(torch.ones(B, H, 2, D),) * 2, positions[:, :2] + 10)
+    index, real = store.tail_index_RS(2)
+    assert real.all() and store.positions_C[index].tolist() == [[1010, 1011]] * (B * H)
 
 
 def test_appending_is_amortised():
     store = RaggedStore.from_dense(*dense(), slack=1)
-    rebuilt, storage = 0, store.keys_CD.data_ptr()
+    layouts = [store.pages]
     for step in range(400):
         store.append_(*(torch.zeros(B, H, 1, D),) * 2, torch.full((B, 1), 1000 + step))
-        rebuilt += storage != store.keys_CD.data_ptr()
-        storage = store.keys_CD.data_ptr()
-    assert rebuilt < 25
+        if store.pages is not layouts[-1]:
+            layouts.append(store.pages)
+            assert_counts(store)
+    assert len(layouts) < 25
+
+
+def test_padding_that_was_counted_does_not_make_a_store_grow():
+    store, _, _ = make(slack=64)
+    pages, pad = store.pages, torch.zeros(B, 30, dtype=torch.bool)
+    for _ in range(10):
+        store.append_(*(torch.ones(B, H, 30, D),) * 2, torch.zeros(B, 30, dtype=torch.int64), pad)
+    assert store.pages is pages
 
 
 def test_compacting_in_place_keeps_the_storage_and_filtering_returns_it():
-    inputs = dense()
+    (store, inputs, beside), (other, _, _) = make(slack=3, T=400), make(slack=3, T=400)
     keys, values, positions, keep = inputs
-    store, other = RaggedStore.from_dense(*inputs, slack=3), RaggedStore.from_dense(*inputs, slack=3)
-    fewer = keep & (torch.rand(B, H, T) < 0.5)
+    fewer = keep & (torch.rand(keep.shape) < 0.5)
     where = fewer[keep]
     storage, room = store.keys_CD.data_ptr(), store.bytes_allocated
     store.compact_(where)
     other.filter_(where)
     for one in (store, other):
-        assert_rows(one, keys, values, positions, fewer)
+        assert_holds(one, (keys, values, positions, fewer), beside)
     assert (store.keys_CD.data_ptr(), store.bytes_allocated) == (storage, room)
     assert other.bytes_allocated < room and other.bytes_held == store.bytes_held
-    for _ in range(4):  # the freed room is used again
+    assert store.free > 10
+    for _ in range(4):  # the freed room is used again, and its side columns are zeros again
         store.append_(*(torch.zeros(B, H, 1, D),) * 2, torch.full((B, 1), 999))
     assert store.keys_CD.data_ptr() == storage
+    index, _ = store.tail_index_RS(4)
+    assert not any(column[index].any() for column in store.beside.values())
 
 
-def test_crop_goes_by_position():
-    keys, values, positions, keep = dense()
-    store = RaggedStore.from_dense(keys, values, positions, keep)
-    before = torch.tensor([10, 125, 0])
-    store.crop_(before)
-    assert_rows(store, keys, values, positions, keep & (positions < before[:, None])[:, None])
-    assert int(store.lengths_BH[2].sum()) == 0
+@pytest.mark.parametrize("piece", [1, 40, 1 << 18])
+@pytest.mark.parametrize("evicted", ["first", "last", "all", "none", "a row", "middle"])
+def test_compacting_in_place_in_pieces(monkeypatch, evicted, piece):
+    monkeypatch.setattr("retain.moves.PIECE", piece)
+    store, (keys, values, positions, keep), beside = make()
+    place = keep.cumsum(-1) - 1
+    gone = {
+        "first": place == 0,
+        "last": place == keep.sum(-1, keepdim=True) - 1,
+        "all": keep,
+        "none": torch.zeros_like(keep),
+        "a row": keep & (torch.arange(B * H).view(B, H, 1) == 3),
+        "middle": (place > 7) & (place % 3 == 0),
+    }[evicted]
+    store.compact_(~gone[keep])
+    assert_holds(store, (keys, values, positions, keep & ~gone), beside)
+
+
+def test_compacting_moves_only_what_lies_behind_the_first_hole(monkeypatch):
+    moved = []
+    copy = torch.Tensor.index_copy_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "index_copy_",
+        lambda self, dim, index, source: moved.append(len(index)) or copy(self, dim, index, source),
+    )
+    store, _, _ = make()
+    lengths, moved[:] = store.lengths_R.tolist(), []
+    keep = torch.ones(store.entries_held, dtype=torch.bool)
+    keep[sum(lengths[:3]) - 5] = False  # row 2 loses its fifth entry from the end
+    store.compact_(keep)
+    assert moved == [4] * 6  # of each column, four
+
+
+def test_evicted_garbage_leaves_nothing_behind():
+    store, (keys, values, positions, keep), beside = make()
+    store.values_CD[store.index_N()[::7]] = float("nan")
+    store.beside["learned"][store.index_N()[::7]] = float("inf")
+    keep_N = torch.ones(store.entries_held, dtype=torch.bool)
+    keep_N[::7] = False
+    store.compact_(keep_N)
+    keep[keep.clone()] = keep_N
+    assert store.values_CD.isfinite().all()
+    assert_holds(store, (keys, values, positions, keep), beside)
+
+
+def test_crop_and_drop_go_by_position():
+    for how in ("crop", "drop"):
+        store, (keys, values, positions, keep), beside = make()
+        before = torch.tensor([10, 125, 0])
+        if how == "crop":
+            store.crop_(before)
+        else:
+            store.drop_(torch.arange(400) >= before[:, None])
+        left = keep & (positions < before[:, None])[:, None]
+        assert_holds(store, (keys, values, positions, left), beside)
+        assert int(store.lengths_BH[2].sum()) == 0
 
 
 def test_fork_select_and_concat():
-    keys, values, positions, keep = inputs = dense()
-    store = RaggedStore.from_dense(*inputs)
+    store, inputs, beside = make()
     fork = store.fork()
+    assert_holds(fork, inputs, beside)
     fork.append_(*(torch.ones(B, H, 1, D),) * 2, torch.full((B, 1), 999))
-    fork.keys_CD.zero_()
-    assert_rows(store, *inputs)
-    for one in (
-        store,
-        RaggedStore.from_dense(keys, values, positions, torch.ones_like(keep)),
-    ):  # many blocks, one
-        kept = keep if one is store else torch.ones_like(keep)
-        idx = torch.tensor([2, 0, 2, 1])
-        assert_rows(one.select_batch(idx), keys[idx], values[idx], positions[idx], kept[idx])
+    fork.set_beside_("mass", torch.ones(B, H, 1))
+    for column in (fork.keys_CD, fork.values_CD, *fork.beside.values()):
+        column.zero_()
+    assert_holds(store, inputs, beside)
+    for idx in (torch.tensor([2, 0, 2, 1]), torch.tensor([1]), torch.tensor([0, 1, 2])):
+        chosen = store.select_batch(idx)
+        assert_holds(chosen, inputs, beside, idx)
+        shares = {chosen.keys_CD.data_ptr(), chosen.lengths_R.data_ptr(), chosen.beside["learned"].data_ptr()}
+        assert not shares & {
+            store.keys_CD.data_ptr(),
+            store.lengths_R.data_ptr(),
+            store.beside["learned"].data_ptr(),
+        }
     both = RaggedStore.concat([store, store.select_batch(torch.tensor([1]))])
-    idx = torch.tensor([0, 1, 2, 1])
-    assert_rows(both, keys[idx], values[idx], positions[idx], keep[idx])
+    assert_holds(both, inputs, beside, torch.tensor([0, 1, 2, 1]))
+    assert RaggedStore.concat([store, store], slack=200).free >= 200
+
+
+def test_saved_and_loaded_it_is_the_same():
+    store, inputs, beside = make()
+    store.append_(*(torch.ones(B, H, 3, D),) * 2, torch.full((B, 3), 999))
+    keep = torch.ones(store.entries_held, dtype=torch.bool)
+    index = store.tail_index_RS(3)[0].flatten()
+    keep[torch.isin(store.index_N(), index)] = False
+    store.compact_(keep)  # slack, and used slots that are free again
+    tensors = store.tensors()
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    assert tensors["keys"].shape[0] == store.entries_held
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
+    assert held < store.bytes_allocated
+    loaded = RaggedStore.from_tensors(tensors, H, slack=5)
+    assert_holds(loaded, inputs, beside)
+    assert loaded.slack == 5
+    loaded.append_(*(torch.ones(B, H, 1, D),) * 2, torch.full((B, 1), 999))
+    assert torch.equal(tensors["lengths"], store.lengths_R)  # no memory is shared
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("new", [32, 100, 128, 256])
+def test_slack_is_small_at_4096_entries_a_head(new, dtype):
+    """At most 6 % of keys, values and positions: after a prefill, a crop, and decoding with growth."""
+    width, heads, seen = 16, 2, 5000
+    keys = torch.zeros(1, heads, seen, width, dtype=dtype)
+    keep = torch.zeros(1, heads, seen, dtype=torch.bool)
+    keep[0, 0, :4096], keep[0, 1, 500:4596] = True, True
+
+    def slack(store):
+        columns = (store.keys_CD, store.values_CD, store.positions_C)
+        entry = sum(column[0].numel() * column.element_size() for column in columns)
+        return sum(x.untyped_storage().nbytes() for x in columns) / (entry * store.entries_held) - 1
+
+    store = RaggedStore.from_dense(keys, keys, torch.arange(seen)[None], keep)
+    found = [slack(store)]
+    for step in range(new):
+        store.append_(*(torch.zeros(1, heads, 1, width, dtype=dtype),) * 2, torch.tensor([[seen + step]]))
+        found.append(slack(store))
+    store.crop_(torch.tensor([seen + new // 2]))
+    assert store.lengths_BH.tolist() == [[4096 + new // 2] * 2]
+    found.append(slack(store))
+    store.crop_(torch.tensor([seen]))
+    found.append(slack(store))
+    assert max(found) <= 0.06
 
 
 def test_refusals():
     keys, values, positions, keep = dense()
-    with pytest.raises(ValueError, match=r"pass a bool tensor \[3, 2, 50\], True = kept"):
+    with pytest.raises(ValueError, match=r"pass a bool tensor \[3, 2, 150\], True = kept"):
         RaggedStore.from_dense(keys, values, positions, keep[:, :1])
-    store = RaggedStore.from_dense(keys, values, positions, keep)
+    with pytest.raises(ValueError, match=r"side column 'mass' is \(3, 2, 7\), .* pass \[3, 2, 150\] or"):
+        RaggedStore.from_dense(keys, values, positions, keep, beside={"mass": torch.ones(B, H, 7)})
+    store, _, _ = make()
     with pytest.raises(ValueError, match="2 sequences x 2 KV heads, but the store holds 3 x 2"):
         store.append_(*(torch.ones(2, H, 1, D),) * 2, torch.zeros(2, 1, dtype=torch.int64))
+    for change in (store.compact_, store.filter_):
+        with pytest.raises(ValueError, match="one element an entry, in the order of flat"):
+            change(torch.ones(store.entries_held + 1, dtype=torch.bool))
+    with pytest.raises(
+        ValueError, match=r"side column 'value_norm' got values \(3, 2, 1\), .* \(2,\) an entry"
+    ):
+        store.set_beside_("value_norm", torch.ones(B, H, 1))
+    other = RaggedStore.from_dense(*dense())
+    with pytest.raises(ValueError, match="stores to stack have side columns .* or set the missing columns"):
+        RaggedStore.concat([store, other])
+    tensors = store.tensors()
+    with pytest.raises(ValueError, match="lacks lengths among .* save it again, with tensors"):
+        RaggedStore.from_tensors({k: v for k, v in tensors.items() if k != "lengths"}, H)
+    with pytest.raises(ValueError, match=r"but keys \(3, 4\): the file was cut"):
+        RaggedStore.from_tensors({**tensors, "keys": tensors["keys"][:3]}, H)
+    with pytest.raises(
+        ValueError, match="for 4 KV heads, but 6 rows: the file was cut, or is another model's"
+    ):
+        RaggedStore.from_tensors(tensors, 4)

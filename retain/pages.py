@@ -1,0 +1,80 @@
+"""Pages: how the rows of a ragged store are cut, so that rows of any lengths are attended in one batch.
+
+In: how many pages each row's room has. Out: for every page of the store, the row it belongs to and which of
+the row's entries it begins with. The one decision taken here: all pages have `PAGE` entries, and rooms are
+whole pages in the rows' natural order `b * H + h`. A store is then also a `[pages, PAGE, D]` view without a
+copy, its tables change only when the rooms do, and what a row wastes is less than a page and its slack.
+
+64 was measured (4 sequences, 8 KV heads, 819 entries a row, D = 128, a CPU): pages of 32 cost about a tenth
+more time in attention, pages of 128 save a few percent of it and double what rounding wastes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The layout of a store in pages.
+
+    Args:
+        counts: pages of each row's room, on the host.
+        row_pages: the row that each page belongs to.
+        first_pages: which of its row's entries a page begins with: 0, `PAGE`, 2 `PAGE`, ...
+
+    Example:
+        >>> pages = Pages.of([1, 2], "cpu")
+        >>> pages.row_pages.tolist(), pages.first_pages.tolist(), pages.offsets().tolist()
+        ([0, 1, 1], [0, 0, 64], [0, 64, 192])
+    """
+
+    counts: tuple[int, ...]
+    row_pages: Int[Tensor, " pages"]
+    first_pages: Int[Tensor, " pages"]
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device | str) -> "Pages":
+        """The tables of rooms of that many pages."""
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        firsts = [PAGE * page for count in counts for page in range(count)]
+        tables = (torch.tensor(table, dtype=torch.int64, device=device) for table in (rows, firsts))
+        return cls(tuple(counts), *tables)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(self.counts)
+
+    def offsets(self) -> Int[Tensor, " R1"]:
+        """Where each row's room begins and ends, in entries (int64, on the tables' device)."""
+        ends = [0, *accumulate(PAGE * count for count in self.counts)]
+        return torch.tensor(ends, dtype=torch.int64, device=self.row_pages.device)
+
+    def of_rows(self, rows: Sequence[int]) -> Int[Tensor, " pages"]:
+        """The pages of these rows, one row after another; a row may repeat."""
+        starts = [0, *accumulate(self.counts)]
+        chosen = [page for row in rows for page in range(starts[row], starts[row + 1])]
+        return torch.tensor(chosen, dtype=torch.int64, device=self.row_pages.device)
+
+
+def pages_for(num_entries: int) -> int:
+    """Pages that hold this many entries."""
+    return -(-num_entries // PAGE)
+
+
+def read_pages(offsets: Sequence[int], device: torch.device | str) -> Pages | None:
+    """The layout of a store of which only the offsets are known; None if a room is no whole pages."""
+    if any(offset % PAGE for offset in offsets):
+        return None
+    return Pages.of([(stop - start) // PAGE for start, stop in pairwise(offsets)], device)
+
+
+def paged(store_C: Tensor) -> Tensor:
+    """A column of the store, page by page: `[C, ...]` as `[pages, PAGE, ...]`, a view."""
+    return store_C.unflatten(0, (-1, PAGE))
