@@ -7,6 +7,7 @@ number of queries.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,18 +16,22 @@ from retain.evidence import Evidence, attention_probs
 
 def truncate(evidence: Evidence, stop: int) -> Evidence:
     """The same layer when only its first `stop` entries had been seen (views)."""
-    hidden, tokens = evidence.hidden_BTE, evidence.token_ids_BT
+    fields = ("keys_BHTD", "values_BHTD", "held_BHT", "learned_BHT", "value_norm_BQT")
+    seen: dict[str, Any] = {name: _cut(getattr(evidence, name), stop, axis=2) for name in fields}
+    fields = ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "place_BT")
+    seen |= {name: _cut(getattr(evidence, name), stop, axis=1) for name in fields}
+    queries = evidence.num_queries - (evidence.num_seen - stop)
     return replace(
         evidence,
-        queries_BQSD=evidence.queries_BQSD[:, :, : evidence.num_queries - (evidence.num_seen - stop)],
-        keys_BHTD=evidence.keys_BHTD[:, :, :stop],
-        values_BHTD=evidence.values_BHTD[:, :, :stop],
-        positions_BT=evidence.positions_BT[:, :stop],
-        valid_BT=evidence.valid_BT[:, :stop],
-        hidden_BTE=None if hidden is None else hidden[:, :stop],
-        token_ids_BT=None if tokens is None else tokens[:, :stop],
+        **seen,
+        queries_BQSD=evidence.queries_BQSD[:, :, :queries],
+        queried_BS=_cut(evidence.queried_BS, queries, axis=1),
         running=None,  # it counts queries that come after
     )
+
+
+def _cut(field: Tensor | None, stop: int, *, axis: int) -> Tensor | None:
+    return None if field is None else field.narrow(axis, 0, stop)
 
 
 def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Iterator[tuple[int, Tensor]]:

@@ -7,13 +7,15 @@ knows transformers.
 
 The one decision taken here: causality is by *entry index*, not by position id. Query `s` of `S` sits at entry
 index `T - S + s`, whatever its RoPE position is, so padding and gaps in the positions cannot change who sees
-whom.
+whom. Once entries were evicted, the entries are columns (`retain.columns`), which heads may hold or not:
+then only distance, which sliding windows are stated in, is counted in places.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from retain.rotary import Rotary
@@ -21,12 +23,12 @@ from retain.rotary import Rotary
 
 @dataclass(frozen=True)
 class Running:
-    """What a cache that saw every query knows of each entry that it still holds.
+    """What a cache that saw every query knows of each entry that it still holds (`retain.running` counts it).
 
     Args:
         mass_BHT: float32, attention received so far, summed over queries, averaged over the group.
-        last_access_BHT: int64, entry index of the last query that accessed the entry (`retain.scores.lru`
-            says what an access is).
+        last_access_BHT: int64, place in its sequence of the last query that accessed the entry
+            (`retain.scores.lru` says what an access is).
     """
 
     mass_BHT: Float[Tensor, "B H T"]
@@ -57,8 +59,16 @@ class Evidence:
         window: a query sees only the last `window` entries, itself included; None for all.
         sinks_Q: one extra logit per query head that takes part in the softmax and pays for nothing (gpt-oss).
         rotary: the rotary embedding that queries and keys went through; None when the caller did not say.
-        running: statistics of all queries so far, per entry; None when they were not kept (what needs them
-            makes them from the queries, if all are held).
+        running: statistics of all queries so far, those held included, per entry; None when they were not
+            kept (what needs them makes them from the queries, if all are held).
+        held_BHT: which head holds which entry; what else is at the others' keys and values reaches nothing.
+            None: every head holds every valid entry. A query counts whether or not its own entry is held.
+        place_BT: int64, number of the sequence's own tokens before each entry, those that were evicted since
+            included; None: nothing was evicted, and the valid entries are counted.
+        queried_BS: False where a sequence has no such query: it came with fewer than S. None: a query for
+            each valid entry of the last S.
+        learned_BHT: the gate's risk of each entry, made when it came; None when there was no gate.
+        value_norm_BQT: `||v_i W_O^q||_1` of each entry, made when it came; None: made when it is asked for.
     """
 
     layer_idx: int
@@ -76,10 +86,15 @@ class Evidence:
     sinks_Q: Float[Tensor, " Q"] | None = None
     rotary: Rotary | None = None
     running: Running | None = None
+    held_BHT: Bool[Tensor, "B H T"] | None = None
+    place_BT: Int[Tensor, "B T"] | None = None
+    queried_BS: Bool[Tensor, "B S"] | None = None
+    learned_BHT: Float32[Tensor, "B H T"] | None = None
+    value_norm_BQT: Float[Tensor, "B Q T"] | None = None
 
     @property
     def num_seen(self) -> int:
-        """T: entries seen, padding included."""
+        """T: entries shown, padding included; all that was seen, where nothing was evicted."""
         return self.keys_BHTD.shape[2]
 
     @property
@@ -97,27 +112,79 @@ class Evidence:
         """G = Q / H: query heads that share one key-value head."""
         return self.queries_BQSD.shape[1] // self.keys_BHTD.shape[1]
 
+    @property
+    def exists_BHT(self) -> Bool[Tensor, "B H T"]:
+        """Which head holds which entry, padding being nobody's (a view, where every head holds all)."""
+        if self.held_BHT is None:
+            return self.valid_BT[:, None].expand(-1, self.num_heads, -1)
+        return self.valid_BT[:, None] & self.held_BHT
+
+    @property
+    def places_BT(self) -> Int[Tensor, "B T"]:
+        """Number of the sequence's own tokens before each entry; what padding has means nothing."""
+        return self.valid_BT.cumsum(-1) - 1 if self.place_BT is None else self.place_BT
+
+    @property
+    def asks_BS(self) -> Bool[Tensor, "B S"]:
+        """Which of the held queries are there; the others are padding."""
+        valid_BS = self.valid_BT[:, self.num_seen - self.num_queries :]
+        return valid_BS if self.queried_BS is None else valid_BS & self.queried_BS
+
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "Evidence":
         """The same layer for some of the sequences (a slice gives views, an index tensor gives copies)."""
-        hidden, tokens = self.hidden_BTE, self.token_ids_BT
-        return replace(
-            self,
-            queries_BQSD=self.queries_BQSD[idx],
-            keys_BHTD=self.keys_BHTD[idx],
-            values_BHTD=self.values_BHTD[idx],
-            positions_BT=self.positions_BT[idx],
-            valid_BT=self.valid_BT[idx],
-            hidden_BTE=None if hidden is None else hidden[idx],
-            token_ids_BT=None if tokens is None else tokens[idx],
-            running=None if self.running is None else self.running.select_batch(idx),
-        )
+        own = {name: getattr(self, name) for name in _OF_SEQUENCES}
+        chosen: dict[str, Any] = {name: None if x is None else x[idx] for name, x in own.items()}
+        running = None if self.running is None else self.running.select_batch(idx)
+        return replace(self, **chosen, running=running)
+
+
+# The fields whose first axis is the batch.
+_OF_SEQUENCES = (
+    *("queries_BQSD", "keys_BHTD", "values_BHTD", "positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT"),
+    *("held_BHT", "place_BT", "queried_BS", "learned_BHT", "value_norm_BQT"),
+)
+
+
+def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads s T"]:
+    """Which entries queries `start..stop` see: what is not later, inside the window, and held by the head.
+
+    The mask of `attention_probs`, for whoever counts entries; `heads` is 1 where all heads see the same.
+
+    Args:
+        evidence: the layer.
+        start: first query, an index into the S held queries.
+        stop: one past the last query.
+    """
+    T, S = evidence.num_seen, evidence.num_queries
+    entry_T = torch.arange(T, device=evidence.valid_BT.device)
+    own_s1 = entry_T[T - S + start : T - S + stop, None]
+    seen_BsT = (entry_T <= own_s1) & evidence.valid_BT[:, None]
+    if evidence.window is not None:
+        seen_BsT &= _near(evidence, start, stop)
+    if evidence.queried_BS is not None:
+        seen_BsT &= evidence.queried_BS[:, start:stop, None]
+    if evidence.held_BHT is None:
+        return seen_BsT[:, None]
+    return seen_BsT[:, None] & evidence.held_BHT[:, :, None]
+
+
+def _near(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "*B s T"]:
+    """Entries that the sliding window of queries `start..stop` reaches back to (later ones too)."""
+    T, S = evidence.num_seen, evidence.num_queries
+    assert evidence.window is not None
+    if evidence.place_BT is None:
+        # Without gaps, index and place differ by the padding, which is the same for all.
+        place_T = torch.arange(T, device=evidence.valid_BT.device)
+    else:
+        place_T = evidence.place_BT
+    return place_T[..., None, :] > place_T[..., T - S + start : T - S + stop, None] - evidence.window
 
 
 def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, "B Q s T"]:
     """Attention weights of queries `start..stop`, in float32 (float64 if the evidence is float64).
 
     `a_qs = softmax_i(cap(scaling * q_s . k_i))` over the valid entries `i <= T - S + s` (and inside the
-    window). A padded query sees nothing valid: its row is zeros.
+    window) that the KV head of q holds. The row of a padded query, and of one that sees nothing, is zeros.
 
     Args:
         evidence: the layer.
@@ -125,7 +192,8 @@ def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, 
         stop: one past the last query.
 
     Returns:
-        weights `[B, Q, stop - start, T]`, of which each row of a real query sums to one (less, with sinks).
+        weights `[B, Q, stop - start, T]`, of which each row of a real query that sees an entry sums to one
+            (less, with sinks).
 
     Raises:
         ValueError: if the range is not inside the held queries.
@@ -151,16 +219,24 @@ def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, 
     later_sT = torch.arange(first, T, device=device) > own_s1
     logits[..., first:].masked_fill_(later_sT, float("-inf"))
     if evidence.window is not None:
-        logits.masked_fill_(torch.arange(T, device=device) <= own_s1 - evidence.window, float("-inf"))
-    padded = not bool(evidence.valid_BT.all())
-    if padded:
+        near_sT = _near(evidence, start, stop)
+        logits.masked_fill_(~(near_sT if near_sT.dim() == 2 else near_sT[:, None]), float("-inf"))
+    padded = evidence.held_BHT is not None or not bool(evidence.valid_BT.all())
+    if evidence.held_BHT is not None:
+        hidden_BHT = ~(evidence.held_BHT & evidence.valid_BT[:, None])
+        logits.unflatten(1, (H, -1)).masked_fill_(hidden_BHT[:, :, None, None], float("-inf"))
+    elif padded:
         logits.masked_fill_(~evidence.valid_BT[:, None, None], float("-inf"))
     if evidence.sinks_Q is None:
         probs = torch.softmax(logits, dim=-1)
     else:
         sink = evidence.sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, s, 1)
         probs = torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :T]
-    if not padded:
+    if not padded and evidence.queried_BS is None:
         return probs
     # A query that sees nothing (padding) has an all -inf row, whose softmax is NaN.
-    return probs.masked_fill(logits.amax(-1, keepdim=True) == float("-inf"), 0.0)
+    blank_BQs1 = logits.amax(-1, keepdim=True) == float("-inf")
+    if evidence.queried_BS is not None:
+        blank_BQs1 = blank_BQs1 | ~evidence.queried_BS[:, None, start:stop, None]
+    # To look is cheaper than a copy, and most often there is none.
+    return probs.masked_fill(blank_BQs1, 0.0) if bool(blank_BQs1.any()) else probs

@@ -4,8 +4,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import Evidence, attention_probs
+from retain.attention_chunks import truncate
+from retain.evidence import Evidence, Running, attention_probs
 from tests.close import assert_close
+from tests.held import ASKED, filled, held_evidence, naive_held_attention
+from tests.naive import LAYERS, special_layer
 
 
 def make(S=6, T=9, dtype=torch.float32, pad=5, **settings):
@@ -99,3 +102,96 @@ def test_select_batch():
     view = evidence.select_batch(slice(0, 1))
     assert view.keys_BHTD.data_ptr() == evidence.keys_BHTD.data_ptr() and view.hidden_BTE is not None
     assert (evidence.num_seen, evidence.num_queries, evidence.num_heads, evidence.group) == (9, 6, 2, 2)
+
+
+# Evidence of a later moment, when heads hold different entries.
+
+
+@pytest.mark.parametrize("layer", [None, *LAYERS])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("start", "stop"), [(0, ASKED), (2, 5), (ASKED - 1, ASKED)])
+def test_a_query_pays_only_what_its_head_holds(layer, own, start, stop):
+    """Windows reach as many places back as before; a query whose own entry is gone still pays."""
+    evidence = held_evidence(own=own)
+    evidence = evidence if layer is None else special_layer(evidence, layer)
+    want = naive_held_attention(evidence)[:, :, start:stop]
+    for poison in (0.0, float("nan"), float("inf")):
+        assert_close(attention_probs(filled(evidence, poison), start, stop), want)
+    if not own:
+        lost = ~evidence.held_BHT[:, :, -ASKED:].repeat_interleave(2, dim=1)[:, :, start:stop]
+        sees = want.sum(-1) > 0
+        assert (lost & sees).any() and (want[0, :2] == 0).all()
+
+
+def test_a_query_that_a_sequence_does_not_have_pays_nothing():
+    queried = torch.arange(ASKED) >= torch.tensor([[0], [3], [8]])
+    for evidence in (held_evidence(), replace(held_evidence(), held_BHT=None)):
+        few = replace(evidence, queried_BS=queried)
+        want = naive_held_attention(few)
+        assert_close(attention_probs(few, 0, ASKED), want)
+        assert_close(attention_probs(few, 2, 6), want[:, :, 2:6])
+        assert (want.sum((1, 3)) > 0).equal(queried) and few.asks_BS.equal(queried)
+        assert evidence.asks_BS.all()
+
+
+def test_a_mask_that_hides_nothing_hides_nothing():
+    for pad in (0, 5):
+        evidence = make(pad=pad, window=3)
+        full = replace(evidence, held_BHT=evidence.exists_BHT, place_BT=evidence.places_BT)
+        assert torch.equal(attention_probs(full, 0, 6), attention_probs(evidence, 0, 6))
+
+
+def test_what_exists_and_where():
+    evidence = make()
+    assert evidence.exists_BHT.shape == (2, 2, 9) and evidence.exists_BHT.stride(1) == 0
+    assert evidence.exists_BHT[1, 0].tolist() == [False] * 5 + [True] * 4
+    assert evidence.places_BT[1, 5:].tolist() == [0, 1, 2, 3]
+    assert evidence.asks_BS[1].tolist() == [False, False, True, True, True, True]
+    held = torch.ones(2, 2, 9, dtype=torch.bool)
+    held[1, 0, 7] = False
+    later = replace(evidence, held_BHT=held, place_BT=torch.arange(9).expand(2, 9) * 3)
+    assert later.exists_BHT[1].int().sum(-1).tolist() == [3, 4]
+    assert torch.equal(later.places_BT, later.place_BT)
+
+
+def _with_all_fields():
+    evidence = held_evidence()
+    B, T = evidence.valid_BT.shape
+    return replace(
+        evidence,
+        hidden_BTE=torch.randn(B, T, 5),
+        token_ids_BT=torch.arange(B * T).view(B, T),
+        queried_BS=torch.rand(B, ASKED) < 0.5,
+    )
+
+
+@pytest.mark.parametrize("idx", [slice(1, 3), torch.tensor([2, 0])], ids=str)
+def test_some_of_the_sequences_keep_every_field(idx):
+    evidence = _with_all_fields()
+    chosen = vars(evidence.select_batch(idx))
+    shared = {"layer_idx", "output_weight_QDE", "scaling", "soft_cap", "window", "sinks_Q", "rotary"}
+    for name, value in vars(evidence).items():
+        if isinstance(value, Running):
+            assert torch.equal(chosen[name].mass_BHT, value.mass_BHT[idx])
+            assert torch.equal(chosen[name].last_access_BHT, value.last_access_BHT[idx])
+        elif name in shared:
+            assert chosen[name] is value
+        else:
+            assert torch.equal(chosen[name], value[idx]), name
+
+
+def test_the_first_entries_keep_every_field():
+    evidence = _with_all_fields()
+    stop = evidence.num_seen - 3
+    cut = truncate(evidence, stop)
+    for name, value in vars(cut).items():
+        whole = getattr(evidence, name)
+        letters = name.rpartition("_")[2]
+        if name == "running":
+            assert value is None
+        elif "T" in letters:
+            assert torch.equal(value, whole.narrow(letters.index("T"), 0, stop)), name
+        elif "S" in letters:
+            assert torch.equal(value, whole.narrow(letters.index("S"), 0, ASKED - 3)), name
+    want = naive_held_attention(evidence)[:, :, : ASKED - 3, :stop]
+    assert_close(attention_probs(cut, 0, ASKED - 3), want)

@@ -168,7 +168,7 @@ class GateSet(nn.Module):
             with torch.inference_mode(False):
                 gate.to(hidden_BTE.device)
         risk_BHT = to_risk(gate(GateInputs(hidden_BTE=hidden_BTE)), gate.unit)
-        return masked_score(risk_BHT, evidence.valid_BT, "risk")
+        return masked_score(risk_BHT, evidence.valid_BT, "risk", held_BHT=evidence.held_BHT)
 
 
 def to_risk(output_BHT: Float[Tensor, "B H T"], unit: str) -> Float[Tensor, "B H T"]:

@@ -46,9 +46,9 @@ def press_score(
         `evidence -> Score`; its values in float32, infinities at the ends of float32's range.
 
     Raises:
-        ValueError: if there is no `score` method or no such unit; when called, if the evidence lacks the
-            attention input (or a query, with `attentions`), or if the press returns anything but one number
-            an entry and KV head.
+        ValueError: if there is no `score` method or no such unit; when called, if heads hold different
+            entries already, if the evidence lacks the attention input (or a query, with `attentions`), or if
+            the press returns anything but one number an entry and KV head.
     """
     name = type(press).__name__
     if not callable(getattr(press, "score", None)):
@@ -63,6 +63,12 @@ def press_score(
 
     @torch.no_grad()
     def score(evidence: Evidence) -> Score:
+        if not evidence.exists_BHT.equal(evidence.valid_BT[:, None].expand_as(evidence.exists_BHT)):
+            raise ValueError(
+                f"{name} scores keys that all heads hold, and in layer {evidence.layer_idx} heads hold "
+                "different entries already: evict once, after the prompt (regime='prefill'), or use a score "
+                "of retain.scores, each of which knows what a head holds."
+            )
         if evidence.hidden_BTE is None:
             raise ValueError(
                 f"{name} scores from the attention input, and this evidence has none (hidden_BTE is None): "

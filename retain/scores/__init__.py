@@ -22,6 +22,8 @@ from retain.scores.vatp import vatp
 from retain.scores.window import window_attention
 
 _WINDOW = frozenset({"window"})
+_WEIGHED = frozenset({"window", "value_norm"})
+_RUNNING = frozenset({"running"})
 
 SCORES: dict[str, ScoreFamily] = {
     "cake": ScoreFamily(
@@ -34,28 +36,30 @@ SCORES: dict[str, ScoreFamily] = {
     "critical": ScoreFamily(
         critical,
         "risk",
-        _WINDOW,
+        _WEIGHED,
         "Identify Critical KV Cache in LLM Inference (CriticalKV), arXiv 2502.03805",
         "W rows of attention (Q W T D) and one output projection (Q T D E; Q T D D with norm l2)",
+        {("norm", "l2"): _WINDOW},
     ),
     "defensive": ScoreFamily(
         defensive,
         "risk",
-        _WINDOW,
+        _WEIGHED,
         "Taming the Fragility of KV Cache Eviction (DefensiveKV), arXiv 2510.13334",
         "W rows of attention (Q W T D), each pooled (Q W T), and one output projection (Q T D E)",
     ),
     "expected_attention": ScoreFamily(
         expected_attention,
         "mass",
-        frozenset({"window", "rotary"}),
+        frozenset({"queries", "rotary"}),
         "Expected Attention: Estimating Attention from Future Queries Distribution, arXiv 2510.00636",
         "a covariance of the S queries held (Q S D D) and a quadratic form an entry (Q T D D)",
+        {("value_norm", "output_l1"): frozenset({"queries", "rotary", "value_norm"})},
     ),
     "h2o": ScoreFamily(
         h2o,
         "mass",
-        frozenset({"running"}),
+        _RUNNING,
         "H2O: Heavy-Hitter Oracle, arXiv 2306.14048",
         "nothing where running statistics are kept; else every row of attention (Q T T D), in chunks",
     ),
@@ -83,14 +87,14 @@ SCORES: dict[str, ScoreFamily] = {
     "lru": ScoreFamily(
         lru,
         "rank",
-        frozenset({"running"}),
+        _RUNNING,
         "least recently used, by attention; a control, no paper",
         "nothing where running statistics are kept; else every row of attention (Q T T D), in chunks",
     ),
     "observed_risk": ScoreFamily(
         observed_risk,
         "risk",
-        _WINDOW,
+        _WEIGHED,
         "this project, after DefensiveKV (arXiv 2510.13334)",
         "W rows of attention (Q W T D) and one output projection (Q T D E)",
     ),
@@ -131,6 +135,7 @@ SCORES: dict[str, ScoreFamily] = {
         _WINDOW,
         "Attention Score is not All You Need (VATP), arXiv 2406.12335",
         "W rows of attention (Q W T D) and one pass over the values (H T D)",
+        {("attention", "running"): _RUNNING},
     ),
 }
 

@@ -86,12 +86,30 @@ def cake(
     else:
         values_BHT = pool_entries(values_BHGT.mean(2), pool, pool_size, window=window)
 
-    # Padding is attended by nobody, and adds 0 to every sum below.
+    # What a head does not hold is attended by none of its queries, and adds 0 to every sum below.
     split = probs.shape[-1] - window
-    shift_BT = var_BQT.sum(1) if variance == "query" else mean_BQT.var(1)
+    shift_BT = var_BQT.sum(1) if variance == "query" else _variance_of_heads(mean_BQT, evidence)
     shift_B = shift_BT[..., :split].sum(-1, dtype=torch.float64)
     weight_B = _dispersion(probs[..., :split]) ** (1 / tau1) * shift_B ** (1 / tau2)
-    return masked_score(values_BHT, evidence.valid_BT, "mass", window=window, layer_weight_B=weight_B)
+    return masked_score(
+        values_BHT,
+        evidence.valid_BT,
+        "mass",
+        window=window,
+        layer_weight_B=weight_B,
+        held_BHT=evidence.held_BHT,
+    )
+
+
+def _variance_of_heads(mean_BQT: Float[Tensor, "B Q T"], evidence: Evidence) -> Float[Tensor, "B T"]:
+    """Unbiased variance over the query heads whose KV head holds the entry; 0 where those are not two."""
+    if evidence.held_BHT is None:
+        return mean_BQT.var(1)
+    holds_BQT = evidence.exists_BHT.repeat_interleave(evidence.group, dim=1)
+    count_BT = holds_BQT.sum(1)
+    centre_B1T = (mean_BQT.sum(1) / count_BT.clamp_min(1))[:, None]
+    squares_BT = (mean_BQT - centre_B1T).square().masked_fill(~holds_BQT, 0.0).sum(1)
+    return squares_BT / (count_BT - 1).clamp_min(1)
 
 
 def _dispersion(probs_BQWT: Float[Tensor, "B Q W T"]) -> Float64[Tensor, " B"]:

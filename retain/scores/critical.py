@@ -10,11 +10,9 @@ and spends its share of the budget, and the rest of the budget goes by `values_B
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.snapkv import pooled_mass
-from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm import value_norms
 from retain.scores.value_norm_l2 import value_norm_l2
 from retain.scores.window import group_heads
-
-_NORMS = {"l1": value_norm_l1, "l2": value_norm_l2}
 
 
 def critical(
@@ -52,12 +50,17 @@ def critical(
     Raises:
         ValueError: if a sequence is shorter than the window.
     """
-    if norm not in _NORMS:
+    if norm not in ("l1", "l2"):
         raise ValueError(f"critical norm is 'l1' or 'l2'; got {norm!r}.")
     if eps < 0:
         raise ValueError(f"critical eps is an amount of attention, at least 0; got {eps}.")
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, name="critical")
-    norm_BQT = _NORMS[norm](evidence.values_BHTD, evidence.output_weight_QDE)
+    if norm == "l1":
+        norm_BQT = value_norms(evidence)
+    else:
+        norm_BQT = value_norm_l2(evidence.values_BHTD, evidence.output_weight_QDE)
     risk_BHT = (mass_BHT + eps) * group_heads(norm_BQT, evidence.num_heads).mean(2)
     unit = "risk" if norm == "l1" else "mass"
-    return masked_score(risk_BHT, evidence.valid_BT, unit, first_BHT=mass_BHT, window=window)
+    return masked_score(
+        risk_BHT, evidence.valid_BT, unit, first_BHT=mass_BHT, window=window, held_BHT=evidence.held_BHT
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads, pool_entries, window_attention
 
 
@@ -32,8 +32,9 @@ def defensive(
     3. floor: `R_h[i] = max(r_h[i], mean_i r_h[i])`, the mean over the entries before the window;
     4. `R_h[i] * N_h[i]`, with `N_h[i] = mean_{q in group(h)} N_q[i]` and `N_q[i] = ||v_i W_O^q||_1` as it is
        (`raw`, the text), over `sum_h N_h[i]` (`head_share`, the code: what is left is how much of an entry's
-       norm is in this head), or over `sum_i N_h[i]` before the window (`token_sum`, the text on layer
-       budgets; over 1 where that sum is nothing, as it is for a sequence that is all window).
+       norm is in this head, of the heads that hold it), or over `sum_i N_h[i]` before the window
+       (`token_sum`, the text on layer budgets; over 1 where that sum is nothing, as it is for a sequence that
+       is all window).
 
     That is `value_norm_place="after_floor"` (released). With `"inside"` (paper, the diagram) step 2 takes
     `p_qj[i] * N_q[i]`, each query head's own norm over the same divisor, step 3 floors that, and there is no
@@ -72,40 +73,45 @@ def defensive(
         raise ValueError(f"defensive aggregate is 'max' or 'mean'; got {aggregate!r}.")
     probs = window_attention(evidence, window)
     H = evidence.num_heads
-    valid_B1T = evidence.valid_BT[:, None]
-    before_B1T = valid_B1T.clone()
-    before_B1T[..., probs.shape[-1] - window :] = False
+    # Without held_BHT all heads hold the same, and one is enough.
+    exists_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
+    before_BHT = exists_BHT.clone()
+    before_BHT[..., probs.shape[-1] - window :] = False
 
     first_BHT = group_heads(probs.mean(2), H).mean(2)
     pooled = pool_entries(probs, pool, pool_size, window=window)
     if pool is not None:
-        pooled = _keep_row_mass(pooled.masked_fill(~valid_B1T[:, None], 0.0), probs, window)
+        # What nobody holds gets nothing of its neighbours.
+        pooled = pooled.unflatten(1, (H, -1)).masked_fill(~exists_BHT[:, :, None, None], 0.0).flatten(1, 2)
+        pooled = _keep_row_mass(pooled, probs, window)
     # The norm is the same for every query of the window: it may wait until they are one.
     worst_BQT = pooled.amax(2) if aggregate == "max" else pooled.mean(2)
 
-    norm_BHGT = group_heads(value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE), H)
-    norm_BHGT = norm_BHGT / _divisor(norm_BHGT.mean(2), before_B1T, norm)[:, :, None]
+    norm_BHGT = group_heads(value_norms(evidence), H)
+    norm_BHGT = norm_BHGT / _divisor(norm_BHGT.mean(2), exists_BHT, before_BHT, norm)[:, :, None]
     worst_BHGT = group_heads(worst_BQT, H)
     if value_norm_place == "inside":
         worst_BHGT = worst_BHGT * norm_BHGT
     worst_BHT = worst_BHGT.amax(2) if aggregate == "max" else worst_BHGT.mean(2)
-    count_B11 = before_B1T.sum(-1, keepdim=True).clamp_min(1)
-    mean_BH1 = worst_BHT.masked_fill(~before_B1T, 0.0).sum(-1, keepdim=True) / count_B11
+    count_BH1 = before_BHT.sum(-1, keepdim=True).clamp_min(1)
+    mean_BH1 = worst_BHT.masked_fill(~before_BHT, 0.0).sum(-1, keepdim=True) / count_BH1
     values_BHT = torch.maximum(worst_BHT, mean_BH1)
     if value_norm_place == "after_floor":
         values_BHT = values_BHT * norm_BHGT.mean(2)
     unit = "risk" if norm == "raw" else "mass"
-    return masked_score(values_BHT, evidence.valid_BT, unit, first_BHT=first_BHT, window=window)
+    return masked_score(
+        values_BHT, evidence.valid_BT, unit, first_BHT=first_BHT, window=window, held_BHT=evidence.held_BHT
+    )
 
 
-def _divisor(norm_BHT: Tensor, before_B1T: Tensor, norm: str) -> Tensor:
+def _divisor(norm_BHT: Tensor, exists_BHT: Tensor, before_BHT: Tensor, norm: str) -> Tensor:
     """What the value norm is divided by, broadcastable to `[B, H, T]`."""
     if norm == "raw":
         return norm_BHT.new_ones(1, 1, 1)
     if norm == "head_share":
-        total = norm_BHT.sum(1, keepdim=True)
+        total = norm_BHT.masked_fill(~exists_BHT, 0.0).sum(1, keepdim=True)
     else:
-        total = norm_BHT.masked_fill(~before_B1T, 0.0).sum(-1, keepdim=True)
+        total = norm_BHT.masked_fill(~before_BHT, 0.0).sum(-1, keepdim=True)
     return torch.where(total > 0, total, 1.0)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from retain.evidence import Evidence
 from retain.rotary import turn
 from retain.scores.score import Score, masked_score
-from retain.scores.value_norm import FLOATS_AT_ONCE, value_norm_l1
+from retain.scores.value_norm import FLOATS_AT_ONCE, value_norms
 from retain.scores.value_norm_l2 import value_norm_l2
 from retain.scores.window import group_heads
 
@@ -55,7 +55,7 @@ def expected_attention(
 
     Args:
         evidence: the layer, with `rotary`. The more queries it holds the better; all of them is the
-            published method.
+            published method, and at a later moment those since the moment before are what is left of it.
         future: positions to come, at least 1.
         sinks: entries at the beginning of a sequence that are left out, at least 0.
         covariance: whether the spread of the queries counts.
@@ -93,8 +93,10 @@ def expected_attention(
             "as snapkv."
         )
     valid_BT, T, S = evidence.valid_BT, evidence.num_seen, evidence.num_queries
-    counted_BT = valid_BT & (valid_BT.cumsum(-1) > sinks)
-    number_B = counted_BT[:, T - S :].sum(-1)
+    place_BT = evidence.places_BT
+    counted_BT = valid_BT & (place_BT >= sinks)
+    asked_BS = evidence.asks_BS & counted_BT[:, T - S :]
+    number_B = asked_BS.sum(-1)
     for row, number in enumerate(number_B.tolist()):
         if number == 0:
             raise ValueError(
@@ -102,24 +104,24 @@ def expected_attention(
                 f"{S} queries are held and the first {sinks} are left out as sinks: no query is left to "
                 "learn from. Pass fewer sinks, or keep this sequence whole."
             )
-    read_T = torch.ones(T, dtype=torch.bool, device=valid_BT.device)
+    read_BT = torch.ones_like(valid_BT)
     if evidence.window is not None:
-        read_T[: max(0, T - evidence.window + 1)] = False
+        read_BT = place_BT > place_BT[:, -1:] + 1 - evidence.window
         future = max(1, min(future, evidence.window - 1))
-    mean_BQD, cov_BQDD = _future_queries(evidence, counted_BT[:, T - S :], future, covariance)
+    mean_BQD, cov_BQDD = _future_queries(evidence, asked_BS, future, covariance)
 
     H, scaling = evidence.num_heads, evidence.scaling
     keys_BHTD = evidence.keys_BHTD.to(mean_BQD.dtype)
     logits_BHGT = group_heads(mean_BQD, H) @ keys_BHTD.transpose(-1, -2) * scaling
     if cov_BQDD is not None:
         logits_BHGT = logits_BHGT + quadratic(keys_BHTD, group_heads(cov_BQDD, H)) * (scaling**2 / 2)
-    counted_B11T = (counted_BT & read_T)[:, None, None]
-    logits_BHGT = logits_BHGT.masked_fill(~counted_B11T, float("-inf"))
+    rivals_BHT = evidence.exists_BHT & (counted_BT & read_BT)[:, None]
+    logits_BHGT = logits_BHGT.masked_fill(~rivals_BHT[:, :, None], float("-inf"))
     if evidence.sinks_Q is not None:
         sink_BHG1 = evidence.sinks_Q.to(logits_BHGT.dtype).view(H, -1, 1).expand(*logits_BHGT.shape[:3], 1)
         logits_BHGT = torch.cat([logits_BHGT, sink_BHG1], dim=-1)
     # Where nothing is seen (a window of 1), a softmax over nothing is NaN, and is masked too.
-    attention_BHGT = torch.softmax(logits_BHGT, dim=-1)[..., :T].masked_fill(~counted_B11T, 0.0)
+    attention_BHGT = torch.softmax(logits_BHGT, dim=-1)[..., :T].masked_fill(~rivals_BHT[:, :, None], 0.0)
 
     if value_norm is None:
         score_BHT = attention_BHGT.mean(2)
@@ -127,12 +129,15 @@ def expected_attention(
         norm_BHT = evidence.values_BHTD.to(mean_BQD.dtype).norm(dim=-1)
         score_BHT = (attention_BHGT.mean(2) + epsilon) * norm_BHT
     else:
-        norm = value_norm_l2 if value_norm == "output" else value_norm_l1
-        norm_BQT = norm(evidence.values_BHTD, evidence.output_weight_QDE)
+        if value_norm == "output_l1":
+            norm_BQT = value_norms(evidence)
+        else:
+            norm_BQT = value_norm_l2(evidence.values_BHTD, evidence.output_weight_QDE)
         score_BHT = ((attention_BHGT + epsilon) * group_heads(norm_BQT, H)).mean(2)
-    best_BH1 = score_BHT.masked_fill(~counted_B11T[:, 0], 0.0).amax(-1, keepdim=True)
-    score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_T, 0.0)
-    return masked_score(score_BHT, valid_BT, "risk" if value_norm == "output_l1" else "mass")
+    best_BH1 = score_BHT.masked_fill(~rivals_BHT, 0.0).amax(-1, keepdim=True)
+    score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_BT[:, None], 0.0)
+    unit = "risk" if value_norm == "output_l1" else "mass"
+    return masked_score(score_BHT, valid_BT, unit, held_BHT=evidence.held_BHT)
 
 
 def quadratic(
@@ -159,13 +164,13 @@ def quadratic(
 
 
 def _future_queries(
-    evidence: Evidence, counted_BS: Tensor, future: int, covariance: bool
+    evidence: Evidence, asked_BS: Tensor, future: int, covariance: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Mean `[B, Q, D]` and covariance `[B, Q, D, D]` of the queries to come."""
     assert evidence.rotary is not None
-    S, left_out = evidence.num_queries, ~counted_BS[:, None, :, None]
+    S, left_out = evidence.num_queries, ~asked_BS[:, None, :, None]
     queries_BQSD = evidence.rotary.unrotate(evidence.queries_BQSD, evidence.positions_BT[:, -S:])
-    number_B11 = counted_BS.sum(-1)[:, None, None]
+    number_B11 = asked_BS.sum(-1)[:, None, None]
     mean_BQD = queries_BQSD.masked_fill(left_out, 0.0).sum(2) / number_B11
 
     ahead_F = torch.arange(1, future + 1, device=evidence.positions_BT.device)

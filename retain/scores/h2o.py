@@ -6,14 +6,12 @@ could. Both are settings. The decision taken here: what a cache has counted is p
 that the score also works where only the last queries are left.
 """
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retain.attention_chunks import attention_chunks
 from retain.evidence import Evidence
+from retain.running import advance
 from retain.scores.score import Score, masked_score
-from retain.scores.window import group_heads
 
 
 def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int = 128) -> Score:
@@ -42,7 +40,7 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int = 128) -> Score:
     mass_BHT = running_mass(evidence, chunk, name="h2o")
     if reduce == "mean":
         mass_BHT = mass_BHT / _payers(evidence)[:, None]
-    return masked_score(mass_BHT, evidence.valid_BT, "mass")
+    return masked_score(mass_BHT, evidence.valid_BT, "mass", held_BHT=evidence.held_BHT)
 
 
 def running_mass(evidence: Evidence, chunk: int, *, name: str) -> Float[Tensor, "B H T"]:
@@ -64,21 +62,12 @@ def running_mass(evidence: Evidence, chunk: int, *, name: str) -> Float[Tensor, 
             f"{name} sums the attention of every query, but the evidence holds the last {S} of {T} and no "
             "running statistics: record all queries at prefill, or use a window score such as snapkv."
         )
-    dtype = torch.promote_types(evidence.keys_BHTD.dtype, torch.float32)
-    mass_BHT = torch.zeros(evidence.keys_BHTD.shape[:3], dtype=dtype, device=evidence.valid_BT.device)
-    for start, probs in attention_chunks(evidence, chunk):
-        # Padded queries see nothing: their rows are zeros.
-        seen = start + probs.shape[2]
-        mass_BHT[..., :seen] += group_heads(probs.sum(2), evidence.num_heads).mean(2)
-    return mass_BHT
+    return advance(evidence, chunk=chunk).mass_BHT
 
 
 def _payers(evidence: Evidence) -> Tensor:
-    """Queries that could pay each entry `[B, T]`, at least 1: the valid ones at it and after."""
-    if evidence.running is None:
-        payers_BT = evidence.valid_BT.flip(-1).cumsum(-1).flip(-1)
-    else:
-        # Entries that were evicted since have asked too: positions know them, the entries left do not.
-        last_B1 = evidence.positions_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
-        payers_BT = last_B1 - evidence.positions_BT + 1
-    return payers_BT.clamp(min=1, max=evidence.window)
+    """Queries that could pay each entry `[B, T]`, at least 1: those of the sequence at it and after."""
+    # Entries that were evicted since have asked too: places know them, the entries left do not.
+    place_BT = evidence.places_BT
+    last_B1 = place_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
+    return (last_B1 - place_BT + 1).clamp(min=1, max=evidence.window)

@@ -1,7 +1,7 @@
 """KeyDiff: keys that point where most keys point are the ones to lose.
 
 In: the keys. Out: a score in `rank`. No query is read, so it costs next to nothing and serves every question
-alike. The anchor that keys are compared with is taken over the sequence's own entries only.
+alike. The anchor that keys are compared with is taken over the head's own entries only.
 """
 
 import torch
@@ -36,6 +36,7 @@ def keydiff(evidence: Evidence, *, anchor: str = "normalised") -> Score:
     unit_BHTD = normalize(keys_BHTD, dim=-1)
     averaged = unit_BHTD if anchor == "normalised" else keys_BHTD
     # A direction only: the sum over the entries points where their mean does.
-    own_B1T1 = evidence.valid_BT[:, None, :, None]
-    anchor_BHD1 = normalize(averaged.masked_fill(~own_B1T1, 0.0).sum(2), dim=-1)[..., None]
-    return masked_score(-(unit_BHTD @ anchor_BHD1)[..., 0], evidence.valid_BT, "rank")
+    others_BHT1 = ~evidence.exists_BHT[..., None]
+    anchor_BHD1 = normalize(averaged.masked_fill(others_BHT1, 0.0).sum(2), dim=-1)[..., None]
+    values_BHT = -(unit_BHTD @ anchor_BHD1)[..., 0]
+    return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)

@@ -23,4 +23,5 @@ def knorm(evidence: Evidence) -> Score:
         score in `rank`, at most 0.
     """
     dtype = torch.promote_types(evidence.keys_BHTD.dtype, torch.float32)
-    return masked_score(-evidence.keys_BHTD.to(dtype).norm(dim=-1), evidence.valid_BT, "rank")
+    values_BHT = -evidence.keys_BHTD.to(dtype).norm(dim=-1)
+    return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)

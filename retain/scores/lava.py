@@ -28,8 +28,8 @@ def lava(
     `s_h[i] = Vbar_h * max_{q in group(h)} pool(mean_{j in window} a_qj)[i]`, with
     `Vbar_h = max_k ||v_h[k]||_1` over the entries before the window (`prefix`, released) or over all (`all`,
     paper, Eq. 5; only this one makes the paper's bound on the output true, since window entries are read
-    too). A sequence that is all window has nothing before it: its maximum is over all entries either way.
-    Padding is in no maximum.
+    too). A head that is all window has nothing before it: its maximum is over all its entries either way.
+    What a head does not hold is in no maximum.
 
     LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754. The maximum over the
     group is the released code's; the pool (max, 7) is the paper's and the released code's.
@@ -52,13 +52,16 @@ def lava(
     mass_BQT = pool_entries(window_attention(evidence, window).mean(2), pool, pool_size, window=window)
     mass_BHT = group_heads(mass_BQT, evidence.num_heads).amax(2)
     size_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
-    counted_BT = evidence.valid_BT if value_max_over == "all" else _before(evidence.valid_BT, window)
-    largest_BH1 = size_BHT.masked_fill(~counted_BT[:, None], 0.0).amax(-1, keepdim=True)
-    return masked_score(mass_BHT * largest_BH1, evidence.valid_BT, "mass", window=window)
+    exists_BHT = evidence.exists_BHT
+    counted_BHT = exists_BHT if value_max_over == "all" else _before(exists_BHT, window)
+    largest_BH1 = size_BHT.masked_fill(~counted_BHT, 0.0).amax(-1, keepdim=True)
+    return masked_score(
+        mass_BHT * largest_BH1, evidence.valid_BT, "mass", window=window, held_BHT=evidence.held_BHT
+    )
 
 
-def _before(valid_BT: Bool[Tensor, "B T"], window: int) -> Bool[Tensor, "B T"]:
-    """The entries before the window; all of a sequence that has none."""
-    before_BT = valid_BT.clone()
-    before_BT[:, valid_BT.shape[1] - window :] = False
-    return torch.where(before_BT.any(-1, keepdim=True), before_BT, valid_BT)
+def _before(exists_BHT: Bool[Tensor, "B H T"], window: int) -> Bool[Tensor, "B H T"]:
+    """The entries before the window; all of a head that has none."""
+    before_BHT = exists_BHT.clone()
+    before_BHT[..., exists_BHT.shape[-1] - window :] = False
+    return torch.where(before_BHT.any(-1, keepdim=True), before_BHT, exists_BHT)

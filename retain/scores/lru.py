@@ -6,18 +6,12 @@ an indifferent query would pay, since softmax pays everybody something. And that
 first access, as in any LRU, so that an entry which nobody attends to is as old as itself.
 """
 
-import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from retain.attention_chunks import attention_chunks
 from retain.evidence import Evidence
+from retain.running import advance
 from retain.scores.score import Score, masked_score
-from retain.scores.window import group_heads
-
-# Softmax over equal logits is 1/n only up to rounding; an indifferent query must count the same on every
-# backend and under any padding.
-ROUNDING = 1e-5
 
 
 def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 128) -> Score:
@@ -54,12 +48,11 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 128) -> Sc
         last_BHT = last_access(evidence, share=share, chunk=chunk)
     else:
         last_BHT = evidence.running.last_access_BHT
-    num_padded_B = (~evidence.valid_BT).sum(-1)
-    return masked_score((last_BHT - num_padded_B[:, None, None]).float(), evidence.valid_BT, "rank")
+    return masked_score(last_BHT.float(), evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
 
 
 def last_access(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 128) -> Int64[Tensor, "B H T"]:
-    """Entry index of the last query that accessed each entry: what `Running.last_access_BHT` holds.
+    """Place of the last query that accessed each entry: what `Running.last_access_BHT` holds.
 
     Args:
         evidence: the layer, with S == T queries.
@@ -76,19 +69,4 @@ def last_access(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 12
             "running statistics: record all queries at prefill, keep running.last_access_BHT, or use a "
             "window score such as snapkv."
         )
-    valid_BT = evidence.valid_BT
-    entry_T = torch.arange(T, device=valid_BT.device)
-    last_BHT = entry_T.expand(*evidence.keys_BHTD.shape[:3]).clone()
-    for start, probs in attention_chunks(evidence, chunk):
-        stop = start + probs.shape[2]
-        own_s1 = entry_T[start:stop, None]
-        seen_sK = entry_T[:stop] <= own_s1
-        if evidence.window is not None:
-            seen_sK = seen_sK & (entry_T[:stop] > own_s1 - evidence.window)
-        seen_BsK = seen_sK & valid_BT[:, None, :stop]
-        least_BsK = (share * (1 - ROUNDING) / seen_BsK.sum(-1, keepdim=True).clamp_min(1)).to(probs.dtype)
-        most_BHsK = group_heads(probs, evidence.num_heads).amax(2)
-        accessed_BHsK = (most_BHsK >= least_BsK[:, None]) & seen_BsK[:, None]
-        when_BHK = torch.where(accessed_BHsK, own_s1, -1).amax(2)
-        last_BHT[..., :stop] = torch.maximum(last_BHT[..., :stop], when_BHK)
-    return last_BHT
+    return advance(evidence, chunk=chunk, share=share).last_access_BHT

@@ -8,7 +8,7 @@ learned risk can be fused with it by a plain maximum.
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads, pool_entries, window_attention
 
 
@@ -36,6 +36,6 @@ def observed_risk(
     """
     probs = window_attention(evidence, window)
     worst_BQT = pool_entries(probs, pool, pool_size, window=window).amax(2)
-    risk_BQT = worst_BQT * value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
+    risk_BQT = worst_BQT * value_norms(evidence)
     risk_BHT = group_heads(risk_BQT, evidence.num_heads).amax(2)
-    return masked_score(risk_BHT, evidence.valid_BT, "risk", window=window)
+    return masked_score(risk_BHT, evidence.valid_BT, "risk", window=window, held_BHT=evidence.held_BHT)

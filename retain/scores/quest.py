@@ -3,11 +3,12 @@
 In: the last query and the keys. Out: a score in `rank`, one number a page, given to each of its entries.
 Quest evicts nothing: it keeps every entry and loads the best pages anew for each query. Here its page score
 ranks entries for eviction, which is a different thing; a comparison with the published method is a comparison
-of its estimate, not of what it does with it. Pages are counted from the sequence's first entry, not from its
-padding.
+of its estimate, not of what it does with it. A page is `page_size` consecutive places of the sequence: an
+entry stays in its page whatever is evicted around it, and a page's bounds are those of what is left of it.
 """
 
 import torch
+from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
@@ -46,11 +47,32 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
         raise ValueError(f"quest page_size is at least 1 entry; got {page_size}.")
     if group not in ("max", "mean"):
         raise ValueError(f"quest group is 'max' or 'mean'; got {group!r}.")
-    valid_BT, keys_BHTD = evidence.valid_BT, evidence.keys_BHTD
-    (B, T), (H, D) = valid_BT.shape, (evidence.num_heads, keys_BHTD.shape[-1])
+    valid_BT, exists_BHT, keys_BHTD = evidence.valid_BT, evidence.exists_BHT, evidence.keys_BHTD
+    B, H, T, _ = keys_BHTD.shape
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
-    num_pages = -(-T // page_size)
+    if evidence.held_BHT is None and evidence.place_BT is None:
+        page_BT, low, high = _whole_pages(evidence, page_size)
+    else:
+        page_BT, low, high = _pages_left(evidence, page_size)
+    low, high = low.to(dtype), high.to(dtype)
 
+    query_BHGD = group_heads(evidence.queries_BQSD[:, :, -1].to(dtype), H)
+    upper = query_BHGD.clamp_min(0) @ high.transpose(-1, -2) + query_BHGD.clamp_max(0) @ low.transpose(-1, -2)
+    page_score = upper.amax(2) if group == "max" else upper.mean(2)
+    score_BHT = page_score.gather(2, page_BT[:, None].expand(B, H, T))
+    if evidence.window is not None:
+        lowest_BH1 = score_BHT.masked_fill(~exists_BHT, float("inf")).amin(-1, keepdim=True)
+        place_BT = evidence.places_BT
+        gone_BT = place_BT <= place_BT[:, -1:] + 1 - evidence.window
+        score_BHT = torch.where(gone_BT[:, None], lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
+    return masked_score(score_BHT, valid_BT, "rank", held_BHT=evidence.held_BHT)
+
+
+def _whole_pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Page of each entry, and least and largest coordinates of each page's keys, where nothing is gone."""
+    valid_BT, keys_BHTD = evidence.valid_BT, evidence.keys_BHTD
+    B, H, T, D = keys_BHTD.shape
+    num_pages = -(-T // page_size)
     # Each sequence from its first own entry on. What would lie beyond the end repeats the last entry, which
     # changes no bound of its page; pages wholly beyond it are nobody's.
     source_BN = torch.arange(num_pages * page_size, device=valid_BT.device) + (~valid_BT).sum(
@@ -58,15 +80,23 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     )
     source_BHND = source_BN.clamp_max(T - 1)[:, None, :, None].expand(B, H, -1, D)
     pages = keys_BHTD.gather(2, source_BHND).unflatten(2, (num_pages, page_size))
-    low, high = pages.amin(3).to(dtype), pages.amax(3).to(dtype)
+    return evidence.places_BT.clamp_min(0) // page_size, pages.amin(3), pages.amax(3)
 
-    query_BHGD = group_heads(evidence.queries_BQSD[:, :, -1].to(dtype), H)
-    upper = query_BHGD.clamp_min(0) @ high.transpose(-1, -2) + query_BHGD.clamp_max(0) @ low.transpose(-1, -2)
-    page_score = upper.amax(2) if group == "max" else upper.mean(2)
-    page_BT = ((valid_BT.cumsum(-1) - 1).clamp_min(0) // page_size)[:, None].expand(B, H, T)
-    score_BHT = page_score.gather(2, page_BT)
-    if evidence.window is not None:
-        lowest_BH1 = page_score.amin(-1, keepdim=True)
-        gone_T = torch.arange(T, device=valid_BT.device) <= T - evidence.window
-        score_BHT = torch.where(gone_T, lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
-    return masked_score(score_BHT, valid_BT, "rank")
+
+def _pages_left(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of pages of which heads hold some entries or none; pages that nobody holds are not counted."""
+    keys_BHTD, exists_BHT1 = evidence.keys_BHTD, evidence.exists_BHT[..., None]
+    B, H, T, D = keys_BHTD.shape
+    number_BT = evidence.places_BT // page_size
+    fresh_BT = torch.ones_like(evidence.valid_BT)
+    fresh_BT[:, 1:] = number_BT[:, 1:] != number_BT[:, :-1]
+    page_BT = fresh_BT.cumsum(-1) - 1
+    into_BHTD = page_BT[:, None, :, None].expand(B, H, T, D)
+    low, high = (
+        keys_BHTD.new_full((B, H, int(page_BT.max()) + 1, D), end).scatter_reduce_(
+            2, into_BHTD, keys_BHTD.masked_fill(~exists_BHT1, end), reduce
+        )
+        for end, reduce in ((float("inf"), "amin"), (float("-inf"), "amax"))
+    )
+    # A page that this head holds nothing of bounds nothing, and infinities would make NaN of it.
+    return page_BT, low.masked_fill(low == float("inf"), 0.0), high.masked_fill(high == float("-inf"), 0.0)

@@ -1,8 +1,8 @@
 """Random scores: the floor that every policy must beat, reproducible one sequence at a time.
 
 In: one integer seed a sequence. Out: a score in `rank`. The decision taken here: no generator state. Each
-number is a hash of (seed, layer, head, place among the valid entries), so a sequence gets the same scores
-alone, in any batch, under any padding and on any device.
+number is a hash of (seed, layer, head, place among the sequence's own tokens), so a sequence gets the same
+scores alone, in any batch, under any padding, on any device and however often it is evicted.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | N
     Raises:
         ValueError: if the number of seeds is not the number of sequences.
     """
-    B, T = evidence.valid_BT.shape
+    B = len(evidence.valid_BT)
     seeds = list(range(B)) if seeds_B is None else [int(seed) for seed in seeds_B]
     if len(seeds) != B:
         raise ValueError(f"random scores need one seed a sequence: got {len(seeds)} seeds for {B} sequences.")
@@ -40,9 +40,9 @@ def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | N
     state_B = _mix(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device))
     state_B = _mix(state_B + evidence.layer_idx)
     state_BH = _mix(state_B[:, None] + torch.arange(evidence.num_heads, device=device))
-    place_BT = evidence.valid_BT.cumsum(-1) - 1
-    bits_BHT = _mix(state_BH[:, :, None] + place_BT[:, None, :])
-    return masked_score(_shift(bits_BHT, 40).float() / 2**24, evidence.valid_BT, "rank")
+    bits_BHT = _mix(state_BH[:, :, None] + evidence.places_BT[:, None, :])
+    values_BHT = _shift(bits_BHT, 40).float() / 2**24
+    return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
 
 
 def _mix(x: Tensor) -> Tensor:

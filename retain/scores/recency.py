@@ -1,6 +1,6 @@
 """Recency: the later, the better. With protected sinks this is StreamingLLM.
 
-In: which entries exist. Out: a score in `rank`, the entry's place among the valid ones.
+In: which entries exist. Out: a score in `rank`, the entry's place among the sequence's own tokens.
 """
 
 from retain.evidence import Evidence
@@ -8,7 +8,7 @@ from retain.scores.score import Score, masked_score
 
 
 def recency(evidence: Evidence) -> Score:
-    """Place of the entry in its sequence, `score[i] = #{k < i: k valid}`; padding does not count.
+    """Place of the entry in its sequence, `score[i] = #{k < i: k valid}`: what was evicted counts too.
 
     Efficient Streaming Language Models with Attention Sinks (StreamingLLM), arXiv 2309.17453, when sinks are
     protected.
@@ -19,6 +19,5 @@ def recency(evidence: Evidence) -> Score:
     Returns:
         score in `rank`, exact in float32 up to 2**24 entries.
     """
-    place_BT = evidence.valid_BT.cumsum(-1) - 1
-    B, T = place_BT.shape
-    return masked_score(place_BT.float()[:, None].expand(B, evidence.num_heads, T), evidence.valid_BT, "rank")
+    values_BHT = evidence.places_BT.float()[:, None].expand(-1, evidence.num_heads, -1)
+    return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)

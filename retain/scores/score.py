@@ -1,12 +1,14 @@
 """A score: one number an entry, higher = keep, and the unit it is in.
 
-In: what a score function computed, and which entries exist. Out: a `Score` in float32 whose padding is -inf.
-The decision taken here: a score carries its unit, so that fusing unlike numbers is an error and not an
-accident.
+In: what a score function computed, and which entries exist. Out: a `Score` in float32 that is -inf where a
+head holds no entry. The decision taken here: a score carries its unit, so that fusing unlike numbers is an
+error and not an accident.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -20,7 +22,8 @@ class Score:
     """Scores of one layer's entries.
 
     Args:
-        values_BHT: float32, higher = keep, -inf on entries that do not exist (padding) and on no other.
+        values_BHT: float32, higher = keep, -inf on entries that do not exist (padding, or not held by the
+            head) and on no other.
         unit: `risk` (value-weighted attention, `a * ||v W_O||_1`; a maximum or a mean of it over queries and
             heads, and attention granted to every entry before the norm, are still in that unit; another norm
             or a divisor is not), `mass` (attention alone, or a share of it) or `rank` (only the order inside
@@ -57,11 +60,15 @@ class ScoreFamily:
         function: `(evidence, **settings) -> Score`.
         unit: the unit under default settings (the `Score` that comes back has the last word;
             `retain.scores.trial` asks it beforehand).
-        needs: what the function reads beyond keys, values and padding: `window` (the last queries), `running`
-            (statistics of all queries, or every query to make them from), `rotary`, `hidden`, `token_ids`,
-            `seeds` (one integer a sequence, passed as `seeds_B`). Empty: nothing.
+        needs: what the function reads beyond keys, values, padding and places, under default settings
+            (`needs_with` knows the others): `window` (as many last queries as the `Score` says, one at
+            least), `queries` (as many as there are, one at least), `running` (statistics of all queries, or
+            every query to make them from), `value_norm` (`value_norm_BQT`, or an output projection to make
+            it with), `rotary`, `hidden`, `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`).
+            Empty: nothing. Whoever evicts more than once keeps this, and nothing else, for the next time.
         paper: title and arXiv id, or where the idea comes from.
         cost: what it costs a layer, in the letters of `retain.shapes` (W: window queries).
+        needs_where: settings under which the function reads something else: (name, value) -> what it reads.
     """
 
     function: Callable[..., Score]
@@ -69,6 +76,16 @@ class ScoreFamily:
     needs: frozenset[str]
     paper: str
     cost: str = ""
+    needs_where: Mapping[tuple[str, Any], frozenset[str]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+
+    def needs_with(self, settings: Mapping[str, Any]) -> frozenset[str]:
+        """What the function reads under these settings."""
+        for (name, value), needs in self.needs_where.items():
+            if settings.get(name) == value:
+                return needs
+        return self.needs
 
 
 def masked_score(
@@ -79,19 +96,21 @@ def masked_score(
     first_BHT: Float[Tensor, "B H T"] | None = None,
     window: int = 0,
     layer_weight_B: Float64[Tensor, " B"] | None = None,
+    held_BHT: Bool[Tensor, "B H T"] | None = None,
 ) -> Score:
-    """A `Score` from raw numbers: float32, and -inf where the entry is padding.
+    """A `Score` from raw numbers: float32, and -inf where the entry is padding or the head does not hold it.
 
     Args:
-        values_BHT: finite scores, any float type.
+        values_BHT: scores, any float type, finite where an entry exists.
         valid_BT: False on padding.
         unit: what the numbers are.
-        first_BHT: what a first stage ranks by, finite, any float type.
+        first_BHT: what a first stage ranks by, any float type, finite where an entry exists.
         window: observation window that the numbers were made with.
         layer_weight_B: what this layer asks for.
+        held_BHT: which head holds which entry; None: every head every valid one.
     """
-    padding_B1T = ~valid_BT[:, None]
+    missing_BHT = ~valid_BT[:, None] if held_BHT is None else ~(valid_BT[:, None] & held_BHT)
     if first_BHT is not None:
-        first_BHT = first_BHT.float().masked_fill(padding_B1T, float("-inf"))
-    values_BHT = values_BHT.float().masked_fill(padding_B1T, float("-inf"))
+        first_BHT = first_BHT.float().masked_fill(missing_BHT, float("-inf"))
+    values_BHT = values_BHT.float().masked_fill(missing_BHT, float("-inf"))
     return Score(values_BHT, unit, first_BHT, window, layer_weight_B)

@@ -48,7 +48,7 @@ def snapkv(
         ValueError: if a sequence is shorter than the window, or a setting is none of these.
     """
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate, name="snapkv")
-    return masked_score(mass_BHT, evidence.valid_BT, "mass", window=window)
+    return masked_score(mass_BHT, evidence.valid_BT, "mass", window=window, held_BHT=evidence.held_BHT)
 
 
 def pooled_mass(

@@ -13,7 +13,7 @@ from retain.scores.window import window_attention
 def tova(evidence: Evidence) -> Score:
     """Attention of the last query, averaged over all query heads of the layer.
 
-    `s[i] = mean_q a_{q,last}[i]`, for every KV head.
+    `s[i] = mean_q a_{q,last}[i]`, over the query heads whose KV head holds the entry, for every KV head.
 
     Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104. Paper and released code agree on the score;
     the paper applies it at every decoding step, the released press once, after prefill.
@@ -27,6 +27,11 @@ def tova(evidence: Evidence) -> Score:
     Raises:
         ValueError: if a sequence is empty.
     """
-    mass_BT = window_attention(evidence, 1).mean((1, 2))
+    probs = window_attention(evidence, 1)
+    if evidence.held_BHT is None:
+        mass_BT = probs.mean((1, 2))
+    else:
+        payers_BT = evidence.held_BHT.sum(1).clamp_min(1) * evidence.group
+        mass_BT = probs.sum((1, 2)) / payers_BT
     values_BHT = mass_BT[:, None].expand(-1, evidence.num_heads, -1)
-    return masked_score(values_BHT, evidence.valid_BT, "mass", window=1)
+    return masked_score(values_BHT, evidence.valid_BT, "mass", window=1, held_BHT=evidence.held_BHT)

@@ -13,12 +13,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retain.evidence import Evidence
+
 # Floats of one product [H, B * entries, G * columns] that may exist at once: 64 MiB in float32.
 FLOATS_AT_ONCE = 2**24
 # The same on a CPU, whose cache the product should not leave: 4 MiB in float32.
 CPU_FLOATS_AT_ONCE = 2**20
 # Entries multiplied at once where the bound allows it; with fewer, the weights are read too often.
 ROWS = 256
+
+
+def value_norms(evidence: Evidence) -> Float[Tensor, "B Q T"]:
+    """`value_norm_l1` of a layer's entries: as it was made when they came, else made now."""
+    if evidence.value_norm_BQT is not None:
+        return evidence.value_norm_BQT
+    return value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
 
 
 def value_norm_l1(

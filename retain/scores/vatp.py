@@ -64,4 +64,5 @@ def vatp(
     else:
         raise ValueError(f"vatp attention is 'window' or 'running'; got {attention!r}.")
     norm_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
-    return masked_score(mass_BHT * norm_BHT, evidence.valid_BT, "mass", window=window)
+    values_BHT = mass_BHT * norm_BHT
+    return masked_score(values_BHT, evidence.valid_BT, "mass", window=window, held_BHT=evidence.held_BHT)

@@ -23,7 +23,7 @@ def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"
         window: queries observed, at least 1.
 
     Raises:
-        ValueError: if a sequence is shorter than the window, or the evidence holds fewer queries.
+        ValueError: if a sequence is shorter than the window, or the evidence holds fewer queries of it.
     """
     if window < 1:
         raise ValueError(f"the observation window is at least 1 query; got {window}.")
@@ -41,20 +41,28 @@ def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"
             f"the evidence holds the last {S} queries, the observation window needs {window}: "
             f"record more queries, or pass window={S}."
         )
+    if evidence.queried_BS is not None:
+        for row, number in enumerate(evidence.queried_BS[:, S - window :].sum(-1).tolist()):
+            if number < window:
+                raise ValueError(
+                    f"the evidence holds the last {number} queries of sequence {row} of {len(lengths)}, the "
+                    f"observation window needs {window}: keep more queries of it, or pass window={number}."
+                )
     return attention_probs(evidence, S - window, S)
 
 
 def pool_entries(
     values_T: Float[Tensor, "*rows T"], kind: str | None, size: int, *, window: int
 ) -> Float[Tensor, "*rows T"]:
-    """Smooth along the entries: the average or the maximum over `size` neighbours, window and prefix apart.
+    """Smooth along the entries: the average or the maximum over `size` neighbours, window and prefix apart. A
+    neighbour that the head does not hold counts as zero, which is what it was paid.
 
     With `r = size // 2` and the segment (prefix or window) of entry i, `avg: sum_{|k-i| <= r} x[k] / size`
     (neighbours outside the segment count as zero, as in the released code: edges are damped),
     `max: max_{|k-i| <= r} x[k]`.
 
     Args:
-        values_T: non-negative, zero on padding.
+        values_T: non-negative, zero on padding and where the head holds no entry.
         kind: `avg`, `max`, or None to leave the values alone.
         size: neighbours, odd.
         window: the last `window` entries are pooled on their own.

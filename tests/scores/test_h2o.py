@@ -73,6 +73,7 @@ def test_the_mean_counts_the_queries_of_entries_that_are_gone():
         values_BHTD=whole.values_BHTD[:, :, left],
         positions_BT=whole.positions_BT[:, left],
         valid_BT=whole.valid_BT[:, left],
+        place_BT=whole.places_BT[:, left],
         running=Running(*(x[..., left] for x in (whole.running.mass_BHT, whole.running.last_access_BHT))),
     )
     assert torch.equal(h2o(held, reduce="mean").values_BHT, h2o(whole, reduce="mean").values_BHT[..., left])

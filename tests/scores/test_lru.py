@@ -100,7 +100,7 @@ def test_running_statistics_are_read_where_they_are_kept():
     want = lru(evidence).values_BHT
     short = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -3:], running=running)
     assert torch.equal(lru(short).values_BHT, want)
-    # Indices go beyond the entries held, once some are evicted.
+    # Places go beyond the entries held, once some are evicted.
     later = replace(short, running=Running(running.mass_BHT, running.last_access_BHT + 2**20))
     assert torch.equal(lru(later).values_BHT, want + 2**20)
 

@@ -13,7 +13,7 @@ from tests.naive import LAYERS, alone, assert_heads_close, random_evidence, spec
 WINDOWED = {
     name for name, family in SCORES.items() if "window" in inspect.signature(family.function).parameters
 }
-NEEDS = {"window", "running", "hidden", "token_ids", "seeds", "rotary"}
+NEEDS = {"window", "queries", "running", "value_norm", "hidden", "token_ids", "seeds", "rotary"}
 
 # Every named variant owes the same as its default.
 VARIANTS = [
@@ -52,7 +52,11 @@ def test_the_registry_names_every_published_score():
 def test_every_family_says_unit_needs_paper_and_cost(name):
     family = SCORES[name]
     assert family.unit in UNITS
-    assert family.needs <= NEEDS
+    for needs in (family.needs, *family.needs_where.values()):
+        assert needs <= NEEDS
+        assert not {"window", "queries"} <= needs
+    known = inspect.signature(family.function).parameters
+    assert {setting for setting, _ in family.needs_where} <= set(known)
     assert family.paper
     assert family.cost
 

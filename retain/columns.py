@@ -1,0 +1,206 @@
+"""Columns: what the ragged rows of one layer hold, side by side again, so that it can be judged anew.
+
+In: where each entry of a store lies and at which position, and the tokens seen so far. Out: `Columns`, which
+turn what lies in the store into dense `[B, H, T, ...]` and what was decided about that back into the order of
+the store; and `align_last`, which brings the last queries to where columns expect them. The decision taken
+here: a column is a token that *any* head of the layer still holds, or whose query is shown. So T is what the
+union of the heads holds, not what was seen, and which head holds which column is a mask.
+
+Columns come in order of time and stand on the right, as left-padded evidence has them: query `s` of `S` sits
+at column `T - S + s` in every sequence. Nothing here loops over rows, and nothing waits for the device but
+for the widest sequence's number of columns (and of queries).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Dense columns of one layer's ragged rows.
+
+    Args:
+        token_BT: int64, index of each column's token among all tokens seen; 0 where there is none.
+        valid_BT: False where a sequence has fewer columns than the widest.
+        positions_BT: int64 RoPE position of each column.
+        place_BT: int64, number of the sequence's own tokens before each column's, held or not.
+        queried_BT: columns that are shown for their query's sake, held or not.
+        held_BHT: which head holds which column.
+        index_BHT: int64, where in the store the entry lies; 0 where the head does not hold it.
+        column_N: int64, the column of each entry, in the order in which the entries were given.
+        rows_N: int64, row `b * H + h` of each entry.
+    """
+
+    token_BT: Int[Tensor, "B T"]
+    valid_BT: Bool[Tensor, "B T"]
+    positions_BT: Int[Tensor, "B T"]
+    place_BT: Int[Tensor, "B T"]
+    queried_BT: Bool[Tensor, "B T"]
+    held_BHT: Bool[Tensor, "B H T"]
+    index_BHT: Int[Tensor, "B H T"]
+    column_N: Int[Tensor, " N"]
+    rows_N: Int[Tensor, " N"]
+
+    def gather(self, store_C: Tensor) -> Tensor:
+        """What lies in the store, at the columns: `[C, ...] -> [B, H, T, ...]`.
+
+        Where a head does not hold a column it is somebody else's entry: whoever reads this reads `held_BHT`.
+        """
+        if not store_C.shape[0]:
+            return store_C.new_zeros(*self.index_BHT.shape, *store_C.shape[1:])
+        return store_C[self.index_BHT]
+
+    def of_tokens(self, token_Bt: Tensor) -> Tensor:
+        """What all tokens seen have, at the columns: `[B, seen, ...] -> [B, T, ...]`, zero at no column."""
+        picked = token_Bt[torch.arange(len(token_Bt), device=token_Bt.device)[:, None], self.token_BT]
+        return picked.masked_fill(_beside(~self.valid_BT, picked), 0)
+
+    def per_entry(self, dense_BHT: Shaped[Tensor, "B H T *rest"]) -> Shaped[Tensor, "N ..."]:
+        """What stands at the columns, entry by entry, in the order in which the entries were given."""
+        return dense_BHT.flatten(0, 1)[self.rows_N, self.column_N]
+
+    def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
+        """Which entries a keep mask over the columns keeps, in the order in which they were given."""
+        return self.per_entry(keep_BHT)
+
+
+def columns_of(
+    positions_C: Int[Tensor, " C"],
+    index_N: Int[Tensor, " N"],
+    rows_N: Int[Tensor, " N"],
+    num_heads: int,
+    *,
+    positions_BT: Int[Tensor, "B seen"],
+    valid_BT: Bool[Tensor, "B seen"],
+    queries_from: int | Int[Tensor, " B"],
+) -> Columns:
+    """The columns of a layer's rows.
+
+    Args:
+        positions_C: RoPE position of what lies at each place of the store.
+        index_N: where in the store each entry lies.
+        rows_N: row `b * H + h` of each entry. The order of the entries is free.
+        num_heads: KV heads.
+        positions_BT: RoPE position of every token seen, ascending over a sequence's own tokens.
+        valid_BT: False on padding, which may stand between a sequence's tokens too.
+        queries_from: tokens from this index on are columns in any case (of each sequence, if it is a tensor;
+            `last_tokens` counts them).
+
+    Returns:
+        the columns, as many as the widest sequence has.
+    """
+    (B, seen), H, device = valid_BT.shape, num_heads, valid_BT.device
+    rows_N, token_seen = rows_N.long(), torch.arange(seen, device=device)
+    sequence_N = rows_N // H
+    token_N = _tokens_at(positions_C[index_N].long(), sequence_N, positions_BT, valid_BT)
+
+    from_B1 = queries_from if isinstance(queries_from, int) else queries_from[:, None]
+    queried_BT = valid_BT & (token_seen >= from_B1)
+    shown_BT = queried_BT.clone()
+    shown_BT[sequence_N, token_N] = True
+    number_BT = shown_BT.cumsum(-1)
+    count_B1 = number_BT[:, -1:] if seen else number_BT.new_zeros(B, 1)
+    T = int(count_B1.max()) if B else 0
+    # Column T takes what is none.
+    column_BT = torch.where(shown_BT, number_BT - 1 + (T - count_B1), T)
+    token_BT = token_seen.new_zeros(B, T + 1).scatter_(1, column_BT, token_seen.expand(B, -1))[:, :T]
+
+    column_valid_BT = torch.arange(T, device=device) >= T - count_B1
+
+    column_N = column_BT[sequence_N, token_N]
+    entry_N = rows_N * T + column_N
+    index_BHT = index_N.new_zeros(B * H * T, dtype=torch.int64)
+    index_BHT[entry_N] = index_N.long()
+    held_BHT = torch.zeros(B * H * T, dtype=torch.bool, device=device)
+    held_BHT[entry_N] = True
+    none_BT = ~column_valid_BT
+    return Columns(
+        token_BT=token_BT,
+        valid_BT=column_valid_BT,
+        positions_BT=positions_BT.long().gather(1, token_BT).masked_fill(none_BT, 0),
+        place_BT=(valid_BT.cumsum(-1) - 1).gather(1, token_BT).masked_fill(none_BT, 0),
+        queried_BT=queried_BT.gather(1, token_BT) & column_valid_BT,
+        held_BHT=held_BHT.view(B, H, T),
+        index_BHT=index_BHT.view(B, H, T),
+        column_N=column_N,
+        rows_N=rows_N,
+    )
+
+
+def _tokens_at(
+    position_N: Int[Tensor, " N"],
+    sequence_N: Int[Tensor, " N"],
+    positions_BT: Int[Tensor, "B seen"],
+    valid_BT: Bool[Tensor, "B seen"],
+) -> Int[Tensor, " N"]:
+    """Index of the token of sequence `sequence_N` at position `position_N`."""
+    B, seen = valid_BT.shape
+    # Padding repeats the position before it, so that a first match is never padding; all sequences one behind
+    # the other are one ascending row.
+    sorted_BT = positions_BT.long().masked_fill(~valid_BT, -1)
+    sorted_BT = sorted_BT.cummax(-1).values if seen else sorted_BT
+    far = 2**32
+    first_B1 = torch.arange(B, device=valid_BT.device)[:, None]
+    found_N = torch.searchsorted((sorted_BT + first_B1 * far).flatten(), position_N + sequence_N * far)
+    return found_N - sequence_N * seen
+
+
+def align_last(
+    x_BQnD: Shaped[Tensor, "B heads n *rest"], valid_BT: Bool[Tensor, "B n"], num: int | None = None
+) -> Shaped[Tensor, "B heads last *rest"]:
+    """The last tokens of each sequence, without the padding between them, brought to the right.
+
+    Of queries, `[B, Q, n, D] -> [B, Q, S, D]`: as `Evidence` wants them beside columns, `Columns.queried_BT`
+    saying which are there.
+
+    Args:
+        x_BQnD: what each head has of n tokens.
+        valid_BT: False on padding, wherever it stands.
+        num: tokens at most; None: as many as the sequence with the most has (one wait for the device).
+
+    Returns:
+        the same of the last tokens, zero where a sequence has fewer.
+
+    Example:
+        >>> import torch
+        >>> x_BHn = torch.tensor([[[1, 2, 0]], [[0, 3, 0]]])
+        >>> align_last(x_BHn, x_BHn[:, 0] > 0).squeeze(1).tolist()
+        [[1, 2], [0, 3]]
+    """
+    B, n = valid_BT.shape
+    rank_BT = _from_the_end(valid_BT)
+    count_B1 = rank_BT[:, :1] if n else rank_BT.new_zeros(B, 1)
+    S = min(n, num if num is not None else int(count_B1.max()) if B else 0)
+    # Slot S takes what is none.
+    slot_BT = torch.where(valid_BT & (rank_BT <= S), S - rank_BT, S)
+    token_n = torch.arange(n, device=valid_BT.device)
+    source_BS = token_n.new_zeros(B, S + 1).scatter_(1, slot_BT, token_n.expand(B, -1))[:, :S]
+    first_B1 = torch.arange(B, device=valid_BT.device)[:, None]
+    picked = x_BQnD.transpose(1, 2)[first_B1, source_BS]
+    missing_BS = torch.arange(S, device=valid_BT.device) < S - count_B1
+    return picked.masked_fill(_beside(missing_BS, picked), 0).transpose(1, 2)
+
+
+def last_tokens(valid_BT: Bool[Tensor, "B seen"], num: int) -> Int[Tensor, " B"]:
+    """Index of each sequence's `num`-th token from the end: from there on it has `num` queries.
+
+    Of a sequence with fewer tokens, that of its first; `seen` where there is none.
+
+    Args:
+        valid_BT: False on padding, wherever it stands.
+        num: tokens, at least 0.
+    """
+    return (~valid_BT | (_from_the_end(valid_BT) > num)).long().cumprod(-1).sum(-1)
+
+
+def _from_the_end(valid_BT: Bool[Tensor, "B n"]) -> Int[Tensor, "B n"]:
+    """1 for a sequence's last token, 2 for the one before it, ..."""
+    return valid_BT.flip(-1).cumsum(-1).flip(-1)
+
+
+def _beside(mask_BT: Tensor, x: Tensor) -> Tensor:
+    """The mask with as many axes as x."""
+    return mask_BT.view(*mask_BT.shape, *[1] * (x.dim() - 2))

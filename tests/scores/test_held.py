@@ -1,0 +1,385 @@
+"""Scores of a later moment, when heads hold different entries: what a head does not hold reaches nothing."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.evidence import Running
+from retain.hf.model import observe
+from retain.hf.press import press_score
+from retain.scores import SCORES, masked_score, random, recency, tova
+from retain.scores.trial import try_settings
+from retain.scores.window import pool_entries, window_attention
+from tests.close import assert_close
+from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention
+from tests.naive import LAYERS, assert_heads_close, naive_pool, random_evidence, special_layer
+from tests.scores.test_scores import VARIANTS, WINDOWED
+from tests.tiny import tiny_batch, tiny_model
+
+WINDOW = 6
+# Scores of which a head's own entries are all that matters, under these settings.
+LOCAL = [
+    ("cake", {"pool": None}),
+    ("cake", {"pool": None, "variance": "head"}),
+    ("critical", {"pool": None}),
+    ("critical", {"pool": None, "norm": "l2"}),
+    *(
+        ("defensive", {"pool": None, "norm": norm, "value_norm_place": place, "aggregate": aggregate})
+        for norm in ("raw", "token_sum")
+        for place in ("after_floor", "inside")
+        for aggregate in ("max", "mean")
+    ),
+    *(
+        ("expected_attention", {"value_norm": norm, "covariance": covariance, "epsilon": 0.01})
+        for norm in ("plain", "output", "output_l1", None)
+        for covariance in (True, False)
+    ),
+    ("h2o", {}),
+    ("h2o", {"reduce": "mean"}),
+    ("keydiff", {}),
+    ("keydiff", {"anchor": "raw"}),
+    ("knorm", {}),
+    ("lava", {"pool": None}),
+    ("lava", {"pool": None, "value_max_over": "all"}),
+    ("lru", {}),
+    ("observed_risk", {}),
+    ("quest", {"page_size": 3}),
+    ("quest", {"page_size": 5, "group": "mean"}),
+    ("recency", {}),
+    ("snapkv", {"pool": None}),
+    ("snapkv", {"pool": None, "aggregate": "max"}),
+    ("vatp", {}),
+    ("vatp", {"attention": "running"}),
+]
+# The others look at neighbouring columns, at other heads, or at the head's number.
+OTHERS = {"random", "tova"}
+
+
+def _score(evidence, name, settings):
+    window = {"window": WINDOW} if name in WINDOWED else {}
+    return SCORES[name].function(evidence, **window, **settings)
+
+
+def _both(score):
+    return [values for values in (score.values_BHT, score.first_BHT) if values is not None]
+
+
+def test_every_score_is_local_somehow_or_known_not_to_be():
+    assert {name for name, _ in LOCAL} | OTHERS == set(SCORES)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layer"),
+    [
+        (name, settings, layer)
+        for (name, settings), layer in itertools.product(LOCAL, (None, *LAYERS))
+        if (name, layer) != ("expected_attention", "soft_cap")  # refused
+    ],
+)
+def test_a_head_scores_what_it_holds_as_if_that_were_all(name, settings, layer):
+    evidence = held_evidence(seed=3)
+    evidence = evidence if layer is None else special_layer(evidence, layer)
+    score = _score(filled(evidence, float("nan")), name, settings)
+    assert ((evidence.exists_BHT.sum(-1) < evidence.valid_BT.sum(-1, keepdim=True)).all(-1)).all()
+    for b, h in itertools.product(range(3), range(2)):
+        one, left = compacted(evidence, b, h)
+        alone = _score(one, name, settings)
+        assert (alone.unit, alone.window) == (score.unit, score.window)
+        for together, own in zip(_both(score), _both(alone), strict=True):
+            assert_heads_close(together[b : b + 1, h : h + 1, left], own.double(), ops=4)
+
+
+@pytest.mark.parametrize(("name", "settings"), LOCAL)
+@pytest.mark.parametrize("seed", [1, 2, 9])
+def test_the_same_where_a_sliding_window_reaches_back_over_gaps(name, settings, seed):
+    """A window of 14 places shows fewer columns than 14."""
+    evidence = held_evidence(seed=seed, window=14)
+    place_BT = evidence.places_BT
+    assert (evidence.valid_BT & (place_BT > place_BT[:, -1:] - 14)).sum(-1).lt(14).all()
+    score = _score(filled(evidence, float("nan")), name, settings)
+    for b, h in itertools.product(range(3), range(2)):
+        one, left = compacted(evidence, b, h)
+        own = _score(one, name, settings).values_BHT
+        assert_heads_close(score.values_BHT[b : b + 1, h : h + 1, left], own.double(), ops=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layer"),
+    [
+        (name, settings, layer)
+        for (name, settings), layer in itertools.product(VARIANTS, (None, *LAYERS))
+        if (name, layer) != ("expected_attention", "soft_cap")  # refused
+    ],
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_poison_in_what_is_not_held_reaches_nothing(name, settings, layer, own):
+    """Keys, values, norms, masses; a head that holds nothing, and queries whose own entry is gone."""
+    evidence = held_evidence(seed=5, own=own)
+    evidence = evidence if layer is None else special_layer(evidence, layer)
+    clean = _score(filled(evidence, 0.0), name, settings)
+    exists = evidence.exists_BHT
+    for values in _both(clean):
+        assert torch.equal(values > float("-inf"), exists)
+        assert values[exists].isfinite().all()
+    for poison in (float("nan"), float("inf"), -float("inf"), 1e30):
+        score = _score(filled(evidence, poison), name, settings)
+        for poisoned, values in zip(_both(score), _both(clean), strict=True):
+            assert torch.equal(poisoned, values)
+        if clean.layer_weight_B is not None:
+            assert clean.layer_weight_B.isfinite().all()
+            assert torch.equal(score.layer_weight_B, clean.layer_weight_B)
+
+
+@pytest.mark.parametrize(("name", "settings"), VARIANTS)
+def test_a_mask_that_hides_nothing_changes_nothing(name, settings):
+    """Nor do places that are what they would be."""
+    evidence = replace(held_evidence(), held_BHT=None, place_BT=None)
+    full = replace(evidence, held_BHT=evidence.exists_BHT, place_BT=evidence.places_BT)
+    plain, score = (_score(layer, name, settings) for layer in (evidence, full))
+    for values, other in zip(_both(plain), _both(score), strict=True):
+        assert_heads_close(other, values.double())
+    if plain.layer_weight_B is not None:
+        assert_close(score.layer_weight_B, plain.layer_weight_B, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("name", "settings"), VARIANTS)
+def test_sequences_score_alike_alone(name, settings):
+    evidence = held_evidence(seed=7)
+    seeds = {"seeds_B": [4, 5, 6]} if name == "random" else {}
+    together = _score(evidence, name, {**settings, **seeds})
+    for b in range(3):
+        one = evidence.select_batch(slice(b, b + 1))
+        seeds = {"seeds_B": [4 + b]} if name == "random" else {}
+        alone = _score(one, name, {**settings, **seeds})
+        for values, own in zip(_both(together), _both(alone), strict=True):
+            assert_heads_close(values[b : b + 1], own.double())
+
+
+# What reads more than one head's own entries.
+
+
+def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
+    evidence = held_evidence(own=False)
+    paid = naive_held_attention(evidence)[:, :, -1]
+    score = tova(filled(evidence, float("nan"))).values_BHT
+    for b, h, i in itertools.product(range(3), range(2), range(20)):
+        holders = [q for q in range(4) if evidence.exists_BHT[b, q // 2, i]]
+        want = sum(float(paid[b, q, i]) for q in holders) / len(holders) if holders else 0.0
+        assert math.isclose(score[b, h, i], want if h * 2 in holders else -math.inf, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_a_neighbour_that_is_not_held_counts_as_nothing(kind):
+    evidence = held_evidence(own=False)
+    paid = naive_held_attention(evidence)[:, :, -WINDOW:].mean(2)
+    score = _score(filled(evidence, float("nan")), "snapkv", {"pool": kind, "pool_size": 5}).values_BHT
+    for b, h in itertools.product(range(3), range(2)):
+        held = evidence.exists_BHT[b, h]
+        rows = [naive_pool(paid[b, q], kind, 5, 20 - WINDOW) for q in (2 * h, 2 * h + 1)]
+        assert_close(score[b, h, held], ((rows[0] + rows[1]) / 2)[held])
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_defensive_gives_the_rows_mass_to_what_is_held_only(kind):
+    """What pooling would have given to entries that are not held goes back to those that are."""
+    evidence = held_evidence(own=False)
+    paid = naive_held_attention(evidence)[:, :, -WINDOW:]
+    score = _score(filled(evidence, float("nan")), "defensive", {"pool": kind, "pool_size": 5}).values_BHT
+    for b, h in itertools.product(range(3), range(2)):
+        held, before = evidence.exists_BHT[b, h], torch.arange(20) < 20 - WINDOW
+        worst = torch.zeros(20, dtype=torch.float64)
+        for q, j in itertools.product((2 * h, 2 * h + 1), range(WINDOW)):
+            row = paid[b, q, j]
+            pooled = naive_pool(row, kind, 5, 20 - WINDOW).masked_fill(~held, 0.0)
+            for part in (before, ~before):
+                if pooled[part].sum() > 0:
+                    pooled[part] *= row[part].sum() / pooled[part].sum()
+            worst = torch.maximum(worst, pooled)
+        if (held & before).any():
+            worst = worst.clamp_min(float(worst[held & before].mean()))
+        norm = evidence.value_norm_BQT[b, 2 * h : 2 * h + 2].mean(0)
+        assert_close(score[b, h, held], (worst * norm)[held])
+
+
+def test_a_share_of_the_heads_is_of_those_that_hold_the_entry():
+    """`head_share` of an entry that one head holds is 1: only what it was paid is left."""
+    evidence = held_evidence(own=False)
+    settings = {"norm": "head_share", "pool": None}
+    score = _score(filled(evidence, float("nan")), "defensive", settings).values_BHT
+    flat = replace(evidence, value_norm_BQT=torch.ones_like(evidence.value_norm_BQT))
+    risk = _score(flat, "defensive", {"pool": None}).values_BHT
+    once = evidence.exists_BHT & (evidence.exists_BHT.sum(1, keepdim=True) == 1)
+    assert once.any()
+    assert_close(score[once], risk[once])
+    norms = evidence.value_norm_BQT.unflatten(1, (2, 2)).mean(2)
+    both = evidence.exists_BHT & (evidence.exists_BHT.sum(1, keepdim=True) == 2)
+    assert_close(score[both], (risk * norms / norms.sum(1, keepdim=True))[both])
+
+
+@pytest.mark.parametrize("variance", ["query", "head"])
+def test_what_a_layer_asks_for_is_of_what_its_heads_hold(variance):
+    evidence = held_evidence(own=False)
+    got = _score(filled(evidence, float("nan")), "cake", {"variance": variance}).layer_weight_B
+    paid = naive_held_attention(evidence)[:, :, -WINDOW:, : 20 - WINDOW]
+    for b in range(3):
+        dispersion = shift = 0.0
+        for i in range(20 - WINDOW):
+            holders = [q for q in range(4) if evidence.exists_BHT[b, q // 2, i]]
+            for q in holders:
+                dispersion -= sum(float(a) * math.log(float(a) + 1e-10) for a in paid[b, q, :, i])
+                shift += float(paid[b, q, :, i].var()) if variance == "query" else 0.0
+            if variance == "head" and holders:  # G = 2: who holds it has two query heads
+                shift += float(paid[b, holders, :, i].mean(1).var())
+        assert math.isclose(got[b], dispersion ** (1 / 1.6) * shift ** (1 / 0.6), rel_tol=1e-6)
+
+
+# Ranks that must be the same at every moment.
+
+
+@pytest.mark.parametrize("score", [random, recency])
+def test_an_entry_has_the_same_number_at_every_moment(score):
+    whole = random_evidence((0, 6), num_tokens=25)
+    before = score(whole).values_BHT
+    for left in ([3, 7, 8, 12, 13, 20, 24], list(range(10, 25)), [24]):
+        later = replace(
+            whole,
+            queries_BQSD=whole.queries_BQSD[:, :, -1:],
+            keys_BHTD=whole.keys_BHTD[:, :, left],
+            values_BHTD=whole.values_BHTD[:, :, left],
+            positions_BT=whole.positions_BT[:, left],
+            valid_BT=whole.valid_BT[:, left],
+            place_BT=whole.places_BT[:, left],
+        )
+        assert torch.equal(score(later).values_BHT, before[..., left])
+
+
+def test_an_entry_stays_in_its_page_while_others_go():
+    """Pages of four places; of the first one entry is left, of the third none."""
+    evidence = held_evidence((0,), num_tokens=ASKED + 5)
+    place_BT = torch.tensor([[2, 4, 5, 7, 12, *range(13, 21)]])
+    held_BHT = torch.ones(1, 2, 13, dtype=torch.bool)
+    evidence = replace(evidence, place_BT=place_BT, held_BHT=held_BHT)
+    score = _score(evidence, "quest", {"page_size": 4}).values_BHT[0, 0].tolist()
+    pages = [score[:1], score[1:4], score[4:8], score[8:12], score[12:]]
+    assert [len(set(page)) for page in pages] == [1] * 5
+    assert len(set(score)) == 5
+    last = evidence.queries_BQSD[0, :2, -1]
+    assert math.isclose(score[0], (last @ evidence.keys_BHTD[0, 0, 0]).max(), rel_tol=1e-6)
+
+
+# What scores say that they need.
+
+
+def _needs(name, settings):
+    family = SCORES[name]
+    assert family.needs_with({}) == family.needs
+    return family.needs_with(settings)
+
+
+@pytest.mark.parametrize(("name", "settings"), VARIANTS)
+def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
+    evidence, needs = held_evidence(seed=11), _needs(name, settings)
+    score = _score(evidence, name, settings)
+    nan, known = float("nan"), evidence.running
+    last = max(1, score.window)
+    tried, _ = try_settings(name, {**settings, **({"window": WINDOW} if name in WINDOWED else {})})
+    assert tried is not None and tried.window == score.window
+    window = {"queries_BQSD": evidence.queries_BQSD[:, :, -last:]}
+    without = {
+        "window": {"queries_BQSD": torch.full_like(evidence.queries_BQSD, nan)},
+        "running": {"running": Running(known.mass_BHT * nan, known.last_access_BHT + 1)},
+        "value_norm": {"value_norm_BQT": torch.full_like(evidence.value_norm_BQT, nan)},
+        "rotary": {"rotary": None},
+    }
+    if "queries" in needs:
+        fewer = _score(replace(evidence, **window), name, settings)
+        assert not torch.equal(fewer.values_BHT, score.values_BHT)
+        assert fewer.values_BHT[evidence.exists_BHT].isfinite().all()
+    elif "window" in needs:
+        for values, own in zip(
+            _both(_score(replace(evidence, **window), name, settings)), _both(score), strict=True
+        ):
+            assert torch.equal(values, own)
+    for need, changes in without.items():
+        poor = replace(evidence, **changes)
+        if need in needs or (need, "queries" in needs) == ("window", True):
+            if need == "rotary":
+                with pytest.raises(ValueError, match="no rotary"):
+                    _score(poor, name, settings)
+            else:
+                assert not torch.equal(_score(poor, name, settings).values_BHT, score.values_BHT), need
+        else:
+            assert torch.equal(_score(poor, name, settings).values_BHT, score.values_BHT), need
+
+
+@pytest.mark.parametrize(("name", "settings"), VARIANTS)
+def test_norms_that_were_kept_are_those_that_would_be_made(name, settings):
+    evidence = held_evidence(seed=13)
+    made = _score(replace(evidence, value_norm_BQT=None), name, settings)
+    for values, own in zip(_both(_score(evidence, name, settings)), _both(made), strict=True):
+        assert torch.equal(values, own)
+
+
+def test_a_sequence_that_brought_too_few_queries_is_refused():
+    evidence = held_evidence()
+    queried = torch.arange(ASKED) >= torch.tensor([[0], [3], [2]])
+    message = (
+        r"holds the last 5 queries of sequence 1 of 3, the observation window needs 6: keep more.*window=5"
+    )
+    with pytest.raises(ValueError, match=message):
+        window_attention(replace(evidence, queried_BS=queried), WINDOW)
+    assert window_attention(replace(evidence, queried_BS=queried), 5).shape[2] == 5
+
+
+def test_expected_attention_learns_from_the_queries_that_came():
+    """Slots that a sequence has no query for count for nothing, and one query is enough."""
+    evidence = held_evidence()
+    queried = torch.arange(ASKED) >= torch.tensor([[3], [5], [7]])
+    few = replace(
+        evidence,
+        queried_BS=queried,
+        queries_BQSD=evidence.queries_BQSD.masked_fill(~queried[:, None, :, None], float("nan")),
+    )
+    score = _score(few, "expected_attention", {}).values_BHT
+    for b, start in enumerate((3, 5, 7)):
+        one = evidence.select_batch(slice(b, b + 1))
+        alone = _score(replace(one, queries_BQSD=one.queries_BQSD[:, :, start:]), "expected_attention", {})
+        assert_heads_close(score[b : b + 1], alone.values_BHT.double())
+    none = replace(evidence, queried_BS=torch.arange(ASKED) >= torch.tensor([[3], [5], [8]]))
+    with pytest.raises(ValueError, match="sequence 2 of 3.*no query is left"):
+        _score(none, "expected_attention", {})
+
+
+def test_a_score_of_raw_numbers_is_masked_by_what_is_held():
+    valid, held = torch.tensor([[False, True, True]]), torch.tensor([[[True, True, False]]])
+    nan = torch.tensor([[[math.nan, 1.0, math.nan]]])
+    score = masked_score(nan, valid, "rank", first_BHT=nan, held_BHT=held)
+    assert score.values_BHT.tolist() == score.first_BHT.tolist() == [[[-math.inf, 1.0, -math.inf]]]
+
+
+def test_pools_treat_the_window_apart_on_columns_too():
+    evidence = held_evidence()
+    probs = window_attention(evidence, WINDOW)
+    pooled = pool_entries(probs, "max", 5, window=WINDOW)
+    assert torch.equal(pooled[..., :14], pool_entries(probs[..., :14].contiguous(), "max", 5, window=0))
+
+
+def test_a_press_knows_nothing_of_heads_that_hold_different_entries():
+    class KeyNorm:
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            return -keys.norm(dim=-1)
+
+    model = tiny_model("llama")
+    ids, mask = tiny_batch((0, 3), 20)
+    layer = observe(model, ids, mask)[1]
+    score = press_score(model, KeyNorm())
+    full = replace(layer, held_BHT=layer.exists_BHT.clone())
+    assert torch.equal(score(full).values_BHT, score(layer).values_BHT)
+    full.held_BHT[1, 0, 9] = False
+    with pytest.raises(
+        ValueError, match="KeyNorm scores keys that all heads hold, and in layer 1.*evict once"
+    ):
+        score(full)

@@ -1,0 +1,234 @@
+"""Columns of ragged rows, against loops over tokens, heads and entries."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retain.columns import Columns, align_last, columns_of, last_tokens
+from retain.evidence import Evidence, attention_probs
+from tests.close import assert_close
+from tests.naive import LAYERS, random_evidence, special_layer
+
+
+@dataclass(frozen=True)
+class Store:
+    """Ragged rows made by hand: entries lie anywhere in a store, and each knows only its position."""
+
+    positions_C: Tensor
+    index_N: Tensor
+    rows_N: Tensor
+    num_heads: int
+
+    def columns(self, positions_BT: Tensor, valid_BT: Tensor, queries_from) -> Columns:
+        return columns_of(
+            self.positions_C,
+            self.index_N,
+            self.rows_N,
+            self.num_heads,
+            positions_BT=positions_BT,
+            valid_BT=valid_BT,
+            queries_from=queries_from,
+        )
+
+    def put(self, dense_BHT: Tensor, held_BHT: Tensor) -> Tensor:
+        """What entries have, where they lie; NaN in the rooms between."""
+        store = torch.full((len(self.positions_C), *dense_BHT.shape[3:]), float("nan"), dtype=dense_BHT.dtype)
+        store[self.index_N] = dense_BHT.flatten(0, 1)[self.rows_N, held_BHT.flatten(0, 1).nonzero()[:, 1]]
+        return store
+
+
+def make_store(positions_BT: Tensor, held_BHT: Tensor, seed: int, slack: int = 5) -> Store:
+    rows_N, token_N = held_BHT.flatten(0, 1).nonzero(as_tuple=True)
+    num_heads = held_BHT.shape[1]
+    room = len(rows_N) + slack
+    index_N = torch.randperm(room, generator=torch.Generator().manual_seed(seed))[: len(rows_N)]
+    positions_C = torch.full((room,), 10**6)
+    positions_C[index_N] = positions_BT[rows_N // num_heads, token_N]
+    return Store(positions_C, index_N, rows_N, num_heads)
+
+
+def draw_case(seed: int, B: int, H: int, seen: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, padding (between tokens too) and who holds what."""
+    draw = torch.Generator().manual_seed(seed)
+    valid_BT = torch.rand(B, seen, generator=draw) < torch.rand(B, 1, generator=draw) * 1.5
+    gaps_BT = torch.randint(1, 4, (B, seen), generator=draw)
+    positions_BT = (gaps_BT * valid_BT).cumsum(-1) + 3
+    positions_BT = positions_BT.masked_fill(~valid_BT, int(torch.randint(0, 9, (1,), generator=draw)))
+    held_BHT = torch.rand(B, H, seen, generator=draw) < torch.rand(B, H, 1, generator=draw) - 0.2
+    return positions_BT, valid_BT, held_BHT & valid_BT[:, None]
+
+
+CASES = given(
+    seed=st.integers(0, 10**6), B=st.integers(1, 4), H=st.sampled_from([1, 3]), seen=st.integers(1, 17)
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@CASES
+def test_columns_are_the_union_of_what_heads_hold_and_what_is_asked(seed, B, H, seen):
+    positions_BT, valid_BT, held_BHT = draw_case(seed, B, H, seen)
+    queries_from = seed % (seen + 2)
+    store = make_store(positions_BT, held_BHT, seed)
+    columns = store.columns(positions_BT, valid_BT, queries_from)
+    tokens = []
+    for b in range(B):
+        own = [t for t in range(seen) if valid_BT[b, t]]
+        tokens.append([t for t in own if t >= queries_from or held_BHT[b, :, t].any()])
+    T = max(len(own) for own in tokens)
+    assert columns.held_BHT.shape == (B, H, T)
+    entries = {}
+    for n, (row, index) in enumerate(zip(store.rows_N.tolist(), store.index_N.tolist(), strict=True)):
+        t = held_BHT.flatten(0, 1)[row].nonzero().flatten()[store.rows_N[:n].eq(row).sum()]
+        entries[row, int(t)] = (n, index)
+    for b, own in enumerate(tokens):
+        pad = T - len(own)
+        assert columns.valid_BT[b].tolist() == [False] * pad + [True] * len(own)
+        assert columns.token_BT[b].tolist() == [0] * pad + own
+        assert columns.queried_BT[b].tolist() == [False] * pad + [t >= queries_from for t in own]
+        for i, t in enumerate(own, pad):
+            assert columns.positions_BT[b, i] == positions_BT[b, t]
+            assert columns.place_BT[b, i] == valid_BT[b, :t].sum()
+            for h in range(H):
+                assert columns.held_BHT[b, h, i] == held_BHT[b, h, t]
+                if held_BHT[b, h, t]:
+                    n, index = entries[b * H + h, t]
+                    assert (columns.column_N[n], columns.index_BHT[b, h, i]) == (i, index)
+    assert not (columns.held_BHT & ~columns.valid_BT[:, None]).any()
+    assert (columns.index_BHT[~columns.held_BHT] == 0).all()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@CASES
+def test_there_and_back(seed, B, H, seen):
+    positions_BT, valid_BT, held_BHT = draw_case(seed, B, H, seen)
+    store = make_store(positions_BT, held_BHT, seed)
+    columns = store.columns(positions_BT, valid_BT, seen - seen // 3)
+    keys_BHTD = torch.randn(B, H, seen, 2)
+    kept_BHTD = columns.gather(store.put(keys_BHTD, held_BHT))
+    source_BHTD = columns.token_BT[:, None, :, None].expand_as(kept_BHTD)
+    held = columns.held_BHT
+    assert torch.equal(kept_BHTD[held], keys_BHTD.gather(2, source_BHTD)[held])
+    # From the columns back to the entries, in the order of the store.
+    assert torch.equal(columns.per_entry(kept_BHTD), store.put(keys_BHTD, held_BHT)[store.index_N])
+    keep_BHT = torch.rand(held.shape) < 0.5
+    keep_N = columns.select(keep_BHT)
+    assert keep_N.sum() == (keep_BHT & held).sum()
+    assert torch.equal(columns.per_entry(columns.index_BHT), store.index_N)
+    kept = set(columns.index_BHT[keep_BHT & held].tolist())
+    assert kept == set(store.index_N[keep_N].tolist())
+    # What tokens have.
+    ids_BT = torch.arange(B * seen).view(B, seen) + 1
+    assert torch.equal(columns.of_tokens(ids_BT) > 0, columns.valid_BT)
+    assert torch.equal(columns.of_tokens(positions_BT), columns.positions_BT)
+    assert torch.equal(columns.of_tokens(valid_BT), columns.valid_BT)
+
+
+@pytest.mark.parametrize("layer", [None, *LAYERS])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6))
+def test_attention_over_columns_is_attention_over_everything_with_what_is_gone_hidden(layer, seed):
+    """Left padding, and a turn that only some sequences take part in: padding between tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    seen, num, B, H = 16, 5, 3, 2
+    whole = random_evidence((0, 3, 6), num_tokens=seen, dtype=torch.float64, seed=seed)
+    whole = whole if layer is None else special_layer(whole, layer)
+    valid_BT = whole.valid_BT.clone()
+    valid_BT[1, seen - num : seen - 2] = valid_BT[2, seen - num :] = False
+    positions_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
+    held_BHT = (torch.rand(B, H, seen, generator=draw) < 0.4) & valid_BT[:, None]
+    place_BT = valid_BT.cumsum(-1) - 1
+    whole = replace(whole, valid_BT=valid_BT, positions_BT=positions_BT, held_BHT=held_BHT, place_BT=place_BT)
+
+    store = make_store(positions_BT, held_BHT, seed)
+    columns = store.columns(positions_BT, valid_BT, seen - num)
+    queries_BQSD = align_last(whole.queries_BQSD[:, :, -num:], valid_BT[:, -num:])
+    shown = _shown(whole, store, columns, queries_BQSD)
+    assert queries_BQSD.shape[2] == num and columns.queried_BT[:, -num:].sum(-1).tolist() == [5, 2, 0]
+    got = attention_probs(shown, 0, num)
+    want = attention_probs(whole, seen - num, seen)
+    for b in range(B):
+        own = valid_BT[b, -num:].nonzero().flatten().tolist()
+        for s, query in zip(range(num - len(own), num), own, strict=True):
+            held = columns.valid_BT[b]
+            assert_close(got[b, :, s, held], want[b, :, query, columns.token_BT[b, held]])
+            assert (got[b, :, s, ~held] == 0).all()
+        assert (got[b, :, : num - len(own)] == 0).all()
+
+
+def _shown(whole: Evidence, store: Store, columns: Columns, queries_BQSD: Tensor) -> Evidence:
+    assert whole.held_BHT is not None
+    return replace(
+        whole,
+        queries_BQSD=queries_BQSD,
+        keys_BHTD=columns.gather(store.put(whole.keys_BHTD, whole.held_BHT)),
+        values_BHTD=columns.gather(store.put(whole.values_BHTD, whole.held_BHT)),
+        positions_BT=columns.positions_BT,
+        valid_BT=columns.valid_BT,
+        held_BHT=columns.held_BHT,
+        place_BT=columns.place_BT,
+        queried_BS=columns.queried_BT[:, -queries_BQSD.shape[2] :],
+    )
+
+
+def test_a_store_of_nothing_has_the_columns_of_its_queries():
+    valid_BT = torch.tensor([[False, True, True], [False, False, True]])
+    positions_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
+    nothing = torch.zeros(2, 2, 3, dtype=torch.bool)
+    store = make_store(positions_BT, nothing, 0, slack=0)
+    columns = store.columns(positions_BT, valid_BT, 1)
+    assert columns.token_BT.tolist() == [[1, 2], [0, 2]]
+    assert columns.valid_BT.tolist() == columns.queried_BT.tolist() == [[True, True], [False, True]]
+    assert not columns.held_BHT.any()
+    assert columns.gather(torch.zeros(0, 3)).shape == (2, 2, 2, 3)
+    assert columns.select(nothing[..., :2]).shape == (0,)
+    assert store.columns(positions_BT, valid_BT, 3).held_BHT.shape == (2, 2, 0)
+
+
+def test_queries_may_begin_at_a_token_of_each_sequence():
+    positions_BT, valid_BT, held_BHT = draw_case(5, 3, 2, 15)
+    store = make_store(positions_BT, held_BHT, 5)
+    columns = store.columns(positions_BT, valid_BT, last_tokens(valid_BT, 3))
+    numbers = valid_BT.sum(-1).clamp_max(3)
+    assert torch.equal(columns.queried_BT.sum(-1), numbers)
+    for b, number in enumerate(numbers.tolist()):
+        assert columns.queried_BT[b, columns.queried_BT.shape[1] - number :].all()
+
+
+def test_index_tensors_of_32_bits_are_taken():
+    positions_BT, valid_BT, held_BHT = draw_case(7, 2, 2, 9)
+    store = make_store(positions_BT, held_BHT, 7)
+    small = Store(store.positions_C.int(), store.index_N.int(), store.rows_N.int(), 2)
+    for name, field in vars(store.columns(positions_BT, valid_BT, 5)).items():
+        assert torch.equal(getattr(small.columns(positions_BT.int(), valid_BT, 5), name), field), name
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6), B=st.integers(1, 4), n=st.integers(1, 9), num=st.integers(0, 10) | st.none()
+)
+def test_the_last_tokens_are_brought_to_the_right(seed, B, n, num):
+    draw = torch.Generator().manual_seed(seed)
+    valid_BT = torch.rand(B, n, generator=draw) < torch.rand(B, 1, generator=draw) * 1.4
+    x_BQnD = torch.randn(B, 2, n, 3, generator=draw)
+    got = align_last(x_BQnD, valid_BT, num)
+    own = [[t for t in range(n) if valid_BT[b, t]] for b in range(B)]
+    S = min(n, max(map(len, own)) if num is None else num)
+    assert got.shape == (B, 2, S, 3)
+    for b in range(B):
+        last = own[b][max(0, len(own[b]) - S) :]
+        assert (got[b, :, : S - len(last)] == 0).all()
+        assert torch.equal(got[b, :, S - len(last) :], x_BQnD[b, :, last])
+    wanted = S if num is None else num
+    first = [own[b][max(0, len(own[b]) - wanted)] if own[b] and wanted else n for b in range(B)]
+    assert last_tokens(valid_BT, wanted).tolist() == first
+
+
+def test_what_is_not_valid_does_not_show_through_the_alignment():
+    x_BQnD = torch.full((1, 1, 3, 1), float("nan"))
+    x_BQnD[0, 0, 1] = 2.0
+    valid_BT = torch.tensor([[False, True, False]])
+    assert align_last(x_BQnD, valid_BT, 2).flatten().tolist() == [0.0, 2.0]
