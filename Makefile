@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	train/distill.py --config configs/distill/reference.yaml
 
-.PHONY: demo compare methods test lint format reference install gates gates-seed0 gates-seed1 gates-seed2
+.PHONY: demo compare methods test quantised lint format reference install gates gates-seed0 gates-seed1 gates-seed2
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -43,6 +43,12 @@ gates-seed0 gates-seed1 gates-seed2: gates-seed%: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# Weights as torchao and bitsandbytes pack them, in an environment of its own: what they warn of is not ours.
+quantised:
+	$(MAKE) $(VENV)-quantised/installed VENV=$(VENV)-quantised
+	$(VENV)-quantised/bin/pip install torchao bitsandbytes
+	$(VENV)-quantised/bin/python -m pytest -q -o filterwarnings=ignore tests/optional/quantised.py
 
 # mypy does not follow an editable install, so it is shown the installed layout as links.
 lint: $(INSTALLED)

@@ -1,30 +1,128 @@
-"""Tiny random models of three real architectures, made on the spot: the models of every test.
+"""Tiny random models of real architectures, made on the spot: the models of every test.
 
 Weights are drawn larger than at a real initialisation, so that attention is sharp and evicting an entry
 visibly changes the logits. A test that passes here because nothing mattered would be worth nothing.
+
+Yi is Llama to transformers, and needs no row of its own.
 """
+
+from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB = 97
 PAD = 0
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 # name -> (config class, model class, settings): different depth, width, head width and group size.
-FAMILIES = {
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_hidden_layers": 3, "hidden_size": 64}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_hidden_layers": 3, "hidden_size": 48, "head_dim": 16}),
+    "mistral": (
+        MistralConfig,
+        MistralForCausalLM,
+        {"num_hidden_layers": 2, "hidden_size": 32, "sliding_window": None},
+    ),
+    "mistral_window": (
+        MistralConfig,
+        MistralForCausalLM,
+        {"num_hidden_layers": 3, "hidden_size": 32, "sliding_window": 24},
+    ),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"num_hidden_layers": 2, "hidden_size": 32}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 32,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 16,
+            "layer_types": SLIDING,
+        },
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8, "num_experts": 4, **EXPERTS},
+    ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 32,
+            "head_dim": 8,
+            "intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "layer_types": SLIDING,
+        },
+    ),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        {**LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, LINEAR),
 }
-HEADS = {"llama": (4, 2), "qwen2": (4, 2), "qwen3": (6, 2)}
+# Full attention in every layer, and either attention implementation.
+PLAIN = ("llama", "qwen2", "qwen3")
+HEADS = {**dict.fromkeys(FAMILIES, (4, 2)), "qwen3": (6, 2)}
+# Attention that transformers has no SDPA for.
+EAGER = ("gpt_oss",)
+# Norms that multiply by 1 + weight.
+SHIFTED = ("gemma3", "qwen3_next", "qwen3_5")
 
 
 def tiny_model(
@@ -32,16 +130,16 @@ def tiny_model(
     *,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    attn: str = "sdpa",
+    attn: str | None = None,
     **settings,
 ) -> PreTrainedModel:
-    """A random model of `llama`, `qwen2` or `qwen3`, in eval mode and without gradients.
+    """A random model of one of `FAMILIES`, in eval mode and without gradients.
 
     Args:
         family: which architecture.
         dtype: weights' precision.
         seed: weights' seed.
-        attn: attention implementation, `sdpa` or `eager`.
+        attn: attention implementation, `sdpa` or `eager`; None: `sdpa` where the family has it.
         **settings: anything of the config, e.g. `num_hidden_layers=4`, `hidden_size=64`.
     """
     config_class, model_class, base = FAMILIES[family]
@@ -60,18 +158,24 @@ def tiny_model(
             **base,
             **settings,
         },
-        attn_implementation=attn,
+        attn_implementation=attn or ("eager" if family in EAGER else "sdpa"),
+        experts_implementation="eager",  # the others know no float64
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)
         for name, weight in sorted(model.named_parameters()):
-            if weight.ndim == 2:
+            if weight.ndim == 2 and "experts" not in name:
                 torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
+            elif weight.ndim == 3:  # of experts, of a convolution: some are stored the other way round
+                torch.nn.init.normal_(weight, std=1.5 * min(weight.shape[1:]) ** -0.5)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(weight, std=0.2)
+            elif name.endswith("sinks"):
+                torch.nn.init.normal_(weight)
             elif "norm" in name:
-                torch.nn.init.uniform_(weight, 0.7, 1.3)
+                shift = 1.0 if family in SHIFTED and "linear_attn" not in name else 0.0
+                torch.nn.init.uniform_(weight, 0.7 - shift, 1.3 - shift)
     return model.to(dtype).eval().requires_grad_(False)
 
 

@@ -1,66 +1,105 @@
 """The oracle of the ragged cache: a full DynamicCache in which evicted entries get -inf, per (layer, KV
 head).
 
-Nothing of `retain` runs here. Each attention module is given its own 4D mask by a hook: entry `t` is visible
-to query `s` if it is causal, no padding, and, for queries that come after the prefill, kept by that layer and
-head.
+Nothing of `retain` runs here. Each attention module whose layer evicts is given its own 4D mask by a hook:
+entry `t` is visible to query `s` if it is causal, no padding, inside the layer's window if it has one, and,
+unless it came in the same forward, still kept by that layer and head. What is kept may change between
+forwards: a query sees what was kept when its forward began, so every forward is a moment of its own. Other
+layers run as they are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+
+def evicting(model: PreTrainedModel) -> dict[int, int | None]:
+    """Layers that evict and the window of each: those with full attention, or else those with a window."""
+    config = model.config
+    everywhere = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
+    full = [idx for idx, kind in enumerate(kinds) if kind == "full_attention"]
+    sliding = [idx for idx, kind in enumerate(kinds) if kind == "sliding_attention"]
+    return dict.fromkeys(full) if full else dict.fromkeys(sliding, config.sliding_window)
+
+
+def full_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache that holds every entry of the layers that evict, whatever their window."""
+    cache = DynamicCache(config=model.config)
+    for idx in evicting(model):
+        cache.layers[idx] = DynamicLayer()
+    return cache
 
 
 @contextmanager
-def masked(model: PreTrainedModel, keep: Sequence[Tensor], attention_mask: Tensor) -> Iterator[None]:
-    """Inside, forwards on a DynamicCache see only kept entries of the first `T` (`keep[layer]` is `[B, H,
-    T]`).
+def masked(
+    model: PreTrainedModel, keep: Sequence[Tensor] | None, attention_mask: Tensor
+) -> Iterator[list[Tensor]]:
+    """Inside, forwards on a DynamicCache see only kept entries of the past.
 
     Args:
         model: an unattached model.
-        keep: True = kept, per layer; the queries of the first T tokens themselves still see everything.
+        keep: True = kept, `[B, H, T]` for each layer that evicts, in order; entries behind T are kept. None:
+            everything is.
         attention_mask: 2D, over all tokens that will ever be seen (more columns than needed are cut).
+
+    Yields:
+        what is kept, a list like `keep`: replace its tensors between forwards to evict at that moment.
     """
+    windows = evicting(model)
+    none = torch.ones(attention_mask.shape[0], model.config.num_key_value_heads, 0, dtype=torch.bool)
+    kept = [none] * len(windows) if keep is None else list(keep)
+    place = {idx: number for number, idx in enumerate(windows)}
 
     def give_mask(module, args, kwargs):
         cache = kwargs["past_key_values"]
         S = kwargs["hidden_states"].shape[1]
         seen = cache.get_seq_length(module.layer_idx)
-        keep_BHT = keep[module.layer_idx]
-        B, H, T = keep_BHT.shape
+        keep_BHT = kept[place[module.layer_idx]][:, :, :seen]
         column = torch.arange(seen + S)
-        visible = (column <= torch.arange(seen, seen + S)[:, None])[None, None]
-        visible = visible & attention_mask[:, None, None, : seen + S].bool()
-        if seen:
-            kept = torch.cat([keep_BHT, torch.ones(B, H, seen + S - T, dtype=torch.bool)], dim=-1)
-            visible = visible & kept[:, :, None]
-        visible = visible.expand(B, H, S, seen + S).repeat_interleave(module.num_key_value_groups, dim=1)
+        valid = attention_mask[:, : seen + S].bool()
+        visible = (column <= torch.arange(seen, seen + S)[:, None])[None, None] & valid[:, None, None]
+        window = windows[module.layer_idx]
+        if window is not None:  # of a sequence's own tokens: padding inside it takes no room
+            number = valid.cumsum(-1)
+            near = number[:, None, :] > number[:, seen:, None] - window
+            visible = visible & near[:, None]
+        B, H, T = keep_BHT.shape
+        later = torch.ones(B, H, seen + S - T, dtype=torch.bool)
+        visible = visible & torch.cat([keep_BHT, later], dim=-1)[:, :, None]
+        visible = visible.repeat_interleave(module.num_key_value_groups, dim=1)
         # A pad's own query may see nothing; let it see itself, nobody looks at what comes out.
         visible = visible | (column == torch.arange(seen, seen + S)[:, None])
         dtype = kwargs["hidden_states"].dtype
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
-        return args, {**kwargs, "attention_mask": mask}
+        width, offset = cache.get_mask_sizes(S, module.layer_idx)  # a layer with a window holds only its end
+        return args, {**kwargs, "attention_mask": mask[..., offset : offset + width]}
 
     hooks = [
-        layer.self_attn.register_forward_pre_hook(give_mask, with_kwargs=True) for layer in model.model.layers
+        model.model.layers[idx].self_attn.register_forward_pre_hook(give_mask, with_kwargs=True)
+        for idx in windows
     ]
     try:
-        yield
+        yield kept
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def random_keep(model: PreTrainedModel, attention_mask: Tensor, *, seed: int = 0) -> list[Tensor]:
-    """Keep masks of very different lengths per (sequence, layer, head): 10 % to 80 % of the real tokens."""
+    """Keep masks of very different lengths per (sequence, layer, head): 10 % to 80 % of the real tokens.
+
+    One for each layer that evicts, in order.
+    """
     generator = torch.Generator().manual_seed(seed)
     B, T = attention_mask.shape
     H = model.config.num_key_value_heads
     masks = []
-    for _ in range(model.config.num_hidden_layers):
+    for _ in evicting(model):
         ratio = 0.1 + 0.7 * torch.rand(B, H, 1, generator=generator)
         masks.append((torch.rand(B, H, T, generator=generator) < ratio) & attention_mask[:, None].bool())
     return masks
@@ -79,16 +118,25 @@ def masked_logits(
     attention_mask: Tensor,
     *,
     positions: bool = True,
+    after: Callable[[int, list[Tensor]], None] | None = None,
 ) -> list[Tensor]:
-    """Logits of each chunk of token ids in turn, through the oracle (`keep` None: the plain full cache)."""
-    cache, logits, seen = DynamicCache(config=model.config), [], 0
-    everything = torch.ones(
-        chunks[0].shape[0], model.config.num_key_value_heads, chunks[0].shape[1], dtype=torch.bool
-    )
-    with masked(model, keep or [everything] * model.config.num_hidden_layers, attention_mask):
-        for ids in chunks:
+    """Logits of each chunk of token ids in turn, through the oracle.
+
+    Args:
+        model: an unattached model.
+        keep: what is kept of the entries that come first; None: everything.
+        chunks: token ids `[B, S]`.
+        attention_mask: 2D, over all chunks.
+        positions: whether to pass positions that count a sequence's own tokens.
+        after: called with a chunk's number once it was read, and with what is kept, which it may change.
+    """
+    cache, logits, seen = full_cache(model), [], 0
+    with masked(model, keep, attention_mask) as kept:
+        for number, ids in enumerate(chunks):
             mask = attention_mask[:, : seen + ids.shape[1]]
             where = {"position_ids": positions_of(mask)[:, seen:]} if positions else {}
             logits.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache, **where).logits)
             seen += ids.shape[1]
+            if after is not None:
+                after(number, kept)
     return logits

@@ -3,12 +3,18 @@ import torch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GlmConfig,
     GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     SmolLM3Config,
@@ -19,26 +25,32 @@ from transformers import (
 
 from retain.evidence import attention_probs
 from retain.hf.attach import attached, handle_of
-from retain.hf.model import base_model, describe, fingerprint, observe, rotary_of
+from retain.hf.families import FAMILIES as FAMILY_TABLE
+from retain.hf.model import base_model, describe, fingerprint, layout_of, observe, rotary_of
 from tests.close import MODEL, assert_close
-from tests.tiny import FAMILIES, HEADS, tiny_batch, tiny_model
+from tests.hf.masked import evicting
+from tests.tiny import EAGER, FAMILIES, HEADS, tiny_batch, tiny_model
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
+# Queries come out of the projection with a gate beside them.
+GATED = ("qwen3_next", "qwen3_5")
 
 
 @every_family
 def test_describe(family):
     model = tiny_model(family)
-    specs = describe(model)
-    assert len(specs) == model.config.num_hidden_layers
-    for idx, spec in enumerate(specs):
-        attention = model.model.layers[idx].self_attn
-        assert spec.module is attention and spec.layer_idx == idx
+    specs, windows = describe(model), evicting(model)
+    assert [spec.layer_idx for spec in specs] == list(windows)
+    for spec in specs:
+        attention = model.model.layers[spec.layer_idx].self_attn
+        assert spec.module is attention and spec.window == windows[spec.layer_idx]
         assert (spec.num_heads, spec.num_kv_heads) == HEADS[family]
         assert spec.hidden_size == model.config.hidden_size and spec.scaling == spec.head_dim**-0.5
         assert spec.output_weight_QDE.data_ptr() == attention.o_proj.weight.data_ptr()  # a view
         heads = torch.randn(5, spec.num_heads, spec.head_dim)
-        want = attention.o_proj(heads.flatten(1))
+        want = torch.nn.functional.linear(heads.flatten(1), attention.o_proj.weight)
+        assert (spec.sinks_Q is not None) is (family == "gpt_oss")
+        assert (spec.device, spec.dtype) == (attention.o_proj.weight.device, torch.float32)
         assert_close(torch.einsum("nqd,qde->ne", heads, spec.output_weight_QDE), want, ops=MODEL)
     assert len(describe(model.model)) == len(specs)
 
@@ -47,6 +59,8 @@ def test_describe(family):
 @every_family
 def test_evidence_is_what_attention_used(family, attn):
     """Attention recomputed from the evidence gives the module's own output, for every real token."""
+    if attn == "sdpa" and family in EAGER:
+        attn = None
     model = tiny_model(family, attn=attn)
     ids, mask = tiny_batch((0, 3, 11))
     outputs, inputs = {}, {}
@@ -54,19 +68,24 @@ def test_evidence_is_what_attention_used(family, attn):
     def remember(module, args, kwargs, output):
         outputs[module.layer_idx], inputs[module.layer_idx] = output[0], kwargs["hidden_states"]
 
-    hooks = [
-        layer.self_attn.register_forward_hook(remember, with_kwargs=True) for layer in model.model.layers
-    ]
+    windows = evicting(model)
+    modules = {idx: model.model.layers[idx].self_attn for idx in windows}
+    hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in modules.values()]
     layers = observe(model, ids, mask)
     for hook in hooks:
         hook.remove()
-    assert handle_of(model) is None and [evidence.layer_idx for evidence in layers] == list(
-        range(len(layers))
-    )
+    assert handle_of(model) is None and [evidence.layer_idx for evidence in layers] == list(windows)
     for evidence in layers:
+        module = modules[evidence.layer_idx]
         probs = attention_probs(evidence, 0, 40)
         values = evidence.values_BHTD.repeat_interleave(evidence.group, dim=1)
-        mixed = torch.einsum("bqst,bqtd,qde->bse", probs, values, evidence.output_weight_QDE)
+        heads = torch.einsum("bqst,bqtd->bqsd", probs, values)
+        if family in GATED:  # not in the evidence: it depends on the query, and only takes away
+            both = module.q_proj(evidence.hidden_BTE).unflatten(-1, (HEADS[family][0], -1))
+            heads = heads * both.chunk(2, dim=-1)[1].transpose(1, 2).sigmoid()
+        mixed = torch.einsum("bqsd,qde->bse", heads, evidence.output_weight_QDE)
+        if module.o_proj.bias is not None:
+            mixed = mixed + module.o_proj.bias
         real = mask.bool()
         assert_close(mixed[real], outputs[evidence.layer_idx][real], ops=MODEL)
         assert torch.equal(evidence.hidden_BTE, inputs[evidence.layer_idx])
@@ -116,16 +135,121 @@ def test_offloaded_weights_are_named():
         describe(model)
 
 
-def test_sliding_windows_are_refused():
+def test_where_every_layer_has_a_window_they_evict_inside_it():
     size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     mistral = MistralForCausalLM(MistralConfig(**size, num_hidden_layers=1, vocab_size=32, sliding_window=8))
-    with pytest.raises(ValueError, match="sliding window of 8 tokens"):
-        describe(mistral)
-    mixed = tiny_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(ValueError, match="layer 1 .* has a sliding_attention layer"):
-        describe(mixed)
+    assert [spec.window for spec in describe(mistral)] == [8] and not layout_of(mistral).alone
     whole = MistralForCausalLM(MistralConfig(**size, num_hidden_layers=1, vocab_size=32, sliding_window=None))
-    assert len(describe(whole)) == 1 and base_model(whole) is whole.model
+    assert [spec.window for spec in describe(whole)] == [None] and base_model(whole) is whole.model
+    # A window that no sequence outgrows never bites.
+    wide = tiny_model("phi3", sliding_window=4096)
+    assert [spec.window for spec in describe(wide)] == [None, None] and not layout_of(wide).alone
+    assert [spec.window for spec in describe(tiny_model("phi3", sliding_window=4095))] == [4095, 4095]
+
+
+def test_beside_full_layers_others_are_left_alone():
+    mixed = tiny_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    layout = layout_of(mixed)
+    assert [spec.layer_idx for spec in layout.evicting] == [0] and layout.num_layers == 3
+    assert [(left.layer_idx, left.kind, left.window) for left in layout.alone.values()] == [
+        (1, "sliding_attention", 8),
+        (2, "sliding_attention", 8),
+    ]
+    hybrid = layout_of(tiny_model("qwen3_next"))
+    assert [(idx, left.kind, left.window) for idx, left in hybrid.alone.items()] == [
+        (0, "linear_attention", None),
+        (2, "linear_attention", None),
+    ]
+    assert [spec.layer_idx for spec in hybrid.evicting] == [1, 3]
+    own = fingerprint(tiny_model("qwen3_next"))
+    assert (own["num_layers"], own["layers"]) == (2, "1,3") and "layers" not in fingerprint(
+        tiny_model("qwen3")
+    )
+
+
+def test_regular_families_need_no_row_of_the_table():
+    size = {**SMALL, "bos_token_id": 1, "eos_token_id": 1}
+    for config, model_class in ((Olmo2Config, Olmo2ForCausalLM), (CohereConfig, CohereForCausalLM)):
+        model = model_class(config(**size))
+        assert model.config.model_type not in FAMILY_TABLE
+        assert [spec.layer_idx for spec in describe(model)] == [0, 1]
+
+
+def test_irregular_families_are_refused_by_the_name_of_what_is_missing():
+    deepseek = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **SMALL,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=2,
+        )
+    )
+    with pytest.raises(ValueError, match="layer 0 .*DeepseekV3Attention has no `k_proj`, `v_proj`"):
+        describe(deepseek)
+    hybrid = tiny_model("llama")
+    hybrid.config.layer_types = ["full_attention", "hybrid"]
+    with pytest.raises(ValueError, match="layer 1 .LlamaDecoderLayer. is a hybrid layer, of which nothing"):
+        describe(hybrid)
+    none = tiny_model("qwen3_next", layer_types=["linear_attention"] * 4)
+    with pytest.raises(ValueError, match="none of its layers has attention whose entries could be evicted"):
+        describe(none)
+    shared = tiny_model("llama")
+    shared.config.num_kv_shared_layers = 1
+    with pytest.raises(ValueError, match="some of its layers attend to the keys of others"):
+        describe(shared)
+    unknown = tiny_model("llama")
+    unknown.config.model_type = "someone_elses"
+    assert len(describe(unknown)) == 2
+    unknown.model.layers[1].self_attn.slopes = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match="layer 1 .*LlamaAttention has a parameter of its own, `slopes`"):
+        describe(unknown)
+    gated = tiny_model("qwen3_next")
+    gated.config.model_type = "someone_elses"
+    with pytest.raises(ValueError, match="layer 1 .*`q_proj` gives 128 features, not 64"):
+        describe(gated)
+    model = tiny_model("qwen3")
+    del model.model.layers[2].self_attn.k_norm
+    with pytest.raises(ValueError, match="layer 2 .*Qwen3Attention has no `k_norm`"):
+        describe(model)
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(ValueError, match="LlamaAttention is numbered 0, not 1"):
+        describe(model)
+    model.model.layers[1].self_attn.layer_idx = 1
+    model.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(ValueError, match="layer 0 .*LlamaAttention is not causal"):
+        describe(model)
+    model.model.layers[0].self_attn.is_causal = True
+    model.model.layers[0].self_attn.head_dim = 12
+    with pytest.raises(ValueError, match="takes 32 features, which are no groups of 2 heads of width 12"):
+        describe(model)
+
+
+def test_models_of_more_than_text_are_refused_with_the_way_out():
+    text = {**SMALL, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    both = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
+    with pytest.raises(
+        ValueError,
+        match="Gemma3Model has no `layers`. It reads more than text; .*Gemma3TextModel, `language_model`",
+    ):
+        describe(both)
+
+
+def test_layers_with_sinks_show_them_where_they_stand():
+    model = tiny_model("gpt_oss")
+    spec = describe(model)[0]
+    module = model.model.layers[1].self_attn
+    assert spec.sinks_Q.data_ptr() == module.sinks.data_ptr() and not spec.sinks_Q.requires_grad
+    model.to(torch.bfloat16)
+    assert spec.sinks_Q.dtype == spec.output_weight_QDE.dtype == spec.dtype == torch.bfloat16
 
 
 ROPE = {
@@ -168,13 +292,13 @@ SMALL = {
 
 def _before_rope(model, evidence):
     """Queries that the module's own projection (and norm) makes of the attention input, `[B, Q, T, D]`."""
-    attention = describe(model)[evidence.layer_idx].module
+    attention = model.model.layers[evidence.layer_idx].self_attn
     Q, D = evidence.queries_BQSD.shape[1], evidence.queries_BQSD.shape[3]
     if hasattr(attention, "qkv_proj"):
         projected = attention.qkv_proj(evidence.hidden_BTE)[..., : Q * D]
     else:
         projected = attention.q_proj(evidence.hidden_BTE)
-    queries = projected.unflatten(-1, (Q, D))
+    queries = projected.unflatten(-1, (Q, -1))[..., :D]
     if hasattr(attention, "q_norm"):
         queries = attention.q_norm(queries)
     return queries.transpose(1, 2)
@@ -198,7 +322,8 @@ def _check_unrotated(model, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_are_turned_back_to_what_the_projection_made(family, dtype):
     rotary = _check_unrotated(tiny_model(family, dtype=dtype), dtype)
-    assert rotary.scaling == 1.0 and rotary.inverse_frequencies_F.dtype == torch.float32
+    assert rotary.inverse_frequencies_F.dtype == torch.float32
+    assert (rotary.scaling == 1.0) is (family != "gpt_oss")
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])

@@ -10,10 +10,10 @@ from retain.hf.press import press_score
 from retain.ranking import rank_entries
 from retain.scores import SCORES
 from tests.close import MODEL, assert_close
-from tests.tiny import FAMILIES, tiny_batch, tiny_model
+from tests.tiny import PLAIN, tiny_batch, tiny_model
 
 PADS, TOKENS, WINDOW = (0, 3, 11), 40, 8
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", PLAIN)
 
 
 def _queries(module, hidden_states, cos, sin):

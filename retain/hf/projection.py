@@ -1,0 +1,115 @@
+"""The weight of a projection as a dense matrix, and what identifies it, whatever it is stored as.
+
+In: a linear module. Out: for a plain weight a view of it; for a quantised one (bitsandbytes, torchao, and any
+other whose module is still a function) the matrix that the module itself multiplies by. The one decision
+taken here: a quantised module is asked, not decoded. What it returns for the identity is what attention goes
+through, whatever its format.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Rows of the identity that a quantised module is asked for at once.
+PIECE = 1024
+
+# Dense matrices of quantised modules: module -> (what it was made of, matrix). They live as long as the
+# module, so that many conversations on one model share them, and nothing is written onto the model.
+_DENSE: "WeakKeyDictionary[nn.Module, tuple[tuple, Tensor]]" = WeakKeyDictionary()
+
+
+def stored(module: nn.Module) -> list[Tensor]:
+    """All tensors that a module holds itself."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def plain_weight(module: nn.Module) -> Tensor | None:
+    """The weight of a linear module where it is a plain matrix of floating-point numbers."""
+    weight = getattr(module, "weight", None)
+    if type(weight) not in (nn.Parameter, Tensor) or weight.ndim != 2 or weight.dtype not in PLAIN:
+        return None
+    return weight
+
+
+def input_width(module: nn.Module) -> int | None:
+    """Features that a linear module takes; None where it does not say."""
+    weight = plain_weight(module)
+    width = getattr(module, "in_features", None if weight is None else weight.shape[1])
+    return width if isinstance(width, int) else None
+
+
+def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs E"]:
+    """The matrix that a linear module multiplies its input by, input first, without the bias.
+
+    `W[i] = module(e_i) - module(0)`, for a quantised module: made when first asked for, in pieces, and kept
+    while the module lives and its tensors stay what they were. Costs a full-size matrix per layer, in
+    `dtype`.
+
+    Args:
+        module: a linear module.
+        dtype: of the result for a quantised weight; a plain one keeps its own, and is a view.
+    """
+    weight = plain_weight(module)
+    if weight is not None:
+        return weight.detach().T
+    made_of = (dtype, *((tensor.device, id(tensor), _version(tensor)) for tensor in stored(module)))
+    known = _DENSE.get(module)
+    if known is None or known[0] != made_of:
+        known = (made_of, _asked(module, dtype))
+        _DENSE[module] = known
+    return known[1]
+
+
+def _version(tensor: Tensor) -> int:
+    """Changes whenever the tensor is written to."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _asked(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    width = input_width(module)
+    assert width is not None, "describe() checked it"
+    device = stored(module)[0].device
+    pieces = []
+    # Not under a caller's inference mode: what is kept here outlives it.
+    with torch.inference_mode(False), torch.no_grad():
+        bias = module(torch.zeros(1, width, dtype=dtype, device=device))
+        for start in range(0, width, PIECE):
+            rows = torch.arange(start, min(start + PIECE, width), device=device)
+            identity = torch.zeros(len(rows), width, dtype=dtype, device=device)
+            identity[rows - start, rows] = 1.0
+            pieces.append((module(identity) - bias).to(dtype))
+        return torch.cat(pieces)
+
+
+def sample_of(module: nn.Module) -> list[bytes]:
+    """A sample of what a module stores, to tell models apart.
+
+    A plain weight is rounded to bfloat16 first, so that a checkpoint loaded in float32 or bfloat16 gives the
+    same; of anything else the packed bytes are taken as they are.
+    """
+    weight = plain_weight(module)
+    if weight is not None:
+        rounded = _every_so_many(weight).to("cpu", torch.bfloat16).contiguous()
+        return [rounded.view(torch.int16).numpy().tobytes()]
+    packed = [inner for tensor in stored(module) for inner in _packed(tensor)]
+    return [_every_so_many(own).cpu().contiguous().view(torch.uint8).numpy().tobytes() for own in packed]
+
+
+def _every_so_many(tensor: Tensor) -> Tensor:
+    """About a thousand numbers, evenly spread."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // 1024)][:1024]
+
+
+def _packed(tensor: Any) -> Iterator[Tensor]:
+    """The tensors that a tensor subclass is made of; a tensor itself otherwise."""
+    if type(tensor) in (nn.Parameter, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor.as_subclass(Tensor)
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _packed(getattr(tensor, name))

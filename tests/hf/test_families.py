@@ -1,0 +1,247 @@
+"""Every family against the oracle: what is evicted is gone, what is left alone is as transformers has it."""
+
+import pytest
+import torch
+
+import retain
+from retain.hf.cache import Cache
+from retain.hf.model import layout_of
+from tests.close import MODEL, assert_close
+from tests.hf.masked import evicting, full_cache, masked, masked_logits, positions_of, random_keep
+from tests.tiny import EAGER, FAMILIES, PLAIN, tiny_batch, tiny_model
+
+PADS = {1: (0,), 3: (0, 3, 11)}
+OTHERS = [family for family in FAMILIES if family not in PLAIN]
+HYBRID = ("qwen3_next", "qwen3_5")
+every_family = pytest.mark.parametrize("family", FAMILIES)
+both = pytest.mark.parametrize("batch", [1, 3])
+
+
+def choose(model, keep):
+    """A policy that keeps what a test chose: one mask for each layer that evicts.
+
+    Where a layer has a window, the evidence may show its end only.
+    """
+    masks = dict(zip(evicting(model), keep, strict=True))
+    return lambda evidence: masks[evidence.layer_idx][..., -evidence.num_seen :]
+
+
+def chunks_of(batch: int, num_tokens: int = 40, steps: int = 4):
+    """A padded context, a question of several tokens without padding, and single tokens; and their mask."""
+    ids, mask = tiny_batch(PADS[batch], num_tokens)
+    question = tiny_batch((0,) * batch, 6, seed=5)[0]
+    chunks = [ids, question, *(torch.full((batch, 1), 9 + step) for step in range(steps))]
+    return chunks, mask, torch.cat([mask, mask.new_ones(batch, 6 + steps)], dim=1)
+
+
+@torch.no_grad()
+def ragged_logits(model, cache, chunks, attention_mask):
+    """Logits of each chunk in turn, with the positions of a sequence's own tokens."""
+    logits, seen = [], cache.num_seen
+    for ids in chunks:
+        mask = attention_mask[:, : seen + ids.shape[1]]
+        where = positions_of(mask)[:, seen:]
+        logits.append(
+            model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache).logits
+        )
+        seen += ids.shape[1]
+    return logits
+
+
+def same(got, want, attention_mask, **how):
+    """Every chunk's logits are close on real tokens."""
+    start = 0
+    for a, b in zip(got, want, strict=True):
+        real = attention_mask[:, start : start + a.shape[1]].bool()
+        assert_close(a[real], b[real], **how)
+        start += a.shape[1]
+
+
+def apart(got, want) -> float:
+    """Largest difference of two lists of logits."""
+    return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
+
+
+# Norms, RoPE and recurrent states of these models are float32 inside, so two runs in float64 agree to that.
+INSIDE = {"dtype": torch.float32, "ops": MODEL}
+
+
+@both
+@every_family
+def test_logits_equal_the_masked_full_cache(family, batch):
+    model = tiny_model(family, dtype=torch.float64)
+    chunks, mask, whole = chunks_of(batch)
+    keep = random_keep(model, mask)
+    want = masked_logits(model, keep, chunks, whole)
+    plain = masked_logits(model, None, chunks, whole)
+    with retain.attach(model):
+        cache = Cache(model, policy=choose(model, keep))
+        got = ragged_logits(model, cache, chunks, whole)
+    same(got, want, whole, **INSIDE)
+    assert apart(got[1:], plain[1:]) > 0.1  # the control: eviction changed something
+    same(got[:1], plain[:1], whole, **INSIDE)  # and nothing before it
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@both
+@every_family
+def test_generate_equals_the_masked_full_cache(family, batch, attn):
+    if attn == "sdpa" and family in EAGER:
+        with pytest.raises(ValueError, match="does not support an attention implementation"):
+            tiny_model(family, attn=attn)
+        return
+    # Eager masks are the lowest number of a precision: in float64 what a pad's query sees becomes NaN, in
+    # transformers' own caches too.
+    dtype = torch.float32 if attn == "eager" else torch.float64
+    model = tiny_model(family, dtype=dtype, attn=attn)
+    ids, mask = tiny_batch(PADS[batch])
+    keep = random_keep(model, mask)
+    settings = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    everything = torch.cat([mask, mask.new_ones(batch, 20)], dim=1)
+    with masked(model, keep, everything):
+        want = model.generate(
+            input_ids=ids, attention_mask=mask, past_key_values=full_cache(model), **settings
+        )
+    plain = model.generate(input_ids=ids, attention_mask=mask, **settings)
+    with retain.attach(model):
+        cache = Cache(model, policy=choose(model, keep))
+        got = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
+    assert torch.equal(got.sequences, want.sequences)
+    if attn == "sdpa":
+        for a, b in zip(got.logits, want.logits, strict=True):
+            assert_close(a, b, **INSIDE)
+    assert apart(got.logits, plain.logits) > 0.1
+
+
+@every_family
+def test_a_padded_batch_equals_solo_runs(family):
+    model = tiny_model(family, dtype=torch.float64)
+    chunks, mask, whole = chunks_of(3)
+    keep = random_keep(model, mask)
+    # Recurrent states are made in blocks of tokens, so where padding stands moves their last digits.
+    plain = masked_logits(model, keep, chunks, whole)
+    with retain.attach(model):
+        got = ragged_logits(model, Cache(model, policy=choose(model, keep)), chunks, whole)
+        for row, pad in enumerate(PADS[3]):
+            kept = [layer[row : row + 1, :, pad:] for layer in keep]
+            alone = [chunks[0][row : row + 1, pad:], *(chunk[row : row + 1] for chunk in chunks[1:])]
+            cache = Cache(model, policy=choose(model, kept))
+            solo = ragged_logits(model, cache, alone, whole[row : row + 1, pad:])
+            for a, b, c in zip(got, solo, plain, strict=True):
+                own = slice(-b.shape[1], None)
+                assert_close(a[row : row + 1, own], b, c[row : row + 1, own], **INSIDE)
+
+
+@every_family
+def test_evictions_at_two_moments(family):
+    """A prefill that is evicted, a question, and an eviction of prompt and question by hand in the oracle."""
+    model = tiny_model(family, dtype=torch.float64)
+    chunks, mask, whole = chunks_of(3)
+    first, second = random_keep(model, mask), random_keep(model, whole[:, :46], seed=3)
+
+    def again(number, kept):
+        if number == 1:
+            for layer, later in enumerate(second):
+                come = later.shape[-1] - kept[layer].shape[-1]
+                kept[layer] = torch.nn.functional.pad(kept[layer], (0, come), value=True) & later
+
+    once = masked_logits(model, first, chunks, whole)
+    twice = masked_logits(model, first, chunks, whole, after=again)
+    assert all(torch.equal(a, b) for a, b in zip(once[:2], twice[:2], strict=True))
+    assert apart(once[2:], twice[2:]) > 0.1
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_beam_search_equals_the_masked_full_cache(family):
+    model = tiny_model(family, dtype=torch.float64)
+    ids, mask = tiny_batch((0, 5))
+    keep = [layer.repeat_interleave(3, dim=0) for layer in random_keep(model, mask)]
+    everything = torch.cat([mask, mask.new_ones(2, 10)], dim=1).repeat_interleave(3, dim=0)
+    settings = {"max_new_tokens": 10, "num_beams": 3, "do_sample": False}
+    with masked(model, keep, everything):
+        want = beams(model, ids, mask, full_cache(model), settings)
+    with retain.attach(model):
+        got = beams(model, ids, mask, Cache(model, policy=choose(model, keep)), settings)
+    assert torch.equal(got, want)
+
+
+def beams(model, ids, mask, cache, settings):
+    """Beam search; the caller's cache has no sequences yet, so nothing need be repeated."""
+    return model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
+
+
+@every_family
+def test_the_report_says_what_was_left_alone(family):
+    model = tiny_model(family)
+    ids, mask = tiny_batch(PADS[3])
+    with retain.attach(model):
+        cache = Cache(model, policy=choose(model, random_keep(model, mask))).prefill(ids, mask)
+    layout, report = layout_of(model), cache.report()
+    assert [row.name for row in report.layers] == [f"layer {idx}" for idx in evicting(model)]
+    assert [row.name for row in report.alone] == [f"layer {idx}" for idx in layout.alone]
+    assert cache.entries_evicted > 0
+    for row, left in zip(report.alone, layout.alone.values(), strict=True):
+        assert (row.kind, row.window) == (left.kind, left.window) and row.bytes_held > 0
+        assert left.kind in str(report)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_forks_and_selections_go_their_own_way(family):
+    model = tiny_model(family, dtype=torch.float64)
+    chunks, mask, whole = chunks_of(3)
+    keep = random_keep(model, mask)
+    idx = torch.tensor([2, 0])
+    with retain.attach(model):
+        cache = Cache(model, policy=choose(model, keep)).prefill(chunks[0], mask)
+        other, some = cache.fork(), cache.fork()
+        some.batch_select_indices(idx)
+        elsewhere = [torch.full_like(chunk, 3 + n) for n, chunk in enumerate(chunks[1:])]
+        ragged_logits(model, other, elsewhere, whole)  # must not reach the one that it was forked from
+        picked = ragged_logits(model, some, [chunk[idx] for chunk in chunks[1:]], whole[idx])
+        got = ragged_logits(model, cache, chunks[1:], whole)
+    want = masked_logits(model, keep, chunks, whole)[1:]
+    same(got, want, whole[:, 40:], **INSIDE)
+    same(picked, [logits[idx] for logits in want], whole[idx, 40:], **INSIDE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_family
+def test_half_precision_is_as_good_as_the_full_cache_in_half_precision(family, dtype):
+    chunks, mask, whole = chunks_of(3)
+    model = tiny_model(family, dtype=dtype)
+    keep = random_keep(model, mask)
+    reference = masked_logits(tiny_model(family, dtype=dtype).float(), keep, chunks, whole)
+    plain = masked_logits(model, keep, chunks, whole)
+    with retain.attach(model):
+        got = ragged_logits(model, Cache(model, policy=choose(model, keep)), chunks, whole)
+    start = 0
+    for a, b, c in zip(got, reference, plain, strict=True):
+        real = whole[:, start : start + a.shape[1]].bool()
+        assert_close(a[real], b[real], c[real], dtype=dtype, ops=MODEL)
+        start += a.shape[1]
+
+
+@every_family
+def test_a_model_that_accelerate_dispatched_gives_the_same(family):
+    """Its hooks move inputs between devices; ours see what the layers see, and are undone without a trace."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model(family)
+    chunks, mask, whole = chunks_of(3)
+    keep = random_keep(model, mask)
+    with retain.attach(model):
+        want = ragged_logits(model, Cache(model, policy=choose(model, keep)), chunks, whole)
+    devices = {f"model.layers.{idx}": "cpu" for idx in range(len(model.model.layers))} | {
+        f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"
+    }
+    placed = accelerate.dispatch_model(model, {**devices, "lm_head": "cpu"}, force_hooks=True)
+    assert any(hasattr(module, "_hf_hook") for module in placed.modules())
+    with retain.attach(placed):
+        got = ragged_logits(placed, Cache(placed, policy=choose(placed, keep)), chunks, whole)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    after = masked_logits(placed, None, chunks[:1], whole)
+    assert torch.equal(after[0], masked_logits(tiny_model(family), None, chunks[:1], whole)[0])

@@ -1,0 +1,155 @@
+"""Quantised weights: asked of the module, made dense once, and told apart by what is stored."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import retain
+from retain.hf.cache import Cache
+from retain.hf.model import describe, fingerprint, observe, rotary_of
+from retain.hf.projection import _DENSE, dense_weight, plain_weight
+from tests.close import assert_close
+from tests.tiny import FAMILIES, tiny_batch, tiny_model
+
+
+class Int8Linear(nn.Module):
+    """A linear layer of 8-bit numbers and one scale a row, as quantised modules are: no weight to look at."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scale = linear.weight.abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("packed", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+        self.asked = 0
+
+    def dense(self):
+        return self.packed.to(self.scale.dtype) * self.scale
+
+    def forward(self, x):
+        self.asked += 1
+        return nn.functional.linear(x, self.dense(), self.bias)
+
+
+def quantised(family="qwen3", **how):
+    """A tiny model whose attention projections are all quantised."""
+    model = tiny_model(family, **how)
+    for layer in model.model.layers:
+        attention = getattr(layer, "self_attn", None)
+        for name, module in list(attention.named_children() if attention is not None else []):
+            if isinstance(module, nn.Linear):
+                setattr(attention, name, Int8Linear(module))
+    return model
+
+
+def unpacked(model):
+    """The same model with plain weights that say what the packed ones do."""
+    for layer in model.model.layers:
+        attention = getattr(layer, "self_attn", None)
+        for name, module in list(attention.named_children() if attention is not None else []):
+            if isinstance(module, Int8Linear):
+                plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+                plain.weight = nn.Parameter(module.dense(), requires_grad=False)
+                plain.bias = module.bias
+                setattr(attention, name, plain)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_dense_matrix_is_what_the_module_multiplies_by(family):
+    for spec in describe(quantised(family)):
+        dense = spec.output_weight_QDE
+        assert dense.shape == (spec.num_heads, spec.head_dim, spec.hidden_size)
+        assert_close(dense.flatten(0, 1).T, spec.output.dense())
+        assert spec.dtype == dense.dtype == torch.float32 and spec.device == dense.device
+
+
+def test_it_is_made_in_pieces_once_and_lives_as_long_as_the_module(monkeypatch):
+    monkeypatch.setattr("retain.hf.projection.PIECE", 40)
+    linear = Int8Linear(nn.Linear(96, 16))
+    dense = dense_weight(linear, torch.float32)
+    assert_close(dense.T, linear.dense())
+    assert linear.asked == 4  # three pieces, and the bias
+    assert dense_weight(linear, torch.float32) is dense and linear.asked == 4
+    asked = linear.asked
+    linear.scale.mul_(2)
+    assert_close(dense_weight(linear, torch.float32), 2 * dense)
+    assert linear.asked > asked
+    with torch.inference_mode():
+        linear.scale.mul_(2)
+        assert not dense_weight(linear, torch.float32).is_inference()
+    gone = weakref.ref(linear)
+    del linear
+    gc.collect()
+    assert gone() is None and not any(isinstance(module, Int8Linear) for module in _DENSE)
+
+
+def test_nothing_is_made_dense_before_scores_look_at_it():
+    model = quantised()
+    with retain.attach(model):
+        assert describe(model) and fingerprint(model) and rotary_of(model) is not None
+        cache = Cache(model, policy="defensive", keep_ratio=0.5)
+    outputs = [layer.self_attn.o_proj for layer in model.model.layers]
+    assert not any(module in _DENSE for module in outputs) and [module.asked for module in outputs] == [
+        0,
+        0,
+        0,
+    ]
+    ids, mask = tiny_batch((0, 3), 80)
+    with retain.attach(model):
+        cache.prefill(ids, mask)
+    # By the prefill, for the identity, and for zeros: the bias.
+    assert [module.asked for module in outputs] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("policy", ["defensive", "snapkv"])
+def test_a_quantised_model_evicts_as_its_dense_twin(policy):
+    ids, mask = tiny_batch((0, 5), 80)
+    kept = []
+    for model in (quantised(), unpacked(quantised())):
+        with retain.attach(model):
+            cache = Cache(model, policy=policy, keep_ratio=0.3, protection={"recent": 8}).prefill(ids, mask)
+        kept.append([layer.store.positions_C[layer.store.index_N()] for layer in cache.layers])
+        assert 0 < cache.entries_held < cache.entries_seen
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def test_half_precision_is_made_dense_in_half_precision():
+    model = quantised(dtype=torch.bfloat16)
+    spec = describe(model)[0]
+    assert spec.output_weight_QDE.dtype == spec.dtype == torch.bfloat16
+    layers = observe(model, *tiny_batch((0, 3)))
+    assert all(evidence.output_weight_QDE.dtype == torch.bfloat16 for evidence in layers)
+
+
+def test_quantised_models_are_told_apart_by_their_packed_bytes():
+    own = fingerprint(quantised())
+    assert own == fingerprint(quantised()) != fingerprint(tiny_model())
+    other = quantised()
+    other.model.layers[1].self_attn.k_proj.packed[0, 0] += 1
+    assert fingerprint(other)["sha256"] != own["sha256"]
+    assert fingerprint(unpacked(quantised()))["sha256"] != own["sha256"]
+
+
+def test_what_is_neither_a_matrix_nor_a_linear_module_is_refused():
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.o_proj = nn.Identity()
+    with pytest.raises(ValueError, match="layer 1 .LlamaDecoderLayer.: `o_proj` takes None features"):
+        describe(model)
+
+
+def test_a_meta_device_is_refused_for_quantised_weights_too():
+    model = quantised()
+    model.model.layers[2].self_attn.o_proj.to("meta")
+    with pytest.raises(ValueError, match="layer 2 .*self_attn.o_proj.* meta device"):
+        describe(model)
+
+
+def test_plain_weights_stay_views():
+    linear = nn.Linear(8, 4)
+    assert dense_weight(linear, torch.float64).data_ptr() == linear.weight.data_ptr()
+    assert plain_weight(nn.Linear(8, 4).to(torch.float8_e4m3fn)) is None  # numbers that want a scale
