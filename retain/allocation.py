@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int32, Int64
+from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 from retain.apportion import exact, ratio_of
@@ -111,14 +111,16 @@ def make_bids(
     exists_BHT: Bool[Tensor, "B H T"],
     kept_BHT: Bool[Tensor, "B H T"],
     least_B: Sequence[int],
+    place_BT: Int[Tensor, "B T"] | None = None,
 ) -> Bids:
     """What one layer's heads offer: their entries, apart from what they are guaranteed.
 
     Args:
         compete_BHT: comparable across heads; no NaN.
-        exists_BHT: False on padding.
+        exists_BHT: False where the head holds no entry.
         kept_BHT: kept in any case (protected, a first stage).
         least_B: entries that every head of a sequence gets at least, the first of (kept, score).
+        place_BT: their places in their sequences; None: their index, the same in all layers.
     """
     refuse_nan(compete_BHT)
     compete_BHT = compete_BHT.masked_fill(~exists_BHT, float("-inf"))
@@ -126,7 +128,8 @@ def make_bids(
     guaranteed_BHT = kept_BHT | ((rank_kept_first(compete_BHT, kept_BHT) < least_B11) & exists_BHT)
     b, h, t = (exists_BHT & ~guaranteed_BHT).nonzero(as_tuple=True)
     row_N = b * compete_BHT.shape[1] + h
-    return Bids(guaranteed_BHT.sum(-1), compete_BHT[b, h, t], t.int(), row_N.int())
+    place_N = t if place_BT is None else place_BT.to(t.device)[b, t]
+    return Bids(guaranteed_BHT.sum(-1), compete_BHT[b, h, t], place_N.int(), row_N.int())
 
 
 def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Tensor, "B H T"]:
@@ -152,6 +155,18 @@ def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Ten
     return score_BHT / mean.clamp_min(torch.finfo(score_BHT.dtype).tiny)
 
 
+def _level(total_B: Tensor, capacity_BH: Tensor) -> tuple[Tensor, Tensor]:
+    """The level up to which heads are filled so that they hold the total, as `part / whole`, `[B, 1]` each;
+    whoever has less is full."""
+    capacity, _ = capacity_BH.sort(dim=-1)
+    below = capacity.cumsum(-1) - capacity
+    others = torch.arange(capacity.shape[1], 0, -1, device=capacity.device).expand_as(capacity)
+    # With the i smallest heads full, the others share the rest; it is right for the first i that it fits.
+    rest = total_B[:, None] - below
+    first_B1 = (rest <= capacity * others).int().argmax(-1, keepdim=True)
+    return rest.gather(-1, first_B1), others.gather(-1, first_B1)
+
+
 def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B H"]) -> Int64[Tensor, "B H"]:
     """The same for every head of a layer, what is left over to the lowest heads, capped at what a head has.
 
@@ -165,15 +180,8 @@ def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B
     Returns:
         budgets that sum to `total_B`.
     """
-    capacity, _ = capacity_BH.sort(dim=-1)
-    below = capacity.cumsum(-1) - capacity
-    others = torch.arange(capacity.shape[1], 0, -1, device=capacity.device)
-    # With the i smallest heads full, the others reach this level; it is right for the first i that it fits.
-    level_BH = (total_B[:, None] - below) // others
-    fits_BH = level_BH <= capacity
-    first_B1 = fits_BH.int().argmax(-1, keepdim=True)
-    level_B1 = torch.where(fits_BH.any(-1, keepdim=True), level_BH.gather(-1, first_B1), capacity[:, -1:])
-    budget_BH = torch.minimum(capacity_BH, level_B1)
+    top_B1, others_B1 = _level(total_B, capacity_BH)
+    budget_BH = torch.minimum(capacity_BH, top_B1 // others_B1)
     left_B1 = total_B[:, None] - budget_BH.sum(-1, keepdim=True)
     more_BH = capacity_BH > budget_BH
     return budget_BH + (more_BH & (more_BH.cumsum(-1) <= left_B1)).long()
@@ -236,22 +244,33 @@ def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[tuple
 
 
 def mix_convex(
-    budget_BH: Int64[Tensor, "B H"], share: float, *, round_up: bool = False
+    budget_BH: Int64[Tensor, "B H"],
+    share: float,
+    *,
+    capacity_BH: Int64[Tensor, "B H"] | None = None,
+    round_up: bool = False,
 ) -> Int64[Tensor, "B H"]:
-    """Head budgets mixed with equal ones: `(1 - share) * budget_h + share * mean_h budget`.
+    """Head budgets mixed with equal ones: `(1 - share) * budget_h + share * equal_h`.
+
+    `equal_h = mean_h budget` where every head has that much; else `min(capacity_h, level)`, at the level at
+    which the equal budgets sum to what the budgets do. A mixture is never more than a head has.
 
     Ada-KV's safeguard as its paper and LAVa's code have it (theirs is rounded head by head, and drifts).
 
     Args:
         budget_BH: of a joint top-k.
         share: of the equal budgets, in [0, 1].
+        capacity_BH: entries that each head has, at least its budget; None for no limit.
         round_up: give the ceiling of each head's share, whose sum may exceed the total: what a cascade holds
             before its last layer. Else largest remainder: the sum stays as it is.
     """
     part, whole = ratio_of(share)
-    heads = budget_BH.shape[1]
-    mixed = budget_BH * ((whole - part) * heads) + part * budget_BH.sum(-1, keepdim=True)
-    unit = whole * heads
+    total_B = budget_BH.sum(-1)
+    most_BH = total_B[:, None].expand_as(budget_BH) if capacity_BH is None else capacity_BH
+    top_B1, others_B1 = _level(total_B, most_BH)
+    equal_BH = torch.minimum(most_BH * others_B1, top_B1)
+    mixed = budget_BH * (whole - part) * others_B1 + part * equal_BH
+    unit = whole * others_B1
     if round_up:
         return (mixed + unit - 1) // unit
     floor_BH = mixed // unit

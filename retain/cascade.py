@@ -11,6 +11,9 @@ Exact for joint selection (scope `model`: a running threshold) and for shares by
 shares only shrink as layers come. Not exact for CAKE's released repair (`spread: even`): what a full layer
 cannot hold is spread at the end over layers that may have evicted it already.
 
+When a cache that has evicted evicts again, all its layers are there at once: `keep_sets` answers, heads hold
+what they hold (`Candidates.capacity_BH`), and no cascade runs.
+
 Of a layer that was cut a cascade remembers, an entry held, its rank in its head and row (8 bytes), and what
 it bids where heads compete (12 bytes): a few hundredths of the keys and values themselves.
 """
@@ -25,6 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
+from retain.admission import admit
 from retain.allocation import (
     Allocation,
     Bids,
@@ -75,11 +79,15 @@ class Shares:
         split: the policy's.
         totals: entries of each sequence, over all layers.
         protected_B: entries of every head that are protected by their place.
+        threshold: of admission; then no budget decides anything, and the totals say what there is.
+        seen_B: tokens of each sequence, padding apart, where lengths are announced; None: the lengths.
     """
 
     split: Split
     totals: Totals
     protected_B: tuple[int, ...]
+    threshold: float | None = None
+    seen_B: tuple[int, ...] | None = None
 
     @cached_property
     def least_B(self) -> list[int]:
@@ -96,19 +104,23 @@ class Shares:
 
     @cached_property
     def fixed_LB(self) -> list[list[int]] | None:
-        """Entries of each layer and sequence, where no score decides them."""
-        if self.split.scope == "model" or self.split.allocation.layers in ("cake", "entropy"):
+        """Entries of each layer and sequence, where no score decides them: its share as stated, or all that
+        it still holds."""
+        if self.split.crosses_layers:
             return None
         rows = self.totals.equal_BL
         if self.split.allocation.layers == "pyramid":
             rows = tuple(self._pyramid(row) for row in range(len(self.totals.lengths_B)))
-        return [list(column) for column in zip(*rows, strict=True)]
+        held = self.totals.capacity_BL
+        rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
+        return [list(column) for column in zip(*rows_BL, strict=True)]
 
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """One sequence's entries of each layer: a line over depth, in entries a head."""
         heads_L, protected = self.totals.heads_L, self.protected_B[row]
-        room, least = self.totals.lengths_B[row] - protected, max(0, self.least_B[row] - protected)
-        free = self.totals.total_B[row] - protected * sum(heads_L)
+        room = self.totals.lengths_B[row] - protected
+        least = min(room, max(0, self.least_B[row] - protected))
+        free = self.totals.stated_B[row] - protected * sum(heads_L)
         mean = Fraction(free, sum(heads_L))
         line = pyramid(mean, Fraction(room), len(heads_L), self.split.allocation.beta)
         weights = [share * heads for share, heads in zip(line, heads_L, strict=True)]
@@ -118,16 +130,45 @@ class Shares:
 
     @cached_property
     def classes_LBH(self) -> list[list[list[int]]] | None:
-        """Entries of each head, where a table of head classes decides them."""
+        """Entries of each head as stated, where a table of head classes decides them; a head that holds
+        less keeps it all, and what it leaves goes to no other."""
         own, totals = self.split.allocation, self.totals
         if own.head_classes is None:
             return None
         classes_LH = check_shape(own.head_classes, totals.heads_L)
         budgets_BLH = [
             class_budgets(classes_LH, own.head_threshold, total, least, length)
-            for total, least, length in zip(totals.total_B, self.least_B, totals.lengths_B, strict=True)
+            for total, least, length in zip(totals.stated_B, self.least_B, totals.lengths_B, strict=True)
         ]
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
+
+    @property
+    def covers_B(self) -> list[bool]:
+        """Whether each sequence keeps all that it has, whatever the scores."""
+        totals, heads = self.totals, sum(self.totals.heads_L)
+        held_B = [sum(row) for row in totals.capacity_BL]
+        if self.threshold is not None:
+            kept_B = [protected * heads for protected in self.protected_B]
+        elif self.classes_LBH is not None:
+            # How much each head holds is not known here; no more than every token.
+            least_LB = [[min(own) for own in rows] for rows in self.classes_LBH]
+            least_B = [min(column) for column in zip(*least_LB, strict=True)]
+            parts = zip(held_B, least_B, self.seen_B or totals.lengths_B, strict=True)
+            kept_B = [held if least >= seen else -1 for held, least, seen in parts]
+        elif self.fixed_LB is not None:
+            kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
+        else:
+            kept_B = totals.total_B
+        return [kept == held for kept, held in zip(kept_B, held_B, strict=True)]
+
+    def select_batch(self, rows: Sequence[int]) -> "Shares":
+        """Of some of the sequences: their totals are settled, and no longer depend on the others."""
+        return replace(
+            self,
+            totals=self.totals.select_batch(rows),
+            protected_B=tuple(self.protected_B[row] for row in rows),
+            seen_B=None if self.seen_B is None else tuple(self.seen_B[row] for row in rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +176,7 @@ class Candidates:
     """One layer's entries, scored and guarded, before any budget.
 
     Args:
-        score_BHT: orders each head; -inf where there is no entry.
+        score_BHT: orders each head; -inf where the head holds no entry.
         kept_BHT: kept in any case: protected, or in a first stage by mass.
         held_B: entries of each sequence, over all heads.
         guaranteed_B: of those, how many the layer keeps in any case.
@@ -152,6 +193,11 @@ class Candidates:
     bids: Bids | None = None
     weight_B: tuple[Fraction, ...] | None = None
 
+    @cached_property
+    def capacity_BH(self) -> Int64[Tensor, "B H"]:
+        """Entries that each head holds."""
+        return (self.score_BHT > float("-inf")).sum(-1)
+
 
 @dataclass(frozen=True)
 class Held:
@@ -163,6 +209,7 @@ class Held:
         rank_N: rank in the head; None where a second stage ranks anew at every budget.
         stages_N: score, first-stage score and kept, where one does.
         held_B, guaranteed_B, bids, weight_B: as in `Candidates`.
+        capacity_BH: entries that each head had when the layer came.
     """
 
     rows: tuple[int, int]
@@ -173,6 +220,7 @@ class Held:
     guaranteed_B: tuple[int, ...]
     bids: Bids | None
     weight_B: tuple[Fraction, ...] | None
+    capacity_BH: Int64[Tensor, "B H"]
 
 
 Layer = Candidates | Held
@@ -192,6 +240,8 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     Raises:
         ValueError: if a budget cannot hold what is guaranteed.
     """
+    if shares.threshold is not None:
+        return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
     budgets, _ = head_budgets(shares, layers, first=first)
     return [
         _keep(shares.split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
@@ -220,7 +270,10 @@ def head_budgets(
     nothing: list[Bids | None] = [None] * len(layers)
     if shares.classes_LBH is not None:
         own = shares.classes_LBH[first : first + len(layers)]
-        budgets = [_tensor(rows, layer) for rows, layer in zip(own, layers, strict=True)]
+        budgets = [
+            torch.minimum(_tensor(rows, layer), layer.capacity_BH)
+            for rows, layer in zip(own, layers, strict=True)
+        ]
         return budgets, nothing
     totals_LB = (
         _shared(shares, layers, final)
@@ -229,7 +282,7 @@ def head_budgets(
     )
     if split.scope == "head":
         budgets = [
-            allocate_uniform(_tensor(own_B, layer), _capacity(totals, layer))
+            allocate_uniform(_tensor(own_B, layer), layer.capacity_BH)
             for own_B, layer in zip(totals_LB, layers, strict=True)
         ]
         return budgets, nothing
@@ -237,7 +290,10 @@ def head_budgets(
     budgets, bids = [budget_BH for budget_BH, _ in won], [own for _, own in won]
     if split.allocation.safeguard == "convex":
         share, round_up = split.allocation.safeguard_share, split.crosses_layers and not final
-        budgets = [mix_convex(budget_BH, share, round_up=round_up) for budget_BH in budgets]
+        budgets = [
+            mix_convex(budget_BH, share, capacity_BH=layer.capacity_BH, round_up=round_up)
+            for budget_BH, layer in zip(budgets, layers, strict=True)
+        ]
     return budgets, list(bids)
 
 
@@ -252,12 +308,6 @@ def _device(layer: Layer) -> torch.device:
 
 def _tensor(numbers: Sequence[int] | Sequence[list[int]], layer: Layer) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=_device(layer))
-
-
-def _capacity(totals: Totals, layer: Layer) -> Int64[Tensor, "B H"]:
-    """Entries that each head of a layer had when it came."""
-    heads = layer.rows[1] if isinstance(layer, Held) else layer.score_BHT.shape[1]
-    return _tensor([[length] * heads for length in totals.lengths_B], layer)
 
 
 def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[int]]:
@@ -361,7 +411,9 @@ def _held(
     else:
         rank_N = rank_kept_first(layer.score_BHT, layer.kept_BHT)[keep_BHT].int()
     row_N = row_BHT.expand(keep_BHT.shape)[keep_BHT]
-    return Held((B, H), row_N, rank_N, stages_N, held_B, layer.guaranteed_B, bids, layer.weight_B)
+    return Held(
+        (B, H), row_N, rank_N, stages_N, held_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH
+    )
 
 
 def _keep_held(split: Split, held: Held, budget_BH: Int64[Tensor, "B H"]) -> Bool[Tensor, " N"]:

@@ -94,6 +94,7 @@ def class_budgets(
     Returns:
         entries `[L][H]`, which sum to the total.
     """
+    least = min(least, length)  # a sequence that has nothing yet keeps nothing
     weights = [Fraction(int(cell >= threshold)) for row in classes_LH for cell in row]
     shares = round_shares(fill(total, weights, [least] * len(weights), [length] * len(weights)))
     width = len(classes_LH[0])

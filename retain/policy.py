@@ -4,7 +4,8 @@ In: the evidence of the layers, a budget, and a gate's scores if the policy uses
 decision taken here is only the order of the stages; each stage is a file of its own. `score_entries` is
 separate, so that a comparison scores once and selects at many budgets, and either score may be handed in, so
 that controls run through the very same stages. `plan_of` and `candidates_of` are separate, so that a cache
-may decide layer by layer (`retain.cascade`) with what `decide_layers` decides at once.
+may decide layer by layer (`retain.cascade`) with what `decide_layers` decides at once, and evict again later
+(`retain.budget.Stock`), when heads hold different numbers of entries already.
 """
 
 import math
@@ -16,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from retain.allocation import entropy_weight, make_bids, normalised
-from retain.budget import Budget, LayerShape, spread
+from retain.allocation import Allocation, entropy_weight, make_bids, normalised
+from retain.budget import Budget, LayerShape, Stock, spread
 from retain.cascade import Candidates, Shares, keep_sets
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
@@ -33,8 +34,10 @@ __all__ = [
     "Policy",
     "Preset",
     "candidates_of",
+    "check_budget",
     "decide",
     "decide_layers",
+    "keep_masks",
     "load_policy",
     "plan_of",
     "policies",
@@ -50,7 +53,7 @@ class Decision:
 
     Args:
         keep_BHT: True where kept.
-        score_BHT: the score that ordered each head, float32, -inf on padding.
+        score_BHT: the score that ordered each head, float32, -inf where the head holds no entry.
         protected_BT: True where protected.
     """
 
@@ -65,21 +68,31 @@ class Plan:
 
     Args:
         policy: the stages' settings.
+        budget: what was stated.
         shares: entries of each sequence, and what of them no score decides.
-        protected_BT: True where protected, in every layer.
+        protected_BT: of all tokens seen, True where protected, in every layer.
     """
 
     policy: Policy
+    budget: Budget
     shares: Shares
     protected_BT: Bool[Tensor, "B T"]
 
     @property
+    def covers_B(self) -> list[bool]:
+        """Which sequences keep all that they have whatever the scores, so that they need none: their budget
+        holds it, or, where there is a threshold, all of it is protected."""
+        return self.shares.covers_B
+
+    @property
     def covers_all(self) -> bool:
-        """Whether the budget holds everything that was seen, so that nothing needs a score."""
-        totals = self.shares.totals
-        return all(
-            total == sum(capacity) for total, capacity in zip(totals.total_B, totals.capacity_BL, strict=True)
-        )
+        """Whether all sequences keep all that they have, so that nothing needs a score."""
+        return all(self.covers_B)
+
+    def select_batch(self, rows: Sequence[int]) -> "Plan":
+        """Of some of the sequences: once totals are known, none depends on another."""
+        idx = torch.tensor(list(rows), dtype=torch.int64, device=self.protected_BT.device)
+        return replace(self, shares=self.shares.select_batch(rows), protected_BT=self.protected_BT[idx])
 
 
 def decide_layers(
@@ -93,12 +106,14 @@ def decide_layers(
     seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
     pinned_BT: Bool[Tensor, "B T"] | None = None,
     markers: TurnMarkers | None = None,
+    stock: Stock | None = None,
 ) -> list[Decision]:
     """Which entries of each layer stay.
 
     Args:
         policy: the stages' settings.
-        layers: the evidence of all layers that evict, in order.
+        layers: the evidence of all layers that evict, in order, of all tokens seen (who shows only what is
+            still held takes `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
         budget: what may be kept of them all; a policy without scores keeps everything whatever the budget.
         learned: the gate's scores, one a layer.
         observed: stand in for the policy's own observed scores (controls).
@@ -106,19 +121,24 @@ def decide_layers(
         seeds_B: one integer a sequence, for scores that draw numbers.
         pinned_BT: entries that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
+        stock: what there is to choose from where entries went before (`held_BHT` of the evidence); None for
+            all that the layers show.
 
     Returns:
-        the keep sets, together exactly as large as the budget says.
+        the keep sets, together exactly as large as the budget says (or all that there is, where that is
+            less); under a threshold as large as the scores say.
 
     Raises:
-        ValueError: if the budget cannot hold what is protected, or a score is missing.
+        ValueError: if the budget cannot hold what is protected, a score is missing, or a threshold is stated
+            for what it does not go with.
     """
     valid_BT = layers[0].valid_BT
     own_scores = scores is not None or observed is not None
     if policy.keeps_all and not own_scores:
         return [_everything(layer) for layer in layers]
     shapes = [shape_of(layer) for layer in layers]
-    plan = plan_of(policy, budget, valid_BT, shapes, layers[0].token_ids_BT, pinned_BT, markers)
+    ids_BT = layers[0].token_ids_BT
+    plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock)
     if plan.covers_all and not own_scores:
         return [_everything(layer) for layer in layers]
     if scores is None:
@@ -128,7 +148,7 @@ def decide_layers(
             score_entries(policy, layer, learned=own, observed=seen, seeds_B=seeds_B)
             for layer, own, seen in handed
         ]
-    keeps = keep_sets(plan.shares, [candidates_of(plan, score) for score in scores])
+    keeps = keep_masks(plan, [candidates_of(plan, score) for score in scores])
     return [
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device))
         for keep_BHT, score in zip(keeps, scores, strict=True)
@@ -137,10 +157,10 @@ def decide_layers(
 
 def _everything(layer: Evidence) -> Decision:
     """All that exists: what a policy without scores keeps, and a budget that holds it all."""
-    zeros_BHT = torch.zeros_like(layer.keys_BHTD[..., 0], dtype=torch.float32)
-    score = masked_score(zeros_BHT, layer.valid_BT, "rank")
-    valid_BT = layer.valid_BT
-    return Decision(valid_BT[:, None].expand_as(zeros_BHT), score.values_BHT, valid_BT)
+    exists_BHT = layer.exists_BHT
+    zeros_BHT = torch.zeros(exists_BHT.shape, device=exists_BHT.device)
+    score_BHT = zeros_BHT.masked_fill(~exists_BHT, float("-inf"))
+    return Decision(exists_BHT, score_BHT, exists_BHT.all(1))
 
 
 def decide(
@@ -217,23 +237,37 @@ def plan_of(
     token_ids_BT: Int[Tensor, "B T"] | None = None,
     pinned_BT: Bool[Tensor, "B T"] | None = None,
     markers: TurnMarkers | None = None,
+    *,
+    stock: Stock | None = None,
 ) -> Plan:
-    """Totals, protection and fixed shares, before any layer ran.
+    """Totals, protection and fixed shares, before any layer is scored.
+
+    A budget is what was stated, or all that there is where that is less. What is protected is protected by
+    its place among all tokens seen, as long as every head still holds it.
 
     Args:
         policy: the stages' settings.
-        budget: what may be kept of all layers.
-        valid_BT: False on padding.
+        budget: what may be kept of all layers. Under a threshold nothing is shared: the policy's scope is
+            without effect.
+        valid_BT: of all tokens seen, False on padding.
         shapes: of the layers that evict.
-        token_ids_BT: read where turns are protected.
-        pinned_BT: entries that the caller wants kept.
+        token_ids_BT: of all tokens seen; read where turns are protected.
+        pinned_BT: tokens that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
+        stock: what there is to choose from, and what a ratio is a ratio of; None for all that was seen.
 
     Raises:
-        ValueError: if the budget cannot hold what is protected, or leaves a head empty.
+        ValueError: if the budget cannot hold what is protected, leaves a head empty that has entries, or is a
+            threshold and does not go with the policy.
     """
-    policy = replace(policy, scope=budget.scope) if budget.scope is not None else policy
-    totals = spread(budget, valid_BT.sum(-1).tolist(), shapes)
+    check_budget(policy, budget)
+    scope = "head" if budget.threshold is not None else budget.scope
+    policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
+    seen_B = valid_BT.sum(-1).tolist()
+    if stock is None:
+        totals = spread(budget, seen_B, shapes)
+    else:
+        totals = spread(budget, stock.lengths_B, shapes, stock.held_BL)
     protection = policy.protection
     if protection.reads_turns:
         if markers is None:
@@ -250,23 +284,88 @@ def plan_of(
             turn_suffix=protection.turn_suffix,
         )
         pinned_BT = turns_BT if pinned_BT is None else pinned_BT.to(valid_BT.device) | turns_BT
-    protected_BT = protected_mask(protection, valid_BT, totals.per_head_B, pinned_BT=pinned_BT)
-    shares = Shares(policy.split, totals, tuple(protected_BT.sum(-1).tolist()))
-    return Plan(policy, shares, protected_BT)
+    prompts_B = None
+    if stock is not None and stock.prompt_lengths_B is not None:
+        # Of a prompt that is still being read, what has come.
+        prompts_B = [min(own, seen) for own, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
+    protected_BT = protected_mask(
+        protection,
+        valid_BT,
+        totals.per_head_B if budget.threshold is None else None,
+        pinned_BT=pinned_BT,
+        prompt_lengths_B=prompts_B,
+        intact_BT=None if stock is None else stock.intact_BT,
+    )
+    protected_B = tuple(protected_BT.sum(-1).tolist())
+    shares = Shares(policy.split, totals, protected_B, budget.threshold, tuple(seen_B))
+    return Plan(policy, budget, shares, protected_BT)
 
 
-def candidates_of(plan: Plan, score: Score) -> Candidates:
+def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> None:
+    """Raise where a policy and a threshold cannot be meant together.
+
+    Each entry is judged alone, so that nothing would read what the policy says of sharing a budget; and only
+    a score whose numbers mean something can be held against a number.
+
+    Args:
+        policy: the stages' settings.
+        budget: what was stated.
+        unit: of the score (`policy.unit`, unless another stands in for it); None if it is not known yet.
+
+    Raises:
+        ValueError: everything that is in the way, at once.
+    """
+    if budget.threshold is None:
+        return
+    own, usual = policy.allocation, Allocation()
+    names = ("layers", "safeguard", "normalise", "compete_by", "head_classes")
+    shared = [f"allocation.{name}" for name in names if getattr(own, name) != getattr(usual, name)]
+    shared += ["first_stage"] if policy.first_stage is not None else []
+    problems = []
+    if shared:
+        problems.append(
+            f"{', '.join(shared)} would not be read, since they say how a budget is shared: leave them out"
+        )
+    if unit == "rank":
+        problems.append(
+            "its score is in 'rank', of which only the order means something: take one in 'risk' or 'mass'"
+        )
+    if problems:
+        raise ValueError(
+            f"policy {policy.name!r} does not go with threshold={budget.threshold}: {'; '.join(problems)}; "
+            "or state a budget (keep_ratio, tokens_per_head or bytes)."
+        )
+
+
+def candidates_of(
+    plan: Plan,
+    score: Score,
+    protected_BT: Bool[Tensor, "B T"] | None = None,
+    *,
+    place_BT: Int[Tensor, "B T"] | None = None,
+) -> Candidates:
     """One layer's entries, ready to be kept or not: what is kept in any case, what its heads bid, what the
     layer asks for.
+
+    Args:
+        plan: what is settled.
+        score: of the layer's entries, -inf where a head holds none.
+        protected_BT: which of them are protected; None: the score is of all tokens seen.
+        place_BT: their places in their sequences, by which equal bids of different layers are ordered; None:
+            in all layers an entry's index is the same.
 
     Raises:
         ValueError: if the policy wants of the score what it does not say.
     """
     policy, shares = plan.policy, plan.shares
     own, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
-    heads, exists_BHT = score_BHT.shape[1], score_BHT > float("-inf")
-    protected_BHT = plan.protected_BT.to(score_BHT.device)[:, None].expand(score_BHT.shape)
-    kept_BHT, guaranteed_B = protected_BHT, [least * heads for least in shares.least_B]
+    exists_BHT = score_BHT > float("-inf")
+    held_BH = exists_BHT.sum(-1)
+    protected_BT = plan.protected_BT if protected_BT is None else protected_BT
+    protected_BHT = protected_BT.to(score_BHT.device)[:, None].expand(score_BHT.shape)
+    check_budget(policy, plan.budget, score.unit)
+    kept_BHT = protected_BHT
+    least_BH = torch.minimum(held_BH, torch.tensor(shares.least_B, device=held_BH.device)[:, None])
     if stage is not None and stage.by != "budget":
         means = zip(shares.totals.per_head_B, shares.protected_B, strict=True)
         kept_BHT = kept_BHT | stage_by_mass(
@@ -278,7 +377,7 @@ def candidates_of(plan: Plan, score: Score) -> Candidates:
             released=stage.by == "mass_released",
         )
         # Heads with equal budgets all get what the fullest of them needs.
-        guaranteed_B = (kept_BHT.sum(-1).amax(1).clamp_min(1) * heads).tolist()
+        least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
     bids = weight_B = None
     if policy.scope != "head":
         compete = score if own.compete_by == "score" else Score(_first_of(policy, score), score.unit)
@@ -288,13 +387,26 @@ def candidates_of(plan: Plan, score: Score) -> Candidates:
                 "only the order means something: take allocation.normalise null, or another score."
             )
         compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
-        bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B)
-        guaranteed_B = bids.guaranteed_BH.sum(-1).tolist()
+        bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT)
+        least_BH = bids.guaranteed_BH
     if own.layers in ("cake", "entropy"):
-        weight_B = _layer_weights(policy, score, exists_BHT & ~protected_BHT)
+        weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
-    held_B = tuple(length * heads for length in shares.totals.lengths_B)
-    return Candidates(score_BHT, kept_BHT, held_B, tuple(guaranteed_B), first_BHT, bids, weight_B)
+    held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
+    return Candidates(score_BHT, kept_BHT, tuple(held_B), tuple(guaranteed_B), first_BHT, bids, weight_B)
+
+
+def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
+    """What each layer keeps, when all have come.
+
+    Args:
+        plan: what is settled.
+        candidates: of all layers that evict, in order.
+
+    Raises:
+        ValueError: if a budget cannot hold what is guaranteed.
+    """
+    return keep_sets(plan.shares, candidates)
 
 
 def _first_of(policy: Policy, score: Score) -> Tensor:
@@ -307,8 +419,10 @@ def _first_of(policy: Policy, score: Score) -> Tensor:
     return score.first_BHT
 
 
-def _layer_weights(policy: Policy, score: Score, competes_BHT: Tensor) -> tuple[Fraction, ...]:
-    """What the layer asks for of a budget that layers share."""
+def _layer_weights(
+    policy: Policy, score: Score, exists_BHT: Tensor, protected_BHT: Tensor
+) -> tuple[Fraction, ...]:
+    """What the layer asks for of a budget that layers share: nothing for a sequence that has no entries."""
     if policy.allocation.layers == "cake":
         if score.layer_weight_B is None:
             raise ValueError(
@@ -322,8 +436,8 @@ def _layer_weights(policy: Policy, score: Score, competes_BHT: Tensor) -> tuple[
                 f"policy {policy.name!r} shares its budget over layers by the entropy of scores, and its "
                 "score is in 'rank', of which only the order means something: take another score."
             )
-        weight_B = entropy_weight(score.values_BHT, competes_BHT)
-    weights = weight_B.tolist()
+        weight_B = entropy_weight(score.values_BHT, exists_BHT & ~protected_BHT)
+    weights = weight_B.where(exists_BHT.flatten(1).any(-1).to(weight_B.device), 0.0).tolist()
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(
             f"policy {policy.name!r}: a layer's share of the budget comes out as {weights}: check the "

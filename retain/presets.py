@@ -21,7 +21,7 @@ from retain.scores import SCORES, Score
 from retain.scores.trial import try_settings
 from retain.stages import FirstStage
 
-REGIMES = ("any", "context_only", "query_aware", "chunked", "decode")
+REGIMES = ("any", "context_only", "query_aware", "chunked", "decode", "prefill+decode")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Policy:
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.
         allocation: how a budget is spread over layers, and what guards heads that share one.
-        regime: the one that its paper evaluates: `context_only`, `query_aware`, `chunked`, `decode`, or
-            `any`.
+        regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
+            without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
         paper: where it comes from.
         variants: where its paper and the code that was released with it differ (or others do): name -> the
             `key=value` changes that make it; `load_policy("defensivekv:released")`.
@@ -157,6 +157,14 @@ class Policy:
         """Whether it has no score."""
         return self.observed is None and not self.learned
 
+    @property
+    def unit(self) -> str:
+        """Unit of its score, as far as that shows before any layer is scored."""
+        if self.fusion == "rank_blend":
+            return "rank"
+        score = try_settings(self.observed, self.observed_settings)[0] if self.observed else None
+        return score.unit if score else "risk" if self.learned else "rank"
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -216,18 +224,15 @@ def policies() -> Presets:
     for name in sorted(_preset_files()):
         policy = load_policy(name)
         family = SCORES[policy.observed] if policy.observed else None
-        needs = family.needs if family else frozenset()
+        needs = family.needs_with(policy.observed_settings) if family else frozenset()
         needs |= {"gates"} if policy.learned else frozenset()
         needs |= {"head_classes"} if policy.allocation.head_classes else frozenset()
-        score = try_settings(policy.observed, policy.observed_settings)[0] if policy.observed else None
-        unit = score.unit if score else "risk" if policy.learned else "rank"
-        unit = "rank" if policy.fusion == "rank_blend" else unit
         costs = [family.cost] if family else []
         costs += ["one gate: T F H"] if policy.learned else []
         presets.append(
             Preset(
                 policy.name,
-                unit,
+                policy.unit,
                 needs,
                 policy.paper,
                 "; ".join(costs) or "nothing",

@@ -88,10 +88,11 @@ class Protection:
 def protected_mask(
     protection: Protection,
     valid_BT: Bool[Tensor, "B T"],
-    budget_tokens_B: Sequence[Fraction | int],
+    budget_tokens_B: Sequence[Fraction | int] | None,
     *,
     pinned_BT: Tensor | None = None,
     prompt_lengths_B: Sequence[int] | Tensor | None = None,
+    intact_BT: Bool[Tensor, "B T"] | None = None,
 ) -> Bool[Tensor, "B T"]:
     """Entries of each sequence that every head keeps.
 
@@ -100,8 +101,9 @@ def protected_mask(
 
         i < max(sinks, prefix)  or  i >= n - recent  or  m - suffix <= i < m  or  pinned[i],
 
-    where `prefix = prefix_tokens` if that is given, else 0 if `prefix_fraction` is 0, else `max(minimum,
-    floor(prefix_fraction * b))`; `suffix` alike; `m = n` for a dynamic suffix and `p` for a static one.
+    and intact, where `prefix = prefix_tokens` if that is given, else 0 if `prefix_fraction` is 0, else
+    `max(minimum, floor(prefix_fraction * b))`; `suffix` alike; `m = n` for a dynamic suffix and `p` for a
+    static one.
 
     Structural prefix and suffix protection as a share of the budget; sinks after "Efficient Streaming
     Language Models with Attention Sinks" (arXiv 2309.17453).
@@ -110,10 +112,13 @@ def protected_mask(
         protection: the settings. What it says of turns is read by `retain.turns.turn_mask`, whose mask
             belongs in `pinned_BT`.
         valid_BT: False on padding, which is never protected.
-        budget_tokens_B: entries per head of each sequence, exact.
+        budget_tokens_B: entries per head of each sequence, exact; None where no budget is stated (admission
+            by a threshold): then a fraction gives its `minimum`, and nothing is too much.
         pinned_BT: bool, [B, T], True where protected besides; None for nothing (`pinned_mask`, `turn_mask`).
         prompt_lengths_B: how many of each sequence's own entries are prompt; None for all. Read by a static
             suffix only.
+        intact_BT: False where some head no longer holds the entry, after earlier evictions: there is nothing
+            left that every head could keep. None for all.
 
     Returns:
         True where protected.
@@ -139,7 +144,7 @@ def protected_mask(
                 f"prompt_lengths_B has shape {tuple(prompt_B.shape)}, and must have one count for each of "
                 f"the {B} sequences: pass how many of each sequence's own tokens are prompt."
             )
-    counts = [_counts(protection, budget) for budget in budget_tokens_B]
+    counts = [_counts(protection, budget) for budget in budget_tokens_B or [0] * B]
     first_B1, suffix_B1 = lengths_B.new_tensor(counts).reshape(B, 2, 1).unbind(1)
     prompt_B1, lengths_B1 = prompt_B[:, None], lengths_B[:, None]
     place_BT = valid_BT.cumsum(-1) - 1
@@ -147,16 +152,19 @@ def protected_mask(
     ends_BT |= (place_BT >= prompt_B1 - suffix_B1) & (place_BT < prompt_B1)
     ends_BT &= valid_BT
     mask_BT = ends_BT if pinned_BT is None else ends_BT | (pinned_BT.to(valid_BT.device) & valid_BT)
+    if intact_BT is not None:
+        mask_BT, ends_BT = mask_BT & intact_BT.to(valid_BT.device), ends_BT & intact_BT.to(valid_BT.device)
     # All that a message may need, in one transfer.
     totals = torch.stack([mask_BT.sum(-1), ends_BT.sum(-1), lengths_B, prompt_B], dim=-1).tolist()
-    for row, (budget, parts, total) in enumerate(zip(budget_tokens_B, counts, totals, strict=True)):
+    budgets = [None] * B if budget_tokens_B is None else budget_tokens_B
+    for row, (budget, parts, total) in enumerate(zip(budgets, counts, totals, strict=True)):
         count, ends, length, prompt = total
         if not 0 <= prompt <= length:
             raise ValueError(
                 f"sequence {row} has {length} entries, and prompt_lengths_B says that {prompt} of them are "
                 f"prompt: pass a count in 0..{length}, padding not counted."
             )
-        if count > budget:
+        if budget is not None and count > budget:
             shown = _shown(protection, parts, length, prompt)
             pinned = f"; {count - ends} more in turns and pinned spans" if count > ends else ""
             raise ValueError(

@@ -20,7 +20,8 @@ def select(
     #protected`
 
     Args:
-        score_BHT: float32, higher = keep; -inf on padding and on nothing else; no NaN.
+        score_BHT: float32, higher = keep; -inf where a head holds no entry (padding, or gone before), and
+            nowhere else; no NaN.
         protected_BHT: kept whatever the score.
         budget_BH: entries to keep, protected ones included.
 

@@ -4,7 +4,7 @@ Shared by the tests of presets and of invariants.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +12,13 @@ import torch
 
 from retain.allocation import LAYERS, Allocation
 from retain.apportion import exact
-from retain.budget import Budget
+from retain.budget import Budget, Stock, spread
+from retain.evidence import Evidence
 from retain.policy import (
+    Plan,
     candidates_of,
     decide_layers,
+    keep_masks,
     load_policy,
     plan_of,
     score_entries,
@@ -74,7 +77,7 @@ FIXED = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0,
 def variants() -> Iterator[Policy]:
     """Every scope, allocation and first stage that may stand together."""
     stages = (None, *(FirstStage(by, 0.5) for by in ("budget", "mass", "mass_released")))
-    for scope, layers, spread, safeguard, normalise, stage, by in itertools.product(
+    for scope, layers, repair, safeguard, normalise, stage, by in itertools.product(
         ("head", "layer", "model"),
         LAYERS,
         ("weight", "even"),
@@ -83,13 +86,13 @@ def variants() -> Iterator[Policy]:
         stages,
         ("score", "first"),
     ):
-        if spread == "even" and layers != "cake":
+        if repair == "even" and layers != "cake":
             continue
         allocation = Allocation(
-            layers, beta=4.0, spread=spread, safeguard=safeguard, normalise=normalise, compete_by=by
+            layers, beta=4.0, spread=repair, safeguard=safeguard, normalise=normalise, compete_by=by
         )
         staged = "none" if stage is None else stage.by
-        name = f"{scope} {layers} {spread} {safeguard} {normalise} {staged} {by}"
+        name = f"{scope} {layers} {repair} {safeguard} {normalise} {staged} {by}"
         try:
             yield Policy(
                 name,
@@ -149,7 +152,12 @@ def learned_scores(layers, seed: int) -> list[Score]:
     """A gate's scores."""
     draw = torch.Generator().manual_seed(seed)
     return [
-        masked_score(torch.rand(layer.keys_BHTD.shape[:3], generator=draw), layer.valid_BT, "risk")
+        masked_score(
+            torch.rand(layer.keys_BHTD.shape[:3], generator=draw),
+            layer.valid_BT,
+            "risk",
+            held_BHT=layer.held_BHT,
+        )
         for layer in layers
     ]
 
@@ -220,10 +228,12 @@ def check_order(policy: Policy, candidates, keep_BHT: torch.Tensor) -> None:
             assert keep_BHT[b, h].nonzero().flatten().tolist() == sorted(order[:budget])
 
 
-def check_competition(policy: Policy, layers, scores, budget: Budget, keeps) -> None:
+def check_competition(
+    policy: Policy, layers, scores, budget: Budget, keeps, stock: Stock | None = None
+) -> None:
     """Between heads that share, no bid lost to a lower one, of equal ones to an earlier, of those to one of a
     higher layer or head."""
-    plan = plan_of(policy, budget, layers[0].valid_BT, [shape_of(layer) for layer in layers])
+    plan = plan_for(policy, layers, budget, stock)
     pools: dict[tuple[int, int], list[tuple[tuple, bool]]] = {}
     for idx, (score, keep_BHT) in enumerate(zip(scores, keeps, strict=True)):
         bids = candidates_of(plan, score).bids
@@ -237,3 +247,122 @@ def check_competition(policy: Policy, layers, scores, budget: Budget, keeps) -> 
     for pool in pools.values():
         won, lost = ([key for key, own in pool if own is side] for side in (True, False))
         assert not won or not lost or min(won) > max(lost)
+
+
+# Later evictions: heads hold different numbers of entries already.
+
+
+def ragged(layers: Sequence[Evidence], seed: int, *, fresh: int = 4) -> list[Evidence]:
+    """The same layers after earlier evictions: each head holds some of the tokens, few or many, and every
+    head the last ones; of some sequences also the first three."""
+    draw, answer = torch.Generator().manual_seed(seed), []
+    first_B11 = torch.rand(layers[0].valid_BT.shape[0], 1, 1, generator=draw) < 0.5
+    for layer in layers:
+        B, H, T = layer.keys_BHTD.shape[:3]
+        share = torch.rand(B, H, 1, generator=draw) ** 2
+        held = torch.rand(B, H, T, generator=draw) < share
+        held |= (torch.arange(T) >= T - fresh) | (first_B11 & (layer.places_BT[:, None] < 3))
+        answer.append(replace(layer, held_BHT=held & layer.valid_BT[:, None]))
+    return answer
+
+
+def stock_of(
+    layers: Sequence[Evidence], lengths: Sequence[int] | None = None, prompts: Sequence[int] | None = None
+) -> Stock:
+    """What there is to choose from; `lengths` are announced."""
+    held_LB = [layer.exists_BHT.sum((1, 2)).tolist() for layer in layers]
+    seen = layers[0].valid_BT.sum(-1).tolist()
+    return Stock(
+        tuple(zip(*held_LB, strict=True)),
+        tuple(seen if lengths is None else lengths),
+        torch.stack([layer.exists_BHT.all(1) for layer in layers]).all(0),
+        None if prompts is None else tuple(prompts),
+    )
+
+
+def held_scores(layers: Sequence[Evidence], scores: Sequence[Score]) -> list[Score]:
+    """The scores of what is still held, in steps of 1/256, so that sums are exact in whatever order."""
+    answer = []
+    for layer, score in zip(layers, scores, strict=True):
+        gone_BHT = ~layer.exists_BHT
+        values, first = (
+            ((own * 256).round() / 256).masked_fill(gone_BHT, float("-inf"))
+            for own in (score.values_BHT, score.first_BHT)
+        )
+        answer.append(replace(score, values_BHT=values, first_BHT=first))
+    return answer
+
+
+def plan_for(policy: Policy, layers: Sequence[Evidence], budget: Budget, stock: Stock | None) -> Plan:
+    shapes = [shape_of(layer) for layer in layers]
+    return plan_of(policy, budget, layers[0].valid_BT, shapes, stock=stock)
+
+
+def check_later(
+    policy: Policy, layers: Sequence[Evidence], scores: Sequence[Score], budget: Budget, stock: Stock
+) -> list[torch.Tensor]:
+    """What every later eviction owes; returns the keep sets."""
+    decisions = decide_layers(policy, layers, budget, scores=scores, stock=stock)
+    plan = plan_for(policy, layers, budget, stock)
+    keeps = [one.keep_BHT for one in decisions]
+    counts_BL = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps], 1).tolist()
+    stated = spread(budget, stock.lengths_B, [shape_of(layer) for layer in layers])
+    for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
+        own = stated.equal_BL[b]
+        if policy.scope == "model" or policy.allocation.layers in ("cake", "entropy"):
+            assert sum(counts) == min(sum(own), sum(held))
+        elif policy.allocation.head_classes is None:
+            if policy.allocation.layers == "pyramid":
+                own = [line[b] for line in replace(plan.shares, totals=stated).fixed_LB]
+                assert sum(own) == sum(stated.equal_BL[b])
+            assert counts == [min(share, there) for share, there in zip(own, held, strict=True)]
+        assert not plan.covers_B[b] or counts == list(held)
+    for one, score, layer in zip(decisions, scores, layers, strict=True):
+        keep_BHT, exists_BHT = one.keep_BHT, layer.exists_BHT
+        assert not (keep_BHT & ~exists_BHT).any()
+        assert not (one.protected_BT[:, None] & ~keep_BHT).any()
+        assert torch.equal(keep_BHT.any(-1), exists_BHT.any(-1))
+        check_order(policy, candidates_of(plan, score), keep_BHT)
+        if policy.scope == "head" and policy.allocation.head_classes is None:
+            # A head that gets fewer than another, by more than one, has no more.
+            kept_BH, held_BH = keep_BHT.sum(-1), exists_BHT.sum(-1)
+            assert ((kept_BH >= kept_BH.amax(-1, keepdim=True) - 1) | (kept_BH == held_BH)).all()
+    return keeps
+
+
+def columns(layer: Evidence, rows: Sequence[int], pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that any head of a layer holds, of some sequences, in order and right-aligned: their indices
+    (0 on padding), and which are no padding. By a loop."""
+    tokens = [layer.exists_BHT[b].any(0).nonzero().flatten().tolist() for b in rows]
+    width = max(map(len, tokens)) + pad
+    token = [[0] * (width - len(own)) + own for own in tokens]
+    valid = [[t >= width - len(own) for t in range(width)] for own in tokens]
+    return torch.tensor(token, dtype=torch.int64), torch.tensor(valid, dtype=torch.bool)
+
+
+def keeps_of_columns(
+    plan: Plan, layers: Sequence[Evidence], scores: Sequence[Score], rows: Sequence[int], pad: int = 0
+) -> list[torch.Tensor]:
+    """The keep sets of some sequences `[rows, H, T]`, decided on columns only, as a cache does."""
+    part, candidates, shown = plan.select_batch(rows), [], []
+    idx = torch.tensor(list(rows))
+    for layer, score in zip(layers, scores, strict=True):
+        token_BT, valid_BT = columns(layer, rows, pad)
+        index_BHT = token_BT[:, None].expand(-1, layer.num_heads, -1)
+        values, first = (
+            own[idx].gather(-1, index_BHT).masked_fill(~valid_BT[:, None], float("-inf"))
+            for own in (score.values_BHT, score.first_BHT)
+        )
+        own = replace(score, values_BHT=values, first_BHT=first, layer_weight_B=score.layer_weight_B[idx])
+        protected_BT = part.protected_BT.gather(-1, token_BT) & valid_BT
+        place_BT = layer.places_BT[idx].gather(-1, token_BT)
+        candidates.append(candidates_of(part, own, protected_BT, place_BT=place_BT))
+        shown.append((index_BHT, valid_BT))
+    answer = []
+    for layer, keep_BHT, (index_BHT, valid_BT) in zip(
+        layers, keep_masks(part, candidates), shown, strict=True
+    ):
+        assert not (keep_BHT & ~valid_BT[:, None]).any()
+        full_BHT = torch.zeros(len(idx), layer.num_heads, layer.num_seen, dtype=torch.int64)
+        answer.append(full_BHT.scatter_add_(-1, index_BHT, keep_BHT.long()).bool())
+    return answer

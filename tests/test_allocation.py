@@ -1,5 +1,6 @@
 """How a budget is spread over the heads of a layer; over layers: tests/test_cascade.py."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -47,6 +48,20 @@ def test_uniform_budgets_sum_exactly_and_differ_by_one_at_most(lengths, heads, d
     budget = allocate_uniform(torch.tensor(total), capacity)
     assert budget.sum(-1).tolist() == total
     assert int((budget.amax(-1) - budget.amin(-1)).max()) <= 1
+
+
+def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
+    """Entry by entry, to the head that has least, of equal ones the first, as long as it holds more."""
+    cases = [(total, own) for own in itertools.product(range(6), repeat=3) for total in range(sum(own) + 1)]
+    naive = []
+    for total, capacity in cases:
+        held = [0] * 3
+        for _ in range(total):
+            able = [h for h, own in enumerate(capacity) if held[h] < own]
+            held[min(able, key=lambda h, held=held: (held[h], h))] += 1
+        naive.append(held)
+    totals, capacities = zip(*cases, strict=True)
+    assert allocate_uniform(torch.tensor(totals), torch.tensor(capacities)).tolist() == naive
 
 
 @settings(deadline=None, max_examples=40)
@@ -125,6 +140,39 @@ def test_mixing_with_equal_budgets_is_exact(budgets, share, round_up):
     else:
         assert torch.equal(mixed.sum(-1), budget.sum(-1))
         assert ((mixed - exact).abs() < 1).all()
+
+
+def _level(total: int, capacity: list[int]) -> float:
+    """Up to where heads are filled, by bisection."""
+    low, high = 0.0, float(max(capacity))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(min(own, middle) for own in capacity) < total else (low, middle)
+    return high
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=6),
+    st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    st.booleans(),
+    st.data(),
+)
+def test_mixing_never_gives_a_head_more_than_it_has(capacity, share, round_up, data):
+    budget = [data.draw(st.integers(0, own)) for own in capacity]
+    mixed = mix_convex(
+        torch.tensor([budget]), share, capacity_BH=torch.tensor([capacity]), round_up=round_up
+    )[0].tolist()
+    level = _level(sum(budget), capacity)
+    exact = [(1 - share) * own + share * min(most, level) for own, most in zip(budget, capacity, strict=True)]
+    assert all(own <= most for own, most in zip(mixed, capacity, strict=True))
+    if round_up:
+        assert all(
+            own - 1 < want + 1e-9 and own > want - 1e-9 for own, want in zip(mixed, exact, strict=True)
+        )
+    else:
+        assert sum(mixed) == sum(budget)
+        assert all(abs(own - want) < 1 + 1e-9 for own, want in zip(mixed, exact, strict=True))
 
 
 @settings(deadline=None, max_examples=60)

@@ -64,7 +64,7 @@ def test_no_rounding_drifts(lengths, heads, percent):
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({}, "stated once, as keep_ratio, tokens_per_head, bytes or bytes_total; got none"),
+        ({}, "stated once, as keep_ratio, tokens_per_head, bytes, bytes_total or threshold; got none"),
         ({"keep_ratio": 0.5, "bytes": 3}, "got keep_ratio=0.5, bytes=3"),
         ({"keep_ratio": 1.5}, "above 0 and at most 1; got 1.5"),
         ({"keep_ratio": 0.0}, "to remove 80 %, pass keep_ratio=0.2"),
@@ -72,6 +72,12 @@ def test_no_rounding_drifts(lengths, heads, percent):
         ({"bytes_total": 0}, "bytes_total is a whole number of at least 1; got 0"),
         ({"keep_ratio": float("nan")}, "keep_ratio is a number; got nan"),
         ({"tokens_per_head": True}, "tokens_per_head is a number; got True"),
+        ({"threshold": float("-inf")}, "threshold is a number; got -inf"),
+        ({"threshold": 0.0, "keep_ratio": 0.5}, "got keep_ratio=0.5, threshold=0.0"),
+        (
+            {"threshold": 0.0, "scope": "layer"},
+            "'layer' says who shares a budget, and threshold=0.0 states none",
+        ),
     ],
 )
 def test_bad_budgets_are_refused(stated, message):
@@ -86,3 +92,56 @@ def test_a_budget_that_would_empty_a_head_is_refused():
         spread(Budget(keep_ratio=0.1), [100, 5], [LayerShape(2, 4)])
     with pytest.raises(ValueError, match="gets 0 entries for the 1 KV heads of layer 3.*64 bytes a sequence"):
         spread(Budget(bytes=48), [100], [LayerShape(1, 16)] * 4)
+
+
+# What a ratio is a ratio of, and what is still there.
+
+
+def test_a_budget_is_what_is_stated_or_all_that_there_is():
+    two = [LayerShape(2, 16)] * 2
+    totals = spread(Budget(tokens_per_head=30), [100, 100, 100], two, [[120, 20], [60, 60], [0, 0]])
+    assert totals.equal_BL == ((60, 60),) * 3 and totals.stated_B == [120] * 3
+    assert totals.capacity_BL == [[120, 20], [60, 60], [0, 0]]
+    assert totals.total_B == [120, 120, 0]
+    assert totals.per_head_B == [30] * 3
+    assert spread(Budget(bytes=640), [100], two, [[15, 15]]).total_B == [30]
+
+
+def test_a_ratio_is_of_the_length_whatever_is_left():
+    one = [LayerShape(2, 16)]
+    for length, held, stated in ((100, 200, 40), (100, 44, 40), (400, 44, 160), (115, 44, 46)):
+        totals = spread(Budget(keep_ratio=0.2), [length], one, [[held]])
+        assert totals.stated_B == [stated] and totals.total_B == [min(stated, held)]
+        assert totals.per_head_B == [Fraction(stated, 2)]
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.lists(st.tuples(st.integers(20, 99), st.integers(0, 90)), min_size=1, max_size=4), st.data())
+def test_totals_of_some_sequences_are_their_totals_in_the_batch(sequences, data):
+    """Also where the batch split its bytes over them."""
+    shapes = [LayerShape(2, 8), LayerShape(1, 8)]
+    lengths, held = [length for length, _ in sequences], [[own, own // 2] for _, own in sequences]
+    stated = data.draw(st.sampled_from([Budget(keep_ratio=0.3), Budget(bytes_total=9000), Budget(bytes=400)]))
+    totals = spread(stated, lengths, shapes, held)
+    rows = data.draw(st.lists(st.sampled_from(range(len(sequences))), unique=True))
+    some = totals.select_batch(rows)
+    for name in ("total_B", "stated_B", "per_head_B", "capacity_BL"):
+        assert getattr(some, name) == [getattr(totals, name)[row] for row in rows]
+
+
+def test_nothing_is_refused_where_nothing_could_be_kept():
+    """A head that has entries keeps one; a layer that has none wants none."""
+    one = [LayerShape(2, 4)]
+    assert spread(Budget(keep_ratio=0.1), [5, 0], one, [[0], [0]]).total_B == [0, 0]
+    assert spread(Budget(keep_ratio=0.1), [0], one).total_B == [0]
+    assert spread(Budget(keep_ratio=0.1), [5], one, [[1]]).total_B == [1]
+    with pytest.raises(
+        ValueError, match="sequence 0 of 5 tokens gets 1 entries for the 2 KV heads of layer 0"
+    ):
+        spread(Budget(keep_ratio=0.1), [5], one, [[2]])
+
+
+def test_a_threshold_states_nothing():
+    two = [LayerShape(2, 16)] * 2
+    assert spread(Budget(threshold=-1.5), [10], two).total_B == [40]
+    assert spread(Budget(threshold=0.1), [10], two, [[7, 3]]).equal_BL == ((7, 3),)

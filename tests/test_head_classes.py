@@ -41,6 +41,10 @@ def test_a_head_at_the_threshold_is_a_retrieval_head():
     assert class_budgets([[0.5, 0.49]], 0.4, 12, 2, 20) == [[6, 6]]
 
 
+def test_a_sequence_that_has_nothing_keeps_nothing():
+    assert class_budgets([[0.5, 0.49]], 0.5, 0, 1, 0) == [[0, 0]]
+
+
 def test_without_retrieval_heads_all_get_the_same():
     assert class_budgets([[0.1, 0.2], [0.0, 0.3]], 0.5, 13, 2, 20) == [[4, 3], [3, 3]]
 

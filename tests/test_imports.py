@@ -17,9 +17,12 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 # Stages are composed by retain.policy and do not know one another, nor what composes them.
 STAGES = (
     *("scores", "gates", "fusion", "protection", "turns"),
-    *("budget", "allocation", "stages", "head_classes", "selection"),
+    *("budget", "allocation", "stages", "head_classes", "selection", "admission"),
 )
-COMPOSED = ("policy", "cascade", "presets", "cache", "attend", "hf", "future", "reference", "train", "eval")
+COMPOSED = (
+    *("policy", "cascade", "presets", "cache", "pages", "moves", "attend", "columns"),
+    *("hf", "future", "reference", "train", "eval"),
+)
 SCORE_TYPE = "retain.scores.score"  # not a stage: what scores, gates and fusion exchange
 
 

@@ -91,6 +91,12 @@ def test_a_made_up_layer_shows_a_scores_unit(name, chosen):
     assert SCORES[name].unit in UNITS
 
 
+def test_a_regime_is_one_of_those_that_a_cache_or_a_paper_knows():
+    assert Policy("both", regime="prefill+decode").regime == "prefill+decode"
+    with pytest.raises(ValueError, match="regime is one of any, .*, prefill.decode, got 'sometimes'"):
+        Policy("other", regime="sometimes")
+
+
 def test_presets_print_as_a_table():
     lines = str(policies()).splitlines()
     assert len(lines) == len(PRESETS) + 1

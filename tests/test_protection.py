@@ -1,3 +1,4 @@
+from dataclasses import replace
 from fractions import Fraction
 
 import jaxtyping
@@ -115,6 +116,38 @@ def test_the_mask_is_its_formula_with_every_field(data):
     else:
         mask = protected_mask(protection, valid, budgets, pinned_BT=pinned, prompt_lengths_B=pass_prompts)
         assert mask.tolist() == wanted
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from(["dynamic", "static"]), st.booleans())
+def test_what_some_head_has_lost_is_not_protected_and_takes_nothing_of_the_budget(seed, suffix, pins):
+    draw = torch.Generator().manual_seed(seed)
+    valid = _valid(30, 12)
+    intact, pinned = torch.rand(2, 2, 30, generator=draw) < torch.tensor([0.6, 0.2])[:, None, None]
+    protection = Protection(3, 0.1, 0.2, 2, 4, suffix=suffix)
+    settings = {"pinned_BT": pinned if pins else None, "prompt_lengths_B": [20, 9]}
+    mask = protected_mask(protection, valid, [20, 12], **settings) & intact
+    got = protected_mask(protection, valid, [20, 12], **settings, intact_BT=intact)
+    assert torch.equal(got, mask)
+    # As many tokens a head as are protected and still there are enough: no fraction, so that none shrinks.
+    fixed = replace(protection, prefix_fraction=0.0, suffix_fraction=0.0)
+    counts = protected_mask(fixed, valid, [30, 30], **settings, intact_BT=intact).sum(-1).tolist()
+    assert protected_mask(fixed, valid, counts, **settings, intact_BT=intact).sum(-1).tolist() == counts
+    if counts[1]:
+        message = f"sequence 1 has a budget of {counts[1] - 1} .*, 1 fewer than the {counts[1]} protected"
+        with pytest.raises(ValueError, match=message):
+            protected_mask(fixed, valid, [counts[0], counts[1] - 1], **settings, intact_BT=intact)
+
+
+def test_without_a_budget_a_fraction_is_its_minimum_and_nothing_is_too_much():
+    valid = _valid(30, 12)
+    for protection in (Protection(3, 0.5, 0.25, 2, 4), Protection(3, 0.0, 0.0, 2, 40)):
+        fixed = replace(protection, prefix_fraction=0.0, suffix_fraction=0.0)
+        least = [2 if protection.prefix_fraction else 0, 2 if protection.suffix_fraction else 0]
+        fixed = replace(fixed, prefix_tokens=least[0], suffix_tokens=least[1])
+        want = protected_mask(fixed, valid, [30, 30])
+        assert torch.equal(protected_mask(protection, valid, None), want)
+    assert protected_mask(Protection(recent=40), valid, None).sum(-1).tolist() == [30, 12]
 
 
 def test_nothing_is_protected_by_counts_of_zero():

@@ -1,0 +1,230 @@
+"""Admission by a threshold: each entry is judged alone, and no budget says how much stays."""
+
+import doctest
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import retain.admission
+from retain.admission import admit
+from retain.allocation import Allocation
+from retain.budget import Budget
+from retain.cascade import Cascade
+from retain.policy import candidates_of, check_budget, decide_layers, load_policy
+from retain.presets import Policy
+from retain.protection import Protection
+from retain.scores import Score
+from retain.stages import FirstStage
+from tests.evictions import (
+    held_scores,
+    keeps_of_columns,
+    made_scores,
+    make_evidence,
+    plan_for,
+    ragged,
+    stock_of,
+)
+
+PLAIN = Policy("plain", observed="critical", protection=Protection(1, 0.0, 0.0, 0, 2))
+
+
+def _scores(seed: int, ties: bool):
+    """Three sequences, one without entries, of which heads hold what they hold."""
+    draw = torch.Generator().manual_seed(seed)
+    score = torch.randn(3, 2, 11, generator=draw)
+    score = score.round() if ties else score
+    exists = torch.rand(3, 2, 11, generator=draw) < torch.tensor([0.9, 0.3, 0.0])[:, None, None]
+    protected = torch.rand(3, 2, 11, generator=draw) < 0.2  # also of what is not there
+    return score.masked_fill(~exists, float("-inf")), exists, protected
+
+
+def _case(seed: int, pads=(0, 21, 3)):
+    layers = ragged(make_evidence(seed, 1, 21, pads, num_layers=3), seed)
+    return layers, held_scores(layers, made_scores(layers, seed, ties=False))
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.integers(0, 10**6), st.booleans(), st.sampled_from([-9.0, -1.0, 0.0, 0.3, 1.0, 9.0]))
+def test_admission_is_its_formula(seed, ties, threshold):
+    score, exists, protected = _scores(seed, ties)
+    keep = admit(score, protected, threshold)
+    for b in range(3):
+        for h in range(2):
+            own = [i for i in range(11) if exists[b, h, i]]
+            wanted = {i for i in own if protected[b, h, i] or float(score[b, h, i]) >= threshold}
+            if not wanted and own:
+                wanted = {max(own, key=lambda i, b=b, h=h: (float(score[b, h, i]), i))}
+            assert set(keep[b, h].nonzero().flatten().tolist()) == wanted
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(st.integers(0, 10**6), st.booleans())
+def test_kept_sets_shrink_as_the_threshold_rises_and_never_to_nothing(seed, ties):
+    score, exists, protected = _scores(seed, ties)
+    before, counts = exists, set()
+    for threshold in (-9.0, -1.0, -0.5, 0.0, 1.0, 9.0):
+        keep = admit(score, protected, threshold)
+        assert not (keep & ~before).any()
+        assert torch.equal(keep.any(-1), exists.any(-1))
+        # Whoever is judged a second time by the same threshold loses nothing more.
+        left = score.masked_fill(~keep, float("-inf"))
+        assert torch.equal(admit(left, protected, threshold), keep)
+        before = keep
+        counts.add(int(keep.sum()))
+    assert torch.equal(admit(score, protected, -9.0), exists) and len(counts) > 2
+
+
+def test_a_score_of_a_tenth_is_not_below_a_tenth():
+    """A threshold is compared in the score's precision: as double, 0.1 is less than a tenth in float32."""
+    score = torch.tensor([[[0.1, 0.2, 0.7, 0.05]]])
+    for threshold, wanted in ((0.1, [1, 1, 1, 0]), (0.2, [0, 1, 1, 0]), (0.7, [0, 0, 1, 0])):
+        assert admit(score, torch.zeros(1, 1, 4, dtype=torch.bool), threshold).int().tolist() == [[wanted]]
+
+
+def test_a_score_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="the score of sequence 0, head 0, entry 1 is NaN"):
+        admit(torch.tensor([[[0.1, float("nan")]]]), torch.zeros(1, 1, 2, dtype=torch.bool), 0.1)
+
+
+@settings(deadline=None, max_examples=10, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.4, 2.0]))
+def test_the_pipeline_admits_at_every_moment_layer_by_layer_and_alone(seed, threshold):
+    layers, scores = _case(seed)
+    budget, stock = Budget(threshold=threshold), stock_of(layers)
+    plan = plan_for(PLAIN, layers, budget, stock)
+    decisions = decide_layers(PLAIN, layers, budget, scores=scores, stock=stock)
+    cascade = Cascade(plan.shares)
+    columns = keeps_of_columns(plan, layers, scores, [0, 1, 2], pad=2)
+    alone = [keeps_of_columns(plan, layers, scores, [b]) for b in range(3)]
+    for idx, (one, score) in enumerate(zip(decisions, scores, strict=True)):
+        protected_BHT = plan.protected_BT[:, None].expand_as(one.keep_BHT)
+        assert torch.equal(one.keep_BHT, admit(score.values_BHT, protected_BHT, threshold))
+        keep_BHT, lower = cascade.add(candidates_of(plan, score))
+        assert torch.equal(keep_BHT, one.keep_BHT) and lower == [None] * idx
+        assert torch.equal(columns[idx], one.keep_BHT)
+        assert torch.equal(torch.cat([own[idx] for own in alone]), one.keep_BHT)
+
+
+def test_admitting_again_and_again_is_admitting_once_what_left_the_window():
+    """Scores do not change, as those of a gate: chunk by chunk or all at the end, the same is kept."""
+    T, policy = 40, replace(PLAIN, protection=Protection(2, 0.0, 0.0, 0, 5))
+    layers = make_evidence(0, 1, T, (0, 6), num_layers=2)
+    scores = made_scores(layers, 0, ties=False)
+    once = decide_layers(policy, layers, Budget(threshold=0.3), scores=scores)
+    held, peak = [layer.exists_BHT[..., :0] for layer in layers], 0
+    for stop in (9, 17, 18, 31, 40):
+        parts = []
+        for layer, own in zip(layers, held, strict=True):
+            new = layer.exists_BHT[..., own.shape[-1] : stop]
+            parts.append(
+                replace(
+                    layer,
+                    keys_BHTD=layer.keys_BHTD[:, :, :stop],
+                    values_BHTD=layer.values_BHTD[:, :, :stop],
+                    positions_BT=layer.positions_BT[:, :stop],
+                    valid_BT=layer.valid_BT[:, :stop],
+                    held_BHT=torch.cat([own, new], -1),
+                )
+            )
+        shown = [
+            replace(
+                score,
+                values_BHT=score.values_BHT[..., :stop].masked_fill(~part.exists_BHT, float("-inf")),
+                first_BHT=None,
+            )
+            for score, part in zip(scores, parts, strict=True)
+        ]
+        decisions = decide_layers(
+            policy, parts, Budget(threshold=0.3), scores=shown, stock=stock_of(parts, [T, T])
+        )
+        held = [one.keep_BHT for one in decisions]
+        peak = max(peak, *(int(own.sum()) for own in held))
+    for own, one, layer in zip(held, once, layers, strict=True):
+        assert torch.equal(own, one.keep_BHT)
+        assert int(own.sum()) < int(layer.exists_BHT.sum()) // 2
+    assert peak < int(layers[0].exists_BHT.sum())
+
+
+def test_what_is_protected_is_never_too_much_and_fractions_give_their_minimum():
+    layers, scores = _case(0, pads=(0, 3))
+    layers = [replace(layer, held_BHT=None) for layer in layers]
+    for protection, counts in (
+        (Protection(0, 0.5, 0.0, 3, 0), [3, 3]),
+        (Protection(0, 0.0, 0.5, 0, 0), [0, 0]),
+        (Protection(0, 0.0, 0.0, 0, 64), [21, 18]),
+    ):
+        plan = plan_for(replace(PLAIN, protection=protection), layers, Budget(threshold=9.0), None)
+        assert plan.protected_BT.sum(-1).tolist() == counts
+        assert plan.covers_B == [count == length for count, length in zip(counts, (21, 18), strict=True)]
+    # Where all is protected nothing is scored, not even by a score that would want a longer window.
+    policy = Policy("snap", observed="snapkv", protection=Protection(0, 0.0, 0.0, 0, 64))
+    for one in decide_layers(policy, layers, Budget(threshold=9.0)):
+        assert torch.equal(one.keep_BHT, layers[0].valid_BT[:, None].expand_as(one.keep_BHT))
+
+
+def test_entries_that_one_head_has_lost_are_judged_though_their_place_is_protected():
+    layers, scores = _case(5, pads=(0, 3))
+    policy = replace(PLAIN, protection=Protection(0, 0.0, 0.0, 0, 64))
+    plan = plan_for(policy, layers, Budget(threshold=9.0), stock_of(layers))
+    assert plan.covers_B == [False, False]
+    intact = torch.stack([layer.exists_BHT.all(1) for layer in layers]).all(0)
+    assert 0 < int(intact.sum()) < int(layers[0].valid_BT.sum())
+    for one in decide_layers(policy, layers, Budget(threshold=9.0), scores=scores, stock=stock_of(layers)):
+        assert torch.equal(one.keep_BHT, intact[:, None].expand_as(one.keep_BHT))
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_who_shares_a_budget_does_not_matter_where_there_is_none(scope):
+    layers, scores = _case(1)
+    budget, stock, policy = Budget(threshold=0.2), stock_of(layers), replace(PLAIN, scope=scope)
+    alone = decide_layers(PLAIN, layers, budget, scores=scores, stock=stock)
+    shared = decide_layers(policy, layers, budget, scores=scores, stock=stock)
+    plan = plan_for(policy, layers, budget, stock)
+    cascade = Cascade(plan.shares)
+    for one, own, score in zip(alone, shared, scores, strict=True):
+        keep_BHT, _ = cascade.add(candidates_of(plan, score))
+        assert torch.equal(own.keep_BHT, one.keep_BHT) and torch.equal(keep_BHT, one.keep_BHT)
+    counts = torch.stack([one.keep_BHT for one in alone]).sum(-1)[:, [0, 2]]
+    assert len(set(counts.flatten().tolist())) > 2  # heads hold what the text asks for
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"allocation": Allocation("pyramid")}, "allocation.layers would not be read"),
+        ({"scope": "layer", "allocation": Allocation(safeguard="convex")}, "allocation.safeguard would not"),
+        ({"scope": "layer", "allocation": Allocation(normalise="head")}, "allocation.normalise would not"),
+        ({"scope": "layer", "allocation": Allocation(compete_by="first")}, "allocation.compete_by would"),
+        ({"allocation": Allocation(head_classes="x.tsv")}, "allocation.head_classes would not be read"),
+        ({"first_stage": FirstStage("budget", 0.5)}, "first_stage would not be read.*or state a budget"),
+    ],
+)
+def test_what_says_how_a_budget_is_shared_is_refused(changes, message):
+    layers, scores = _case(1)
+    with pytest.raises(ValueError, match=f"policy 'plain' does not go with threshold=0.2: {message}"):
+        decide_layers(replace(PLAIN, **changes), layers, Budget(threshold=0.2), scores=scores)
+
+
+def test_ranks_have_no_threshold():
+    layers, scores = _case(1)
+    ranks = [Score(score.values_BHT, "rank") for score in scores]
+    with pytest.raises(ValueError, match="its score is in 'rank'.*take one in 'risk' or 'mass'; or state"):
+        decide_layers(PLAIN, layers, Budget(threshold=0.2), scores=ranks)
+    # Known beforehand, all at once.
+    recency = replace(
+        load_policy("recency"), first_stage=FirstStage("budget", 0.5), observed=None, learned=True
+    )
+    assert recency.unit == "risk" and load_policy("recency").unit == "rank"
+    blend = replace(recency, fusion="rank_blend", observed="observed_risk")
+    assert blend.unit == "rank"
+    with pytest.raises(ValueError, match="first_stage would not be read.*; its score is in 'rank'"):
+        check_budget(blend, Budget(threshold=0.2), blend.unit)
+    check_budget(replace(blend, first_stage=None), Budget(threshold=0.2))
+    check_budget(blend, Budget(keep_ratio=0.2), blend.unit)
+
+
+def test_the_example_in_the_docstring_runs():
+    assert doctest.testmod(retain.admission) == (0, 3)
