@@ -21,6 +21,7 @@ from functools import cached_property
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -36,6 +37,53 @@ from retain.rotary import Rotary
 PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
 # Keyword under which a step travels from the attention module's hook to the attention function.
 STEP = "retain_step"
+
+
+# What runs outside of compiled graphs, by name; filled when a model is attached, since torch.compile's part
+# of torch is slow to import (and is there by then: models import it).
+OUTSIDE: dict[str, Callable[..., Any]] = {}
+
+
+def _begin(cache: Cache, given: dict[str, Any], handle: "Handle") -> None:
+    cache.begin(
+        input_ids=given.get("input_ids"),
+        inputs_embeds=given.get("inputs_embeds"),
+        attention_mask=given.get("attention_mask"),
+        position_ids=given.get("position_ids"),
+        rotary=handle.rotary,
+    )
+
+
+def _expect(cache: Cache, module: Any, hidden: Tensor) -> Step:
+    return cache.expect(module.layer_idx, hidden)
+
+
+def _attention(
+    cache: Cache,
+    step: Step,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    dense: Callable[[], Any],
+    scaling: float | None,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    return cache.attention(step, queries, keys, values, dense, scaling=scaling, soft_cap=soft_cap)
+
+
+def _keep_outside() -> None:
+    """Have torch.compile break its graphs at what the cache does, and leave alone what that calls: what is
+    held changes from token to token, and a graph of it would be compiled for each.
+
+    Attention modules read their own number between two breaks, so one graph a layer is compiled of those:
+    of a model with more layers than `torch._dynamo.config.recompile_limit` (8), the others run as written.
+    """
+    if not OUTSIDE:
+        why = "retain.Cache runs outside of graphs"
+        methods = {"begin": _begin, "attention": _attention, "expect": _expect, "finish": Cache.finish}
+        OUTSIDE.update({name: torch.compiler.disable(one, reason=why) for name, one in methods.items()})
+        # Models call it themselves, with a layer's number, for each of which a graph would be compiled.
+        Cache.update = torch.compiler.disable(Cache.update, reason=why)
 
 
 def _previous_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -60,8 +108,8 @@ def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | N
 
         if step is None:
             return dense()
-        return step.cache.attention(
-            step, query, key, value, dense, scaling=kwargs.get("scaling"), soft_cap=kwargs.get("softcap")
+        return OUTSIDE["attention"](
+            step.cache, step, query, key, value, dense, kwargs.get("scaling"), kwargs.get("softcap")
         )
 
     return retain_attention
@@ -86,13 +134,12 @@ class _BeforeModel:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         cache = given.get("past_key_values")
         if isinstance(cache, Cache):
-            cache.begin(
-                input_ids=given.get("input_ids"),
-                inputs_embeds=given.get("inputs_embeds"),
-                attention_mask=given.get("attention_mask"),
-                position_ids=given.get("position_ids"),
-                rotary=self.handle.rotary,
-            )
+            if base_model(cache.model) is not module:
+                raise ValueError(
+                    "this retain.Cache was made for another model than the one that is called: make one with "
+                    "retain.Cache(model, ...) for each model."
+                )
+            OUTSIDE["begin"](cache, given, self.handle)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -101,7 +148,7 @@ def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output:
     if cache is None:
         cache = next((value for value in args if isinstance(value, Cache)), None)
     if isinstance(cache, Cache):
-        cache.finish()
+        OUTSIDE["finish"](cache)
 
 
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
@@ -110,42 +157,98 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
     if not isinstance(cache, Cache):
         return None
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return args, {**kwargs, STEP: cache.expect(module.layer_idx, hidden)}
+    return args, {**kwargs, STEP: OUTSIDE["expect"](cache, module, hidden)}
 
 
 _ASSISTED = (
-    "assisted decoding does not work with retain.Cache: its first forward holds prompt and speculated "
-    "tokens, and eviction would see both. Generate without it."
+    "asks for assisted decoding, which does not work with retain.Cache: it reads tokens that it may have to "
+    "forget again, and an eviction cannot be undone. Generate without it."
 )
 # What `generate` may be told, in its arguments or a config, that our cache cannot go along with, and why.
 REFUSED = {
-    "prefill_chunk_size": "does not work with retain.Cache: it would evict from the first chunk alone and "
-    "keep all others whole, whatever the budget. Set it to None, or read the context with "
-    "cache.prefill(input_ids, attention_mask) and generate from there.",
-    "prompt_lookup_num_tokens": f"asks for assisted decoding: {_ASSISTED}",
-    "assistant_model": f"asks for assisted decoding: {_ASSISTED}",
+    "assistant_model": _ASSISTED,
+    "assistant_early_exit": _ASSISTED,
+    "prompt_lookup_num_tokens": _ASSISTED,
+    "use_mtp": _ASSISTED,
+    "penalty_alpha": "asks for contrastive search, which does not work with retain.Cache: it reads top_k "
+    "candidates and forgets all but one of them, and an eviction cannot be undone. Generate without it.",
+    "cache_implementation": "asks transformers for a cache of its own, and past_key_values is a "
+    "retain.Cache, which grows and shrinks: pass one of the two.",
+    "use_cache": "reads all tokens again for each new one, and past_key_values is a retain.Cache, which has "
+    "read them: leave one of the two out.",
+    "output_attentions": "asks for attention weights, and attention over ragged rows has no matrix of them: "
+    "generate without it (cache.prefill(..., evict=False, hold_evidence=True) shows queries and keys).",
 }
+# Settings that ask for something where they are off.
+OFF = ("use_cache",)
+# Values that say nothing: `hybrid` is what checkpoints with sliding windows once had to name as their
+# cache_implementation, and transformers takes it for nothing too.
+UNSTATED = (None, "hybrid")
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The `generate` of an attached model: its class's, with what cannot work on our cache refused first.
+    """The `generate` of an attached model: its class's, with what cannot work on our cache refused first, and
+    with our cache told how long a prompt is that comes in chunks.
 
     Raises:
-        ValueError: something of `REFUSED` with a `retain.Cache`.
+        ValueError: something of `REFUSED` with a `retain.Cache`, or chunks that cannot be told apart; or,
+            once it is over, our cache was never used.
     """
-    if isinstance(kwargs.get("past_key_values"), Cache):
-        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-        for name, reason in REFUSED.items():
-            places = {
-                name: kwargs.get(name),
-                f"generation_config.{name}": getattr(given, name, None),
-                f"model.generation_config.{name}": getattr(model.generation_config, name, None),
-            }
-            for place, value in places.items():
-                if value is not None:
-                    shown = f"={value}" if isinstance(value, int) else ""
-                    raise ValueError(f"{place}{shown} {reason}")
-    return type(model).generate(model, *args, **kwargs)
+    own = type(model).generate
+    given = {**dict(zip(list(inspect.signature(own).parameters)[1:], args, strict=False)), **kwargs}
+    cache = given.get("past_key_values")
+    if not isinstance(cache, Cache):
+        return own(model, *args, **kwargs)
+
+    def stated(name: str) -> tuple[str, Any]:
+        """Where a setting is given, and what it says; the first place that says something."""
+        places = {
+            name: given.get(name),
+            f"generation_config.{name}": getattr(given.get("generation_config"), name, None),
+            f"model.generation_config.{name}": getattr(model.generation_config, name, None),
+        }
+        return next(
+            ((place, value) for place, value in places.items() if value not in UNSTATED), (name, None)
+        )
+
+    for name, reason in REFUSED.items():
+        place, value = stated(name)
+        if value is not None and (value is False or value == 0) == (name in OFF):
+            shown = f"={value!r}" if isinstance(value, int | float | str) else ""
+            raise ValueError(f"{place}{shown} {reason}")
+    place, chunk_size = stated("prefill_chunk_size")
+    width = None
+    if chunk_size is not None:
+        ids = given.get("input_ids", given.get("inputs"))
+        if not isinstance(ids, Tensor) or cache.num_seen:
+            why = (
+                f"on a cache that has seen {cache.num_seen} tokens makes transformers read the whole input "
+                "again"
+                if cache.num_seen
+                else "needs input_ids: of embeddings transformers makes no chunks"
+            )
+            raise ValueError(
+                f"{place}={chunk_size} {why}. Leave it out, or read a context with cache.prefill(input_ids, "
+                "attention_mask, chunk_size=...) and generate from there."
+            )
+        width = ids.shape[1]
+    before = cache.num_seen
+    with cache.generating(width, given.get("attention_mask")):
+        output = own(model, *args, **kwargs)
+    if cache.num_seen == before:
+        raise ValueError(
+            f"generate left past_key_values unread (it has seen {before} tokens, as before), so nothing was "
+            "evicted: something stands between, such as a peft prefix, which brings a cache of its own. "
+            "Generate without it."
+        )
+    return output
+
+
+def _generating(model: nn.Module) -> Any:
+    """The model whose `generate` every other way to generate ends in (a peft wrapper's, a pipeline's); None
+    if it has none."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner if hasattr(type(inner), "generate") else None
 
 
 class Handle:
@@ -160,6 +263,7 @@ class Handle:
                 "model.set_attn_implementation('sdpa') "
                 f"(or one of {', '.join(map(repr, PREVIOUS))}) before retain.attach(model)."
             )
+        _keep_outside()
         self.base = base
         self.previous = previous
         self.name = PREVIOUS[previous]
@@ -169,14 +273,21 @@ class Handle:
             AttentionMaskInterface.register(self.name, _mask_function(previous))
         base.set_attn_implementation(self.name)
         self.model = model
-        if hasattr(type(model), "generate") and "generate" not in vars(model):
-            # A bound method, so that a deep copy of the model gets one of its own.
-            vars(model)["generate"] = MethodType(generate, model)
+        self.generating: list[Any] = []
+        self.guard(model)
         self.hooks: list[RemovableHandle] = [
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
             *(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True) for spec in specs),
         ]
+
+    def guard(self, model: nn.Module) -> None:
+        """Put our `generate` before the model's own, if it has one."""
+        inner = _generating(model)
+        if inner is not None and "generate" not in vars(inner):
+            # A bound method, so that a deep copy of the model gets one of its own.
+            vars(inner)["generate"] = MethodType(generate, inner)
+            self.generating.append(inner)
 
     @cached_property
     def rotary(self) -> Rotary | None:
@@ -193,8 +304,10 @@ class Handle:
         self.hooks = []
         if self.base.config._attn_implementation == self.name:
             self.base.set_attn_implementation(self.previous)
-        if getattr(vars(self.model).get("generate"), "__func__", None) is generate:
-            del vars(self.model)["generate"]
+        for model in self.generating:
+            if getattr(vars(model).get("generate"), "__func__", None) is generate:
+                del vars(model)["generate"]
+        self.generating = []
 
     def __enter__(self) -> "Handle":
         return self
@@ -226,7 +339,11 @@ def attach(model: nn.Module) -> Handle:
         >>> with retain.attach(model):  # doctest: +SKIP
         ...     model.generate(**inputs, past_key_values=retain.Cache(model, policy="snapkv", keep_ratio=0.2))
     """
-    return handle_of(model) or Handle(model)
+    handle = handle_of(model)
+    if handle is None:
+        return Handle(model)
+    handle.guard(model)  # it may have been its decoder that was attached
+    return handle
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 In: a forward on an attached model. The first one on an empty cache is the prefill: each layer attends
 densely, shows its evidence, and is cut to its kept entries before the next layer runs, so the peak is what is
 held plus one layer. Every later forward, of one token or of a left-padded chunk, appends to the ragged rows
-and attends over them.
+and attends over them; when the regime says so (`retain.hf.regime`), all layers are cut back to the budget
+behind it (`retain.hf.later`). Layers that have no full attention keep a cache layer of transformers.
 
 The one decision taken here: length means tokens *seen*. Positions, masks and slicing follow it as if nothing
 had been evicted; what is held shows only in `report()` and `bytes_held()`. All state of a conversation is
@@ -11,31 +12,33 @@ here, none on the model.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache as TransformersCache
 
-from retain.attend import attend
 from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
-from retain.evidence import Evidence
-from retain.hf.call import Call, Step, read_call
-from retain.hf.given import Arriving, Given, pinned_of, seeds_of
-from retain.hf.layer import Layer
-from retain.hf.model import base_model, describe
-from retain.hf.report import LayerReport, Report, total_of
-from retain.hf.rule import Eviction, Rule, make_rule
-from retain.rotary import Rotary
+from retain.hf import foreign, saving
+from retain.hf.engine import Engine
+from retain.hf.given import Given, pinned_of, seeds_of
+from retain.hf.history import History
+from retain.hf.model import base_model, layout_of
+from retain.hf.recent import Recent
+from retain.hf.regime import Regime
+from retain.hf.report import LayerReport, LeftAloneReport, Report, total_of
+from retain.hf.rule import Rule, make_rule
+from retain.protection import spans_by_sequence
 
 PATH = "plain PyTorch over ragged rows"
 
 
-class Cache(TransformersCache):
+class Cache(Engine):
     """A KV cache that keeps, of each (sequence, layer, KV head), the entries that a policy chose.
 
     Args:
@@ -44,12 +47,19 @@ class Cache(TransformersCache):
             keep_BHT`, or None to keep everything until `evict` is called.
         keep_ratio: kept / seen, in (0, 1]. State exactly one budget.
         tokens_per_head: entries per KV head.
-        bytes: bytes of keys and values per sequence, over all layers.
+        bytes: bytes of keys and values per sequence, over all layers that evict.
         bytes_total: bytes of keys and values of the whole batch, split by the sequences' lengths.
+        threshold: in place of a budget: what scores below it goes, once it is protected no longer
+            (admission).
+        regime: when to evict: `prefill` (once, when the first prompt was read), `chunked` (after every read:
+            each chunk of a prompt, each later turn), `decode` (every so many tokens, once the first prompt is
+            over), `prefill+decode`, `chunked+decode`.
+        every: tokens between evictions, for `decode`.
         gates: for learned policies: a path, a hub id, or loaded gates.
         seeds: for policies that draw: one per sequence, or per prompt where `generate` repeats them.
-        pinned: spans `(start, stop)` of tokens that are never evicted, counted without padding: one list for
-            all sequences, or one list per sequence (per prompt, where `generate` repeats them).
+        pinned: spans `(start, stop)` of tokens of the first prompt that are never evicted, counted without
+            padding: one list for all sequences, or one list per sequence (per prompt, where `generate`
+                repeats them).
         tokenizer: whose chat template shows where turns begin, for `protection={"turns": True}`.
         slack: free entries per row that an evicted layer is given for new tokens.
         **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
@@ -70,6 +80,9 @@ class Cache(TransformersCache):
         tokens_per_head: int | None = None,
         bytes: int | None = None,
         bytes_total: int | None = None,
+        threshold: float | None = None,
+        regime: str = "prefill",
+        every: int = 32,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
@@ -77,173 +90,20 @@ class Cache(TransformersCache):
         slack: int = SLACK,
         **overrides: Any,
     ):
-        self.specs = describe(model)
-        super().__init__(layers=[Layer() for _ in self.specs])
-        self.model = model
-        self.rule = make_rule(
+        layout = layout_of(model)
+        rule = make_rule(
             model,
             policy,
-            layers=self.specs,
-            budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total),
+            layers=layout.evicting,
+            budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold),
             gates=gates,
             tokenizer=tokenizer,
             pinned=pinned,
             overrides=overrides,
         )
-        self._given_rule, self._given_seeds, self._given_pinned = self.rule, seeds, pinned
-        self.slack = slack
-        self._evict_at_prefill, self._hold_evidence = True, False
-        self._forget()
-
-    def _forget(self) -> None:
-        self.rule, self.seeds = self._given_rule, self._given_seeds
-        self._pinned_BT: Bool[Tensor, "B T"] | None = None
-        self.evidence: list[Evidence] | None = None
-        self._valid_BT: Bool[Tensor, "B T"] | None = None
-        # Chunks [B, S], joined when asked for, so that a decode step copies none.
-        self._positions: list[Tensor] = []
-        self._last_B: Int[Tensor, " B"] | None = None
-        self._call: Call | None = None
-        self._eviction: Eviction | None = None
-
-    def begin(
-        self,
-        *,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        rotary: Rotary | None = None,
-    ) -> None:
-        """Before the decoder runs: note what it was given (`retain.hf.call` says what is refused)."""
-        if self._call is not None:
-            if self.num_seen:
-                raise ValueError(
-                    "an earlier forward broke off and left this cache half-updated: make a new one."
-                )
-            self.reset()
-        call = read_call(
-            self._valid_BT,
-            self._last_B,
-            lambda: self.positions_BT,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            rotary=rotary,
-        )
-        if call.is_prefill:
-            self.seeds = seeds_of(self.seeds, call.mask_BT.shape[0])
-            self._pinned_BT = pinned_of(self._given_pinned, call.mask_BT)
-            if self._evict_at_prefill and self.rule.begin is not None:
-                size = self.specs[0].output_weight_QDE.element_size()
-                given = Given(self.seeds, self._pinned_BT)
-                self._eviction = self.rule.begin(given, Arriving(call.mask_BT, call.token_ids_BS, size))
-        self.evidence = [] if call.is_prefill and self._hold_evidence else None
-        if call.forgotten_BT is not None:
-            self._drop(call.forgotten_BT)
-        self._call = call
-
-    def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
-        """Before a layer's attention module runs."""
-        if self._call is None:
-            raise ValueError(
-                "an attention layer was called outside a forward of its decoder: call the model, not its "
-                "layers, and "
-                "retain.attach the model that you call."
-            )
-        self._check_all_ran()
-        self.layers[layer_idx].expected = True
-        return Step(self, layer_idx, hidden_BSE)
-
-    def _check_all_ran(self) -> None:
-        if any(layer.expected for layer in self.layers):
-            raise ValueError(
-                "the model's attention implementation was changed after retain.attach: undo the handle, "
-                "change it, and "
-                "attach again."
-            )
-
-    def attention(
-        self,
-        step: Step,
-        queries_BQSD: Tensor,
-        keys_BHSD: Tensor,
-        values_BHSD: Tensor,
-        dense: Callable[[], tuple[Tensor, Tensor | None]],
-        *,
-        scaling: float | None,
-        soft_cap: float | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer's attention; `dense` is what the model would have run, and runs at the prefill."""
-        layer, call, spec = self.layers[step.layer_idx], self._call, self.specs[step.layer_idx]
-        assert call is not None
-        layer.expected = False
-        scaling = spec.scaling if scaling is None else scaling
-        device = keys_BHSD.device
-        if call.is_prefill:
-            output = dense()
-            evidence = Evidence(
-                layer_idx=step.layer_idx,
-                queries_BQSD=queries_BQSD.detach(),
-                keys_BHTD=keys_BHSD.detach(),
-                values_BHTD=values_BHSD.detach(),
-                output_weight_QDE=spec.output_weight_QDE,
-                scaling=scaling,
-                positions_BT=call.positions_BS.to(device),
-                valid_BT=call.mask_BT.to(device),
-                hidden_BTE=step.hidden_BSE.detach().to(device),
-                token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
-                soft_cap=soft_cap,
-                rotary=call.rotary,
-            )
-            if self._evict_at_prefill:
-                keep_BHT = None
-                if self._eviction is not None:
-                    keep_BHT, lower = self._eviction.add(evidence)
-                    self._shrink(lower)
-                layer.store = self._store(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT)
-            elif self.evidence is not None:
-                self.evidence.append(evidence)
-            return output
-        if layer.store is None:  # a prefill that was not evicted goes on with everything
-            layer.store = self._store(layer, None, self.valid_BT, self.positions_BT)
-        store = layer.store
-        valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
-        seen_RS = store.append_(keys_BHSD, values_BHSD, call.positions_BS.to(device), valid_BS)
-        out_BQSD = attend(
-            queries_BQSD,
-            store.keys_CD,
-            store.values_CD,
-            store.offsets_R1,
-            store.lengths_R,
-            seen_RS,
-            scaling=scaling,
-            soft_cap=soft_cap,
-            order_R=store.order_R,
-            blocks=store.blocks,
-        )
-        return out_BQSD.transpose(1, 2).contiguous(), None
-
-    def finish(self) -> None:
-        """After the decoder ran: its tokens are seen now."""
-        call = self._call
-        assert call is not None
-        self._check_all_ran()
-        self._call = self._eviction = None
-        last_B = call.positions_BS[:, -1]
-        if call.valid_BS is not None and self._last_B is not None:
-            # Pads stand on the left, so only a sequence without a single new token has one in the last
-            # column.
-            last_B = torch.where(call.valid_BS[:, -1], last_B, self._last_B.to(last_B.device))
-        self._note(call.mask_BT, [*self._positions, call.positions_BS], last_B)
-
-    def _note(self, valid_BT: Tensor, positions: list[Tensor], last_B: Tensor | None = None) -> None:
-        """What was seen; without `last_B` it is found."""
-        self._valid_BT, self._positions = valid_BT, positions
-        self._last_B = self.positions_BT.masked_fill(~valid_BT, -1).amax(1) if last_B is None else last_B
-        for layer in self.layers:
-            layer.seen = valid_BT.shape[1]
+        rule.check(Regime(regime, every))
+        self.model = model
+        super().__init__(layout, rule, Regime(regime, every), slack=slack, seeds=seeds, pinned=pinned)
 
     @torch.no_grad()
     def prefill(
@@ -251,16 +111,20 @@ class Cache(TransformersCache):
         input_ids: Int[Tensor, "B T"],
         attention_mask: Int[Tensor, "B T"] | None = None,
         *,
+        chunk_size: int | None = None,
         evict: bool = True,
         hold_evidence: bool = False,
     ) -> "Cache":
-        """Read a context without generating: one forward of the decoder, without its head.
+        """Read a context without generating: forwards of the decoder, without its head.
 
         Positions count a sequence's own tokens, as `model.generate` counts them, so `generate` may continue.
 
         Args:
             input_ids: token ids, left-padded.
             attention_mask: 1 on tokens, 0 on padding; None: no padding.
+            chunk_size: tokens a forward; None: all at once. In the regime `chunked` the budget (a ratio is
+                one of the whole context) is enforced after each; in the others the context is evicted from
+                when it was read.
             evict: cut each layer as it is filled. False holds everything, for `evict` or `evict_with` later.
             hold_evidence: keep `self.evidence` (queries and attention inputs too), which `evict` needs. Only
                 with `evict=False`: what evidence shows cannot be freed.
@@ -268,32 +132,50 @@ class Cache(TransformersCache):
         Returns:
             this cache.
         """
-        if hold_evidence and evict:
-            raise ValueError(
-                "hold_evidence=True holds all keys and values, so nothing would be freed: pass evict=False "
-                "too."
-            )
-        if self.num_seen:
-            raise ValueError(
-                f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."
-            )
+        self._check_prefill(chunk_size, evict, hold_evidence)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         self._evict_at_prefill, self._hold_evidence = evict, hold_evidence
+        total = input_ids.shape[1]
+        if chunk_size is not None and chunk_size < total:
+            self.announce(total, mask)
         try:
-            base_model(self.model)(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self,
-                use_cache=True,
-            )
+            for start in range(0, total, chunk_size or total):
+                stop = min(start + (chunk_size or total), total)
+                base_model(self.model)(
+                    input_ids=input_ids[:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    position_ids=positions[:, start:stop],
+                    past_key_values=self,
+                    use_cache=True,
+                )
         except BaseException:
             self.reset()  # what was filled so far is let go: memory may be why it failed
             raise
         finally:
             self._evict_at_prefill, self._hold_evidence = True, False
         return self
+
+    def _check_prefill(self, chunk_size: int | None, evict: bool, hold_evidence: bool) -> None:
+        if hold_evidence and evict:
+            raise ValueError(
+                "hold_evidence=True holds all keys and values, so nothing would be freed: pass "
+                "evict=False too."
+            )
+        if not evict and self.regime.again and not self.rule.keeps_all:
+            raise ValueError(
+                f"evict=False leaves the eviction to you, and regime {self.regime.name!r} evicts by itself "
+                "later: make the cache with regime='prefill', or let it evict."
+            )
+        if chunk_size is not None and (chunk_size < 1 or not evict):
+            raise ValueError(
+                f"chunk_size is {chunk_size} with evict={evict}: pass at least 1 token a chunk, and "
+                "evict=True."
+            )
+        if self.num_seen:
+            raise ValueError(
+                f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."
+            )
 
     def evict(
         self,
@@ -303,6 +185,7 @@ class Cache(TransformersCache):
         tokens_per_head: int | None = None,
         bytes: int | None = None,
         bytes_total: int | None = None,
+        threshold: float | None = None,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
@@ -322,7 +205,7 @@ class Cache(TransformersCache):
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
-        budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total)
+        budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold)
         rule = self.rule
         if policy is not None:
             rule = make_rule(
@@ -340,12 +223,9 @@ class Cache(TransformersCache):
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
         chosen = self.seeds if seeds is None else seeds_of(seeds, self.batch_size)
-        pinned_BT = self._pinned_BT if pinned is None else pinned_of(pinned, self.valid_BT)
-        given = Given(chosen, pinned_BT)
-        keep: Sequence[Tensor | None] = [None] * len(self.evidence)
-        if rule.decide is not None:
-            keep = rule.decide(self.evidence, given)
-        self._cut(keep)
+        pinned_BT = pinned_of(self._pins if pinned is None else pinned, self.valid_BT)
+        keep = rule.decide(self.evidence, Given(chosen, pinned_BT))
+        self._cut([None] * len(self.evidence) if keep is None else keep)
         self.rule, self.seeds = rule, chosen
         return self
 
@@ -360,66 +240,84 @@ class Cache(TransformersCache):
         Raises:
             ValueError: a mask does not fit; the cache is as it was.
         """
-        if any(layer.keys is None for layer in self.layers):
+        if any(layer.keys is None for layer in self.ragged):
             raise ValueError(
                 "nothing is held densely, so nothing can be chosen from: prefill with evict=False."
             )
-        if len(keep) != len(self.layers):
+        if len(keep) != len(self.specs):
             raise ValueError(
-                f"got {len(keep)} keep masks for {len(self.layers)} layers: pass one [B, H, T] per layer."
+                f"got {len(keep)} keep masks for {len(self.specs)} layers: pass one [B, H, T] per layer that "
+                "evicts."
             )
         self._cut(keep)
         return self
 
     def _cut(self, keep: Sequence[Tensor | None]) -> None:
         """Cut all dense layers; every mask is checked before the first is."""
-        for layer, keep_BHT in zip(self.layers, keep, strict=True):
+        for layer, keep_BHT in zip(self.ragged, keep, strict=True):
             layer.check(keep_BHT)
         self.evidence = None  # it shares the dense tensors, which each layer lets go in turn
-        for layer, keep_BHT in zip(self.layers, keep, strict=True):
-            layer.store = self._store(layer, keep_BHT, self.valid_BT, self.positions_BT)
-
-    def _store(
-        self, layer: Layer, keep_BHT: Tensor | None, valid_BT: Tensor, positions_BT: Tensor
-    ) -> RaggedStore:
-        """A layer's dense keys and values, cut to a store and let go; None keeps all but padding."""
-        layer.check(keep_BHT)
-        keys, values = layer.dense()
-        valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
-        keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
-        store = RaggedStore.from_dense(keys, values, positions_BT.to(keys.device), keep_BHT, self.slack)
-        layer.keys = layer.values = None
-        return store
-
-    def _shrink(self, lower: Sequence[Tensor | None]) -> None:
-        """Lower layers let go of what a cascade no longer keeps, one layer at a time."""
-        for layer, keep_N in zip(self.layers, lower, strict=False):
-            if keep_N is not None:
-                assert layer.store is not None
-                layer.store.filter_(keep_N.to(layer.store.keys_CD.device))
-
-    def _drop(self, forgotten_BT: Bool[Tensor, "B T"]) -> None:
-        """Let go of entries that the mask has since declared padding (pads that `generate` put behind a
-        finished row)."""
-        positions_BT = self.positions_BT
-        gone_BP = forgotten_BT.new_zeros(forgotten_BT.shape[0], int(positions_BT.max()) + 1)
-        b, t = forgotten_BT.nonzero(as_tuple=True)
-        gone_BP[b, positions_BT[b, t]] = True
-        for layer in self.layers:
-            if layer.store is not None:
-                layer.store.drop_(gone_BP)
-        self._note(self.valid_BT & ~forgotten_BT, self._positions)
+        for layer, keep_BHT in zip(self.ragged, keep, strict=True):
+            layer.store = self._cut_dense(layer, keep_BHT, self.valid_BT, self.positions_BT)
+        if self.history is not None:
+            self._count(sum(self.history.lengths_B) * sum(spec.num_kv_heads for spec in self.specs))
 
     def fork(self) -> "Cache":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
         other = copy.copy(self)
-        other.layers = [layer.fork() for layer in self.layers]
+        alone = self.layout.alone
+        other.layers = [
+            foreign.fork(layer) if idx in alone else layer.fork() for idx, layer in enumerate(self.layers)
+        ]
         other.evidence = None if self.evidence is None else list(self.evidence)
-        other._positions = list(self._positions)
+        other.history = None if self.history is None else self.history.fork()
+        other._moments = list(self._moments)
         return other
 
     def __deepcopy__(self, memo: dict) -> "Cache":
         return self.fork()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the conversation to one `.safetensors` file (`retain.hf.saving`), beside an older one until
+        it is whole.
+
+        Returns:
+            the path.
+
+        Raises:
+            ValueError: nothing was read yet, or it is held densely (evict first); nothing was written.
+        """
+        return saving.save(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        gates: Any = None,
+        tokenizer: Any = None,
+        policy: Any = None,
+    ) -> "Cache":
+        """Read a conversation back that `save` wrote, policy, budget and regime with it. It goes on exactly.
+
+        Args:
+            path: of the file.
+            model: that it was saved from, in the same precision; entries go to their layers' devices.
+            gates: that the policy takes, if it is a learned one.
+            tokenizer: whose chat template shows where turns begin, if the policy protects them.
+            policy: the function that the policy (or its `observed`) was: a file cannot hold one.
+
+        Raises:
+            FileNotFoundError: there is no file.
+            ValueError: it is truncated, corrupt, of a newer schema, of another model or precision, or gates
+                or a function are missing.
+
+        Example:
+            >>> cache.save("context.safetensors")  # doctest: +SKIP
+            >>> cache = retain.Cache.load("context.safetensors", model)  # doctest: +SKIP
+        """
+        return saving.load(cls, path, model, gates=gates, tokenizer=tokenizer, policy=policy)
 
     @classmethod
     def concat(cls, caches: Sequence["Cache"], *, slack: int | None = None) -> "Cache":
@@ -431,7 +329,7 @@ class Cache(TransformersCache):
             slack: free entries per row for new tokens (a question and its answer, if known); default: theirs.
 
         Returns:
-            a new cache; the given ones are left alone.
+            a new cache, which evicts no more; the given ones are left alone.
         """
         if not caches:
             raise ValueError("concat needs at least one cache.")
@@ -442,31 +340,33 @@ class Cache(TransformersCache):
             )
         if any(cache.model is not caches[0].model for cache in caches):
             raise ValueError("caches to concat belong to different models.")
-        parts = []
-        for cache in caches:
-            if any(layer.store is None for layer in cache.layers):
-                cache = cache.fork()
-                for layer in cache.layers:
-                    if layer.store is None:
-                        layer.store = cache._store(layer, None, cache.valid_BT, cache.positions_BT)
-            parts.append(cache)
-        other = copy.copy(parts[0])
-        other.layers = [copy.copy(layer) for layer in other.layers]
-        other.evidence, other.seeds, other._given_seeds = None, None, None
-        other._pinned_BT = other._given_pinned = None
-        other.rule = other._given_rule = Rule(" + ".join(sorted({cache.rule.name for cache in caches})))
+        parts = [cache.fork() for cache in caches]
+        for part in parts:
+            for layer in part.ragged:
+                if layer.store is None:
+                    layer.store = part._cut_dense(layer, None, part.valid_BT, part.positions_BT)
+                layer.store.beside.clear()
+        other = parts[0].fork()
+        other._given = (Rule(" + ".join(sorted({cache.rule.name for cache in caches}))), Regime(), None, None)
+        other.rule, other.regime, other.seeds, other._pins = other._given
+        other.evidence = None
         for idx, layer in enumerate(other.layers):
+            if idx in other.layout.alone:
+                other.layers[idx] = foreign.concat([part.layers[idx] for part in parts])
+                continue
             stores = [part.layers[idx].store for part in parts]
-            layer.store = RaggedStore.concat([store for store in stores if store is not None], slack)
-        other._note(
-            torch.cat([part.valid_BT for part in parts]), [torch.cat([part.positions_BT for part in parts])]
-        )
+            layer.store, layer.recent = RaggedStore.concat(stores, slack), Recent()
+        other.history = History.concat([part.history for part in parts if part.history is not None])
+        other._prompt_B = list(other.history.lengths_B)
         return other
 
     def crop(self, num_tokens: int) -> None:
         """Forget the last tokens: keep the first `num_tokens` seen, or remove `-num_tokens` of them.
 
-        What was evicted stays evicted; the bytes of what is forgotten are given back.
+        The cache is then as if they had never come; their bytes are given back.
+
+        Raises:
+            ValueError: something was evicted since, or cannot be undone: nothing was changed.
         """
         num_tokens = int(num_tokens)
         length = num_tokens if num_tokens >= 0 else max(0, self.num_seen + num_tokens)
@@ -475,28 +375,63 @@ class Cache(TransformersCache):
         if length == 0:
             self.reset()
             return
-        self.evidence = None
-        self._note(self.valid_BT[:, :length], [self.positions_BT[:, :length]])
-        for layer in self.layers:
+        assert self.history is not None
+        removed, cut = self.num_seen - length, self.history.cut(length)
+        if reason := self._cannot_crop(length, cut):
+            raise ValueError(
+                f"the cache has seen {self.num_seen} tokens and cannot go back to {length}: {reason}. fork() "
+                "the cache before it reads or decodes what may have to be forgotten."
+            )
+        self.evidence, self.history, self._from = None, cut, (-1, 0)
+        for layer in self._foreign:
+            foreign.crop(layer, removed)
+        for layer in self.ragged:
+            layer.seen, layer.recent = length, layer.recent.cut(removed, length)
             if layer.store is not None:
-                layer.store.crop_(self._last_B.to(layer.store.positions_C.device) + 1)
+                layer.store.crop_(cut.last_B.to(layer.store.positions_C.device) + 1)
             else:
                 layer.keys, layer.values = (tensor[:, :, :length].clone() for tensor in layer.dense())
+        self._noted = min(self._noted, length)
+        self._moments = [seen for seen in self._moments if seen <= length] or [length]
+        if self._prompt_B is not None:
+            self._prompt_B = [min(own, left) for own, left in zip(self._prompt_B, cut.lengths_B, strict=True)]
+
+    def _cannot_crop(self, length: int, cut: History) -> str | None:
+        """Why the cache cannot go back to a length; None if it can."""
+        removed, wants = self.num_seen - length, self.rule.wants
+        if length < self.evicted_at:
+            return f"entries were evicted when it had seen {self.evicted_at}, and those are gone"
+        if any(not foreign.can_crop(layer, removed) for layer in self._foreign):
+            return "a layer with a sliding window or a recurrent state has let go of what it had then"
+        if not self.regime.again or self.rule.keeps_all:
+            return None
+        if wants.running and self._noted > length:
+            return "the running statistics that its policy keeps count the queries since"
+        recent, moments = self.ragged[0].recent, [seen for seen in self._moments if seen <= length]
+        wanted = (moments or [0])[-1] if wants.queries is None else self._queries_from(cut)
+        exact = length in recent.marks and wants.queries is not None
+        if wants.queries != 0 and not exact and self.num_seen - recent.num_queries > wanted:
+            return "queries that its policy looks at are not held that far back"
+        return None
 
     def batch_select_indices(self, indices: Int[Tensor, " N"]) -> None:
         """Keep these sequences, in this order; an index may repeat."""
-        if not self.num_seen:
+        if self.history is None:
             return
-        for layer in self.layers:
+        for layer in self._foreign:
+            foreign.select_batch(layer, indices)
+        for layer in self.ragged:
             layer.select_batch(indices)
         if self.evidence is not None:
             self.evidence = [evidence.select_batch(indices) for evidence in self.evidence]
+        rows = indices.tolist()
         if self.seeds is not None:
-            self.seeds = [self.seeds[idx] for idx in indices.tolist()]
-        if self._pinned_BT is not None:
-            self._pinned_BT = self._pinned_BT[indices.to(self._pinned_BT.device)]
-        indices = indices.to(self.valid_BT.device)
-        self._note(self.valid_BT[indices], [self.positions_BT[indices]])
+            self.seeds = [self.seeds[row] for row in rows]
+        if self._pins is not None and spans_by_sequence(self._pins) is not None:
+            self._pins = [self._pins[row] for row in rows]
+        if self._prompt_B is not None:
+            self._prompt_B = [self._prompt_B[row] for row in rows]
+        self.history, self._from = self.history.select_batch(indices), (-1, 0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, as `generate` expects for beams and several returned sequences."""
@@ -508,39 +443,17 @@ class Cache(TransformersCache):
         """Follow the beams."""
         self.batch_select_indices(beam_idx)
 
-    def reset(self) -> None:
-        """Forget everything; the cache may be filled again."""
-        self.layers = [Layer() for _ in self.specs]
-        self._forget()
-
-    @property
-    def num_seen(self) -> int:
-        """Tokens seen, padding included: the logical length."""
-        return 0 if self._valid_BT is None else self._valid_BT.shape[1]
-
     @property
     def batch_size(self) -> int:
-        return 0 if self._valid_BT is None else self._valid_BT.shape[0]
-
-    @property
-    def valid_BT(self) -> Bool[Tensor, "B T"]:
-        """True on the real tokens among those seen."""
-        assert self._valid_BT is not None, "nothing was seen yet"
-        return self._valid_BT
-
-    @property
-    def positions_BT(self) -> Int[Tensor, "B T"]:
-        """RoPE position of every token seen."""
-        if len(self._positions) > 1:
-            self._positions = [torch.cat(self._positions, dim=1)]
-        return self._positions[0]
+        return 0 if self.history is None else self.history.batch_size
 
     def report(self) -> Report:
         """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table."""
-        tokens = 0 if self._valid_BT is None else int(self._valid_BT.sum())
-        rows = []
-        for spec, layer in zip(self.specs, self.layers, strict=True):
+        tokens = 0 if self.history is None else sum(self.history.lengths_B)
+        rows, alone = [], []
+        for spec, layer in zip(self.specs, self.ragged, strict=True):
             seen = tokens * spec.num_kv_heads
+            beside = layer.recent.num_bytes
             if layer.store is not None:
                 held, allocated = layer.store.entries_held, layer.store.bytes_allocated
                 entry = layer.store.entry_bytes
@@ -550,10 +463,13 @@ class Cache(TransformersCache):
                 entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
             else:
                 held = allocated = entry = 0
-            rows.append(
-                LayerReport(f"layer {spec.layer_idx}", seen, held, seen * entry, held * entry, allocated)
-            )
-        return Report(self.rule.name, PATH, tuple(rows), total_of(rows))
+            name = f"layer {spec.layer_idx}"
+            rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
+        for left in self.layout.alone.values():
+            layer = self.layers[left.layer_idx]
+            held, allocated = foreign.held_bytes(layer), foreign.allocated_bytes(layer)
+            alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
+        return Report(self.rule.name, PATH, tuple(rows), total_of(rows), tuple(alone), self.evictions)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table."""
@@ -561,16 +477,16 @@ class Cache(TransformersCache):
             raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
         seen_B = self.valid_BT.sum(-1).cpu()
         heads = [spec.num_kv_heads for spec in self.specs]
-        held = [layer.held_BH(seen_B, own) for layer, own in zip(self.layers, heads, strict=True)]
+        held = [layer.held_BH(seen_B, own) for layer, own in zip(self.ragged, heads, strict=True)]
         held = [pad(own_BH, (0, max(heads) - own_BH.shape[1])) for own_BH in held]
         return BudgetTable(torch.stack(held, dim=1), seen_B, self.rule.name)
 
     def bytes_held(self) -> int:
-        """Bytes of the keys and values held, over all layers."""
+        """Bytes of the keys and values held, over all layers that evict."""
         return self.report().total.bytes_held
 
     def bytes_allocated(self) -> int:
-        """Bytes of all storage behind them: slack, unequal rooms and positions included."""
+        """Bytes of all storage behind them: slack, positions, and what stands beside entries included."""
         return self.report().total.bytes_allocated
 
     def bytes_full(self) -> int:
@@ -592,4 +508,5 @@ class Cache(TransformersCache):
 
 def _stated(*amounts: int | float | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.Budget` takes it; None is not stated."""
-    return dict(zip(("keep_ratio", "tokens_per_head", "bytes", "bytes_total"), amounts, strict=True))
+    names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
+    return dict(zip(names, amounts, strict=True))

@@ -59,6 +59,7 @@ def read_call(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     rotary: Rotary | None = None,
+    width: int | None = None,
 ) -> Call:
     """Check a forward's arguments against what was seen.
 
@@ -72,6 +73,8 @@ def read_call(
         position_ids: of the new tokens, or None to count on from what was seen, padding included, as
             transformers does.
         rotary: the model's rotary embedding, for those who look at queries before it.
+        width: tokens of the whole prompt, padding included, where it is read in chunks; a sequence may begin
+            after the first of them.
 
     Raises:
         ValueError: right padding, a mask of another width or kind, positions that do not increase, another
@@ -140,7 +143,7 @@ def read_call(
             "last column, so pads there would stand between a prompt and its continuation: set "
             "tokenizer.padding_side = 'left'."
         )
-    if empty and not seen:
+    if empty and seen + S >= (width or 0) and not bool(mask_BT.any(1).all()):
         raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
     if revived:
         raise ValueError(
@@ -151,12 +154,10 @@ def read_call(
     if disorder or back:
         raise ValueError(
             "position_ids of a sequence do not increase from token to token (packed sequences, or a "
-            "continuation at an "
-            "earlier position): give each sequence its own row, and let positions continue where they were. "
-            "After "
-            "cache.prefill, or generate with padding, continue through generate or pass position_ids: "
-            "without them "
-            "transformers counts padding too."
+            "continuation at an earlier position): give each sequence its own row, and let positions go on "
+            "where they were. After cache.prefill, or generate with padding, continue through generate or "
+            "pass position_ids: without them transformers counts padding too. And without an attention_mask "
+            "generate takes every token that equals pad_token_id for padding: pass one."
         )
     return Call(
         is_prefill=seen == 0,

@@ -12,6 +12,7 @@ from typing import Any
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.budget import Stock
 from retain.protection import pinned_mask, spans_by_sequence
 
 
@@ -27,25 +28,43 @@ class Given:
     seeds_B: Sequence[int] | None = None
     pinned_BT: Bool[Tensor, "B T"] | None = None
 
+    def select_batch(self, rows: list[int]) -> "Given":
+        """Of some of the sequences."""
+        seeds = None if self.seeds_B is None else [self.seeds_B[row] for row in rows]
+        return Given(seeds, None if self.pinned_BT is None else self.pinned_BT[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class Arriving:
-    """What is known of a prefill before its first layer runs.
+    """What is known of a batch before a layer is scored.
 
     Args:
         valid_BT: False on padding.
         token_ids_BT: None if the caller passed embeddings.
         element_size: bytes of a number of the model's weights, and so, most likely, of its keys.
+        stock: what there is to choose from, where that is not simply all of the tokens.
     """
 
     valid_BT: Bool[Tensor, "B T"]
     token_ids_BT: Int[Tensor, "B T"] | None
     element_size: int
+    stock: Stock | None = None
 
 
 def seeds_of(seeds: Sequence[int] | None, num_sequences: int) -> Sequence[int] | None:
     """One seed a sequence."""
     return None if seeds is None else _repeated(seeds, num_sequences, "seeds")
+
+
+def pins_of(spans: Any, num_sequences: int) -> Any:
+    """Pinned spans, one list a sequence, or one list that is meant for all; None without any.
+
+    Raises:
+        ValueError: lists for another number of sequences.
+    """
+    if spans is None or spans_by_sequence(spans) is None:
+        return spans
+    return list(_repeated(spans, num_sequences, "pinned span lists"))
 
 
 def pinned_of(spans: Any, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
@@ -54,11 +73,8 @@ def pinned_of(spans: Any, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] 
     Raises:
         ValueError: a span that is none, or lists for another number of sequences.
     """
-    if spans is None:
-        return None
-    if spans_by_sequence(spans) is not None:
-        spans = _repeated(spans, valid_BT.shape[0], "pinned span lists")
-    return pinned_mask(spans, valid_BT)
+    spans = pins_of(spans, valid_BT.shape[0])
+    return None if spans is None else pinned_mask(spans, valid_BT)
 
 
 def _repeated(given: Sequence[Any], num_sequences: int, what: str) -> Sequence[Any]:

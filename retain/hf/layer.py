@@ -1,4 +1,4 @@
-"""One layer of `retain.Cache`, as transformers sees it.
+"""One evicting layer of `retain.Cache`, as transformers sees it.
 
 In: the keys and values that an attention module hands over. Out: the lengths and mask sizes that
 transformers asks a cache layer for, as if nothing had been evicted. The one decision taken here: `update`
@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from retain.cache import RaggedStore
+from retain.hf.recent import Recent
 
 
 class Layer(CacheLayerMixin):
-    """One layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store."""
+    """One layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store, with
+    what the last tokens showed."""
 
     is_sliding = False
     is_compileable = False
@@ -29,8 +31,12 @@ class Layer(CacheLayerMixin):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.store: RaggedStore | None = None
+        self.recent = Recent()
         self.seen = 0
         self.expected = False
+        # As the model's attention was last called.
+        self.scaling: float | None = None
+        self.soft_cap: float | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -91,9 +97,11 @@ class Layer(CacheLayerMixin):
         shared."""
         other = copy.copy(self)
         other.store = None if self.store is None else self.store.fork()
+        other.recent = self.recent.fork()
         return other
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> None:
+        self.recent = self.recent.select_batch(idx)
         if self.store is not None:
             self.store = self.store.select_batch(idx)
         elif self.keys is not None and self.values is not None:

@@ -35,32 +35,59 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class LeftAloneReport:
+    """One layer that no policy evicts from: its attention has a window, or a recurrent state is all it has.
+
+    Args:
+        name: `layer 0`, ...
+        kind: what transformers calls the layer.
+        window: tokens that it looks back on; None without a window.
+        bytes_held: bytes of its keys and values, or of its states.
+        bytes_allocated: bytes of the storage behind them.
+    """
+
+    name: str
+    kind: str
+    window: int | None
+    bytes_held: int
+    bytes_allocated: int
+
+
+@dataclass(frozen=True)
 class Report:
     """A cache at one moment.
 
     Args:
         policy: name of the policy that evicted.
         path: which attention path decodes.
-        layers: one row a layer.
+        layers: one row a layer that evicts.
         total: their sum.
+        alone: layers that are left alone.
+        evictions: moments at which entries went.
     """
 
     policy: str
     path: str
     layers: tuple[LayerReport, ...]
     total: LayerReport
+    alone: tuple[LeftAloneReport, ...] = ()
+    evictions: int = 0
 
     def __str__(self) -> str:
         head = (
             f"{'':>9} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} {'allocated':>10}"
         )
-        lines = [f"policy {self.policy}; attention: {self.path}", head]
+        times = "once" if self.evictions == 1 else f"{self.evictions} times"
+        lines = [f"policy {self.policy}, evicted {times}; attention: {self.path}", head]
         for row in (*self.layers, self.total):
             share = row.bytes_held / row.bytes_full if row.bytes_full else 1.0
             lines.append(
                 f"{row.name:>9} {row.entries_seen:>10,} {row.entries_held:>10,} {row.entries_evicted:>10,} "
                 f"{_mib(row.bytes_held):>10} {share:>8.1%} {_mib(row.bytes_allocated):>10}"
             )
+        for left in self.alone:
+            kind = left.kind if left.window is None else f"{left.kind} of {left.window:,} tokens"
+            lines.append(f"{left.name:>9} left alone: {kind}, {_mib(left.bytes_held)} held")
         return "\n".join(lines)
 
 

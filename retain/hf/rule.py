@@ -8,38 +8,36 @@ before any token is read.
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from jaxtyping import Bool
 from torch import Tensor, nn
 
 from retain import config
-from retain.budget import Budget, LayerShape
-from retain.cascade import Cascade, keep_sets
+from retain.budget import Budget, Stock
 from retain.evidence import Evidence
 from retain.head_classes import check_shape
 from retain.hf.gates import gates_for
 from retain.hf.given import Arriving, Given
-from retain.hf.model import LayerSpec
-from retain.policy import Plan, candidates_of, plan_of, score_entries
+from retain.hf.layout import LayerSpec
+from retain.hf.regime import Regime
+from retain.hf.request import Again, Keep, LayerByLayer, OneByOne, Request, Scorer, Wants
+from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.protection import spans_by_sequence
 from retain.registry import suggest
-from retain.scores import Score
-from retain.scores.trial import try_settings
 from retain.turns import TurnMarkers, turn_markers
 
-Keep = Bool[Tensor, "B H T"]
-# A scorer that is no score of ours (`retain.hf.press`), or stands in for one.
-Scorer = Callable[[Evidence], Score]
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
     "keep_ratio",
     "tokens_per_head",
     "bytes",
     "bytes_total",
+    "threshold",
+    "regime",
+    "every",
     "gates",
     "seeds",
     "pinned",
@@ -48,26 +46,95 @@ KEYWORDS = (
 )
 
 
-class Eviction(Protocol):
-    """Decides layer by layer while a model prefills."""
-
-    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
-        """The next layer has come: its keep mask, and which of their entries lower layers still keep."""
+# Who decides layer by layer while a model first reads, and who decides about all layers at once.
+Eviction = LayerByLayer | OneByOne
+Moment = Again | OneByOne
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How the evidence of layers becomes keep masks.
+    """How the evidence of layers becomes keep masks: by a policy, by a function, or not at all.
 
     Args:
         name: for reports.
-        begin: starts an eviction layer by layer, and refuses what cannot be; None keeps everything.
-        decide: keep masks of all layers at once; None keeps everything.
+        request: the policy, with its budget.
+        function: of one layer's evidence.
     """
 
     name: str
-    begin: Callable[[Given, Arriving], Eviction] | None = None
-    decide: Callable[[Sequence[Evidence], Given], list[Keep]] | None = None
+    request: Request | None = None
+    function: Callable[[Evidence], Keep] | None = None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it evicts nothing."""
+        return self.request is None and self.function is None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it decides by token ids too."""
+        return self.request is not None and self.request.policy.protection.reads_turns
+
+    @property
+    def wants(self) -> Wants:
+        """What a later eviction wants to know of entries that came before it."""
+        return Wants(queries=1) if self.request is None else self.request.wants
+
+    def check(self, regime: Regime) -> None:
+        """Refuse a regime in which it could not decide.
+
+        Raises:
+            ValueError: a foreign scorer, asked again later.
+        """
+        if regime.again and self.request is not None and self.request.scorer is not None:
+            raise ValueError(
+                f"regime {regime.name!r} evicts again later, and a scorer of your own reads the attention "
+                "input "
+                "of all entries, which is not kept: take regime='prefill', or a policy that ships."
+            )
+
+    def check_chunks(self) -> None:
+        """Refuse a prompt in chunks of which it could not decide.
+
+        Raises:
+            ValueError: a foreign scorer.
+        """
+        if self.request is not None and self.request.scorer is not None:
+            raise ValueError(
+                "a prompt that is read in chunks is evicted from later, and a scorer of your own reads the "
+                "attention input of all entries, which is not kept: read the prompt at once, or take a "
+                "policy "
+                "that ships."
+            )
+
+    def begin(self, given: Given, call: Arriving) -> Eviction | None:
+        """Start an eviction layer by layer, and refuse what cannot be; None keeps everything."""
+        if self.request is not None:
+            return LayerByLayer(self.request, given, call)
+        return None if self.function is None else OneByOne(self.function)
+
+    def again(
+        self, given: Given, call: Arriving, stock: Stock, spared: Collection[int] = ()
+    ) -> Moment | None:
+        """Start an eviction of all layers at once, which spares some sequences; None keeps everything."""
+        if self.request is not None:
+            return Again(self.request, given, call, stock, spared)
+        return None if self.function is None else OneByOne(self.function)
+
+    def decide(self, evidence: Sequence[Evidence], given: Given) -> Sequence[Tensor | None] | None:
+        """Keep masks of all layers at once, of evidence that shows everything; None keeps it."""
+        if self.request is not None:
+            return self.request.decide(evidence, given)
+        return None if self.function is None else [self.function(layer) for layer in evidence]
+
+    def noted(self, evidence: Evidence) -> Evidence:
+        """The evidence with what later evictions want to know of its entries."""
+        return evidence if self.request is None else self.request.noted(evidence)
+
+    def counted(self, evidence: Evidence) -> Evidence:
+        """The evidence with running statistics that its own queries are part of, if they are wanted."""
+        wanted = self.request is not None and self.request.wants.running
+        return self.request.counted(evidence) if wanted and self.request is not None else evidence
 
 
 def make_rule(
@@ -124,11 +191,7 @@ def make_rule(
                 f"{', '.join(unread)} would not be read: policy is the function {name}, which decides alone. "
                 "Name a policy, or let the function do what they say."
             )
-        return Rule(
-            name,
-            lambda given, call: _OneByOne(policy),
-            lambda evidence, given: [policy(layer) for layer in evidence],
-        )
+        return Rule(name, function=policy)
 
     chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
     scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
@@ -140,6 +203,8 @@ def make_rule(
     try:
         # A policy that keeps everything needs none, but one that is stated must be one.
         keep = Budget(**stated) if stated or not chosen.keeps_all or scorer is not None else keep
+        if stated:
+            check_budget(chosen, keep, None if scorer is not None else chosen.unit)
     except ValueError as error:
         problems.append(str(error))
     if pinned is not None:
@@ -151,7 +216,7 @@ def make_rule(
         raise ValueError("\n".join(problems))
     if chosen.keeps_all and scorer is None:
         return Rule(chosen.name)
-    request = _Request(
+    request = Request(
         chosen,
         keep,
         _gates(model, chosen, gates),
@@ -161,104 +226,7 @@ def make_rule(
     )
     if chosen.allocation.head_classes is not None:
         check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])
-    return Rule(chosen.name, lambda given, call: _LayerByLayer(request, given, call), request.decide)
-
-
-@dataclass(frozen=True, eq=False)
-class _Request:
-    """A policy with everything that it needs, checked."""
-
-    policy: Policy
-    budget: Budget
-    gates: Any
-    scorer: Scorer | None
-    markers: TurnMarkers | None
-    layers: tuple[LayerSpec, ...]
-
-    def score(self, evidence: Evidence, given: Given) -> Score:
-        """The policy's score of one layer."""
-        learned = self.gates.score(evidence) if self.policy.learned else None
-        observed = None if self.scorer is None else self.scorer(evidence)
-        return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=given.seeds_B)
-
-    def plan(self, call: Arriving, given: Given) -> Plan:
-        """What is settled before any layer ran, and what can be found to be wrong by then."""
-        shapes = [
-            LayerShape(layer.num_kv_heads, 2 * layer.head_dim * call.element_size) for layer in self.layers
-        ]
-        plan = plan_of(
-            self.policy,
-            self.budget,
-            call.valid_BT,
-            shapes,
-            call.token_ids_BT,
-            given.pinned_BT,
-            self.markers,
-        )
-        if not plan.covers_all:
-            self._check_window(plan.shares.totals.lengths_B)
-        return plan
-
-    def _check_window(self, lengths_B: Sequence[int]) -> None:
-        """Refuse a sequence that the score cannot observe, before the model reads it."""
-        if self.policy.observed is None or self.scorer is not None:
-            return
-        tried, _ = try_settings(self.policy.observed, self.policy.observed_settings)
-        window = 0 if tried is None else tried.window
-        for row, length in enumerate(lengths_B):
-            if length < window:
-                raise ValueError(
-                    f"sequence {row} of {len(lengths_B)} has {length} tokens, which is shorter than the "
-                    f"observation window of {window} of policy {self.policy.name!r}: pass a smaller window "
-                    '(observed_settings={"window": ...}), or read this sequence in a batch of its own with '
-                    "a policy that keeps everything."
-                )
-
-    def decide(self, evidence: Sequence[Evidence], given: Given) -> list[Keep]:
-        """Keep masks of all layers at once."""
-        first = evidence[0]
-        call = Arriving(first.valid_BT, first.token_ids_BT, first.keys_BHTD.element_size())
-        plan = self.plan(call, given)
-        if plan.covers_all:
-            return [_everything(layer) for layer in evidence]
-        candidates = [candidates_of(plan, self.score(layer, given)) for layer in evidence]
-        return keep_sets(plan.shares, candidates)
-
-
-def _everything(evidence: Evidence) -> Keep:
-    """All that exists."""
-    B, T = evidence.valid_BT.shape
-    return evidence.valid_BT[:, None].expand(B, evidence.num_heads, T)
-
-
-class _OneByOne:
-    """A function of one layer's evidence."""
-
-    def __init__(self, keep: Callable[[Evidence], Keep]):
-        self.keep = keep
-
-    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
-        return self.keep(evidence), ()
-
-
-class _LayerByLayer:
-    """A policy, whose lower layers may shrink as layers come."""
-
-    def __init__(self, request: _Request, given: Given, call: Arriving):
-        self.request, self.given, self.call = request, given, call
-        self.plan = request.plan(call, given)
-        self.cascade = Cascade(self.plan.shares)
-
-    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
-        element_size = evidence.keys_BHTD.element_size()
-        if element_size != self.call.element_size and not self.cascade.num_added:
-            # Keys come in another precision than weights are in (autocast): bytes hold other entries.
-            self.call = replace(self.call, element_size=element_size)
-            self.plan = self.request.plan(self.call, self.given)
-            self.cascade = Cascade(self.plan.shares)
-        if self.plan.covers_all:
-            return _everything(evidence), ()
-        return self.cascade.add(candidates_of(self.plan, self.request.score(evidence, self.given)))
+    return Rule(chosen.name, request)
 
 
 def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:

@@ -58,14 +58,14 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
 def test_never_more_than_the_budget_and_one_layer_is_held(name, monkeypatch):
     """Counted from the caches' own stores, before and after every layer is cut."""
     model, (ids, mask) = _model(), tiny_batch((0,), 100)
-    peaks, store = [], Cache._store
+    peaks, store = [], Cache._cut_dense
 
     def watched(cache, layer, *args):
         held = sum(other.store.entries_held for other in cache.layers if other.store is not None)
         peaks.append(held + 2 * 100)
         return store(cache, layer, *args)
 
-    monkeypatch.setattr(Cache, "_store", watched)
+    monkeypatch.setattr(Cache, "_cut_dense", watched)
     with retain.attach(model):
         cache = Cache(model, CROSSING[name], keep_ratio=0.2).prefill(ids, mask)
     budget = 5 * 40

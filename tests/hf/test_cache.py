@@ -8,13 +8,14 @@ from transformers import DynamicCache
 
 import retain
 from retain.hf.cache import Cache
+from retain.pages import PAGE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, masked_logits, positions_of, random_keep
-from tests.tiny import FAMILIES, PAD, VOCAB, tiny_batch, tiny_model
+from tests.tiny import PAD, PLAIN, VOCAB, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
 both = pytest.mark.parametrize("batch", [1, 3])
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", PLAIN)
 
 
 def choose(keep):
@@ -305,8 +306,8 @@ def test_bytes_held_are_exact_and_dense_tensors_are_gone():
     storage = sum(
         s.keys_CD.untyped_storage().nbytes() + s.values_CD.untyped_storage().nbytes() for s in stores
     )
-    needed = (kept + 3 * 2 * 3 * 4) * entry
-    assert kept * entry <= storage <= 1.25 * needed
+    # Slack of 4 a row, rounded up to whole pages.
+    assert kept * entry <= storage < (kept + 3 * 2 * 3 * (4 + PAGE)) * entry
     assert storage < cache.bytes_allocated() < storage * 1.25
     assert "evicted" in str(report) and "plain PyTorch" in str(report) and "layer 2" in str(report)
 
@@ -344,7 +345,7 @@ def test_forks_and_their_concat_decode_as_each_alone():
     new, new_mask = question(3)
     keeps = [random_keep(model, mask, seed=seed) for seed in range(3)]
     for layer, kept in enumerate(keeps[2]):
-        keeps[2][layer] = kept & (torch.arange(90) % 9 == 0)  # a far smaller ratio: another block of rooms
+        keeps[2][layer] = kept & (torch.arange(90) % 9 == 0)  # a far smaller ratio
     with retain.attach(model):
         base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
         alone = []
@@ -354,7 +355,6 @@ def test_forks_and_their_concat_decode_as_each_alone():
         forks = [base.fork().evict_with(keep) for keep in keeps]
         forks[1] = base.fork().evict(choose(keeps[1]))
         stacked = Cache.concat([*forks, base])
-        assert len(stacked.layers[0].store.blocks) > 1
         repeat = [t.repeat(4, 1) for t in (mask, new, new_mask)]
         together = decode(model, stacked, *repeat)
         for number, fork in enumerate(forks):
@@ -402,8 +402,9 @@ def test_crop_asks_a_second_question_of_the_same_context():
             cache.crop(ids.shape[1]) if seed == 5 else cache.crop(ids.shape[1] - cache.num_seen)
             assert (cache.entries_held, cache.bytes_held()) == (held, bytes_held)
             assert cache.get_seq_length() == ids.shape[1]
-    cache.crop(10)
-    assert cache.entries_held == sum(int(layer[..., :10].sum()) for layer in keep)
+    with pytest.raises(ValueError, match=r"back to 10: entries were evicted when it had seen 40.*fork\(\)"):
+        cache.crop(10)
+    assert (cache.entries_held, cache.num_seen) == (held, 40)
     cache.crop(0)
     assert cache.num_seen == 0 and cache.entries_held == 0
 
@@ -516,7 +517,9 @@ def test_assisted_decoding_is_refused_before_any_work(how):
     ids = tiny_batch((0,), 12)[0]
     with retain.attach(model):
         cache = Cache(model, policy=None)
-        with pytest.raises(ValueError, match=f"^{how}.*assisted decoding does not work with retain.Cache"):
+        with pytest.raises(
+            ValueError, match=f"^{how}.*assisted decoding, which does not work with retain.Cache"
+        ):
             model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=4, **{how: value})
     assert cache.num_seen == 0
 

@@ -1,7 +1,7 @@
-"""Real quantised weights, of torchao and bitsandbytes: `make quantised`, which installs both in an environment of
-its own. They are no part of the other tests: transformers imports them wherever they are installed, and their
-warnings are not ours. The path itself is always tested, on a packed module of the tests' own
-(tests/hf/test_projection.py).
+"""Real quantised weights, of torchao and bitsandbytes: `make quantised`, which installs both in an
+environment of its own. They are no part of the other tests: transformers imports them wherever they are
+installed, and their warnings are not ours. The path itself is always tested, on a packed module of the tests'
+own (tests/hf/test_projection.py).
 """
 
 import bitsandbytes

@@ -1,0 +1,69 @@
+"""When a cache evicts: after its first prompt, after everything that it reads, or every few tokens.
+
+In: a name as users write it, parts joined by `+`. Out: what is asked after each forward. The one decision
+taken
+here: three independent questions (is the first prompt over, was this a read, have enough tokens come) say all
+that the published regimes say, so that a new regime is a new combination and no new code.
+
+    prefill    once, when the first prompt has been read, all its chunks together
+    chunked    after every read: every chunk of a prompt, every later turn
+    decode     whenever `every` tokens or more have come since the last eviction (or since the first prompt)
+"""
+
+from dataclasses import dataclass
+
+from retain.registry import suggest
+
+PARTS = ("prefill", "chunked", "decode")
+NAMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
+
+
+@dataclass(frozen=True)
+class Regime:
+    """When to evict.
+
+    Args:
+        name: one of `NAMES`.
+        every: tokens between evictions, for `decode`.
+
+    Example:
+        >>> Regime("prefill+decode").due(read=False, prompt_ends=False, tokens=32)
+        True
+    """
+
+    name: str = "prefill"
+    every: int = 32
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.name not in NAMES:
+            hint = suggest(str(self.name), NAMES)
+            problems.append(f"regime is {self.name!r}{hint}, and must be one of {', '.join(NAMES)}")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            problems.append(f"every is {self.every!r}, and must be a whole number of tokens, at least 1")
+        if problems:
+            raise ValueError(f"regime: {'; '.join(problems)}.")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.name.split("+"))
+
+    @property
+    def again(self) -> bool:
+        """Whether it evicts after the first prompt too."""
+        return self.name != "prefill"
+
+    def due(self, *, read: bool, prompt_ends: bool, tokens: int) -> bool:
+        """Whether to evict after a forward.
+
+        Args:
+            read: it was part of a prompt: the first forward, or more than one new token.
+            prompt_ends: the first prompt ended with it.
+            tokens: that have come since the last eviction, or since the first prompt ended; 0 before that.
+        """
+        parts = self.parts
+        return (
+            ("prefill" in parts and prompt_ends)
+            or ("chunked" in parts and read)
+            or ("decode" in parts and tokens >= self.every)
+        )

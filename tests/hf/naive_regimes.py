@@ -1,0 +1,324 @@
+"""The regimes of `retain.Cache`, the plain way: all is held dense and masked, and decided anew each time.
+
+A full DynamicCache runs under the masks of `tests.hf.masked`, and its attention calls are recorded: queries,
+keys, values and attention inputs of every token that ever came. At each moment each sequence is decided on
+its own, without its padding, by the stages that a single eviction runs through
+(`retain.policy.decide_layers`), on all of its tokens, `held_BHT` saying what is still there. Nothing of
+`retain.hf.{cache,engine,later,request}` or of `retain.columns` runs.
+
+Two things of a later moment are counted here by formulas of their own: when one is due, and running
+statistics. One thing cannot be shown at full width: neighbours of a pool are columns, and a token that no
+head holds is no column (`retain.columns`). So scores that pool are shown the tokens that some head of the
+layer holds, and those whose queries they observe, picked by a loop.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from retain.budget import Budget, Stock
+from retain.evidence import Evidence, Running
+from retain.hf.layout import LayerSpec
+from retain.hf.model import describe, rotary_of
+from retain.policy import decide_layers, plan_of, score_entries, shape_of
+from retain.presets import Policy
+from retain.protection import pinned_mask
+from retain.scores import Score, masked_score
+from tests.hf.masked import masked_logits, positions_of
+
+# What `retain.running` calls an access: rounding must not decide about an indifferent query.
+ROUNDING = 1e-5
+
+
+def due_after(regime: str, every: int, sizes: Sequence[int], prompt: int) -> list[bool]:
+    """Whether a moment comes after each forward.
+
+    Args:
+        regime: as `retain.Cache` takes it.
+        every: tokens between evictions, for `decode`.
+        sizes: tokens of each forward, padding included.
+        prompt: forwards that read the first prompt.
+    """
+    answer, since = [], 0
+    for number, size in enumerate(sizes):
+        ends = number == prompt - 1
+        since = since + size if number >= prompt else 0
+        is_due = "prefill" in regime and ends
+        is_due |= "chunked" in regime and (number < prompt or size > 1)
+        is_due |= "decode" in regime and number >= prompt and since >= every
+        since = 0 if is_due else since
+        answer.append(is_due)
+    return answer
+
+
+@dataclass
+class Seen:
+    """What one layer's attention was called with: queries and inputs of each forward, all keys and values."""
+
+    queries: list[Tensor] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    scaling: float = 1.0
+
+
+@contextmanager
+def recorded(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> Iterator[dict[int, Seen]]:
+    """Inside, what the attention of these layers is called with is noted down."""
+    own = str(model.config._attn_implementation)
+    seen = {spec.layer_idx: Seen() for spec in specs}
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> Any:
+        if (layer := seen.get(module.layer_idx)) is not None:
+            layer.queries.append(query)
+            layer.keys, layer.values, layer.scaling = key, value, how["scaling"]
+        eager = getattr(__import__(type(module).__module__, fromlist=["x"]), "eager_attention_forward", None)
+        inner = eager if own == "eager" else ALL_ATTENTION_FUNCTIONS[own]
+        return inner(module, query, key, value, mask, **how)
+
+    def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen[module.layer_idx].hidden.append(
+            kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        )
+
+    AttentionInterface.register("recorded", attention)
+    AttentionMaskInterface.register("recorded", ALL_MASK_ATTENTION_FUNCTIONS[own])
+    hooks = [spec.module.register_forward_pre_hook(note, with_kwargs=True) for spec in specs]
+    model.set_attn_implementation("recorded")
+    try:
+        yield seen
+    finally:
+        model.set_attn_implementation(own)
+        for hook in hooks:
+            hook.remove()
+
+
+class Naive:
+    """A policy in a regime on a masked full cache.
+
+    Args:
+        model: unattached.
+        policy: the stages' settings.
+        budget: what may be kept.
+        regime: when it evicts.
+        every: tokens between evictions, for `decode`.
+        seeds: one a sequence.
+        gates: of a learned policy.
+        pinned: spans of the first prompt.
+        markers: of turns.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: Policy,
+        budget: Mapping[str, Any],
+        *,
+        regime: str,
+        every: int = 32,
+        seeds: Sequence[int] | None = None,
+        gates: Any = None,
+        pinned: Any = None,
+        markers: Any = None,
+    ):
+        self.model, self.policy, self.budget = model, policy, Budget(**budget)
+        self.regime, self.every, self.seeds = regime, every, seeds
+        self.gates, self.pinned, self.markers = gates, pinned, markers
+        self.specs, self.rotary = describe(model), rotary_of(model)
+        settings = policy.observed_settings
+        self.window = int(settings.get("window", 1))
+        self.pools = settings.get("pool", "avg" if "pool_size" in settings else None) is not None
+        self.held: list[Tensor] = []
+        self.mass: list[Tensor] = []
+        self.last: list[Tensor] = []
+        # After each forward: what each layer holds, `[B, H, T]`.
+        self.history: list[list[Tensor]] = []
+
+    def run(
+        self, chunks: Sequence[Tensor], attention_mask: Tensor, prompt: int, *, positions: bool = True
+    ) -> list[Tensor]:
+        """Logits of each forward; `history` is what was held after it.
+
+        Args:
+            chunks: token ids `[B, S]`.
+            attention_mask: over all of them.
+            prompt: chunks that are the first prompt.
+            positions: whether positions are passed.
+        """
+        self.ids_BT, self.valid_BT = torch.cat(list(chunks), dim=1), attention_mask.bool()
+        self.positions_BT = positions_of(attention_mask)
+        sizes = [ids.shape[1] for ids in chunks]
+        self.prompt_tokens, self.since = sum(sizes[:prompt]), 0
+        due = due_after(self.regime, self.every, sizes, prompt)
+        with recorded(self.model, self.specs) as self.seen:
+
+            def after(number: int, kept: list[Tensor]) -> None:
+                self._extend(sizes[number])
+                if due[number]:
+                    self._evict(reading=number < prompt)
+                if due[number] or number == prompt - 1:
+                    self.since = sum(sizes[: number + 1])
+                kept[:] = [held.clone() for held in self.held]
+                self.history.append([held.clone() for held in self.held])
+
+            return masked_logits(self.model, None, chunks, attention_mask, positions=positions, after=after)
+
+    def _extend(self, S: int) -> None:
+        """New tokens have come, and their queries have paid."""
+        for number, spec in enumerate(self.specs):
+            seen = self.seen[spec.layer_idx]
+            assert seen.keys is not None
+            B, H, T, _ = seen.keys.shape
+            valid_BT = self.valid_BT[:, :T]
+            place_BT = valid_BT.cumsum(-1) - 1
+            fresh_BHS = valid_BT[:, None, T - S :].expand(B, H, S)
+            zeros_BHS = torch.zeros(B, H, S, dtype=torch.float64)
+            own_BHS = place_BT[:, None, T - S :].expand(B, H, S)
+            if number == len(self.held):
+                self.held.append(fresh_BHS.clone())
+                self.mass.append(zeros_BHS)
+                self.last.append(own_BHS.clone())
+            else:
+                self.held[number] = torch.cat([self.held[number], fresh_BHS], -1)
+                self.mass[number] = torch.cat([self.mass[number], zeros_BHS], -1)
+                self.last[number] = torch.cat([self.last[number], own_BHS], -1)
+            if self.policy.observed in ("h2o", "lru", "vatp"):
+                self._pay(number, spec, S)
+
+    def _pay(self, number: int, spec: LayerSpec, S: int) -> None:
+        """Fold the attention of the last S queries into the statistics, a head at a time."""
+        seen, held = self.seen[spec.layer_idx], self.held[number]
+        assert seen.keys is not None
+        B, H, T, _ = seen.keys.shape
+        G, valid_BT = spec.num_heads // H, self.valid_BT[:, :T]
+        place_BT = valid_BT.cumsum(-1) - 1
+        causal = torch.arange(T) <= torch.arange(T - S, T)[:, None]
+        for b in range(B):
+            near = place_BT[b] > place_BT[b, T - S :, None] - (spec.window or T)
+            for h in range(H):
+                sees = causal & near & held[b, h] & valid_BT[b, T - S :, None]
+                logits = seen.queries[-1][b, h * G : (h + 1) * G].double() @ seen.keys[b, h].double().T
+                weight = (logits * seen.scaling).exp() * sees
+                total = weight.sum(-1, keepdim=True)
+                if spec.sinks_Q is not None:
+                    total = total + spec.sinks_Q[h * G : (h + 1) * G].double().exp()[:, None, None]
+                paid = torch.where(total > 0, weight / total, 0.0)
+                self.mass[number][b, h] += paid.sum(1).mean(0)
+                share = float(self.policy.observed_settings.get("share", 1.0))
+                least = share * (1 - ROUNDING) / sees.sum(-1, keepdim=True).clamp_min(1)
+                used = (paid.amax(0) >= least) & sees
+                when = torch.where(used, place_BT[b, T - S :, None], -1).amax(0)
+                self.last[number][b, h] = torch.maximum(self.last[number][b, h], when)
+
+    def _evict(self, *, reading: bool) -> None:
+        for b in range(len(self.valid_BT)):
+            own = self.valid_BT[b, : self.held[0].shape[-1]].nonzero().flatten()
+            if len(own):
+                self._evict_one(b, own, reading=reading)
+
+    def _evict_one(self, b: int, own: Tensor, *, reading: bool) -> None:
+        """Decide about one sequence, of which the tokens `own` have come."""
+        layers = [self._evidence(number, spec, b, own) for number, spec in enumerate(self.specs)]
+        for number, layer in enumerate(layers):  # what the next query cannot see any more is gone
+            if layer.window is not None:
+                held_BHT = layer.exists_BHT & (torch.arange(len(own)) > len(own) - layer.window)
+                layers[number] = replace(layer, held_BHT=held_BHT)
+        prompt = int(self.valid_BT[b, : self.prompt_tokens].sum())
+        stock = Stock(
+            held_BL=(tuple(int(layer.exists_BHT.sum()) for layer in layers),),
+            lengths_B=(prompt if reading else len(own),),
+            intact_BT=torch.stack([layer.exists_BHT.all(1) for layer in layers]).all(0),
+            prompt_lengths_B=None if reading and len(own) < prompt else (prompt,),
+        )
+        valid_BT, ids_BT = layers[0].valid_BT, self.ids_BT[b : b + 1, own]
+        pinned_BT = None
+        if self.pinned is not None:
+            spans = self.pinned if isinstance(self.pinned[0][0], int) else self.pinned[b]
+            whole = torch.ones(1, max(prompt, len(own)), dtype=torch.bool)
+            pinned_BT = pinned_mask(spans, whole)[:, : len(own)]
+        shapes = [shape_of(layer) for layer in layers]
+        given = (self.policy, self.budget, valid_BT, shapes, ids_BT, pinned_BT, self.markers)
+        if plan_of(*given, stock=stock).covers_all:
+            kept = [layer.exists_BHT for layer in layers]
+        else:
+            seeds = None if self.seeds is None else [self.seeds[b]]
+            decisions = decide_layers(
+                self.policy,
+                layers,
+                self.budget,
+                scores=[self._score(layer, seeds) for layer in layers],
+                pinned_BT=pinned_BT,
+                markers=self.markers,
+                stock=stock,
+            )
+            kept = [decision.keep_BHT for decision in decisions]
+        for number, keep_BHT in enumerate(kept):
+            self.held[number][b, :, own] = keep_BHT[0]
+
+    def _evidence(self, number: int, spec: LayerSpec, b: int, own: Tensor) -> Evidence:
+        """One layer of one sequence, all that ever came."""
+        seen = self.seen[spec.layer_idx]
+        assert seen.keys is not None and seen.values is not None
+        # Its own definition: it looks at all queries since the last moment. Others look at the last few, or
+        # none.
+        shown = own[own >= self.since] if self.policy.observed == "expected_attention" else own
+        return Evidence(
+            layer_idx=spec.layer_idx,
+            queries_BQSD=torch.cat(seen.queries, dim=2)[b : b + 1, :, shown],
+            keys_BHTD=seen.keys[b : b + 1, :, own],
+            values_BHTD=seen.values[b : b + 1, :, own],
+            output_weight_QDE=spec.output_weight_QDE,
+            scaling=seen.scaling,
+            positions_BT=self.positions_BT[b : b + 1, own],
+            valid_BT=torch.ones(1, len(own), dtype=torch.bool),
+            hidden_BTE=torch.cat(seen.hidden, dim=1)[b : b + 1, own],
+            token_ids_BT=self.ids_BT[b : b + 1, own],
+            window=spec.window,
+            sinks_Q=spec.sinks_Q,
+            rotary=self.rotary,
+            running=Running(self.mass[number][b : b + 1, :, own], self.last[number][b : b + 1, :, own]),
+            held_BHT=self.held[number][b : b + 1, :, own],
+            place_BT=torch.arange(len(own))[None],
+        )
+
+    def _score(self, layer: Evidence, seeds: Sequence[int] | None) -> Score:
+        """The policy's score, over all tokens."""
+        learned = None
+        if self.policy.learned:
+            learned = self.gates.score(replace(layer, held_BHT=None))
+            learned = masked_score(learned.values_BHT, layer.valid_BT, "risk", held_BHT=layer.held_BHT)
+        if not self.pools:
+            return score_entries(self.policy, layer, learned=learned, seeds_B=seeds)
+        T = layer.num_seen
+        shown = [t for t in range(T) if t >= T - self.window or bool(layer.exists_BHT[0, :, t].any())]
+        part = replace(
+            layer,
+            queries_BQSD=layer.queries_BQSD[:, :, T - self.window :],
+            keys_BHTD=layer.keys_BHTD[:, :, shown],
+            values_BHTD=layer.values_BHTD[:, :, shown],
+            positions_BT=layer.positions_BT[:, shown],
+            valid_BT=layer.valid_BT[:, shown],
+            hidden_BTE=None,
+            token_ids_BT=None,
+            running=None,
+            held_BHT=layer.exists_BHT[:, :, shown],
+            place_BT=layer.places_BT[:, shown],
+        )
+        own = None if learned is None else replace(learned, values_BHT=learned.values_BHT[:, :, shown])
+        score = score_entries(self.policy, part, learned=own, seeds_B=seeds)
+
+        def widened(values_BHK: Tensor | None) -> Tensor | None:
+            if values_BHK is None:
+                return None
+            full = torch.full((1, layer.num_heads, T), float("-inf"))
+            full[:, :, shown] = values_BHK
+            return full
+
+        return replace(score, values_BHT=widened(score.values_BHT), first_BHT=widened(score.first_BHT))

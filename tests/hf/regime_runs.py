@@ -1,0 +1,170 @@
+"""Scenarios of a cache's life, forward by forward: what is read, what comes out, what is held after each."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retain.gates import GateSet, build_gates
+from retain.hf.cache import Cache
+from retain.hf.model import describe
+from tests.close import assert_close
+from tests.hf.masked import masked_logits, positions_of
+from tests.tiny import VOCAB, tiny_batch, tiny_model
+
+PADS = {1: (0,), 3: (0, 3, 11)}
+
+
+@dataclass(frozen=True)
+class Life:
+    """Chunks of a prompt, a turn, single tokens, in the order in which they come.
+
+    Args:
+        chunks: token ids `[B, S]`.
+        mask: over all of them.
+        prompt: how many of them are the first prompt.
+    """
+
+    chunks: list[Tensor]
+    mask: Tensor
+    prompt: int
+
+    def alone(self, b: int) -> "Life":
+        """Sequence `b` without its padding, in the same forwards but those that are all padding."""
+        chunks, start, prompt = [], 0, 0
+        for number, ids in enumerate(self.chunks):
+            real = self.mask[b, start : start + ids.shape[1]].bool()
+            start += ids.shape[1]
+            if real.any():
+                chunks.append(ids[b : b + 1, real])
+                prompt += number < self.prompt
+        return Life(chunks, torch.ones(1, sum(ids.shape[1] for ids in chunks), dtype=torch.long), prompt)
+
+
+def life(
+    batch: int = 3,
+    *,
+    pads: tuple[int, ...] | None = None,
+    tokens: int = 40,
+    chunk: int | None = 16,
+    steps: tuple[int, int] = (4, 2),
+    turn: int = 7,
+    turn_pads: tuple[int, ...] | None = None,
+    seed: int = 1,
+) -> Life:
+    """A prompt in chunks, single tokens, a left-padded turn, single tokens."""
+    ids, mask = tiny_batch(PADS[batch] if pads is None else pads, tokens, seed=seed)
+    new, new_mask = tiny_batch(turn_pads or tuple(range(len(mask))), turn, seed=seed + 4)
+    draw = torch.Generator().manual_seed(seed)
+    before, after = (
+        list(torch.randint(2, VOCAB, (number, len(mask), 1), generator=draw)) for number in steps
+    )
+    prompt = list(ids.split(chunk or tokens, dim=1))
+    ones = mask.new_ones(len(mask), 1)
+    whole = torch.cat([mask, *[ones] * steps[0], *[new_mask] * (turn > 0), *[ones] * steps[1]], dim=1)
+    return Life([*prompt, *before, *[new] * (turn > 0), *after], whole, len(prompt))
+
+
+@torch.no_grad()
+def lived(
+    model, cache: Cache, life: Life, watch: Callable[[int], None] | None = None
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Logits of each forward, and what each layer held after it, `[B, H, T]` over all tokens seen."""
+    logits, history, seen = [], [], 0
+    if life.prompt > 1:
+        cache.announce(sum(ids.shape[1] for ids in life.chunks[: life.prompt]))
+    for number, ids in enumerate(life.chunks):
+        mask = life.mask[:, : seen + ids.shape[1]]
+        where = positions_of(mask)[:, seen:]
+        if watch is not None:
+            watch(number)
+        given = {"attention_mask": mask, "position_ids": where}
+        logits.append(model(input_ids=ids, past_key_values=cache, **given).logits)
+        seen += ids.shape[1]
+        history.append(held_by(cache, mask))
+    return logits, history
+
+
+@functools.cache
+def exact_model(family: str = "qwen3") -> PreTrainedModel:
+    """A tiny model in float64, never attached, one for all tests."""
+    return tiny_model(family, dtype=torch.float64)
+
+
+def gates_of(model: PreTrainedModel) -> GateSet:
+    """Random gates, whose scores differ enough to matter."""
+    gates = build_gates(
+        "linear",
+        {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)},
+    )
+    draw = torch.Generator().manual_seed(0)
+    for parameter in gates.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+    return gates
+
+
+FREE: dict[tuple, list[Tensor]] = {}
+
+
+def eviction_free(model: PreTrainedModel, own: Life) -> list[Tensor]:
+    """Logits of the full cache: the control of every test, run once for each life of a model."""
+    sizes = tuple(ids.shape[1] for ids in own.chunks)
+    key = (
+        id(model),
+        sizes,
+        *(tuple(part.flatten().tolist()) for part in (torch.cat(own.chunks, 1), own.mask)),
+    )
+    if key not in FREE:
+        FREE[key] = masked_logits(model, None, own.chunks, own.mask)
+    return FREE[key]
+
+
+def held_by(cache: Cache, mask: Tensor) -> list[Tensor]:
+    """Which tokens each (layer, sequence, head) holds."""
+    answer = []
+    for layer in cache.ragged:
+        H = layer.store.num_heads
+        held = torch.zeros(len(mask), H, mask.shape[1], dtype=torch.bool)
+        _, _, positions, rows = layer.store.flat()
+        for b in range(len(mask)):
+            own = mask[b].nonzero().flatten()
+            for h in range(H):
+                mine = positions[rows == b * H + h]
+                assert bool((mine[1:] > mine[:-1]).all())  # in order, none twice
+                held[b, h, own[mine]] = True
+        answer.append(held)
+    return answer
+
+
+def assert_same_logits(got: Sequence[Tensor], want: Sequence[Tensor], mask: Tensor) -> None:
+    """Of real tokens, forward by forward, and the tokens that a greedy choice would take."""
+    start = 0
+    for one, two in zip(got, want, strict=True):
+        real = mask[:, start : start + one.shape[1]].bool()
+        # Norms and RoPE of these models are float32 inside, so float32 is what two runs in float64 agree to.
+        assert_close(one[real], two[real], dtype=torch.float32)
+        assert torch.equal(one[real].argmax(-1), two[real].argmax(-1))
+        start += one.shape[1]
+
+
+def differs(got: Sequence[Tensor], other: Sequence[Tensor], mask: Tensor) -> bool:
+    """Whether the logits of some real token are visibly others: what eviction has to do to be tested."""
+    start = 0
+    for one, two in zip(got, other, strict=True):
+        real = mask[:, start : start + one.shape[1]].bool()
+        if real.any() and float((one[real] - two[real]).abs().max()) > 1e-2:
+            return True
+        start += one.shape[1]
+    return False
+
+
+def assert_same_held(got: Sequence[Sequence[Tensor]], want: Sequence[Sequence[Tensor]]) -> None:
+    """Exactly the same entries, after every forward, in every layer and head."""
+    assert len(got) == len(want)
+    for number, (one, two) in enumerate(zip(got, want, strict=True)):
+        for layer, (a, b) in enumerate(zip(one, two, strict=True)):
+            wrong = (a != b).nonzero().tolist()
+            assert not wrong, f"after forward {number}, layer {layer}: {wrong} (sequence, head, token)"

@@ -1,0 +1,426 @@
+"""`generate` on an evicting cache: every way to generate equals a masked full cache that evicts at the same
+moments, and what cannot work is refused before any work."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextGenerationPipeline,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import retain
+from retain.hf.attach import attach, handle_of
+from retain.hf.cache import Cache
+from retain.hf.regime import NAMES
+from tests.chat import chat_tokenizer
+from tests.close import MODEL, assert_close
+from tests.hf.moments import oracle, policy
+from tests.tiny import PAD, tiny_batch, tiny_model
+
+PADS = (0, 3, 11)
+NEW = 14
+FAMILIES = ("llama", "mistral_window", "gemma3", "qwen3_next")
+# name -> (settings, sequences a prompt)
+WAYS = {
+    "greedy": ({"do_sample": False}, 1),
+    "sampled": ({"do_sample": True, "top_k": 20, "temperature": 1.5}, 1),
+    "several": ({"do_sample": True, "top_k": 20, "temperature": 1.5, "num_return_sequences": 3}, 3),
+    "beams": ({"do_sample": False, "num_beams": 3}, 3),
+    "several_beams": ({"do_sample": False, "num_beams": 4, "num_return_sequences": 2}, 4),
+    "sampled_beams": ({"do_sample": True, "num_beams": 3, "temperature": 1.5}, 3),
+    "chunks": ({"do_sample": False, "prefill_chunk_size": 9}, 1),
+    "chunks_of_beams": ({"do_sample": False, "prefill_chunk_size": 16, "num_beams": 3}, 3),
+}
+
+
+def generated(model, cache, ids, mask, **settings):
+    """Sequences and logits, under one seed."""
+    torch.manual_seed(3)
+    how = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True, **settings}
+    return model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **how)
+
+
+def whole_mask(mask, more, repeats=1):
+    return torch.cat([mask, mask.new_ones(mask.shape[0], more)], dim=1).repeat_interleave(repeats, dim=0)
+
+
+def assert_same(got, want):
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits, strict=True):
+        assert_close(a, b, dtype=torch.float32, ops=MODEL)
+
+
+def compare(model, way, regime):
+    settings, repeats = WAYS[way]
+    ids, mask = tiny_batch(PADS)
+    chunk = settings.get("prefill_chunk_size")
+    with oracle(
+        model, whole_mask(mask, NEW, repeats), regime=regime, every=5, width=40 if chunk else None
+    ) as full:
+        want = generated(model, full, ids, mask, **settings)
+    plain = generated(model, DynamicCache(config=model.config), ids, mask, **settings)
+    with retain.attach(model):
+        cache = Cache(model, policy=policy, regime=regime, every=5)
+        got = generated(model, cache, ids, mask, **settings)
+    assert_same(got, want)
+    assert not torch.equal(got.sequences, plain.sequences)  # the control
+    held = sum(
+        int((kept & whole_mask(mask, NEW, repeats)[:, None, : kept.shape[-1]].bool()).sum())
+        for kept in full.kept
+    )
+    later = sum(
+        (full.get_seq_length() - kept.shape[-1]) * kept.shape[0] * kept.shape[1] for kept in full.kept
+    )
+    if model.config.model_type != "mistral":  # a window lets go of more
+        assert cache.entries_held == held + later
+    assert cache.evictions == full.evictions and cache._width is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_way_equals_the_masked_full_cache(family, way):
+    compare(tiny_model(family, dtype=torch.float64), way, "chunked+decode")
+
+
+@pytest.mark.parametrize("regime", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_regime_equals_the_masked_full_cache(family, regime):
+    model = tiny_model(family, dtype=torch.float64)
+    compare(model, "greedy" if regime in ("prefill", "chunked+decode") else "beams", regime)
+
+
+@pytest.mark.parametrize("regime", ["prefill", "chunked"])
+@pytest.mark.parametrize("family", ["mistral_window", "qwen3_next"])
+def test_chunks_in_other_regimes_and_families(family, regime):
+    compare(tiny_model(family, dtype=torch.float64), "chunks", regime)
+
+
+def turn_after(got, mask, seed=8):
+    """A second turn without padding, and the mask of everything."""
+    turn = tiny_batch((0,) * mask.shape[0], 6, seed=seed)[0]
+    ids = torch.cat([got.sequences, turn], dim=1)
+    return ids, torch.cat([mask, mask.new_ones(mask.shape[0], NEW + 6)], dim=1)
+
+
+@pytest.mark.parametrize("regime", ["prefill", "chunked+decode"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_generate_continues_the_first(family, regime):
+    model = tiny_model(family, dtype=torch.float64)
+    ids, mask = tiny_batch(PADS)
+
+    def turns(cache):
+        one = generated(model, cache, ids, mask, do_sample=False)
+        two = generated(model, cache, *turn_after(one, mask), do_sample=False)
+        # Only what is new, with a mask of everything, is another way to say the same.
+        ids_3, mask_3 = turn_after(two, turn_after(one, mask)[1], seed=9)
+        return (
+            one,
+            two,
+            generated(model, cache, ids_3[:, two.sequences.shape[1] - 1 :], mask_3, do_sample=False),
+        )
+
+    with oracle(model, whole_mask(mask, 3 * (NEW + 6)), regime=regime, every=5) as full:
+        want = turns(full)
+    with retain.attach(model):
+        cache = Cache(model, policy=policy, regime=regime, every=5)
+        got = turns(cache)
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+    assert cache.evictions == full.evictions >= (1 if regime == "prefill" else 3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_sampling_repeats_itself_under_a_seed_and_on_a_fork(family):
+    model = tiny_model(family)
+    ids, mask = tiny_batch(PADS)
+    with retain.attach(model):
+        cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
+        one = generated(model, cache, ids, mask, do_sample=True)
+        turn = turn_after(one, mask)
+        twin = cache.fork()
+        a, b = (generated(model, own, *turn, do_sample=True, temperature=2.0) for own in (cache, twin))
+    assert torch.equal(a.sequences, b.sequences)
+    assert all(torch.equal(x, y) for x, y in zip(a.logits, b.logits, strict=True))
+    assert not torch.equal(a.sequences[0], a.sequences[1])
+
+
+class Words(BaseStreamer):
+    def __init__(self):
+        self.got, self.ended = [], False
+
+    def put(self, value):
+        self.got.append(value)
+
+    def end(self):
+        self.ended = True
+
+
+class After(StoppingCriteria):
+    """Stops each sequence at its own length."""
+
+    def __init__(self, lengths):
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.lengths
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_streamers_stopping_criteria_and_config_objects(family):
+    model = tiny_model(family)
+    ids, mask = tiny_batch(PADS)
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=PAD)
+    with retain.attach(model):
+
+        def run(**how):
+            cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
+            return model.generate(ids, attention_mask=mask, past_key_values=cache, **how), cache
+
+        want, cache = run(max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(run(generation_config=config)[0], want) and cache.num_seen == 40 + NEW - 1
+        words = Words()
+        assert torch.equal(run(generation_config=config, streamer=words)[0], want)
+        assert words.ended and torch.equal(torch.stack(words.got[1:], dim=1), want[:, 40:])
+        stop = StoppingCriteriaList([After([48, 48, 48])])
+        got, cache = run(generation_config=config, stopping_criteria=stop)
+        assert torch.equal(got, want[:, :48]) and cache.num_seen == 47
+        for places, names in (((ids, config), {}), ((), {"inputs": ids, "generation_config": config})):
+            again = Cache(model, policy=policy, regime="prefill+decode", every=5)
+            got = model.generate(*places, attention_mask=mask, past_key_values=again, **names)
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_one_token_and_then_more(family):
+    model = tiny_model(family)
+    ids, mask = tiny_batch(PADS)
+    how = {"attention_mask": mask, "do_sample": False}
+    with retain.attach(model):
+        cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
+        want = model.generate(ids, past_key_values=cache.fork(), max_new_tokens=NEW, **how)
+        one = model.generate(inputs=ids, past_key_values=cache, max_new_tokens=1, **how)
+        assert cache.num_seen == 40 and cache.evictions == 1
+        how["attention_mask"] = whole_mask(mask, 1)
+        got = model.generate(one, past_key_values=cache, max_new_tokens=NEW - 1, **how)
+    assert torch.equal(got, want)
+
+
+def test_guidance_reads_its_own_context_beside_ours():
+    model = tiny_model("llama")
+    ids, mask = tiny_batch((0,))
+    how = {"guidance_scale": 1.5, "do_sample": False}
+    want = generated(model, DynamicCache(config=model.config), ids, mask, **how)
+    with retain.attach(model):
+        assert torch.equal(
+            generated(model, Cache(model, policy=None), ids, mask, **how).sequences, want.sequences
+        )
+        cache = Cache(model, policy=policy)
+        got = generated(model, cache, ids, mask, **how)
+    assert not torch.equal(got.sequences, want.sequences) and cache.num_seen == 40 + NEW - 1
+
+
+CANNOT = {
+    "assistant_model": ("model", "assisted decoding"),
+    "prompt_lookup_num_tokens": (2, "assisted decoding"),
+    "assistant_early_exit": (1, "assisted decoding"),
+    "use_mtp": (True, "assisted decoding"),
+    "penalty_alpha": (0.6, "contrastive search.*top_k candidates"),
+    "cache_implementation": ("static", "a cache of its own"),
+    "use_cache": (False, "reads all tokens again"),
+    "output_attentions": (True, "asks for attention weights"),
+}
+
+
+def untouched(cache, forwards):
+    return cache.num_seen == 0 and cache.history is None and not forwards
+
+
+@pytest.fixture
+def counted():
+    """An attached model, and a list that grows with each of its forwards."""
+    model, forwards = tiny_model("llama"), []
+    model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    with retain.attach(model):
+        yield model, forwards
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_work_is_refused_before_any_work(name, counted):
+    model, forwards = counted
+    value, why = CANNOT[name]
+    value = tiny_model("llama") if value == "model" else value
+    ids = tiny_batch((0,), 12)[0]
+    cache = Cache(model, policy=policy)
+    with pytest.raises(ValueError, match=f"^{name}.*{why}"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, **{name: value})
+    if name == "assistant_model":
+        with pytest.raises(ValueError, match=f"^{name}.*{why}"):
+            model.generate(ids, None, None, None, None, None, value, past_key_values=cache, max_new_tokens=4)
+    else:
+        config = GenerationConfig(max_new_tokens=4)
+        setattr(config, name, value)
+        with pytest.raises(ValueError, match=rf"^generation_config\.{name}.*{why}"):
+            model.generate(ids, config, past_key_values=cache)
+        with pytest.raises(ValueError, match=rf"^generation_config\.{name}.*{why}"):
+            model.generate(ids, generation_config=config, past_key_values=cache)
+        setattr(model.generation_config, name, value)
+        with pytest.raises(ValueError, match=rf"^model\.generation_config\.{name}.*{why}"):
+            model.generate(ids, past_key_values=cache, max_new_tokens=4)
+        setattr(model.generation_config, name, None)
+    assert untouched(cache, forwards)
+    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert cache.num_seen == 15
+
+
+def test_settings_that_are_off_are_no_reason(counted):
+    model, _ = counted
+    ids = tiny_batch((0,), 12)[0]
+    off = {"use_mtp": False, "penalty_alpha": 0.0, "use_cache": True, "output_attentions": False}
+    # What checkpoints with sliding windows were published with; transformers takes it for nothing.
+    model.generation_config.cache_implementation = "hybrid"
+    cache = Cache(model, policy=policy)
+    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, **off)
+    assert cache.num_seen == 15
+
+
+def test_recipes_that_transformers_loads_from_elsewhere_are_its_own_refusal(counted):
+    model, forwards = counted
+    ids, cache = tiny_batch((0,), 12)[0], Cache(model, policy=policy)
+    for how in ({"dola_layers": "low"}, {"num_beams": 2, "num_beam_groups": 2}):
+        with pytest.raises((ValueError, OSError)):
+            model.generate(ids, past_key_values=cache, max_new_tokens=4, **how)
+    assert untouched(cache, forwards)
+
+
+def test_a_prompt_in_chunks_that_cannot_be_told_apart(counted):
+    model, forwards = counted
+    ids, cache = tiny_batch((0,), 12)[0], Cache(model, policy=policy)
+    with pytest.raises(ValueError, match="prefill_chunk_size=5 needs input_ids"):
+        embeds = model.get_input_embeddings()(ids)
+        model.generate(inputs_embeds=embeds, past_key_values=cache, prefill_chunk_size=5)
+    assert untouched(cache, forwards)
+    cache.prefill(ids)
+    with pytest.raises(
+        ValueError, match="prefill_chunk_size=5 on a cache that has seen 12 tokens.*chunk_size="
+    ):
+        model.generate(ids, past_key_values=cache, prefill_chunk_size=5)
+    assert cache.num_seen == 12 and not forwards
+
+
+def test_beams_on_a_used_cache_say_what_to_do(counted):
+    model, _ = counted
+    ids, mask = tiny_batch(PADS)
+    tokens, whole = torch.cat([ids, ids[:, :2] + 1], dim=1), whole_mask(mask, 2)
+    cache = Cache(model, policy=policy).prefill(ids, mask)
+    with pytest.raises(
+        ValueError, match="holds 3 sequences, but the call has 6: use batch_repeat_interleave"
+    ):
+        generated(model, cache, tokens, whole, num_beams=2)
+    assert cache.num_seen == 40
+    fresh = cache.fork()
+    cache.batch_repeat_interleave(2)
+    got = generated(model, cache, tokens, whole, num_beams=2, do_sample=False)
+    assert got.sequences.shape == (3, 42 + NEW)
+    greedy = generated(model, fresh, tokens, whole, do_sample=False)
+    assert torch.equal(got.sequences[:, :42], greedy.sequences[:, :42])
+
+
+def test_generate_that_gets_round_the_attached_model_is_refused():
+    model, forwards = tiny_model("llama"), []
+    ids = tiny_batch((0,), 12)[0]
+    model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    how = {"max_new_tokens": 4, "do_sample": False}
+    want = model.generate(ids, **how)
+    forwards.clear()
+    with attach(model.model):
+        cache = Cache(model, policy=None)
+        with pytest.raises(ValueError, match="not called through the model that was attached"):
+            model.generate(ids, past_key_values=cache, prefill_chunk_size=5, **how)
+        assert untouched(cache, forwards)
+        assert attach(model) is handle_of(model)  # which puts that right
+        assert torch.equal(model.generate(ids, past_key_values=cache, prefill_chunk_size=5, **how), want)
+        with pytest.raises(ValueError, match="not called through the model that was attached"):
+            GenerationMixin.generate(model, ids, past_key_values=Cache(model, policy=None), **how)
+    assert "generate" not in vars(model) and torch.equal(model.generate(ids, **how), want)
+
+
+def test_a_cache_of_another_model_is_refused():
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    ids = tiny_batch((0,), 12)[0]
+    with retain.attach(model), retain.attach(other):
+        cache = Cache(model, policy=policy)
+        with pytest.raises(ValueError, match="made for another model than the one that is called"):
+            other.generate(ids, past_key_values=cache, max_new_tokens=4)
+        assert cache.num_seen == 0
+        model.generate(ids, past_key_values=cache, max_new_tokens=4)
+
+
+def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
+    peft = pytest.importorskip("peft")
+    model, ids = tiny_model("llama"), tiny_batch((0,), 12)[0]
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's own
+        wrapped = peft.get_peft_model(model, prefix).eval()
+        with (
+            retain.attach(wrapped),
+            pytest.raises(ValueError, match="left past_key_values unread.*peft prefix"),
+        ):
+            wrapped.generate(input_ids=ids, past_key_values=Cache(wrapped, policy=policy), max_new_tokens=3)
+
+
+def test_a_pipeline_generates_and_is_refused_the_same():
+    model, tokenizer = tiny_model("llama", vocab_size=512), chat_tokenizer("chatml", "bytes")
+    text = "The user asked the assistant about the system. Keep 42 lanterns; 7 ropes."
+    how = {"max_new_tokens": 8, "do_sample": False, "return_tensors": True}
+    with retain.attach(model):
+        pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
+        cache = Cache(model, policy=policy)
+        got = pipe(text, past_key_values=cache, prefill_chunk_size=7, **how)[0]["generated_token_ids"]
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        again = Cache(model, policy=policy)
+        want = model.generate(ids, past_key_values=again, max_new_tokens=8, do_sample=False)
+        assert got == want[0].tolist() and cache.entries_held == again.entries_held < cache.entries_seen
+        assert got != pipe(text, **how)[0]["generated_token_ids"]
+        with pytest.raises(ValueError, match="^prompt_lookup_num_tokens=2 asks for assisted decoding"):
+            pipe(text, past_key_values=Cache(model, policy=policy), prompt_lookup_num_tokens=2, **how)
+
+
+@pytest.mark.parametrize("order", ["attached_then_wrapped", "wrapped_then_attached"])
+def test_adapters(order):
+    """What peft wraps generates as it does without the wrapper, and is refused the same."""
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama", dtype=torch.float64)
+    ids, mask = tiny_batch(PADS)
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    if order == "attached_then_wrapped":
+        attach(model)
+    wrapped = peft.get_peft_model(model, lora).eval()
+    if order == "wrapped_then_attached":
+        attach(wrapped)
+    handle = handle_of(wrapped)
+    assert handle is not None and "generate" in vars(model)
+    how = {"do_sample": False, "prefill_chunk_size": 9}
+    cache = Cache(wrapped, policy=policy, regime="prefill+decode", every=5)
+    got = generated(wrapped, cache, ids, mask, **how)
+    fresh = Cache(wrapped, policy=policy)
+    with pytest.raises(ValueError, match="^prompt_lookup_num_tokens=2 asks for assisted decoding"):
+        generated(wrapped, fresh, ids, mask, prompt_lookup_num_tokens=2)
+    assert fresh.num_seen == 0
+    handle.undo()
+    assert "generate" not in vars(model) and "generate" not in vars(wrapped)
+    with oracle(model, whole_mask(mask, NEW), regime="prefill+decode", every=5, width=40) as full:
+        want = generated(wrapped, full, ids, mask, **how)
+    assert_same(got, want)
+    with wrapped.disable_adapter():
+        plain = generated(wrapped, DynamicCache(config=model.config), ids, mask, **how)
+    assert not torch.equal(plain.sequences, got.sequences)

@@ -1,0 +1,191 @@
+"""Named policies in every regime: at every moment the ragged cache holds what a plain dense one keeps."""
+
+from dataclasses import replace
+
+import pytest
+
+import retain
+from retain.allocation import Allocation
+from retain.hf.cache import Cache
+from retain.policy import Policy
+from retain.protection import Protection
+from tests.evictions import PRESETS, small
+from tests.hf.naive_regimes import Naive
+from tests.hf.regime_runs import (
+    assert_same_held,
+    assert_same_logits,
+    differs,
+    eviction_free,
+    exact_model,
+    gates_of,
+    life,
+    lived,
+)
+
+EVERY = 3
+SEEDS = (3, 4, 5)
+EVICTING = [name for name in PRESETS if name != "full"]
+
+
+def agree(model, policy, own, *, regime, every=EVERY, pinned=None, **budget) -> Naive:
+    """The ragged cache does what the plain implementation does, and both evict."""
+    gates = gates_of(model) if policy.learned else None
+    seeds = SEEDS[: len(own.mask)]
+    naive = Naive(model, policy, budget, regime=regime, every=every, seeds=seeds, gates=gates, pinned=pinned)
+    want = naive.run(own.chunks, own.mask, own.prompt)
+    with retain.attach(model):
+        cache = Cache(
+            model, policy, regime=regime, every=every, seeds=seeds, gates=gates, pinned=pinned, **budget
+        )
+        got, held = lived(model, cache, own)
+    assert_same_held(held, naive.history)
+    assert_same_logits(got, want, own.mask)
+    assert cache.evictions > 1 - (regime == "prefill")
+    assert differs(got, eviction_free(model, own), own.mask)
+    return naive
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_every_preset_with_chunks_and_decoding(name, heads_file):
+    model = exact_model()
+    agree(model, small(name, heads_file), life(3), regime="chunked+decode", tokens_per_head=12)
+
+
+# What each regime has to carry on: queries of a window, running statistics, a gate's scores, all queries.
+CARRIED = ("layer_defensivekv", "h2o", "fused", "expected_attention")
+
+
+@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "decode", "prefill+decode"])
+def test_what_later_moments_read_is_carried_on_in_every_regime(regime, name, heads_file):
+    model = exact_model()
+    batch = 1 if regime == "chunked" else 3
+    agree(model, small(name, heads_file), life(batch), regime=regime, keep_ratio=0.4)
+
+
+def policy(name: str, observed: str | None = None, **settings) -> Policy:
+    """One that protects little, so that scores decide."""
+    few = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
+    return Policy(name, observed, **{"protection": few, **settings})
+
+
+# Entries of 2 * 16 float64 numbers, over 3 layers of 2 heads.
+BUDGETS = {"ratio": {"keep_ratio": 0.3}, "tokens": {"tokens_per_head": 9}, "bytes": {"bytes": 60 * 256}}
+SCOPES = {
+    # All that is below a head's mean is equal: of equal bids of layers, the later place wins.
+    "model, floored": policy(
+        "a", "observed_risk", observed_settings={"window": 4}, scope="model", floor="mean"
+    ),
+    # Places of last accesses, which are equal in many heads.
+    "model, ties": policy("h", "lru", scope="model"),
+    "layer, by a gate": policy("b", learned=True, scope="layer"),
+    "layer, guaranteed": policy(
+        "c",
+        "tova",
+        scope="layer",
+        allocation=Allocation(safeguard="guaranteed"),
+    ),
+    "head, ties": policy("d", "quest", observed_settings={"page_size": 3}),
+    "shares by entropy": policy("e", "h2o", scope="layer", allocation=Allocation("entropy")),
+    "running values": policy("f", "vatp", observed_settings={"attention": "running"}, scope="model"),
+    "expected, projected": policy(
+        "g", "expected_attention", observed_settings={"value_norm": "output_l1", "epsilon": 0.01, "sinks": 1}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [(name, list(BUDGETS)[number % 3]) for number, name in enumerate(SCOPES)]
+)
+def test_every_scope_and_budget(name, budget):
+    model = exact_model()
+    agree(model, SCOPES[name], life(3, seed=2), regime="chunked+decode", **BUDGETS[budget])
+
+
+@pytest.mark.parametrize(
+    ("own", "threshold"),
+    [
+        (policy("risk", "observed_risk", observed_settings={"window": 4}), 2.0),
+        (policy("gate", learned=True), 0.6),
+        (policy("mass", "h2o"), 0.9),
+    ],
+    ids=lambda own: getattr(own, "name", own),
+)
+def test_admission_keeps_what_scores_enough_once_it_is_protected_no_longer(own, threshold):
+    model = exact_model()
+    naive = agree(model, own, life(3), regime="chunked+decode", threshold=threshold)
+    counts = {int(held.sum()) for held in naive.history[-1]}
+    assert len(counts) > 1  # no budget says how many
+
+
+FAMILY = {
+    "llama": "cake",
+    "mistral_window": "h2o",
+    "gemma3": "keydiff",
+    "gpt_oss": "lru",
+    "qwen3_next": "snapkv",
+    "phi3": "defensive",
+}
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_windows_sinks_and_layers_left_alone(family, heads_file):
+    model = exact_model(family)
+    agree(model, small(FAMILY[family], heads_file), life(3), regime="chunked+decode", tokens_per_head=11)
+
+
+def test_a_window_of_attention_and_a_window_of_scores(heads_file):
+    """What no later query sees goes first, and scores of what is left read the window's queries."""
+    model = exact_model("mistral_window")
+    for name in ("quest", "expected_attention", "snapkv"):
+        agree(model, small(name, heads_file), life(1), regime="prefill+decode", tokens_per_head=11)
+
+
+def test_observed_queries_whose_entries_are_gone():
+    """A window of 6 queries, of which 2 are protected: others ask, and are not held."""
+    model = exact_model()
+    own = policy("wide", "snapkv", observed_settings={"window": 6, "pool_size": 3}, scope="layer")
+    for turn_pads in ((0, 1, 2), (0, 6, 3)):
+        own_life = life(3, turn_pads=turn_pads)
+        agree(model, own, own_life, regime="chunked+decode", every=2, tokens_per_head=8)
+
+
+def test_what_was_noted_between_moments_is_noted_once(monkeypatch, heads_file):
+    monkeypatch.setattr("retain.hf.engine.MOST_UNNOTED", 3)
+    model = exact_model()
+    for name in ("h2o", "lru", "fused"):
+        own = life(3, chunk=None, steps=(7, 8), turn=0)
+        agree(model, small(name, heads_file), own, regime="decode", every=7, tokens_per_head=12)
+
+
+def test_pins_and_a_static_suffix_stay_and_a_dynamic_one_moves(heads_file):
+    model = exact_model()
+    spans = [[(20, 23)], [(5, 6), (30, 32)], [(0, 2)]]
+    static = replace(
+        small("adakv", heads_file),
+        protection=Protection(1, 0.0, 0.0, 0, 2, suffix_tokens=4, suffix="static"),
+    )
+    own = life(3)
+    naive = agree(model, static, own, regime="chunked+decode", pinned=spans, tokens_per_head=14)
+    for held in naive.history[-1]:
+        for b, pad in enumerate((0, 3, 11)):
+            pinned = [pad + place for start, stop in spans[b] for place in range(start, stop)]
+            assert held[b][:, [*pinned, *range(36, 40), pad]].all()
+    dynamic = replace(static, protection=replace(static.protection, suffix="dynamic"))
+    naive = agree(model, dynamic, own, regime="chunked+decode", pinned=spans, tokens_per_head=14)
+    assert not all(bool(held[:, :, 36:40].all()) for held in naive.history[-1])
+
+
+def test_a_prefix_that_grows_with_the_budget_protects_what_is_still_whole():
+    grows = Protection(sinks=1, prefix_fraction=0.5, suffix_fraction=0.0, minimum=0, recent=2)
+    own = life(3, steps=(9, 3), turn=8)
+    naive = agree(
+        exact_model(),
+        policy("grows", "knorm", protection=grows),
+        own,
+        regime="chunked+decode",
+        keep_ratio=0.3,
+    )
+    # Half of the budget is more than it was, and some of those tokens had gone from some head.
+    first, last = (int(0.5 * 0.3 * seen) for seen in (40, own.mask[0].sum()))
+    assert last > first and not naive.history[-1][0][0, :, first:last].all()

@@ -1,0 +1,392 @@
+"""save, load, continue equals continue; and what cannot be saved or loaded says so before anything is
+changed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import retain
+from retain.gates import build_gates
+from retain.gates.store import save_gates
+from retain.hf import saving
+from retain.hf.cache import Cache
+from retain.hf.model import describe, fingerprint
+from retain.hf.regime import NAMES
+from tests.hf.masked import positions_of
+from tests.hf.moments import policy
+from tests.tiny import FAMILIES, tiny_batch, tiny_model
+
+PADS = (0, 3, 11)
+SOME = ("qwen3", "mistral_window", "gemma3", "qwen3_next")
+
+
+def random_gates(model, seed=0):
+    """Gates of nobody's training, that tell entries apart."""
+    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
+    gates = build_gates("linear", dims)
+    generator = torch.Generator().manual_seed(seed)
+    for weight in gates.parameters():
+        weight.data.normal_(generator=generator)
+    gates.metadata = {}
+    return gates
+
+
+@torch.no_grad()
+def forward(model, cache, ids, mask):
+    """One forward, with the positions of a sequence's own tokens."""
+    where = positions_of(mask)[:, -ids.shape[1] :]
+    return model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache).logits
+
+
+def grown(mask, more):
+    return torch.cat([mask, mask.new_ones(mask.shape[0], more) if isinstance(more, int) else more], dim=1)
+
+
+def continued(model, cache, mask, steps=9):
+    """Logits of a padded turn and of steps after it, through further moments."""
+    turn, own = tiny_batch((2, 0, 1), 6, seed=7)
+    turn, own = turn[: mask.shape[0]], own[: mask.shape[0]]
+    mask = grown(mask, own)
+    logits = [forward(model, cache, turn, mask)[:, -1:]]
+    for _ in range(steps):
+        mask = grown(mask, 1)
+        logits.append(forward(model, cache, logits[-1].argmax(-1), mask))
+    return torch.cat(logits, dim=1)
+
+
+def started(model, cache, steps=7):
+    """A padded prompt and some steps, so that the next moment is due in the middle of nothing."""
+    ids, mask = tiny_batch(PADS)
+    token = forward(model, cache, ids, mask)[:, -1:].argmax(-1)
+    for _ in range(steps):
+        mask = grown(mask, 1)
+        token = forward(model, cache, token, mask).argmax(-1)
+    return mask
+
+
+def assert_same_state(one, other):
+    """All of a conversation: what is held, what was seen, and when the next moment is."""
+    assert json.dumps(saving._header(one)) == json.dumps(saving._header(other))
+    a, b = dict(saving._tensors(one)), dict(saving._tensors(other))
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert torch.equal(tensor, b[name]) and tensor.dtype == b[name].dtype, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_save_load_continue_equals_continue(family, tmp_path):
+    """In every family; all regimes in some of them."""
+    model = tiny_model(family)
+    for regime in NAMES if family in SOME else ("chunked+decode",):
+        with retain.attach(model):
+            cache = Cache(model, policy=policy, regime=regime, every=5, slack=3)
+            mask = started(model, cache)
+            assert cache.evictions == (1 if regime in ("prefill", "chunked", "decode") else 2)
+            path = cache.save(tmp_path / "some" / "context.safetensors")
+            again = Cache.load(path, model, policy=policy)
+            assert_same_state(again, cache)
+            assert again.report() == again.fork().report() and again.entries_held == cache.entries_held
+            twice = Cache.load(again.save(tmp_path / "again.safetensors"), model, policy=policy)
+            want = continued(model, cache, mask)
+            assert torch.equal(continued(model, again, mask), want)
+            assert torch.equal(continued(model, twice, mask), want)
+        assert again.evictions == cache.evictions >= (1 if regime == "prefill" else 2)
+
+
+POLICIES = {
+    "snapkv": {"observed_settings": {"window": 4}, "keep_ratio": 0.4},
+    "h2o": {"tokens_per_head": 12},
+    "lru": {"tokens_per_head": 12},
+    "expected_attention": {"keep_ratio": 0.4},
+    "random": {"keep_ratio": 0.4, "seeds": [5, 6, 7]},
+    "adakv": {"observed_settings": {"window": 4}, "keep_ratio": 0.4, "pinned": [[(1, 3)], [], [(0, 2)]]},
+    "gate": {"keep_ratio": 0.4, "gates": "own"},
+    "h2o:admission": {"threshold": 0.7, "pinned": [(2, 4)]},
+}
+SMALL = {"sinks": 2, "recent": 4, "minimum": 2, "prefix_fraction": 0.0, "suffix_fraction": 0.0}
+
+
+@pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_by_name_are_in_the_file(name, regime, tmp_path):
+    model = tiny_model("qwen3")
+    settings = {"protection": SMALL, **POLICIES[name]}
+    gates = random_gates(model) if settings.pop("gates", None) else None
+    with retain.attach(model):
+        cache = Cache(model, name.partition(":")[0], regime=regime, every=5, gates=gates, **settings)
+        mask = started(model, cache, steps=8)
+        path = cache.save(tmp_path / "context.safetensors")
+        again = Cache.load(path, model, gates=gates)
+        assert_same_state(again, cache)
+        assert again.rule.request.policy == cache.rule.request.policy
+        assert again.rule.request.budget == cache.rule.request.budget
+        assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
+        assert_same_state(again, cache)
+        assert cache.entries_evicted > 0
+        # A new conversation on the same cache asks the same policy.
+        for one in (again, cache):
+            one.reset()
+            started(model, one)
+        assert_same_state(again, cache)
+
+
+def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
+    model = tiny_model("llama")
+    ids, mask = tiny_batch(PADS)
+    with retain.attach(model):
+        held = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
+        forks = [held.fork().evict("knorm", keep_ratio=ratio, protection=SMALL) for ratio in (0.3, 0.5)]
+        stacked = Cache.concat(forks)
+        for cache in (Cache(model, policy=None).prefill(ids, mask), forks[0], stacked):
+            again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
+            assert again.rule.name == cache.rule.name
+            assert_same_state(again, cache)
+            turn, own = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
+            whole = grown(mask.repeat(cache.batch_size // 3, 1), own)
+            assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_precision_is_kept(dtype, tmp_path):
+    model = tiny_model("gemma3", dtype=dtype)
+    with retain.attach(model):
+        cache = Cache(model, policy=policy, regime="decode", every=5)
+        mask = started(model, cache)
+        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
+        assert_same_state(again, cache)
+        assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
+
+
+def test_embeddings_leave_no_token_ids_and_pads_behind_rows_are_kept(tmp_path):
+    model = tiny_model("qwen2")
+    ids, mask = tiny_batch(PADS)
+    with retain.attach(model), torch.no_grad():
+        cache = Cache(model, policy=policy, regime="chunked")
+        embeds = model.get_input_embeddings()(ids)
+        model(
+            inputs_embeds=embeds, attention_mask=mask, position_ids=positions_of(mask), past_key_values=cache
+        )
+        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
+        assert again.token_ids_BT is None
+        assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
+
+
+def test_a_prompt_that_is_being_read_in_chunks_goes_on(tmp_path):
+    """The announced length of the prompt is part of the file."""
+    model = tiny_model("llama")
+    ids, mask = tiny_batch((0, 3))
+    with retain.attach(model):
+        cache = Cache(model, "knorm", keep_ratio=0.4, protection=SMALL, regime="prefill")
+        cache.announce(40)
+        forward(model, cache, ids[:, :25], mask[:, :25])
+        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
+        want = forward(model, cache, ids[:, 25:], mask)
+        assert torch.equal(forward(model, again, ids[:, 25:], mask), want)
+        assert_same_state(again, cache)
+        assert cache.evictions == 1 and cache._prompt_B == [40, 37]
+
+
+@pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
+@pytest.mark.parametrize("family", SOME)
+def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
+    model = tiny_model(family)
+    ids, mask = tiny_batch((0, 100, 350), 900)
+    with retain.attach(model):
+        cache = Cache(model, policy=policy, regime=regime, every=5).prefill(ids, mask)
+        forward(model, cache, ids[:, :1], grown(mask, 1))
+    size, report = os.path.getsize(cache.save(tmp_path / "context.safetensors")), cache.report()
+    beside = 4 * cache.entries_held  # positions; this policy keeps nothing else
+    rows = sum(4 * 3 * spec.num_kv_heads for spec in cache.specs)
+    alone = sum(layer.bytes_held + 8 for layer in report.alone)
+    recent = sum(layer.recent.num_bytes for layer in cache.ragged)
+    exact = cache.bytes_held() + beside + rows + alone + recent + 3 * (17 * 901 + 8)
+    assert exact <= size <= exact + 1024 * len(cache.layers) + 8192
+    assert size < cache.bytes_allocated() + alone + 3 * 18 * 901  # no slack
+
+
+def test_tensors_of_the_file_are_what_is_held(tmp_path):
+    model = tiny_model("qwen3")
+    with retain.attach(model):
+        cache = Cache(model, policy=policy, regime="decode", every=50)
+        started(model, cache)
+    with safe_open(cache.save(tmp_path / "context.safetensors"), framework="pt") as file:
+        names = set(file.keys())
+        for idx in range(3):
+            keys = file.get_tensor(f"layer.{idx}.store.keys")
+            assert torch.equal(keys, cache.layers[idx].store.flat()[0])
+            assert file.get_tensor(f"layer.{idx}.recent.queries").shape[2] == 8
+    assert {"history.valid", "history.ids", "history.positions", "history.last"} < names
+
+
+def saved(tmp_path, name="qwen3", **settings):
+    model = tiny_model(name)
+    settings = {"policy": policy, **settings}
+    with retain.attach(model):
+        cache = Cache(model, **settings)
+        started(model, cache)
+    return model, cache, cache.save(tmp_path / "context.safetensors")
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    model, cache, path = saved(tmp_path)
+    before = path.read_bytes()
+
+    def full_disk(tensors, beside, metadata):
+        beside.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+    monkeypatch.undo()
+    cache.save(path)  # and nothing else changed
+    assert path.read_bytes() == before
+    assert_same_state(Cache.load(path, model, policy=policy), cache)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_kill_while_it_is_written_leaves_the_old_file(tmp_path):
+    """Killed between writing and renaming; the next save goes over what was left beside."""
+    model, cache, path = saved(tmp_path)
+    before = path.read_bytes()
+    code = f"""
+        import os, signal, torch, retain
+        from retain.hf import saving
+        from retain.hf.cache import Cache
+        from tests.tiny import tiny_batch, tiny_model
+        model = tiny_model("qwen3")
+        with retain.attach(model):
+            cache = Cache(model, policy=None).prefill(*tiny_batch())
+        saving.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        cache.save({str(path)!r})
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)])
+    assert run.returncode == -signal.SIGKILL
+    assert path.read_bytes() == before and len(os.listdir(tmp_path)) == 2
+    assert_same_state(Cache.load(path, model, policy=policy), cache)
+    cache.save(path)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("where", [0.0, 0.001, 0.5, 0.999])
+def test_a_cut_file_is_noticed(where, tmp_path):
+    model, _, path = saved(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(where * len(content))])
+    with pytest.raises(ValueError, match=r"context.safetensors is truncated or corrupt .*copy it again"):
+        Cache.load(path, model, policy=policy)
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
+    model, _, path = saved(tmp_path)
+    content = bytearray(path.read_bytes())
+    places = [
+        *range(20, len(content), len(content) // 23),
+        len(content) - 1,
+        content.index(b"evicted_at") + 14,
+    ]
+    for place in places:
+        content[place] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="truncated or corrupt|not written by"):
+            Cache.load(path, model, policy=policy)
+        content[place] ^= 1
+    path.write_bytes(content)
+    Cache.load(path, model, policy=policy)
+
+
+def test_other_files_are_refused(tmp_path):
+    model, _, path = saved(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist: pass the path"):
+        Cache.load(tmp_path / "nowhere", model)
+    save_file({"weight": torch.ones(3)}, path)
+    with pytest.raises(ValueError, match="was not written by cache.save"):
+        Cache.load(path, model)
+    newer = json.dumps({"schema_version": 2, "header": {"unknown": 1}})
+    save_file({"weight": torch.ones(3)}, path, {"retain.cache": newer})
+    with pytest.raises(ValueError, match="schema version 2, this retain reads up to 1: upgrade retain"):
+        Cache.load(path, model)
+
+
+def test_another_model_is_refused(tmp_path):
+    model, _, path = saved(tmp_path)
+    assert describe(model)[0].dtype == torch.float32
+    other = tiny_model("qwen3", seed=1)
+    with pytest.raises(ValueError, match=r"of another model \(sha256 .* -> .*; saved -> at hand\)"):
+        Cache.load(path, other, policy=policy)
+    deeper = tiny_model("qwen3", num_hidden_layers=4)
+    with pytest.raises(ValueError, match="num_layers 3 -> 4"):
+        Cache.load(path, deeper, policy=policy)
+    half = tiny_model("qwen3", dtype=torch.bfloat16)
+    assert fingerprint(half) == fingerprint(model)
+    with pytest.raises(
+        ValueError, match=r"in torch.float32, and this one is in torch.bfloat16: load the model"
+    ):
+        Cache.load(path, half, policy=policy)
+
+
+def test_what_a_file_cannot_hold_must_be_passed(tmp_path):
+    model, _, path = saved(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"the policy .* was the function 'policy', and a function cannot be saved"
+    ):
+        Cache.load(path, model)
+    with pytest.raises(ValueError, match="pass the same one as policy=; got 'snapkv'"):
+        Cache.load(path, model, policy="snapkv")
+    with pytest.raises(ValueError, match="no policy that takes gates"):
+        Cache.load(path, model, policy=policy, gates=random_gates(model))
+    own = {"protection": SMALL, "keep_ratio": 0.4}
+    gates = random_gates(model)
+    _, _, path = saved(tmp_path, policy="gate", gates=gates, **own)
+    with pytest.raises(ValueError, match="policy 'gate' needs gates"):
+        Cache.load(path, model)
+    with pytest.raises(
+        ValueError, match=r"has its policy in it \('gate'\), so policy='h2o' would not be used"
+    ):
+        Cache.load(path, model, policy="h2o", gates=gates)
+
+
+def test_other_gates_are_refused(tmp_path):
+    model = tiny_model("qwen3")
+    folders = []
+    for seed in (0, 1):
+        gates = random_gates(model, seed=seed)
+        folders.append(save_gates(gates, tmp_path / str(seed), fingerprint=fingerprint(model)))
+    settings = {"protection": SMALL, "keep_ratio": 0.4, "regime": "prefill+decode", "every": 5}
+    _, cache, path = saved(tmp_path, policy="gate", gates=folders[0], **settings)
+    assert_same_state(Cache.load(path, model, gates=folders[0]), cache)
+    with pytest.raises(ValueError, match=r"evicted with gates \w{12}, and these are \w{12} \(sha256\)"):
+        Cache.load(path, model, gates=folders[1])
+
+
+def test_what_cannot_be_saved(tmp_path):
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch(PADS)
+    path = tmp_path / "context.safetensors"
+    with retain.attach(model), torch.no_grad():
+        cache = Cache(model, policy=policy)
+        with pytest.raises(ValueError, match="has seen no tokens"):
+            cache.save(path)
+        dense = Cache(model, policy=None).prefill(ids, mask, evict=False)
+        with pytest.raises(ValueError, match="holds its prefill densely.*evict first"):
+            dense.save(path)
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        hook.remove()
+        with pytest.raises(ValueError, match="broke off"):
+            cache.save(path)
+        assert os.listdir(tmp_path) == []
+        dense.evict(policy) if dense.evidence else dense.evict_with(
+            [mask.bool()[:, None].expand(-1, 2, -1)] * 3
+        )
+        dense.save(path)

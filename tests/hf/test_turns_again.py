@@ -1,0 +1,290 @@
+"""Chunks, turns and conversations on a cache that evicts again: against one-shot, solo and fresh runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import retain
+from retain.hf.cache import Cache
+from retain.policy import Policy
+from retain.protection import Protection
+from tests.chat import chat_tokenizer
+from tests.close import MODEL, assert_close
+from tests.evictions import PRESETS, small
+from tests.hf.masked import masked_logits, positions_of
+from tests.hf.naive_regimes import Naive
+from tests.hf.regime_runs import (
+    assert_same_held,
+    assert_same_logits,
+    differs,
+    eviction_free,
+    exact_model,
+    gates_of,
+    held_by,
+    life,
+    lived,
+)
+from tests.tiny import PAD, tiny_batch, tiny_model
+
+REGIMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
+EVICTING = [name for name in PRESETS if name != "full"]
+SEEDS = (3, 4, 5)
+FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """A model in float64, attached for this file."""
+    model = exact_model()
+    with retain.attach(model):
+        yield model
+
+
+def named(model, policy, *, batch: int = 3, **settings) -> Cache:
+    gates = gates_of(model) if policy.learned else None
+    return Cache(model, policy, gates=gates, **{"seeds": SEEDS[:batch], "keep_ratio": 0.4, **settings})
+
+
+@torch.no_grad()
+def ask(model, cache, mask, seed: int = 5):
+    """Logits of a left-padded question, and the mask after it."""
+    new, new_mask = tiny_batch(tuple(range(len(mask))), 5, seed=seed)
+    whole = torch.cat([mask, new_mask], dim=1)
+    where = positions_of(whole)[:, mask.shape[1] :]
+    logits = model(input_ids=new, attention_mask=whole, position_ids=where, past_key_values=cache).logits
+    return logits[new_mask.bool()], whole
+
+
+def same_stores(one: Cache, two: Cache, mask) -> None:
+    for a, b in zip(held_by(one, mask), held_by(two, mask), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_prompt_in_chunks_that_is_evicted_once_equals_the_prompt_at_once(name, exact, heads_file):
+    policy, (ids, mask) = small(name, heads_file), tiny_batch((0, 3, 11))
+    once = named(exact, policy).prefill(ids, mask)
+    # 7 does not divide 40, and the first chunk of the third sequence is all padding.
+    chunks = named(exact, policy).prefill(ids, mask, chunk_size=7)
+    same_stores(chunks, once, mask)
+    assert chunks.evictions == once.evictions == 1 and chunks.entries_evicted > 0
+    got, whole = ask(exact, chunks, mask)
+    want, _ = ask(exact, once, mask)
+    assert_close(got, want, dtype=torch.float32)
+    free, _ = ask(exact, Cache(exact, policy=None).prefill(ids, mask), mask)
+    assert float((got - free).abs().max()) > 1e-2
+    # Nothing that only a later eviction would read is held for one that does not come.
+    assert all(layer.recent.num_bytes == 0 and not layer.store.beside for layer in chunks.ragged)
+    same_stores(chunks, once, whole)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 39, 40, 64])
+def test_any_chunk_size(chunk_size, exact, heads_file):
+    policy, (ids, mask) = small("lava", heads_file), tiny_batch((0, 3, 11))
+    once = named(exact, policy).prefill(ids, mask)
+    chunks = named(exact, policy).prefill(ids, mask, chunk_size=chunk_size)
+    same_stores(chunks, once, mask)
+    assert_close(ask(exact, chunks, mask)[0], ask(exact, once, mask)[0], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+@pytest.mark.parametrize("name", ["adakv", "lru"])
+def test_a_budget_that_holds_after_every_chunk(name, chunk_size, exact, heads_file):
+    """Of a ratio, the whole announced context counts; the peak is the budget and one chunk."""
+    policy, (ids, mask) = small(name, heads_file), tiny_batch((0, 3, 11), 30)
+    naive = Naive(exact, policy, {"keep_ratio": 0.4}, regime="chunked", seeds=SEEDS)
+    chunks = list(ids.split(chunk_size, dim=1))
+    naive.run(chunks, mask, len(chunks))
+    cache, peaks = named(exact, policy, regime="chunked"), []
+    evict = cache._evict_again
+    cache._evict_again = lambda **how: (peaks.append(cache.entries_held), evict(**how))
+    cache.prefill(ids, mask, chunk_size=chunk_size)
+    for a, b in zip(held_by(cache, mask), naive.history[-1], strict=True):
+        assert torch.equal(a, b)
+    budget = sum(3 * int(0.4 * length * 2 + 0.5) for length in (30, 27, 19))
+    assert cache.entries_held == budget
+    assert all(peak <= budget + 3 * 2 * 3 * chunk_size for peak in peaks)
+    assert len(peaks) == (0 if chunk_size == 64 else len(chunks))
+
+
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "chunked+decode"])
+def test_generate_in_chunks(regime, exact, heads_file):
+    policy, (ids, mask) = small("adakv", heads_file), tiny_batch((0, 3, 11))
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
+    cache = named(exact, policy, regime=regime, every=3)
+    got = exact.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=7, **settings)
+    # The same forwards, one by one.
+    own = life(3, chunk=7, steps=(7, 0), turn=0)
+    assert torch.equal(torch.cat(own.chunks[: own.prompt], 1), ids)
+    own.chunks[own.prompt :] = list(got.sequences[:, 40:47].split(1, dim=1))
+    naive = Naive(exact, policy, {"keep_ratio": 0.4}, regime=regime, every=3, seeds=SEEDS)
+    want = naive.run(own.chunks, own.mask, own.prompt)
+    for a, b in zip(held_by(cache, own.mask), naive.history[-1], strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(torch.stack([step.argmax(-1) for step in got.logits], 1), got.sequences[:, 40:])
+    for a, b in zip(got.logits, want[own.prompt - 1 :], strict=True):
+        assert_close(a, b[:, -1], dtype=torch.float32)
+    free = exact.generate(ids, attention_mask=mask, **settings)
+    assert not torch.equal(free.sequences, got.sequences)
+
+
+@pytest.mark.parametrize(
+    ("name", "regime"),
+    [
+        *(("layer_defensivekv", regime) for regime in REGIMES),
+        ("h2o", "decode"),
+        ("lru", "chunked+decode"),
+        ("random", "prefill+decode"),
+    ],
+)
+def test_a_padded_batch_equals_its_sequences_alone(name, regime, exact, heads_file):
+    policy = small(name, heads_file)
+    own = life(3, chunk=9)
+    cache = named(exact, policy, regime=regime, every=3)
+    got, held = lived(exact, cache, own)
+    sizes = torch.tensor([ids.shape[1] for ids in own.chunks])
+    for b in range(3):
+        alone = own.alone(b)
+        solo = Cache(exact, policy, keep_ratio=0.4, seeds=SEEDS[b : b + 1], regime=regime, every=3)
+        want, want_held = lived(exact, solo, alone)
+        real = [part[b].bool() for part in own.mask.split(sizes.tolist(), dim=1)]
+        mine = [logits[b : b + 1, part] for logits, part in zip(got, real, strict=True) if part.any()]
+        assert_same_logits(mine, want, alone.mask)
+        tokens = own.mask[b].bool()
+        assert_same_held(
+            [
+                [layer[b : b + 1, :, tokens[: layer.shape[-1]]] for layer in layers]
+                for layers, part in zip(held, real, strict=True)
+                if part.any()
+            ],
+            want_held,
+        )
+        assert solo.evictions > 0
+    assert differs(got, eviction_free(exact, own), own.mask)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_decoding_goes_back_to_the_budget_and_never_into_the_recent_window(every, exact, heads_file):
+    policy = replace(small("tova", heads_file), protection=replace(FEW, recent=5))
+    own = life(3, chunk=None, steps=(13, 0), turn=0)
+    cache = named(exact, policy, regime="prefill+decode", every=every, keep_ratio=None, tokens_per_head=9)
+    _, held = lived(exact, cache, own)
+    for step, layers in enumerate(held):
+        for layer in layers:
+            assert set(layer.sum(-1).flatten().tolist()) == {9 + step % every}
+            assert bool(layer[..., -5:].all())  # decided later
+    # What was in the window at one moment goes at a later one.
+    assert any(not bool(layer[..., -9:-5].all()) for layer in held[-1])
+    assert cache.evictions == 1 + 13 // every
+    assert cache.report().evictions == cache.evictions
+
+
+def test_a_ratio_grows_with_what_was_seen_and_decode_alone_waits_for_the_prompt_to_end(exact, heads_file):
+    policy = small("knorm", heads_file)
+    own = life(1, chunk=None, steps=(12, 0), turn=0)
+    cache = named(exact, policy, batch=1, regime="decode", every=4, keep_ratio=0.5)
+    _, held = lived(exact, cache, own)
+    entries = [sum(int(layer.sum()) for layer in layers) // 6 for layers in held]
+    assert entries == [40, 41, 42, 43, 22, 23, 24, 25, 24, 25, 26, 27, 26]
+
+
+def turns_of(tokenizer, number: int):
+    """Token ids of a conversation, turn by turn."""
+    chat, before, answer = [], 0, []
+    for turn in range(number):
+        chat += [
+            {"role": "user", "content": f"{turn}. 7 ropes."},
+            {"role": "assistant", "content": f"the end of {turn}."},
+        ]
+        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        answer.append(torch.tensor([ids[before:]]))
+        before = len(ids)
+    return answer
+
+
+def test_ten_turns_keep_their_markers_in_constant_memory():
+    tokenizer = chat_tokenizer("chatml", "words")
+    turns = turns_of(tokenizer, 10)
+    model = tiny_model("qwen3", dtype=torch.float64, vocab_size=len(tokenizer))
+    protection = Protection(0, 0.0, 0.0, 0, 4, turns=True)
+    policy = Policy("turns", "snapkv", {"window": 4, "pool_size": 3}, scope="layer", protection=protection)
+    # A question read at once, an answer token by token.
+    chunks = [part for ids in turns for part in (ids[:, :-2], *ids[:, -2:].split(1, dim=1))]
+    ids = torch.cat(chunks, dim=1)
+    special = torch.tensor([tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")])
+    marks = torch.isin(ids[0], special)
+    assert int(marks.sum()) == 40
+    own = replace(life(1), chunks=chunks, mask=torch.ones_like(ids), prompt=1)
+    settings = {"regime": "chunked+decode", "every": 2}
+    budget = {"tokens_per_head": 110}
+    cache = Cache(model, policy, tokenizer=tokenizer, **budget, **settings)
+    naive = Naive(model, policy, budget, markers=cache.rule.request.markers, **settings)
+    want = naive.run(chunks, own.mask, 1)
+    with retain.attach(model):
+        got, held = lived(model, cache, own)
+    assert_same_held(held, naive.history)
+    assert_same_logits(got, want, own.mask)
+    full = [number for number, layers in enumerate(held) if layers[0].shape[-1] > 115]
+    for layers in (held[number] for number in full):
+        seen = layers[0].shape[-1]
+        for layer in layers:
+            assert bool(layer[..., marks[:seen]].all())  # of every turn so far
+    assert cache.evictions > 10 and cache.entries_evicted > 0
+    counts = {sum(int(layer.sum()) for layer in held[number]) for number in full[1:]}
+    # Constant, the tokens since the last moment apart.
+    assert min(counts) == 110 * 6 and max(counts) <= 110 * 6 + 6
+    assert differs(got, masked_logits(model, None, chunks, own.mask), own.mask)
+
+
+def test_two_conversations_and_a_foreign_one_do_not_disturb_each_other(exact, heads_file):
+    lives = [life(3, chunk=9, steps=(5, 3)), life(1, tokens=25, chunk=9, steps=(7, 1), seed=7)]
+    caches = [("fused", "chunked+decode"), ("h2o", "decode")]
+
+    def cache_of(number):
+        name, regime = caches[number]
+        return named(exact, small(name, heads_file), batch=3 - 2 * number, regime=regime, every=3)
+
+    alone = [lived(exact, cache_of(number), own) for number, own in enumerate(lives)]
+    other, other_mask = tiny_batch((0, 5), 20, seed=9)
+    foreign, foreign_logits = DynamicCache(config=exact.config), []
+    whole = exact(input_ids=other, attention_mask=other_mask).logits
+
+    # All three in turn: each forward of one is followed by one of the next.
+    runs = [_stepwise(exact, cache_of(number), own) for number, own in enumerate(lives)]
+    together: list[tuple[list, list]] = [([], []), ([], [])]
+    for number in range(max(len(own.chunks) for own in lives)):
+        for out, run in zip(together, runs, strict=True):
+            if (step := next(run, None)) is not None:
+                out[0].append(step[0])
+                out[1].append(step[1])
+        if number < 20:
+            with torch.no_grad():
+                foreign_logits.append(
+                    exact(
+                        input_ids=other[:, number : number + 1],
+                        attention_mask=other_mask[:, : number + 1],
+                        position_ids=torch.full((2, 1), number),
+                        past_key_values=foreign,
+                    ).logits
+                )
+    for (logits, held), (want, want_held), own in zip(together, alone, lives, strict=True):
+        assert_same_held(held, want_held)
+        assert_same_logits(logits, want, own.mask)
+    got = torch.cat(foreign_logits, 1)
+    assert_close(got[0], whole[0, : got.shape[1]], dtype=torch.float32, ops=MODEL)
+
+
+@torch.no_grad()
+def _stepwise(model, cache, own):
+    """`lived`, a forward at a time."""
+    seen = 0
+    cache.announce(sum(ids.shape[1] for ids in own.chunks[: own.prompt]))
+    for ids in own.chunks:
+        mask = own.mask[:, : seen + ids.shape[1]]
+        given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
+        logits = model(input_ids=ids, past_key_values=cache, **given).logits
+        seen += ids.shape[1]
+        yield logits, held_by(cache, mask)

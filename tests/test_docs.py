@@ -1,0 +1,210 @@
+"""What the pages of `docs/` show runs: every Python block as it stands, and the text is right about it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from retain.gates import build_gates
+from retain.gates.store import save_gates
+from retain.hf.cache import Cache
+from retain.hf.model import describe, fingerprint
+from retain.reference import load_model
+from tests.chat import SENTENCES, chat_tokenizer
+from tests.tiny import FAMILIES, tiny_batch, tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"regimes": 10, "cache": 4, "families": 2}
+TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page(name), flags=re.DOTALL)
+
+
+def test_every_page_and_every_block_is_run_here() -> None:
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} == set(PAGES)
+    assert {name: len(blocks(name)) for name in PAGES} == PAGES
+    assert all(page(name).count("```") == 2 * count for name, count in PAGES.items())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The reference model with a tokenizer that knows turns, and untrained gates for it."""
+    root = tmp_path_factory.mktemp("docs")
+    model, tokenizer = load_model(0), chat_tokenizer("chatml", "words")
+    # Answers as long as they are asked for, and the tokenizer's padding.
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, tokenizer.pad_token_id
+    model.save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
+    torch.manual_seed(0)
+    save_gates(build_gates("mlp", dims), root / "gates", fingerprint=fingerprint(model))
+    return {"name": str(root / "model"), "folder": str(root / "gates")}
+
+
+class Watch:
+    """What every cache of a page held after each of its forwards: the most entries of a head."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.most: list[tuple[Cache, list[int]]] = []  # caches are held, so that none takes another's place
+        finish = Cache.finish
+
+        def noted(cache: Cache) -> None:
+            finish(cache)
+            if all(own is not cache for own, _ in self.most):
+                self.most.append((cache, []))
+            self.of(cache).append(int(cache.budgets().held_BLH.max()))
+
+        monkeypatch.setattr(Cache, "finish", noted)
+
+    def of(self, cache: Cache) -> list[int]:
+        return next(most for own, most in self.most if own is cache)
+
+
+def evicts(cache: Cache) -> None:
+    """Entries went, and their bytes with them."""
+    total = cache.report().total
+    assert total.entries_evicted > 0 and cache.evictions > 0
+    assert total.bytes_held < total.bytes_full and total.bytes_allocated < total.bytes_full
+
+
+def test_regimes(folders, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    watch, ran = Watch(monkeypatch), []
+    scope = {
+        **folders,
+        "context": TEXT,
+        "questions": ["What does INST mean to a model?", "Keep 42 lanterns; 7 ropes."],
+        "said": [" ".join(SENTENCES[turn : turn + 3]) for turn in range(5)],
+    }
+
+    def step() -> Cache | None:
+        exec(blocks("regimes")[len(ran)], scope)
+        ran.append(scope.get("cache"))
+        return ran[-1]
+
+    step()
+    context = scope["context_ids"].shape[1]
+    assert context > 600
+    # prefill: once, and each fork answers from the same entries.
+    cache = step()
+    assert cache.evictions == 1 and cache.num_seen == context and len(scope["answers"]) == 2
+    assert watch.of(cache) == [round(0.2 * context)] and cache.regime.name == "prefill"
+    evicts(cache)
+    held = cache.entries_held
+    # The question is forgotten, and nothing else.
+    cache = step()
+    assert (cache.num_seen, cache.entries_held, cache.evictions) == (context, held, 1)
+    assert max(watch.of(cache)) > watch.of(cache)[0]
+    # chunked: within the budget after every chunk.
+    cache = step()
+    assert watch.of(cache) == [128] * -(-context // 256) and len(watch.of(cache)) > 2
+    assert cache.evictions == len(watch.of(cache))
+    evicts(cache)
+    # decode: nothing goes before 32 tokens have come; then 256 to 287 entries a head.
+    cache = step()
+    most = watch.of(cache)
+    assert most[:32] == list(range(context, context + 32)) and len(most) == 100
+    assert (min(most[32:]), max(most[32:])) == (256, 287) and cache.evictions == 3
+    evicts(cache)
+    # prefill+decode: budget + every - 1.
+    cache = step()
+    assert watch.of(cache)[0] == 128 and max(watch.of(cache)) == 128 + 15 and cache.evictions == 1 + 59 // 16
+    evicts(cache)
+    # chunked+decode, turn by turn: the bound holds, and the markup of every turn is whole.
+    cache = step()
+    assert max(watch.of(cache)) == 192 + 15 and cache.evictions > 1
+    evicts(cache)
+    marks = scope["tokenizer"].convert_tokens_to_ids("<|im_start|>")
+    where = [place for place, token in enumerate(scope["ids"][0].tolist()) if token == marks]
+    assert len(where) >= 2 * len(scope["said"])
+    rows = [
+        set(layer.store.row(0, head)[2].tolist())
+        for layer in cache.ragged
+        for head in range(2)
+        if layer.store
+    ]
+    assert len(rows) == 8 and all(set(where) <= row for row in rows)
+    # pinned: all of the span.
+    cache = step()
+    assert all(cache.ragged[0].store.row(0, head)[2][:40].tolist() == list(range(40)) for head in range(2))
+    evicts(cache)
+    # admission: how much stays is the text's affair, and the recent window stays whole.
+    cache = step()
+    assert cache.rule.request.budget.threshold is not None and min(watch.of(cache)) >= 32
+    assert len(set(cache.budgets().held_BLH.flatten().tolist())) > 1
+    evicts(cache)
+    # saved and loaded: goes on as the saved one would have.
+    cache = step()
+    want = scope["model"].generate(scope["ids"], past_key_values=cache, max_new_tokens=20)
+    assert torch.equal(scope["more"], want)
+    assert scope["later"].entries_held == cache.entries_held and scope["later"].evictions == cache.evictions
+    evicts(scope["later"])
+    assert len(ran) == PAGES["regimes"]
+
+
+def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second, third, fourth = blocks("cache")
+    scope = {"name": folders["name"], "prompts": [TEXT[:1500], TEXT[:1900]]}
+    exec(first, scope)
+    cache = scope["cache"]
+    evicts(cache)
+    assert (scope["batch"].attention_mask == 0).any()
+    shown = capsys.readouterr().out
+    assert f"{cache.report().total.entries_held:,}" in shown and "layer 3" in shown
+    report = cache.report()
+    for row in re.findall(r"^\| `([^|]+)` \|", page("cache"), flags=re.MULTILINE)[:6]:
+        for name in re.findall(r"\w+", row):
+            assert hasattr(report, name) or hasattr(report.total, name), name
+    exec(second, scope)
+    base, fork, both, again = (scope[name] for name in ("base", "fork", "both", "again"))
+    assert (base.batch_size, fork.batch_size, both.batch_size) == (2, 3, 4)
+    assert again.entries_held == base.entries_held < both.entries_held - base.entries_held
+    evicts(base)
+    base.crop(base.num_seen)
+    with pytest.raises(ValueError, match=r"fork\(\)"):
+        base.crop(base.num_seen - 1)
+    exec(third, scope)
+    whole, half, mine = (scope[name] for name in ("whole", "half", "mine"))
+    assert whole.entries_evicted == 0 and 0.4 < mine.entries_held / mine.entries_seen < 0.6
+    assert abs(half.entries_held - half.entries_seen / 2) < 20
+    exec(fourth, scope)
+    assert "use_cache=False" in capsys.readouterr().out
+    assert scope["outputs"].shape[0] == 4
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "phi3"])
+def test_families(family, tmp_path, capsys) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    scope = {"name": str(tmp_path), "prompt_ids": tiny_batch((0,), 60)[0]}
+    for block in blocks("families"):
+        exec(block, scope)
+    report, layout = scope["cache"].report(), scope["layout"]
+    assert report.total.entries_evicted > 0 and report.total.bytes_held < report.total.bytes_full
+    assert [f"layer {idx}" for idx in layout.alone] == [left.name for left in report.alone]
+    assert (len(report.alone) > 0) == (family != "phi3")
+    shown = capsys.readouterr().out
+    assert all(left.kind in shown for left in report.alone) and "layer" in shown
+
+
+def test_the_table_of_families_is_the_table_of_the_code() -> None:
+    from retain.hf.families import FAMILIES as TABLE
+
+    named = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", page("families"), flags=re.MULTILINE)[1:]
+    assert {name for cell in named for name in re.findall(r"`(\w+)`", cell)} == set(TABLE)
+    assert set(TABLE) - {"qwen3_5_moe_text"} == {config().model_type for config, _, _ in FAMILIES.values()}
+
+
+def test_what_is_linked_exists_and_names_are_real() -> None:
+    for name in PAGES:
+        for path in re.findall(r"\]\((?!http)([\w./-]+)\)", page(name)):
+            assert (ROOT / "docs" / path).exists(), path
+        for path in re.findall(r"`((?:retain|tests)/[\w/]+\.py)`", page(name)):
+            assert (ROOT / path).exists(), path
