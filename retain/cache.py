@@ -8,16 +8,21 @@ Evicted entries are not masked, they are gone; padding never comes in.
 The one decision taken here: every row owns a room of whole pages (`retain.pages`), in natural order, with
 some free slots at its end. New tokens are written into free slots; an eviction in place moves only what lies
 behind each row's first hole; only when a row is full, or when bytes are to be given back, is the store laid
-out anew, one column after another, so that never more than one column exists twice. What is held and what is
-allocated are reported apart.
+out anew, one column after another, so that never more than one column exists twice. The price is paid where
+that breaks off for want of memory: behind the first column, which needs the most, there is no way back, and
+the store says so ever after instead of holding something else. What is held and what is allocated are
+reported apart.
 
 Quantised keys and values would enter here and nowhere else: `keys_CD` and `values_CD` hold packed codes, with
 one scale a page (or a side column with one an entry); `from_dense` and `append_` encode, `flat` decodes, and
 `retain.attend` decodes where it upcasts half precision today. All else moves entries without looking at them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,12 +40,51 @@ GROWTH = 1 / 32
 BESIDE = "beside."
 
 
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """What a store keeps is made in here, and also around a function: a tensor made under a caller's
+    `inference_mode` could not be written to once that is over, and a store outlives it."""
+    with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Where rows of some lengths lie, each with a room of whole pages."""
+
+    pages: Pages
+    offsets_R1: Int[Tensor, " R1"]
+    lengths_R: Int[Tensor, " R"]
+    free: int
+
+    @classmethod
+    def of(cls, lengths_R: Tensor, slack: int, least: Sequence[int] | None = None) -> "_Layout":
+        """Rooms for these lengths and slack, `least` pages each at least."""
+        lengths = lengths_R.tolist()
+        counts = [pages_for(length + slack) for length in lengths]
+        if least is not None:
+            counts = [max(pair) for pair in zip(counts, least, strict=True)]
+        pages = Pages.of(counts, lengths_R.device)
+        own_R = lengths_R.to(torch.int32, copy=True)
+        return cls(pages, pages.offsets(), own_R, _count_free(pages, lengths))
+
+    @property
+    def capacity(self) -> int:
+        return self.pages.num_pages * PAGE
+
+    def index_N(self) -> Int[Tensor, " N"]:
+        """Where every entry goes, row after row."""
+        return spans(self.offsets_R1[:-1], self.lengths_R)
+
+
 class RaggedStore:
     """Keys, values, positions and side columns of the entries that one layer holds.
 
     Row `r = b * H + h`; `offsets_R1` (int64) says where its room begins, `lengths_R` (int32) how many entries
     it holds. Make one with `from_dense`; methods that end in `_` change it in place, all others leave it
-    alone and share no memory with it. Free slots hold finite numbers, and zeros in side columns.
+    alone and share no memory with it. Free slots hold finite numbers, and zeros in side columns. A method
+    that fails leaves the store as it was, or, where that was no longer possible, with nothing: then whatever
+    is asked of it raises a `ValueError`.
 
     Attributes:
         beside: side columns `[C, ...]` by name, such as a score or the mass of attention received.
@@ -48,6 +92,7 @@ class RaggedStore:
         free: new tokens that surely fit into every row as the store is laid out.
     """
 
+    @normal_tensors()
     def __init__(
         self,
         keys_ND: Float[Tensor, "N D"],
@@ -61,14 +106,16 @@ class RaggedStore:
         """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of
         time; `beside[name]` is `[N, ...]`."""
         self.num_heads, self.slack = num_heads, slack
-        self._lay_out_(lengths_R)
+        layout = _Layout.of(lengths_R, slack)
+        self._take_(layout)
         self._entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
         self.beside = {} if beside is None else {**beside}
-        index_N = self.index_N()
+        index_N = layout.index_N()
         for columns, name in self._columns():
-            columns[name] = self._filled(columns[name].shape[1:], index_N, columns[name])
+            columns[name] = _filled(layout, columns[name].shape[1:], index_N, columns[name])
 
     @classmethod
+    @normal_tensors()
     def from_dense(
         cls,
         keys_BHTD: Float[Tensor, "B H T D"],
@@ -105,13 +152,14 @@ class RaggedStore:
                 )
         store = object.__new__(cls)
         store.num_heads, store.slack = H, slack
-        store._lay_out_(keep_BHT.sum(-1).flatten())
+        layout = _Layout.of(keep_BHT.sum(-1).flatten(), slack)
+        store._take_(layout)
         positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
         store._entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
         store.beside = {} if beside is None else {**beside}
-        index_N, where = store.index_N(), keep_BHT.nonzero(as_tuple=True)
+        index_N, where = layout.index_N(), keep_BHT.nonzero(as_tuple=True)
         for columns, name in store._columns():
-            columns[name] = store._filled(columns[name].shape[3:], index_N, columns[name], where)
+            columns[name] = _filled(layout, columns[name].shape[3:], index_N, columns[name], where)
         return store
 
     @property
@@ -219,19 +267,20 @@ class RaggedStore:
         if self.free < S:
             self._grow_(S)
         held_R1 = self.lengths_R.to(torch.int64)[:, None]
+        valid_RS, num_new = None, S
         if valid_BS is None:
             seen_RS = held_R1 + torch.arange(1, S + 1, device=held_R1.device)
-            self.lengths_R += S
         else:
             rank_RS = valid_BS.cumsum(-1).repeat_interleave(H, dim=0)
-            seen_RS = (held_R1 + rank_RS).masked_fill(~valid_BS.repeat_interleave(H, dim=0), 0)
-            self.lengths_R += rank_RS[:, -1].to(torch.int32)
+            valid_RS = valid_BS.repeat_interleave(H, dim=0)
+            seen_RS = (held_R1 + rank_RS).masked_fill(~valid_RS, 0)
+            num_new = rank_RS[:, -1].to(torch.int32)
+        index_RS = self.offsets_R1[:-1, None] + seen_RS - 1
+        new = (keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S))
+        _write(zip(self._entries.values(), new, strict=True), index_RS, valid_RS)
+        # Only now are they held: had a write failed, free slots would have been written to.
+        self.lengths_R += num_new
         self.free -= S
-        tail = S if valid_BS is None else valid_BS
-        positions_BHS = positions_BS[:, None].expand(B, H, S)
-        self._write_tail_(
-            tail, zip(self._entries.values(), (keys_BHSD, values_BHSD, positions_BHS), strict=True)
-        )
         return seen_RS
 
     def tail_index_RS(
@@ -277,9 +326,11 @@ class RaggedStore:
                 f"{', '.join(map(str, wanted))}]."
             )
         if column is None:
-            self.beside[name] = values_BHS.new_zeros(self.capacity, *wanted)
-        tail = values_BHS.shape[2] if valid_BS is None else valid_BS
-        self._write_tail_(tail, [(self.beside[name], values_BHS)])
+            with normal_tensors():
+                column = values_BHS.new_zeros(self.capacity, *wanted)
+        index_RS, valid_RS = self.tail_index_RS(values_BHS.shape[2] if valid_BS is None else valid_BS)
+        _write([(column, values_BHS)], index_RS, None if valid_BS is None else valid_RS)
+        self.beside[name] = column
 
     def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Evict in place: entries behind a row's first hole move forward, rooms stay (their slack grows).
@@ -289,21 +340,26 @@ class RaggedStore:
         """
         self._check(keep_N)
         from_N, to_N, freed, gone_R = packing(keep_N, self.offsets_R1, self.lengths_R)
-        for columns, name in self._columns():
-            copy_(columns[name], to_N, columns[name], (from_N,))
-            # Not what they held: 0 x NaN is NaN, and a side column's free slots are zeros.
-            columns[name].index_fill_(0, freed, 0)
-        self.lengths_R -= gone_R.to(torch.int32)
-        self.free = self._count_free(self.lengths_R.tolist())
+        gone_R = gone_R.to(torch.int32)
+        with self._no_way_back():
+            for columns, name in self._columns():
+                copy_(columns[name], to_N, columns[name], (from_N,))
+                # Not what they held: 0 x NaN is NaN, and a side column's free slots are zeros.
+                columns[name].index_fill_(0, freed, 0)
+            self.lengths_R -= gone_R
+            self.free = _count_free(self.pages, self.lengths_R.tolist())
 
+    @normal_tensors()
     def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Keep some entries (in the order of `flat()`) in a new store of their size plus slack."""
         self._check(keep_N)
         from_N = self.index_N()[keep_N]
-        self._lay_out_(torch.bincount(self.rows_N()[keep_N], minlength=self.num_rows))
-        index_N = self.index_N()
-        for columns, name in self._columns():
-            columns[name] = self._filled(columns[name].shape[1:], index_N, columns[name], (from_N,))
+        kept_R = torch.bincount(self.rows_N()[keep_N], minlength=self.num_rows)
+        layout = _Layout.of(kept_R, self.slack)
+        index_N = layout.index_N()
+        self._lay_out_anew_(
+            layout, lambda column: _filled(layout, column.shape[1:], index_N, column, (from_N,))
+        )
 
     def crop_(self, before_B: Int[Tensor, " B"]) -> None:
         """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
@@ -316,25 +372,29 @@ class RaggedStore:
         positions_N = self.positions_C[self.index_N()].to(torch.int64)
         self.filter_(~gone_BP[self.rows_N() // self.num_heads, positions_N])
 
+    @normal_tensors()
     def fork(self) -> "RaggedStore":
         """An independent copy."""
-        other = self._like(self.pages, self.offsets_R1.clone(), self.lengths_R.clone())
+        other = self._like(_Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
         for columns, name in other._columns():
             columns[name] = columns[name].clone()
         return other
 
+    @normal_tensors()
     def select_batch(self, idx: Int[Tensor, " B2"]) -> "RaggedStore":
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
         heads, device = self.num_heads, self.keys_CD.device
         rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
         pages = Pages.of([self.pages.counts[row] for row in rows], device)
         lengths_R = self.lengths_R.view(-1, heads).index_select(0, idx.to(device)).flatten()
-        other, chosen = self._like(pages, pages.offsets(), lengths_R), self.pages.of_rows(rows)
+        other = self._like(_Layout(pages, pages.offsets(), lengths_R, self.free))
+        chosen = self.pages.of_rows(rows)
         for columns, name in other._columns():
             columns[name] = paged(columns[name]).index_select(0, chosen).flatten(0, 1)
         return other
 
     @classmethod
+    @normal_tensors()
     def concat(cls, stores: Sequence["RaggedStore"], slack: int | None = None) -> "RaggedStore":
         """Stack stores of one layer along the batch; rows keep their own lengths.
 
@@ -354,9 +414,10 @@ class RaggedStore:
         both = object.__new__(cls)
         both.num_heads = first.num_heads
         both.slack = max(store.slack for store in stores) if slack is None else slack
-        both._lay_out_(torch.cat([store.lengths_R for store in stores]))
+        layout = _Layout.of(torch.cat([store.lengths_R for store in stores]), both.slack)
+        both._take_(layout)
         both._entries, both.beside = {**first._entries}, {**first.beside}
-        ends, index_N = [0], both.index_N()
+        ends, index_N = [0], layout.index_N()
         for store in stores:
             ends.append(ends[-1] + store.entries_held)
         for columns, name in both._columns():
@@ -411,68 +472,69 @@ class RaggedStore:
             for name in list(columns):
                 yield columns, name
 
-    def _lay_out_(
-        self, lengths_R: Tensor, slack: int | None = None, least: Sequence[int] | None = None
-    ) -> None:
-        """New rooms for rows of these lengths: length and slack, in whole pages, `least` pages at least. The
-        columns stay as they are."""
-        slack, lengths = self.slack if slack is None else slack, lengths_R.tolist()
-        counts = [pages_for(length + slack) for length in lengths]
-        if least is not None:
-            counts = [max(pair) for pair in zip(counts, least, strict=True)]
-        self.pages = Pages.of(counts, lengths_R.device)
-        self.offsets_R1 = self.pages.offsets()
-        self.lengths_R = lengths_R.to(torch.int32, copy=True)
-        self.free = self._count_free(lengths)
+    def _take_(self, layout: _Layout) -> None:
+        """This is where rows lie from now on; the columns are somebody else's business."""
+        self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
+        self.lengths_R, self.free = layout.lengths_R, layout.free
 
-    def _count_free(self, lengths: Sequence[int]) -> int:
-        rooms = (PAGE * count for count in self.pages.counts)
-        return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
+    def _lay_out_anew_(self, layout: _Layout, moved: Callable[[Tensor], Tensor]) -> None:
+        """Another layout, and each column as `moved` gives it, one after another: an old one is let go before
+        the next new one is made. All old ones exist only beside the first new one, so what fits then mostly
+        fits to the end; if it does not even fit then, nothing was changed."""
+        (columns, name), *others = self._columns()
+        first = moved(columns[name])
+        with self._no_way_back():
+            columns[name] = first
+            for columns, name in others:
+                columns[name] = moved(columns[name])
+            self._take_(layout)
 
-    def _filled(
-        self,
-        width: Sequence[int],
-        index_N: Tensor,
-        source: Tensor,
-        where: tuple[Tensor, ...] | None = None,
-    ) -> Tensor:
-        """A column of the store's capacity with these entries in it. Zeros elsewhere, not whatever was there:
-        a masked entry has weight 0, and 0 x NaN would still be NaN."""
-        column = source.new_zeros(self.capacity, *width)
-        copy_(column, index_N, source, where)
-        return column
+    @contextmanager
+    def _no_way_back(self) -> Iterator[None]:
+        """Inside, columns and layout do not belong together; if this breaks off, all of them are let go."""
+        try:
+            yield
+        except BaseException:
+            self.__dict__.clear()
+            raise
 
-    def _write_tail_(self, tail: Tensor | int, columns: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Write `[B, H, S, ...]` into the slots of the last S tokens, for each (column, values)."""
-        index_RS, valid_RS = self.tail_index_RS(tail)
-        index_N = index_RS.flatten() if isinstance(tail, int) else index_RS[valid_RS]
-        for column, values in columns:
-            values = values.detach().flatten(0, 1)
-            values = values.flatten(0, 1) if isinstance(tail, int) else values[valid_RS]
-            column.index_copy_(0, index_N, values.to(column.dtype))
+    if not TYPE_CHECKING:  # or else every name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """What is missing after `_no_way_back`."""
+            if name.startswith("__") or self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise ValueError(
+                "the entries of this layer were being moved when that broke off (out of memory, or "
+                "interrupted), so they are lost: reset() the cache, or go on with a fork() made before; a "
+                "smaller batch, budget or chunk_size needs less memory."
+            )
 
     def _grow_(self, num_new: int) -> None:
         """Make room for `num_new` more in every row, and for some more after them, so that cost amortises."""
         lengths = self.lengths_R.tolist()
-        self.free = self._count_free(lengths)  # it was a lower bound: padding was counted
+        self.free = _count_free(self.pages, lengths)  # it was a lower bound: padding was counted
         if self.free >= num_new:
             return
         more = max(self.slack, int(GROWTH * sum(lengths) / len(lengths)))
-        old = self.pages
-        self._lay_out_(self.lengths_R, num_new + more, old.counts)
-        room = torch.tensor(old.counts, dtype=torch.int64, device=self.offsets_R1.device)
-        to = spans(self.offsets_R1[:-1] // PAGE, room)
-        for columns, name in self._columns():
-            grown = columns[name].new_zeros(self.capacity, *columns[name].shape[1:])
-            paged(grown).index_copy_(0, to, paged(columns[name]))
-            columns[name] = grown
+        with normal_tensors():
+            layout = _Layout.of(self.lengths_R, num_new + more, self.pages.counts)
+            room = torch.tensor(self.pages.counts, dtype=torch.int64, device=self.offsets_R1.device)
+            to = spans(layout.offsets_R1[:-1] // PAGE, room)
 
-    def _like(self, pages: Pages, offsets_R1: Tensor, lengths_R: Tensor) -> "RaggedStore":
+            def grown(column: Tensor) -> Tensor:
+                larger = column.new_zeros(layout.capacity, *column.shape[1:])
+                paged(larger).index_copy_(0, to, paged(column))
+                return larger
+
+            self._lay_out_anew_(layout, grown)
+
+    def _like(self, layout: _Layout) -> "RaggedStore":
         """A store of this layout that still shares its columns with this one."""
         other = object.__new__(RaggedStore)
-        other.__dict__.update(self.__dict__)
+        other.num_heads, other.slack = self.num_heads, self.slack
         other._entries, other.beside = {**self._entries}, {**self.beside}
-        other.pages, other.offsets_R1, other.lengths_R = pages, offsets_R1, lengths_R
+        other._take_(layout)
         return other
 
     def _check(self, keep_N: Tensor) -> None:
@@ -481,3 +543,32 @@ class RaggedStore:
                 f"keep mask is {keep_N.dtype} {tuple(keep_N.shape)}, but the store holds {self.entries_held} "
                 "entries: pass a bool tensor of one element an entry, in the order of flat(), True = kept."
             )
+
+
+def _count_free(pages: Pages, lengths: Sequence[int]) -> int:
+    """New tokens that fit into every room."""
+    rooms = (PAGE * count for count in pages.counts)
+    return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
+
+
+def _filled(
+    layout: _Layout,
+    width: Sequence[int],
+    index_N: Tensor,
+    source: Tensor,
+    where: tuple[Tensor, ...] | None = None,
+) -> Tensor:
+    """A column with these entries in it. Zeros elsewhere, not whatever was there: a masked entry has weight
+    0, and 0 x NaN would still be NaN."""
+    column = source.new_zeros(layout.capacity, *width)
+    copy_(column, index_N, source, where)
+    return column
+
+
+def _write(columns: Iterable[tuple[Tensor, Tensor]], index_RS: Tensor, valid_RS: Tensor | None) -> None:
+    """Write `[B, H, S, ...]` into these slots, or the valid ones of them, for each (column, values)."""
+    index_N = index_RS.flatten() if valid_RS is None else index_RS[valid_RS]
+    for column, values in columns:
+        values = values.detach().flatten(0, 1)
+        values = values.flatten(0, 1) if valid_RS is None else values[valid_RS]
+        column.index_copy_(0, index_N, values.to(column.dtype))

@@ -233,7 +233,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             )
         width = ids.shape[1]
     before = cache.num_seen
-    with cache.generating(width, given.get("attention_mask")):
+    with cache.generating(width, given.get("attention_mask"), _end_ids(stated("eos_token_id")[1])):
         output = own(model, *args, **kwargs)
     if cache.num_seen == before:
         raise ValueError(
@@ -242,6 +242,14 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             "Generate without it."
         )
     return output
+
+
+def _end_ids(value: Any) -> list[int]:
+    """Token ids that end a sequence, as `generate` is told of them: one, several or none."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return [int(one) for one in values]
 
 
 def _generating(model: nn.Module) -> Any:

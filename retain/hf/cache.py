@@ -264,6 +264,7 @@ class Cache(Engine):
 
     def fork(self) -> "Cache":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
+        self.check_whole()
         other = copy.copy(self)
         alone = self.layout.alone
         other.layers = [
@@ -271,7 +272,7 @@ class Cache(Engine):
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         other.history = None if self.history is None else self.history.fork()
-        other._moments = list(self._moments)
+        other._moments, other._generates = list(self._moments), False
         return other
 
     def __deepcopy__(self, memo: dict) -> "Cache":
@@ -287,6 +288,7 @@ class Cache(Engine):
         Raises:
             ValueError: nothing was read yet, or it is held densely (evict first); nothing was written.
         """
+        self.check_whole()
         return saving.save(self, path)
 
     @classmethod
@@ -358,6 +360,9 @@ class Cache(Engine):
             layer.store, layer.recent = RaggedStore.concat(stores, slack), Recent()
         other.history = History.concat([part.history for part in parts if part.history is not None])
         other._prompt_B = list(other.history.lengths_B)
+        other._moments, other._noted = [other.num_seen], other.num_seen
+        other.evictions = max(part.evictions for part in parts)
+        other.evicted_at = max(part.evicted_at for part in parts)
         return other
 
     def crop(self, num_tokens: int) -> None:
@@ -376,21 +381,23 @@ class Cache(Engine):
             self.reset()
             return
         assert self.history is not None
+        self.check_whole()
         removed, cut = self.num_seen - length, self.history.cut(length)
         if reason := self._cannot_crop(length, cut):
             raise ValueError(
                 f"the cache has seen {self.num_seen} tokens and cannot go back to {length}: {reason}. fork() "
                 "the cache before it reads or decodes what may have to be forgotten."
             )
-        self.evidence, self.history, self._from = None, cut, (-1, 0)
-        for layer in self._foreign:
-            foreign.crop(layer, removed)
-        for layer in self.ragged:
-            layer.seen, layer.recent = length, layer.recent.cut(removed, length)
-            if layer.store is not None:
-                layer.store.crop_(cut.last_B.to(layer.store.positions_C.device) + 1)
-            else:
-                layer.keys, layer.values = (tensor[:, :, :length].clone() for tensor in layer.dense())
+        with self.changing():
+            self.evidence, self.history, self._from = None, cut, (-1, 0)
+            for layer in self._foreign:
+                foreign.crop(layer, removed)
+            for layer in self.ragged:
+                layer.seen, layer.recent = length, layer.recent.cut(removed, length)
+                if layer.store is not None:
+                    layer.store.crop_(cut.last_B.to(layer.store.positions_C.device) + 1)
+                else:
+                    layer.keys, layer.values = (tensor[:, :, :length].clone() for tensor in layer.dense())
         self._noted = min(self._noted, length)
         self._moments = [seen for seen in self._moments if seen <= length] or [length]
         if self._prompt_B is not None:
@@ -418,10 +425,14 @@ class Cache(Engine):
         """Keep these sequences, in this order; an index may repeat."""
         if self.history is None:
             return
-        for layer in self._foreign:
-            foreign.select_batch(layer, indices)
-        for layer in self.ragged:
-            layer.select_batch(indices)
+        if (known_BT := self._announced_BT) is not None and self.batch_size % len(known_BT) == 0:
+            known_BT = known_BT.repeat_interleave(self.batch_size // len(known_BT), dim=0)
+            self._announced_BT = known_BT[indices.to(known_BT.device)]
+        with self.changing():
+            for layer in self._foreign:
+                foreign.select_batch(layer, indices)
+            for layer in self.ragged:
+                layer.select_batch(indices)
         if self.evidence is not None:
             self.evidence = [evidence.select_batch(indices) for evidence in self.evidence]
         rows = indices.tolist()
@@ -431,6 +442,8 @@ class Cache(Engine):
             self._pins = [self._pins[row] for row in rows]
         if self._prompt_B is not None:
             self._prompt_B = [self._prompt_B[row] for row in rows]
+        if self._ended_B is not None:
+            self._ended_B = self._ended_B[indices.to(self._ended_B.device)]
         self.history, self._from = self.history.select_batch(indices), (-1, 0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

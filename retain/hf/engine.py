@@ -12,32 +12,26 @@ layers are as exact as at the first eviction; the price is that a chunk is held 
 forward ends.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers.cache_utils import Cache as TransformersCache
 
 from retain.attend import attend
 from retain.budget import Stock
-from retain.cache import RaggedStore
 from retain.columns import last_tokens
 from retain.evidence import Evidence
 from retain.hf.call import Call, Step, read_call
-from retain.hf.foreign import foreign_layer, trim_
-from retain.hf.given import Arriving, Given, pins_of, seeds_of
+from retain.hf.conversation import Conversation
+from retain.hf.foreign import trim_
+from retain.hf.given import Arriving, pins_of, seeds_of
 from retain.hf.history import History
 from retain.hf.later import beside_of, evidence_of, expire_, intact_tokens, note_
 from retain.hf.layer import Layer
-from retain.hf.layout import LayerSpec, Layout
+from retain.hf.layout import LayerSpec
 from retain.hf.recent import Recent
-from retain.hf.regime import Regime
-from retain.hf.rule import Eviction, Rule
+from retain.hf.rule import Moment
 from retain.pages import PAGE
-from retain.protection import pinned_mask
 from retain.rotary import Rotary
 
 # Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
@@ -45,115 +39,8 @@ from retain.rotary import Rotary
 MOST_UNNOTED = 128
 
 
-class Engine(TransformersCache):
-    """The forward's side of `retain.Cache`, which see.
-
-    Args:
-        layout: the model's layers.
-        rule: what is kept.
-        regime: when.
-        slack: free entries per row that an evicted layer is given for new tokens.
-        seeds, pinned: as the user stated them.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        rule: Rule,
-        regime: Regime,
-        *,
-        slack: int,
-        seeds: Sequence[int] | None,
-        pinned: Any,
-    ):
-        super().__init__(layers=_new_layers(layout))
-        self.layout = layout
-        self._spec_of = {spec.layer_idx: spec for spec in layout.evicting}
-        self.slack = slack
-        self._given = (rule, regime, seeds, pinned)
-        self._evict_at_prefill, self._hold_evidence = True, False
-        self._generates = False
-        self._forget()
-
-    def _forget(self) -> None:
-        self.rule, self.regime, self.seeds, self._pins = self._given
-        self.history: History | None = None
-        self.evidence: list[Evidence] | None = None
-        self._call: Call | None = None
-        self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
-        self._from = (-1, 0)  # tokens seen, and the first token whose query a later eviction wants
-        self._eviction: Eviction | None = None
-        # Tokens of the prompt that is being read, padding included, where it comes in chunks; and its
-        # padding.
-        self._width: int | None = None
-        self._announced_BT: Bool[Tensor, "B T"] | None = None
-        self._prompt_B: list[int] | None = (
-            None  # own tokens of each sequence's first prompt, once it was read
-        )
-        # Tokens seen at each moment, and when the first prompt ended; none before the last at which something
-        # went.
-        self._moments: list[int] = []
-        self._noted = 0  # tokens of which the layers have noted what later evictions want
-        self.evictions = 0  # moments at which something went
-        self.evicted_at = 0  # tokens seen at the last of them
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        """The layers that evict."""
-        return self.layout.evicting
-
-    @property
-    def ragged(self) -> list[Layer]:
-        """The cache's own layers, in the order of `specs`; the others are transformers'."""
-        return [self.layers[spec.layer_idx] for spec in self.specs]
-
-    @property
-    def num_seen(self) -> int:
-        """Tokens seen, padding included: the logical length."""
-        return 0 if self.history is None else self.history.num_seen
-
-    def announce(self, width: int | None, attention_mask: Tensor | None = None) -> None:
-        """Say how many tokens the prompt has that is about to be read in chunks.
-
-        Args:
-            width: padding included; None: no such prompt is to come.
-            attention_mask: which of them are real; None: behind a sequence's first token none is padding.
-        """
-        self._width = width
-        known = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-        self._announced_BT = attention_mask.bool() if known and attention_mask is not None else None
-
-    @contextmanager
-    def generating(self, width: int | None, attention_mask: Tensor | None = None) -> Iterator[None]:
-        """While the `generate` of an attached model runs.
-
-        Args:
-            width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
-            attention_mask: of that prompt.
-        """
-        before, self._generates = self._generates, True
-        if width is not None:
-            self.announce(width, attention_mask)
-        try:
-            yield
-        finally:
-            self._generates = before
-            if width is not None:
-                self.announce(None)
-
-    @property
-    def _is_user_defined(self) -> bool:
-        """What transformers' `generate` notes of a cache that it was given, before its first forward."""
-        return True
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, value: bool) -> None:
-        if not self._generates:
-            raise ValueError(
-                "generate was not called through the model that was attached, so what cannot work on this "
-                "cache, and the length of a prompt that comes in chunks, would go unseen: retain.attach the "
-                "causal language model itself (not its decoder), and call its own generate."
-            )
+class Engine(Conversation):
+    """The forward's side of `retain.Cache`, which see."""
 
     @property
     def _looks_again(self) -> bool:
@@ -168,8 +55,7 @@ class Engine(TransformersCache):
         call = self._call
         assert call is not None
         width = call.mask_BT.shape[1]
-        windows = [spec.window for spec in self.specs if spec.window is not None]
-        return call.is_prefill and width >= (self._width or 0) and all(width < window for window in windows)
+        return call.is_prefill and width >= (self._width or 0) and all(width < own for own in self._windows)
 
     @property
     def _evicts_prompt(self) -> bool:
@@ -186,15 +72,15 @@ class Engine(TransformersCache):
         rotary: Rotary | None = None,
     ) -> None:
         """Before the decoder runs: note what it was given (`retain.hf.call` says what is refused)."""
-        if self._call is not None:
+        if self._call is not None or self._broken:
             if self.num_seen:
-                raise ValueError(
-                    "an earlier forward broke off and left this cache half-updated: make a new one."
-                )
+                self._broken = True
+                self.check_whole()
             announced = self._width, self._announced_BT
             self.reset()
             self._width, self._announced_BT = announced
         past = self.history
+        attention_mask = self._without_fill(input_ids, attention_mask)
         call = read_call(
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
@@ -210,16 +96,68 @@ class Engine(TransformersCache):
         if call.is_prefill:
             self.seeds = seeds_of(self.seeds, call.mask_BT.shape[0])
             self._pins = pins_of(self._pins, call.mask_BT.shape[0])
+        self._check_alone(call)
         self.evidence = [] if call.is_prefill and self._hold_evidence else None
         if call.forgotten_BT is not None:
             self._drop(call.forgotten_BT)
         self._call, self._next = call, None
-        if call.is_prefill:
-            try:
+        try:
+            if call.is_prefill:
                 self._begin_prompt(call)
-            except ValueError:
-                self._call = None
-                raise
+            elif self._is_read(call) and self._due(call) and self._prompt_B is not None:
+                self._check_turn(call)
+        except ValueError:
+            self._call = None
+            raise
+
+    def _without_fill(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+        """The mask of a call, with what `generate` put behind sequences that have ended as the padding that
+        it is.
+
+        `generate` goes on with all sequences until the last has ended, and its mask calls the fill tokens.
+        """
+        past = self.history
+        if not self._ends or past is None or input_ids is None or input_ids.shape[1] != 1:
+            return attention_mask
+        if self.layout.alone:  # transformers' own layers take it for tokens, and all layers go by one mask
+            return attention_mask
+        mask = attention_mask
+        if self._ended_B is not None and isinstance(mask, Tensor) and mask.shape[1] == past.num_seen + 1:
+            real_B1 = ~self._ended_B[:, None].to(mask.device)
+            mask = mask.bool() & torch.cat([past.valid_BT.to(mask.device), real_B1], dim=1)
+        ends = torch.tensor(self._ends, device=input_ids.device)
+        ended_B = torch.isin(input_ids[:, 0], ends)
+        self._ended_B = ended_B if self._ended_B is None else self._ended_B | ended_B
+        return mask
+
+    def _check_alone(self, call: Call) -> None:
+        """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
+
+        Raises:
+            ValueError: padding behind a sequence's own tokens, on a model with such layers.
+        """
+        if self.history is None or not self.layout.alone:
+            return
+        recurrent = any(left.window is None for left in self.layout.alone.values())
+        if call.forgotten_BT is not None and recurrent:
+            raise ValueError(
+                "this call's mask takes back tokens that were seen, as those are that generate puts behind a "
+                "sequence that has ended, and the model has layers with a recurrent state, which cannot "
+                "forget "
+                "them: continue such sequences in caches of their own (batch_select_indices)."
+            )
+        if call.valid_BS is None:
+            return
+        begun_B1 = self.history.valid_BT.any(-1, keepdim=True).to(call.valid_BS.device)
+        if bool((begun_B1 & ~call.valid_BS).any()):
+            kinds = ", ".join(sorted({left.kind for left in self.layout.alone.values()}))
+            raise ValueError(
+                "this call has padding behind tokens that its sequences have seen already, and the model has "
+                f"layers ({kinds}) that are left to transformers, which would take it for tokens: read "
+                "turns of "
+                "different lengths in caches of their own (batch_select_indices), or pad the first prompt "
+                "only."
+            )
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
@@ -235,6 +173,33 @@ class Engine(TransformersCache):
                 return
             whole_BT = self._known(call.mask_BT)
             self.rule.begin(self._batch_given(whole_BT), Arriving(whole_BT, None, self._element_size))
+        elif not self._evicts_prompt and not self.rule.reads_tokens and not self._windows:
+            # The first moment is far; what the budget must hold by then can be seen from here.
+            known_BT = self._known(call.mask_BT)
+            later_BT = torch.cat([known_BT, known_BT.new_ones(len(known_BT), self.regime.every)], dim=1)
+            self.rule.begin(self._batch_given(later_BT), Arriving(later_BT, None, self._element_size))
+
+    def _check_turn(self, call: Call) -> None:
+        """Find a budget that cannot hold what is protected before a later turn is read."""
+        if self._windows or any(layer.store is None for layer in self.ragged):
+            return
+        past, history = self.history, self._after(call)
+        assert past is not None
+        new_BS = history.valid_BT[:, past.num_seen :]
+        new_B = [now - before for now, before in zip(history.lengths_B, past.lengths_B, strict=True)]
+        held_BL = tuple(
+            tuple(held + new * spec.num_kv_heads for held, spec in zip(row, self.specs, strict=True))
+            for row, new in zip(self._held_BL(), new_B, strict=True)
+        )
+        intact_BT = torch.cat([intact_tokens(self.ragged, past).to(new_BS.device), new_BS], dim=1)
+        stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(self._prompt_B or ()))
+        arriving = Arriving(history.valid_BT, history.token_ids_BT, self._element_size, stock)
+        self.rule.again(self._batch_given(history.valid_BT), arriving, stock)
+
+    @property
+    def _windows(self) -> list[int]:
+        """Windows of the layers that evict."""
+        return [spec.window for spec in self.specs if spec.window is not None]
 
     def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
         """Before an evicting layer's attention module runs."""
@@ -243,12 +208,13 @@ class Engine(TransformersCache):
                 "an attention layer was called outside a forward of its decoder: call the model, not its "
                 "layers, and retain.attach the model that you call."
             )
-        self._check_all_ran()
+        self._check_ran()
+        self._expected = layer_idx
         self.layers[layer_idx].expected = True
         return Step(self, layer_idx, hidden_BSE)
 
-    def _check_all_ran(self) -> None:
-        if any(layer.expected for layer in self.ragged):
+    def _check_ran(self) -> None:
+        if self._expected is not None:
             raise ValueError(
                 "the model's attention implementation was changed after retain.attach: undo the handle, "
                 "change it, and attach again."
@@ -269,7 +235,7 @@ class Engine(TransformersCache):
         layer, call = self.layers[step.layer_idx], self._call
         spec = self._spec_of[step.layer_idx]
         assert call is not None
-        layer.expected = False
+        layer.expected, self._expected = False, None
         layer.scaling, layer.soft_cap = spec.scaling if scaling is None else scaling, soft_cap
         if call.is_prefill:
             output = dense()
@@ -297,8 +263,10 @@ class Engine(TransformersCache):
             pages=store.pages,
         )
         if self._looks_again:
-            layer.recent.queries.append(queries_BQSD.detach())
-            if self.rule.wants.learned:
+            wants = self.rule.wants
+            if wants.queries != 0 or wants.running:
+                layer.recent.queries.append(queries_BQSD.detach())
+            if wants.learned:
                 layer.recent.hidden.append(step.hidden_BSE.detach())
             if self._is_read(call):
                 self._note(layer, spec, self._after(call))
@@ -341,7 +309,7 @@ class Engine(TransformersCache):
             evidence = self.rule.noted(evidence)
             evidence = self.rule.counted(evidence)
             layer.recent.queries = [evidence.queries_BQSD]
-            layer.recent.keep_queries(call.mask_BT.shape[1] - self._queries_from(self._after(call)))
+            self._keep_queries(layer, self._after(call))
         if self._eviction is not None:
             keep_BHT, lower = self._eviction.add(evidence)
             self._shrink(lower, self._eviction.rows)
@@ -352,14 +320,12 @@ class Engine(TransformersCache):
         """After the decoder ran: its tokens are seen now, and what is due is evicted."""
         call = self._call
         assert call is not None
-        self._check_all_ran()
-        whole, looks_again, due = self._whole, self._looks_again, self._due(call)
-        read, cut = self._is_read(call), self._eviction is not None
+        self._check_ran()
+        looks_again, due, read, cut = self._looks_again, self._due(call), self._is_read(call), self._eviction
         if self._next is None and self.history is not None:
             self.history.add_(call)
         else:
             self.history = self._after(call)
-        self._call = self._next = self._eviction = None
         ends = self._prompt_B is None and self.num_seen >= (self._width or 0)
         for layer in self.ragged:
             layer.seen = self.num_seen
@@ -370,33 +336,40 @@ class Engine(TransformersCache):
                 for layer, spec in zip(self.ragged, self.specs, strict=True):
                     self._note(layer, spec, self.history)
                 self._noted = self.num_seen
-        if cut:
+        if cut is not None:
             heads = sum(spec.num_kv_heads for spec in self.specs)
             self._count(heads * sum(self.history.lengths_B))
-        if due and not (call.is_prefill and whole) and self._evict_at_prefill:
+        elif due and self._evict_at_prefill:
             self._evict_again(release=read)
-        if due or ends:
+        self._note_moment(
+            moment=due or ends, marks=looks_again and read and (ends or self._prompt_B is not None)
+        )
+        if ends:
+            self._end_prompt()
+        self._call = self._next = self._eviction = None
+
+    def _note_moment(self, *, moment: bool, marks: bool) -> None:
+        """Remember where a crop may go back to."""
+        if moment:
             self._moments = [seen for seen in self._moments if seen >= self.evicted_at] + [self.num_seen]
-        if looks_again and read:
+        if marks and self.rule.wants.queries:
             for layer in self.ragged:
                 if self.evicted_at == self.num_seen:
                     layer.recent.marks = {}
                 layer.recent.mark(self.num_seen)
-        if ends:
-            self._prompt_B, self._width = list(self.history.lengths_B), None
-            self._announced_BT = None
-            if not self.regime.again:
-                for layer in self.ragged:  # nobody will ask again
-                    layer.recent = Recent()
-                    if layer.store is not None:
-                        layer.store.beside.clear()
-            for layer in self._foreign:
-                trim_(layer)
 
-    @property
-    def _moment_at(self) -> int:
-        """Tokens seen at the last moment, or when the first prompt ended; 0 before."""
-        return self._moments[-1] if self._moments else 0
+    def _end_prompt(self) -> None:
+        """The first prompt was read."""
+        assert self.history is not None
+        self._prompt_B, self._width = list(self.history.lengths_B), None
+        self._announced_BT = None
+        if not self.regime.again:
+            for layer in self.ragged:  # nobody will ask again
+                layer.recent = Recent()
+                if layer.store is not None:
+                    layer.store.beside.clear()
+        for layer in self._foreign:
+            trim_(layer)
 
     def _is_read(self, call: Call) -> bool:
         """Whether a call is part of a prompt."""
@@ -430,7 +403,14 @@ class Engine(TransformersCache):
         """Note what later evictions want of a layer's last tokens, and let go of what they were made from."""
         num_tokens = history.num_seen - self._noted
         note_(layer, spec, self.rule, history, self._rotary, num_tokens=num_tokens)
-        layer.recent.keep_queries(history.num_seen - self._queries_from(history))
+        self._keep_queries(layer, history)
+
+    def _keep_queries(self, layer: Layer, history: History) -> None:
+        """Let go of the queries that no later eviction looks at; and of those far behind, where a sequence
+        has none of the last tokens (it is spared until it has)."""
+        wanted = history.num_seen - self._queries_from(history)
+        queries = self.rule.wants.queries
+        layer.recent.keep_queries(wanted if queries is None else min(wanted, queries + MOST_UNNOTED))
 
     def _evict_again(self, *, release: bool) -> None:
         """Cut every layer back to the budget.
@@ -441,12 +421,13 @@ class Engine(TransformersCache):
         """
         history, layers = self.history, self.ragged
         assert history is not None
-        held_before = sum(store.entries_held for store in self._stores())
+        held_before = sum(map(sum, self._held_BL()))
         if not held_before:  # so far all sequences are padding
             return
-        for layer, spec in zip(layers, self.specs, strict=True):
-            if spec.window is not None and layer.store is not None:
-                expire_(layer.store, spec.window, history.last_B)
+        with self.changing():
+            for layer, spec in zip(layers, self.specs, strict=True):
+                if spec.window is not None and layer.store is not None:
+                    expire_(layer.store, spec.window, history.last_B)
         stock = Stock(
             held_BL=self._held_BL(),
             lengths_B=tuple(self._stated_lengths(history)),
@@ -455,31 +436,41 @@ class Engine(TransformersCache):
         )
         call = Arriving(history.valid_BT, history.token_ids_BT, self._element_size, stock)
         wanted = self._queries_from(history)
-        first = max(wanted, history.num_seen - layers[0].recent.num_queries)
+        first = wanted
+        if self.rule.wants.queries != 0:
+            first = max(wanted, history.num_seen - layers[0].recent.num_queries)
         spared = self._without_queries(history, first) if first > wanted else []
-        moment = self.rule.again(self._batch_given(history.valid_BT), call, stock, spared)
-        if moment is not None and not moment.idle:
-            num_queries, where = history.num_seen - first, []
-            for layer, spec in zip(layers, self.specs, strict=True):
-                evidence, columns = evidence_of(
-                    layer,
-                    spec,
-                    history,
-                    self._rotary,
-                    num_queries=num_queries,
-                    each=self.rule.wants.queries,
-                )
-                moment.look(evidence, columns.token_BT)
-                where.append(columns)
-                del evidence  # one layer's copy at a time
-            for store, columns, keep_BHT in zip(self._stores(), where, moment.keeps(), strict=True):
+        try:
+            moment = self.rule.again(self._batch_given(history.valid_BT), call, stock, spared)
+            if moment is not None and not moment.idle:
+                self._cut_again(moment, history, first, release)
+        finally:
+            self._count(held_before)
+
+    def _cut_again(self, moment: Moment, history: History, first: int, release: bool) -> None:
+        """Show every layer to a moment, and then cut them all."""
+        where = []
+        for layer, spec in zip(self.ragged, self.specs, strict=True):
+            evidence, columns = evidence_of(
+                layer,
+                spec,
+                history,
+                self._rotary,
+                num_queries=history.num_seen - first,
+                each=self.rule.wants.queries,
+            )
+            moment.look(evidence, columns.token_BT)
+            where.append(columns)
+            del evidence  # one layer's copy at a time
+        keeps = moment.keeps()
+        with self.changing():
+            for store, columns, keep_BHT in zip(self._stores(), where, keeps, strict=True):
                 keep_N = columns.select(keep_BHT.to(store.keys_CD.device) & columns.held_BHT)
                 spare = store.num_rows * (self.slack + self.regime.every + PAGE)
                 if release or store.capacity > int(keep_N.sum()) + spare:
                     store.filter_(keep_N)
                 else:
                     store.compact_(keep_N)
-        self._count(held_before)
 
     def _without_queries(self, history: History, first: int) -> list[int]:
         """Sequences that have fewer queries from a token on than the policy wants to look at.
@@ -490,76 +481,6 @@ class Engine(TransformersCache):
         wanted = self.rule.wants.queries or 1
         shown_B = history.valid_BT[:, first:].sum(-1).tolist()
         return [row for row, shown in enumerate(shown_B) if shown < min(wanted, history.lengths_B[row])]
-
-    def _count(self, held_before: int) -> None:
-        """Count an eviction, if anything went."""
-        if sum(store.entries_held for store in self._stores()) < held_before:
-            self.evictions, self.evicted_at = self.evictions + 1, self.num_seen
-
-    @property
-    def _foreign(self) -> list[Any]:
-        """Cache layers of transformers, where the model has layers that are left alone."""
-        return [self.layers[idx] for idx in self.layout.alone]
-
-    def _stores(self) -> list[RaggedStore]:
-        return [layer.store for layer in self.ragged if layer.store is not None]
-
-    def _held_BL(self) -> tuple[tuple[int, ...], ...]:
-        """Entries that each sequence holds in each layer, in one transfer."""
-        held = torch.stack([store.lengths_BH.sum(-1).cpu() for store in self._stores()], dim=1)
-        return tuple(tuple(row) for row in held.tolist())
-
-    def _stated_lengths(self, history: History) -> list[int]:
-        """Tokens that a ratio is a ratio of: those seen, or those of the whole prompt while it is being
-        read."""
-        if self._prompt_B is not None or (self._width or 0) <= history.num_seen:
-            return history.lengths_B
-        return self._known(history.valid_BT).sum(-1).tolist()
-
-    @property
-    def _element_size(self) -> int:
-        """Bytes of a number of the entries, as far as it is known."""
-        stores = self._stores()
-        return stores[0].keys_CD.element_size() if stores else self.specs[0].dtype.itemsize
-
-    def _batch_given(self, valid_BT: Bool[Tensor, "B T"]) -> Given:
-        return Given(self.seeds, self._pinned_of(valid_BT))
-
-    def _pinned_of(self, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
-        """Pinned spans, counted in each sequence's own tokens of the first prompt, over the tokens seen."""
-        if self._pins is None:
-            return None
-        return pinned_mask(self._pins, self._known(valid_BT))[:, : valid_BT.shape[1]]
-
-    def _known(self, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B whole"]:
-        """Padding of the tokens seen and of those that are announced."""
-        B, seen = valid_BT.shape
-        known_BT = self._announced_BT
-        if known_BT is not None and known_BT.shape[1] > seen and B % known_BT.shape[0] == 0:
-            # `generate` may have repeated the prompts.
-            later_BT = known_BT[:, seen:].repeat_interleave(B // known_BT.shape[0], dim=0)
-            return torch.cat([valid_BT, later_BT.to(valid_BT.device)], dim=1)
-        to_come = max(0, (self._width or 0) - valid_BT.shape[1])
-        return torch.cat([valid_BT, valid_BT.new_ones(valid_BT.shape[0], to_come)], dim=1)
-
-    def _cut_dense(
-        self,
-        layer: Layer,
-        keep_BHT: Tensor | None,
-        valid_BT: Tensor,
-        positions_BT: Tensor,
-        beside: dict[str, Tensor] | None = None,
-    ) -> RaggedStore:
-        """A layer's dense keys and values, cut to a store and let go; None keeps all but padding."""
-        layer.check(keep_BHT)
-        keys, values = layer.dense()
-        valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
-        keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
-        store = RaggedStore.from_dense(
-            keys, values, positions_BT.to(keys.device), keep_BHT, self.slack, beside=beside
-        )
-        layer.keys = layer.values = None
-        return store
 
     def _shrink(self, lower: Sequence[Tensor | None], rows: list[int] | None) -> None:
         """Lower layers let go of what a cascade no longer keeps, one layer at a time.
@@ -578,43 +499,3 @@ class Engine(TransformersCache):
                 inside_N = inside_B[store.rows_N() // store.num_heads]
                 keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
             store.filter_(keep_N)
-
-    def _drop(self, forgotten_BT: Bool[Tensor, "B P"]) -> None:
-        """Let go of entries that the mask has since declared padding (pads that `generate` put behind a
-        finished row)."""
-        assert self.history is not None
-        positions_BT = self.positions_BT
-        gone_BP = forgotten_BT.new_zeros(forgotten_BT.shape[0], int(positions_BT.max()) + 1)
-        b, t = forgotten_BT.nonzero(as_tuple=True)
-        gone_BP[b, positions_BT[b, t]] = True
-        for store in self._stores():
-            store.drop_(gone_BP)
-        self.history, self._from = self.history.without(forgotten_BT), (-1, 0)
-
-    @property
-    def valid_BT(self) -> Bool[Tensor, "B T"]:
-        """True on the real tokens among those seen."""
-        assert self.history is not None, "nothing was seen yet"
-        return self.history.valid_BT
-
-    @property
-    def positions_BT(self) -> Int[Tensor, "B T"]:
-        """RoPE position of every token seen."""
-        assert self.history is not None, "nothing was seen yet"
-        return self.history.positions_BT
-
-    @property
-    def token_ids_BT(self) -> Int[Tensor, "B T"] | None:
-        """Every token seen; None if a caller ever passed embeddings."""
-        return None if self.history is None else self.history.token_ids_BT
-
-    def reset(self) -> None:
-        """Forget everything; the cache may be filled again."""
-        self.layers = _new_layers(self.layout)
-        self._forget()
-
-
-def _new_layers(layout: Layout) -> list[Any]:
-    """An empty layer each: ours where entries are evicted, transformers' own elsewhere."""
-    alone = layout.alone
-    return [foreign_layer(alone[idx]) if idx in alone else Layer() for idx in range(layout.num_layers)]

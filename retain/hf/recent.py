@@ -11,6 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+# Ends of reads that can be gone back to, however much was decoded since.
+MARKS = 4
+
 
 @dataclass(eq=False)
 class Recent:
@@ -51,9 +54,10 @@ class Recent:
             self.queries = [self.last_queries(num_tokens).clone()]  # a view would hold what it is a view of
 
     def mark(self, num_seen: int) -> None:
-        """Remember, without a copy, what is held now."""
+        """Remember, without a copy, what is held now; and forget the oldest such mark."""
         if self.num_queries:
-            self.marks[num_seen] = self.last_queries(self.num_queries)
+            marks = {**self.marks, num_seen: self.last_queries(self.num_queries)}
+            self.marks = {seen: marks[seen] for seen in sorted(marks)[-MARKS:]}
 
     def cut(self, num_tokens: int, num_seen: int) -> "Recent":
         """The same without the last `num_tokens` tokens, so that `num_seen` were seen."""
@@ -72,6 +76,11 @@ class Recent:
         return Recent(list(self.queries), list(self.hidden), {**self.marks})
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> "Recent":
+        """Of some of the sequences; chunks are joined, since beams ask for this at every step."""
+        if len(self.queries) > 1:
+            self.queries = [torch.cat(self.queries, dim=2)]
+        if len(self.hidden) > 1:
+            self.hidden = [torch.cat(self.hidden, dim=1)]
         return Recent(
             [chunk.index_select(0, idx.to(chunk.device)) for chunk in self.queries],
             [chunk.index_select(0, idx.to(chunk.device)) for chunk in self.hidden],

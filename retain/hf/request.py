@@ -168,7 +168,15 @@ class OneByOne:
         return False
 
     def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None) -> None:
-        self.kept.append(self.keep(evidence))
+        keep_BHT, shape = self.keep(evidence), tuple(evidence.exists_BHT.shape)
+        if tuple(keep_BHT.shape) != shape or keep_BHT.dtype != torch.bool:
+            raise ValueError(
+                f"the policy function gave {keep_BHT.dtype} {tuple(keep_BHT.shape)} for layer "
+                f"{evidence.layer_idx}, which shows {shape[2]} columns: return a bool tensor "
+                f"{list(shape)}, True = "
+                "kept. At a later eviction the columns are the tokens that are still held."
+            )
+        self.kept.append(keep_BHT)
 
     def keeps(self) -> list[Keep]:
         return self.kept
