@@ -35,7 +35,7 @@ from retain.pages import PAGE, Pages, paged, pages_for
 SLACK = 32
 # A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
 # anew costs a copy of it, so this divides a copy among that many tokens.
-GROWTH = 1 / 32
+GROWTH = 1 / 48
 # How a side column is called among saved tensors.
 BESIDE = "beside."
 
@@ -267,7 +267,8 @@ class RaggedStore:
         if self.free < S:
             self._grow_(S)
         held_R1 = self.lengths_R.to(torch.int64)[:, None]
-        valid_RS, num_new = None, S
+        valid_RS: Tensor | None = None
+        num_new: Tensor | int = S
         if valid_BS is None:
             seen_RS = held_R1 + torch.arange(1, S + 1, device=held_R1.device)
         else:

@@ -66,6 +66,15 @@ def allocated_bytes(layer: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def thaw_(layer: Any) -> None:
+    """Make states that can be changed under `no_grad` of those that came under `inference_mode`."""
+    if torch.is_inference_mode_enabled():
+        return
+    for name, tensor in tensors_of(layer).items():
+        if name not in TENSORS and tensor.is_inference():
+            _put(layer, name, tensor.clone())
+
+
 def trim_(layer: Any) -> None:
     """Give back what a layer's storages hold beside its entries: after a read of many tokens, transformers
     keeps the last of them as a view of all."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.cache import RaggedStore
+from retain.cache import RaggedStore, normal_tensors
 from retain.columns import Columns, align_last, columns_of, last_tokens
 from retain.evidence import Evidence, Running
 from retain.hf.history import History
@@ -36,7 +36,8 @@ def beside_of(evidence: Evidence) -> dict[str, Tensor]:
         norms_BHGT = evidence.value_norm_BQT.unflatten(1, (evidence.num_heads, -1))
         beside[NORM] = norms_BHGT.transpose(-1, -2).contiguous()
     if evidence.running is not None:
-        beside[MASS], beside[ACCESS] = evidence.running.mass_BHT, evidence.running.last_access_BHT
+        running = evidence.running
+        beside[MASS], beside[ACCESS] = running.mass_BHT, running.last_access_BHT.to(torch.int32)
     return beside
 
 
@@ -100,7 +101,7 @@ def evidence_of(
         window=spec.window,
         sinks_Q=spec.sinks_Q,
         rotary=rotary,
-        running=Running(beside[MASS], beside[ACCESS]) if MASS in beside else None,
+        running=Running(beside[MASS], beside[ACCESS].long()) if MASS in beside else None,
         held_BHT=columns.held_BHT,
         place_BT=columns.place_BT,
         queried_BS=columns.queried_BT[:, columns.queried_BT.shape[1] - queries_BQSD.shape[2] :],
@@ -136,9 +137,13 @@ def note_(
         running = rule.counted(evidence).running
         assert running is not None
         entry_N = store.index_N()
-        for name, side_BHT in ((MASS, running.mass_BHT), (ACCESS, running.last_access_BHT)):
+        last_BHT = running.last_access_BHT.to(torch.int32)
+        for name, side_BHT in ((MASS, running.mass_BHT), (ACCESS, last_BHT)):
             side_N = columns.per_entry(side_BHT)
-            store.beside.setdefault(name, side_N.new_zeros(store.keys_CD.shape[0]))[entry_N] = side_N
+            if name not in store.beside:
+                with normal_tensors():
+                    store.beside[name] = side_N.new_zeros(store.capacity)
+            store.beside[name][entry_N] = side_N
     layer.recent.hidden = []
 
 

@@ -1,0 +1,211 @@
+"""A conversation may go to and fro between `torch.inference_mode` and `torch.no_grad`: `generate` runs under
+the latter, and whoever had the context read may have been under the former. Under which of them a step runs
+changes nothing, bit for bit.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import retain
+from retain.hf.cache import Cache
+from tests.tiny import PAD, tiny_batch, tiny_model
+
+TOKENS, TURN, NEW = 40, 5, 8
+# Queries of a window, running statistics, norms beside entries, and keys alone.
+POLICIES = {
+    "snapkv": {"observed_settings": {"window": 4}},
+    "h2o": {},
+    "criticalkv": {"observed_settings": {"window": 4}},
+    "knorm": {},
+}
+PROTECTION = {"recent": 4, "sinks": 1, "minimum": 0, "prefix_fraction": 0, "suffix_fraction": 0}
+MODES = {"i": torch.inference_mode, "n": torch.no_grad, "-": nullcontext}
+# Under which mode each step of `conversation` runs.
+ORDERS = ("innnnn", "niiiii", "inin-i", "ninini")
+
+
+def cache_of(model, name: str, **settings) -> Cache:
+    asked = {"regime": "chunked+decode", "every": 3, "tokens_per_head": 12, "protection": PROTECTION}
+    return Cache(model, name, **{**asked, **POLICIES[name], **settings})
+
+
+def tokens(num_tokens: int = TOKENS + 2 * TURN):
+    """Of three sequences, of which only the prompt is padded."""
+    return tiny_batch((0, 3, 11), num_tokens)
+
+
+def generated(model, cache, ids, mask, **settings):
+    """`generate` runs under no_grad where it does not run under inference mode."""
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=PAD,
+        **settings,
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+def conversation(model, cache, order: str, **settings) -> tuple[list, Cache]:
+    """A context; a fork, a step that is taken back; other sequences; an answer, a turn, an answer."""
+    ids, mask = tokens()
+    modes = iter(order)
+    with MODES[next(modes)]():
+        cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], chunk_size=16)
+    with MODES[next(modes)]():
+        fork = cache.fork()
+        positions = mask[:, :TOKENS].sum(1, keepdim=True)
+        step = {"attention_mask": mask[:, : TOKENS + 1], "position_ids": positions}
+        with torch.no_grad():
+            model(input_ids=ids[:, TOKENS : TOKENS + 1], past_key_values=fork, **step)
+    with MODES[next(modes)]():
+        fork.crop(TOKENS)
+    with MODES[next(modes)]():
+        chosen = torch.tensor([2, 0, 0, 1])
+        fork.batch_select_indices(chosen)
+        ids, mask = ids[chosen], mask[chosen]
+    with MODES[next(modes)]():
+        stop = TOKENS + TURN
+        answer, logits = generated(model, fork, ids[:, :stop], mask[:, :stop], **settings)
+    with MODES[next(modes)]():
+        ids = torch.cat([answer, ids[:, stop:]], dim=1)
+        mask = torch.cat([mask[:, :stop], mask.new_ones(4, NEW + TURN)], dim=1)
+        second, more = generated(model, fork, ids, mask, **settings)
+    return [answer, logits, second, more], fork
+
+
+def assert_nothing_frozen(cache) -> None:
+    """Whatever the cache changes in place can be changed under any mode."""
+    for layer in cache.ragged:
+        store = layer.store
+        columns = (store.keys_CD, store.values_CD, store.positions_C, *store.beside.values())
+        assert not any(x.is_inference() for x in (*columns, store.offsets_R1, store.lengths_R))
+
+
+def assert_equal(got, want) -> None:
+    for one, two in zip(got, want, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_order_of_modes_is_one_conversation(name):
+    model = tiny_model()
+    with retain.attach(model):
+        want, same = conversation(model, cache_of(model, name), "nnnnnn")
+        assert same.evictions > 5
+        for order in ORDERS:
+            got, cache = conversation(model, cache_of(model, name), order)
+            assert_equal(got, want)
+            assert_nothing_frozen(cache)
+            assert cache.evictions == same.evictions and cache.entries_held == same.entries_held
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"regime": "prefill", "slack": 0},
+        {"regime": "decode"},
+        {"scope": "model", "every": 2},
+        {"threshold": 0.01, "tokens_per_head": None},
+    ],
+    ids=["prefill", "decode", "model", "admission"],
+)
+def test_other_regimes_and_budgets(settings):
+    """Once without room to spare, so that stores grow under either mode; once with layers that shrink."""
+    model = tiny_model()
+    with retain.attach(model):
+        want, _ = conversation(model, cache_of(model, "h2o", **settings), "nnnnnn")
+        for order in ORDERS[:3]:
+            got, cache = conversation(model, cache_of(model, "h2o", **settings), order)
+            assert_equal(got, want)
+            assert_nothing_frozen(cache)
+
+
+@pytest.mark.parametrize("order", ["in", "ni"])
+def test_a_store_grows_under_a_mode_it_was_not_made_under(order):
+    model = tiny_model()
+    ids, mask = tokens(200)
+    answers = []
+    for modes in ("nn", order):
+        with retain.attach(model):
+            cache = cache_of(model, "snapkv", regime="prefill", slack=0)
+            with MODES[modes[0]]():
+                cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS])
+                room = cache.bytes_allocated()
+            with MODES[modes[1]]():
+                answers.append(generated(model, cache, ids, mask))
+            assert cache.bytes_allocated() > room
+            with MODES[modes[0]]():
+                fork = cache.fork()
+                cache.batch_repeat_interleave(2)
+            for one in (fork, cache):
+                assert_nothing_frozen(one)
+    assert_equal(*answers)
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "gemma3", "gpt_oss", "qwen3_next", "qwen3_5"])
+def test_families_with_windows(family):
+    model = tiny_model(family)
+    ids, mask = tokens()
+    answers = []
+    for mode in ("n", "i"):
+        with retain.attach(model):
+            cache = cache_of(model, "snapkv")
+            with MODES[mode]():
+                cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], chunk_size=16)
+            answers.append(generated(model, cache, ids, mask))
+    assert_equal(*answers)
+
+
+def test_a_context_that_is_evicted_from_later():
+    model = tiny_model()
+    ids, mask = tokens()
+    answers = []
+    for modes in ("nnn", "inn", "iin", "nin"):
+        with retain.attach(model):
+            cache = cache_of(model, "snapkv", regime="prefill")
+            with MODES[modes[0]]():
+                cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], evict=False, hold_evidence=True)
+            with MODES[modes[1]]():
+                cache.evict()
+            with MODES[modes[2]]():
+                answers.append(generated(model, cache, ids, mask))
+    for other in answers[1:]:
+        assert_equal(other, answers[0])
+
+
+def test_beams_stacked_and_saved_contexts(tmp_path):
+    model = tiny_model()
+    ids, mask = tokens()
+    twice = torch.cat([ids, ids]), torch.cat([mask, mask])
+    answers = []
+    for mode in ("n", "i"):
+        with retain.attach(model):
+            one, two = cache_of(model, "snapkv"), cache_of(model, "h2o")
+            with MODES[mode]():
+                for cache in (one, two):
+                    cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], chunk_size=16)
+                both, loaded = Cache.concat([one, two]), Cache.load(two.save(tmp_path / mode), model)
+                for cache in (one, two, loaded):
+                    cache.batch_repeat_interleave(2)
+            answer = [generated(model, cache, ids, mask, num_beams=2) for cache in (one, two, loaded)]
+            answers.append([*answer[0], *answer[1], *answer[2], *generated(model, both, *twice)])
+    assert_equal(*answers)
+
+
+def test_it_is_what_transformers_own_cache_does():
+    """The comparison: a cache that is only ever replaced bears it."""
+    model = tiny_model()
+    ids, mask = tokens()
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=ids[:, :TOKENS], attention_mask=mask[:, :TOKENS], past_key_values=cache)
+    generated(model, cache, ids, mask)
+    assert cache.get_seq_length() == TOKENS + 2 * TURN + NEW - 1
