@@ -9,8 +9,8 @@ them, a fork of the cache is asked for the fact that the first turn stated.
 
 The one decision taken here: every policy runs twice, with the first turn pinned and without, and nothing
 else differs: the same sinks and recent window, and no other prefix. So what a policy remembers by itself
-stands beside what protection remembers for it. The model may not write the first fact's words while it
-writes on, since that would state it anew.
+stands beside what protection remembers for it. The model may not say the first fact's words on the way, since
+that would state it anew; no conversation depends on which others are in its batch.
 """
 
 import argparse
@@ -25,13 +25,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
-from retain.eval.record import code_state, environment, now, write_json
+from retain.eval.record import code_state, environment, now, tokens_sha, write_json
 from retain.eval.significance import paired_interval
 from retain.hf.attach import attached
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
 from retain.hf.model import base_model
+from retain.presets import load_policy
 from retain.reference import SEEDS, load_model
 from retain.reference.documents import Content, Writer
 from retain.reference.tokenizer import BOS_ID, EOS_ID
@@ -45,6 +47,8 @@ KINDS = ("state", "state", "ask", "write")
 TURN_TOKENS, PROMPT_TOKENS = 16, 8
 # First entries that every policy protects; the first fact stands behind them.
 SINKS, RECENT = 4, 32
+# What a budget may bound.
+UNITS = ("head", "layer", "sequence")
 # Streams of the generator, apart from those of `retain.eval.tasks.reference`.
 _STREAM = 13
 
@@ -141,9 +145,11 @@ class Played:
             fact at the end.
         answered: of each conversation, the share of questions for recent facts that were answered on the way.
         tokens: that a conversation had in the end, answers and all.
-        most_held: most entries that a KV head held after any forward, over all layers and heads.
+        most_held: most entries that a KV head, a layer and all layers of a sequence held after any forward.
+        shape: layers that evict, and KV heads of each.
         seen, held, bytes_held, bytes_allocated: of `report()` after every turn, over all conversations.
-        evictions: moments at which something went.
+        evictions: moments so far at which something went, after every turn.
+        tokens_sha: of each conversation, of all that was said in it, by both sides.
         seconds: of wall time.
     """
 
@@ -155,12 +161,14 @@ class Played:
     fact_held: tuple[float, ...]
     answered: tuple[float, ...]
     tokens: int
-    most_held: int
+    most_held: dict[str, int]
+    shape: tuple[int, int]
     seen: tuple[int, ...]
     held: tuple[int, ...]
     bytes_held: tuple[int, ...]
     bytes_allocated: tuple[int, ...]
-    evictions: int
+    evictions: tuple[int, ...]
+    tokens_sha: tuple[str, ...]
     seconds: float
 
     @property
@@ -213,9 +221,9 @@ def play(
     Returns:
         what was measured, as `Played` has it.
     """
-    started, reports, found, right = time.perf_counter(), [], {}, []
+    started, reports, evictions, found, right = time.perf_counter(), [], [], {}, []
     values = [conversation.value for conversation in conversations]
-    firsts = sorted({word for own in conversations for word in (own.key, own.value)})
+    unsaid = LogitsProcessorList([Unsaid([(own.key, own.value) for own in conversations])])
     ids_BT = torch.zeros(len(conversations), 0, dtype=torch.int64)
     with _watched(model, cache) as most_held:
         for number, turns in enumerate(zip(*(own.turns for own in conversations), strict=True), 1):
@@ -225,15 +233,16 @@ def play(
                 _read(model, cache, ids_BT)
             elif kind == "write":
                 ids_BT = _generate(
-                    model, cache, ids_BT, written, min_new_tokens=written, suppress_tokens=firsts
+                    model, cache, ids_BT, written, min_new_tokens=written, logits_processor=unsaid
                 )
             else:  # an answer is one word, and the user's side ends it
-                ids_BT = _generate(model, cache, ids_BT, 1)
+                ids_BT = _generate(model, cache, ids_BT, 1, logits_processor=unsaid)
                 right.append(
                     [turn.answer == said for turn, said in zip(turns, ids_BT[:, -1].tolist(), strict=True)]
                 )
                 ids_BT = _join(ids_BT, [[EOS_ID]] * len(turns))
             reports.append(cache.report().total)
+            evictions.append(cache.evictions)
             if number in probes:
                 asked_BT = _join(ids_BT, [own.question for own in conversations])
                 said = _generate(model, cache.fork(), asked_BT, 1)[:, -1].tolist()
@@ -243,14 +252,26 @@ def play(
         "fact_held": tuple(_held_share(cache, row, own) for row, own in enumerate(conversations)),
         "answered": tuple(np.mean(right, axis=0).tolist()) if right else (),
         "tokens": cache.num_seen,
-        "most_held": max(most_held),
+        "most_held": {unit: max(own[unit] for own in most_held) for unit in UNITS},
+        "shape": (len(cache.specs), cache.specs[0].num_kv_heads),
         "seen": tuple(row.entries_seen for row in reports),
         "held": tuple(row.entries_held for row in reports),
         "bytes_held": tuple(row.bytes_held for row in reports),
         "bytes_allocated": tuple(row.bytes_allocated for row in reports),
-        "evictions": cache.evictions,
+        "evictions": tuple(evictions),
+        "tokens_sha": tuple(tokens_sha(said) for said in ids_BT.tolist()),
         "seconds": round(time.perf_counter() - started, 2),
     }
+
+
+class Unsaid(LogitsProcessor):
+    """Keeps some words from being generated, others in each sequence."""
+
+    def __init__(self, words: Sequence[Sequence[int]]):
+        self.words_BW = torch.tensor([list(own) for own in words])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, self.words_BW.to(scores.device), -torch.inf)
 
 
 def _join(ids_BT: torch.Tensor, more: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -275,13 +296,15 @@ def _generate(model: Any, cache: Cache, ids_BT: torch.Tensor, count: int, **sett
 
 
 @contextmanager
-def _watched(model: Any, cache: Cache) -> Iterator[list[int]]:
-    """The most entries that a KV head holds after every forward."""
-    held: list[int] = []
+def _watched(model: Any, cache: Cache) -> Iterator[list[dict[str, int]]]:
+    """The most entries that a head, a layer and all layers of a sequence hold, after every forward."""
+    held: list[dict[str, int]] = []
 
     def note(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if kwargs.get("past_key_values") is cache:
-            held.append(int(cache.budgets().held_BLH.max()))
+            held_BLH = cache.budgets().held_BLH
+            most = (held_BLH.max(), held_BLH.sum(-1).max(), held_BLH.sum((-2, -1)).max())
+            held.append({unit: int(value) for unit, value in zip(UNITS, most, strict=True)})
 
     hook = base_model(model).register_forward_hook(note, with_kwargs=True)
     try:
@@ -363,7 +386,7 @@ def summarise(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]
             [hit for one in own if one.seed == seed for hit in one.found[setting.turns]]
             for seed in setting.seeds
         ]
-        half = setting.turns // 2
+        half = setting.turns // 2  # of this the ranges of bytes are shown
         rows.append(
             {
                 "policy": name,
@@ -372,10 +395,10 @@ def summarise(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]
                 "found_by_seed": [sum(hits) for hits in last],
                 "fact_held": _mean([share for one in own for share in one.fact_held]),
                 "answered": _mean([share for one in own for share in one.answered]),
-                "most_held": max(one.most_held for one in own),
+                "most_held": {unit: max(one.most_held[unit] for one in own) for unit in UNITS},
                 "bytes_held": _range(own, "bytes_held", half),
                 "bytes_allocated": _range(own, "bytes_allocated", half),
-                "evictions": max(one.evictions for one in own),
+                "evictions": max(one.evictions[-1] for one in own),
             }
         )
     return rows
@@ -398,28 +421,63 @@ def differences(setting: Setting, played: Sequence[Played]) -> list[dict[str, An
             }
             strata.append(np.array(hits[True]) - np.array(hits[False]))
         interval = paired_interval(strata)
-        rows.append({"policy": policy, **asdict(interval)})
+        first = float(strata[0][0])
+        same = all(bool((stratum == first).all()) for stratum in strata)
+        rows.append({"policy": policy, "same": same, **asdict(interval)})
     return rows
+
+
+def unit_of(policy: str) -> str:
+    """The smallest of `UNITS` that a policy's budget bounds: a head, if each has the same; a layer, whose
+    heads share; or all layers of a sequence."""
+    own = load_policy(policy)
+    if own.allocation.layers != "uniform" or own.allocation.head_classes is not None:
+        return "sequence"
+    return {"head": "head", "layer": "layer"}.get(own.scope, "sequence")
+
+
+def cycles_of(one: Played, column: str) -> list[int]:
+    """The most of a column in each cycle of `KINDS`, from the first full cycle since something was evicted:
+    before, a cache still fills; within a cycle, turns differ by what is read and written in them."""
+    evicted = next((number for number, count in enumerate(one.evictions) if count), len(one.evictions))
+    first = -(-evicted // len(KINDS)) * len(KINDS)
+    values = getattr(one, column)
+    starts = range(first, len(values) - len(KINDS) + 1, len(KINDS))
+    return [max(values[start : start + len(KINDS)]) for start in starts]
 
 
 def problems_of(setting: Setting, played: Sequence[Played]) -> list[str]:
     """Where memory was not as stated.
 
-    After a forward no head holds more than the budget and what may have come since the last eviction. In
-    the second half of a conversation no turn leaves more held, or allocated, than some turn of the first.
+    After a forward nothing that a budget bounds (`unit_of`) holds more than it and what may have come since
+    the last eviction. Of the full cycles of turns since evictions began, none of the second half leaves more
+    held, or allocated, than some cycle of the first.
     """
-    bound = setting.tokens_per_head + setting.every - 1
     found = []
     for one in played:
         if one.policy == FULL:
             continue
-        if one.most_held > bound:
-            found.append(f"{one.name}, seed {one.seed}: a head held {one.most_held} entries, above {bound}")
+        unit, (layers, heads) = unit_of(one.policy), one.shape
+        rows = {"head": 1, "layer": heads, "sequence": layers * heads}[unit]
+        bound, held = rows * (setting.tokens_per_head + setting.every - 1), one.most_held[unit]
+        if held > bound:
+            found.append(f"{one.name}, seed {one.seed}: a {unit} held {held:,} entries, above {bound:,}")
         for column in ("bytes_held", "bytes_allocated"):
-            values, half = getattr(one, column), setting.turns // 2
-            if max(values[half:]) > max(values[:half]):
-                found.append(f"{one.name}, seed {one.seed}: {column} grew to {max(values[half:]):,}")
+            cycles = cycles_of(one, column)
+            half = (len(cycles) + 1) // 2
+            if len(cycles) > 1 and max(cycles[half:]) > max(cycles[:half]):
+                found.append(f"{one.name}, seed {one.seed}: {column} grew to {max(cycles[half:]):,}")
     return found
+
+
+def memory_line(played: Sequence[Played], problems: Sequence[str]) -> str:
+    """What memory did, in words."""
+    if problems:
+        return "\n".join(problems)
+    cut = [one for one in played if one.policy != FULL]
+    short = sorted({one.name for one in cut if len(cycles_of(one, "bytes_held")) < 2})
+    constant = "constant" if not short else f"too short to judge whether it is constant ({'; '.join(short)})"
+    return f"Memory: within its bound after every forward; {constant}."
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -455,7 +513,7 @@ def table(rows: Sequence[dict[str, Any]], pinning: Sequence[dict[str, Any]]) -> 
                 " ".join(map(str, row["found_by_seed"])),
                 f"{row['fact_held']:.0%}",
                 "" if row["answered"] is None else f"{row['answered']:.1%}",
-                f"{row['most_held']:,}",
+                f"{row['most_held']['head']:,}",
                 *(
                     "..".join(f"{value / 1024:,.0f}" for value in row[name])
                     for name in ("bytes_held", "bytes_allocated")
@@ -470,15 +528,30 @@ def table(rows: Sequence[dict[str, Any]], pinning: Sequence[dict[str, Any]]) -> 
         )
         for line in cells
     ]
-    lines += ["", "What pinning the first turn changes at the end, in points of exact match (paired, 95 %):"]
-    for row in pinning:
-        shown = (
-            "the same in every conversation"
-            if row["num_nonzero"] == 0
-            else f"{100 * row['estimate']:+.1f} [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
-        )
-        lines.append(f"  {row['policy']:<20} {shown}")
+    lines += ["", *_pinning_lines(pinning)]
     return "\n".join(lines) + "\n"
+
+
+def _pinning_lines(pinning: Sequence[dict[str, Any]]) -> list[str]:
+    """What pinning changes; an interval only where a resample could differ."""
+    methods = sorted({row["method"] for row in pinning} - {"constant"})
+    about = [f"paired over n = {pinning[0]['num_items']} conversations"]
+    if methods:
+        about += [f"{pinning[0]['level']:.0%} intervals: {' or '.join(methods)} bootstrap within each seed"]
+    lines = [
+        "What pinning the first turn changes at the end, in points of exact match",
+        f"({'; '.join([*about, 'conditional on these seeds'])}):",
+    ]
+    for row in pinning:
+        shown = f"{100 * row['estimate']:+.1f}"
+        if row["same"]:
+            shown += f" (the same in all {row['num_items']})"
+        elif row["method"] == "constant":
+            shown += " (the same in all of a seed)"
+        else:
+            shown += f" [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
+        lines.append(f"  {row['policy']:<20} {shown}")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -530,7 +603,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems = problems_of(setting, played)
     print(f"{setting.turns} turns, {played[0].tokens:,} tokens; {setting.tokens_per_head} entries a head")
     print(table(rows, pinning))
-    print("\n".join(problems) if problems else "Memory: within its bound after every forward; constant.")
+    print(memory_line(played, problems))
     if given.json is not None:
         record = {
             "command": shlex.join(["python", "-m", "retain.eval.conversation", *typed]),

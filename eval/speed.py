@@ -18,13 +18,10 @@ import argparse
 import copy
 import gc
 import math
-import os
 import shlex
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +30,23 @@ import torch
 import yaml
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from retain.eval.record import code_state, environment, now, write_json, write_text
+from retain.eval.stopwatch import (
+    DTYPES,
+    Started,
+    add_settings,
+    clock,
+    heading,
+    publish,
+    quiet,
+    record_of,
+    unfit,
+    whole_numbers,
+)
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.model import base_model
 from retain.registry import lookup
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What the published comparisons of prefill cost name, and Layer-DefensiveKV, whose layers compete.
 POLICIES = ("snapkv,scope=layer", "defensivekv", "criticalkv", "ada_criticalkv", "layer_defensivekv")
 VOCABULARY = 1024
@@ -62,7 +69,7 @@ class Setting:
         pairs: ratios measured per policy.
         warmup: pairs before them that are not counted.
         keep_ratio: kept / seen.
-        dtype: of weights and cache, a name in `DTYPES`.
+        dtype: of weights and cache, a name in `retain.eval.stopwatch.DTYPES`.
         device: where it runs.
         seed: of weights and tokens.
     """
@@ -83,12 +90,7 @@ class Setting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"warmup": 0, "seed": 0}
-        problems = [
-            f"{name} is a whole number of at least {least.get(name, 1)}, got {value}"
-            for name, value in vars(self).items()
-            if isinstance(value, int) and value < least.get(name, 1)
-        ]
+        problems = whole_numbers(self, {"warmup": 0, "seed": 0})
         if not problems and self.width % (2 * self.heads):
             problems.append(
                 f"width {self.width} is not {self.heads} heads of an even width: take a multiple of "
@@ -98,13 +100,7 @@ class Setting:
             problems.append(f"heads {self.heads} are not a multiple of kv_heads {self.kv_heads}")
         if not 0 < self.keep_ratio <= 1:
             problems.append(f"keep_ratio is kept / seen, above 0 and at most 1, got {self.keep_ratio}")
-        if self.dtype not in DTYPES:
-            problems.append(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        kind = self.device.partition(":")[0]
-        if kind not in ("cpu", "cuda"):
-            problems.append(f"device is cpu or cuda, got {self.device!r}")
-        elif kind == "cuda" and not torch.cuda.is_available():
-            problems.append(f"device {self.device!r} is not there: torch sees no CUDA device; take cpu")
+        problems += unfit(self)
         if problems:
             raise ValueError(f"benchmark: {'; '.join(problems)}.")
 
@@ -228,9 +224,15 @@ def measure_scoring(setting: Setting, entries: Sequence[Entry]) -> list[Timing]:
         base_model(twin)(input_ids=input_ids, past_key_values=cache, use_cache=True)
         return cache
 
+    seconds = clock(setting.device)
+
+    def milliseconds(run: Callable[[], Any]) -> float:
+        gc.collect()  # what the run before has left is not paid for here
+        return 1e3 * seconds(run)
+
     for entry in entries:
         cut(entry)
-    with attach(model), _clock(setting) as milliseconds, torch.no_grad():
+    with attach(model), quiet(setting.threads):
         totals = [cut(entry).prefill(input_ids).report().total for entry in entries]
         times: list[list[tuple[float, float]]] = [[] for _ in entries]
         for pair in range(-setting.warmup, setting.pairs):
@@ -256,55 +258,22 @@ def measure_scoring(setting: Setting, entries: Sequence[Entry]) -> list[Timing]:
     ]
 
 
-@contextmanager
-def _clock(setting: Setting) -> Iterator[Callable[[Callable[[], Any]], float]]:
-    """A function that times a call, in milliseconds; threads and garbage collection are put back after it."""
-
-    def synchronise() -> None:
-        if setting.device.startswith("cuda"):
-            torch.cuda.synchronize(setting.device)
-
-    def milliseconds(run: Callable[[], Any]) -> float:
-        gc.collect()
-        synchronise()
-        start = time.perf_counter()
-        result = run()
-        synchronise()
-        end = time.perf_counter()
-        del result  # freed after the clock has stopped, on both sides
-        return 1e3 * (end - start)
-
-    threads, collecting = torch.get_num_threads(), gc.isenabled()
-    torch.set_num_threads(setting.threads)
-    gc.disable()
-    try:
-        yield milliseconds
-    finally:
-        torch.set_num_threads(threads)
-        if collecting:
-            gc.enable()
-
-
 # What can be measured, by name: `(setting, policies) -> timings`.
 MEASURES: dict[str, Callable[[Setting, Sequence[Entry]], list[Timing]]] = {"scoring": measure_scoring}
 
 
 def table(record: dict[str, Any]) -> str:
     """A record as the text that is printed and kept."""
-    setting, machine, code = Setting(**record["setting"]), record["environment"], record["code"]
-    versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
-    commit = f"{code['commit'] or 'none'}, {'clean' if code['clean'] else 'NOT clean: scratch, no evidence'}"
+    setting = Setting(**record["setting"])
     width = max(len("policy"), *(len(row["policy"]) for row in record["rows"]))
     lines = [
-        f"prefill with scoring and eviction / plain prefill ({record['date']})",
-        f"model: Llama, random weights, {setting.layers} layers, width {setting.width}, {setting.heads} "
-        f"query and {setting.kv_heads} KV heads, feed-forward {setting.intermediate}, {setting.dtype}",
-        f"prompt: {setting.batch} x {setting.tokens} tokens; keep_ratio {setting.keep_ratio}",
-        f"device: {machine['device']}; {machine['processor']}, {machine['cores']} cores, {setting.threads} "
-        f"threads; load {machine['load_before']:.2f} before, {machine['load_after']:.2f} after",
-        f"versions: python {machine['python']}, {versions}; commit {commit}",
-        f"command: {record['command']}",
-        "",
+        *heading(
+            record,
+            "prefill with scoring and eviction / plain prefill",
+            f"model: Llama, random weights, {setting.layers} layers, width {setting.width}, {setting.heads} "
+            f"query and {setting.kv_heads} KV heads, feed-forward {setting.intermediate}, {setting.dtype}",
+            f"prompt: {setting.batch} x {setting.tokens} tokens; keep_ratio {setting.keep_ratio}",
+        ),
         f"{'policy':<{width}} {'ratio':>7} {'interval of the median':>23} {'policy ms':>10} "
         f"{'plain ms':>10} {'bytes held / full':>25}",
     ]
@@ -353,21 +322,9 @@ def benchmark(what: str, setting: Setting, policies: Sequence[str], *, command: 
     entries = [parse_entry(typed) for typed in policies]
     if not entries:
         raise ValueError("benchmark: there is no policy to time; name at least one.")
-    date, before = now(), os.getloadavg()[0]
+    started = Started()
     timings = measure(setting, entries)
-    device = setting.device
-    if device.startswith("cuda"):
-        device = f"{device} ({torch.cuda.get_device_name(device)})"
-    machine = environment(device, setting.threads)
-    return {
-        "what": what,
-        "date": date,
-        "command": command,
-        "setting": asdict(setting),
-        "rows": [describe_row(timing) for timing in timings],
-        "environment": {**machine, "load_before": before, "load_after": os.getloadavg()[0]},
-        "code": code_state(Path(__file__).parent),
-    }
+    return record_of(what, setting, command, started, {"rows": [describe_row(timing) for timing in timings]})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -378,10 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--policies", nargs="+", default=list(POLICIES), metavar="NAME[,key=value]", help="policies to time"
     )
     defaults = Setting()
-    for name, value in asdict(defaults).items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}"
-        )
+    add_settings(parser, defaults)
     parser.add_argument(
         "--output", type=Path, help="default results/speed/WHAT.json; the table lies beside it"
     )
@@ -394,13 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = table(record)
-    print(text, end="")
-    output = given.output or Path("results/speed") / f"{given.what}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(output, record)
-    write_text(output.with_suffix(".txt"), text)
-    print(f"written: {output}, {output.with_suffix('.txt')}")
+    publish(record, table(record), given.output or Path("results/speed") / f"{given.what}.json")
     return 0
 
 

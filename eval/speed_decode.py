@@ -15,15 +15,11 @@ call it counts: with `enable_gqa`, with repeated heads, and with the heads of a 
 """
 
 import argparse
-import gc
 import math
-import os
 import shlex
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +30,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from retain.attend import attend
 from retain.cache import GROWTH, RaggedStore
-from retain.eval.record import code_state, environment, now, write_json, write_text
+from retain.eval.stopwatch import (
+    DTYPES,
+    Started,
+    add_settings,
+    clock,
+    heading,
+    publish,
+    quiet,
+    record_of,
+    spread_of,
+    unfit,
+    whole_numbers,
+)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Error allowed beyond twice that of plain PyTorch in the same precision, relative to the largest output.
 FLOOR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SHORT, LONG = 1024, 16384
@@ -59,7 +66,7 @@ class Setting:
         layers: that are attended in turn.
         threads: CPU threads.
         rounds: ratios measured; three more before them are not counted.
-        dtype: a name in `DTYPES`.
+        dtype: a name in `retain.eval.stopwatch.DTYPES`.
         device: where it runs.
         seed: of all numbers.
     """
@@ -80,12 +87,7 @@ class Setting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"seed": 0, "rounds": 2}
-        problems = [
-            f"{name} is a whole number of at least {least.get(name, 1)}, got {value}"
-            for name, value in vars(self).items()
-            if isinstance(value, int) and value < least.get(name, 1)
-        ]
+        problems = whole_numbers(self, {"seed": 0, "rounds": 2})
         if not problems and self.heads % self.kv_heads:
             problems.append(f"heads {self.heads} are not a multiple of kv_heads {self.kv_heads}")
         if not 0 < self.keep_ratio <= 1:
@@ -94,10 +96,7 @@ class Setting:
             problems.append(f"spread is longest / shortest, at least 1, got {self.spread}")
         if not problems and min(self.lengths()) <= self.evicted:
             problems.append(f"evicted {self.evicted} would empty the shortest row, of {min(self.lengths())}")
-        if self.dtype not in DTYPES:
-            problems.append(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            problems.append(f"device {self.device!r} is not there: torch sees no CUDA device; take cpu")
+        problems += unfit(self)
         if problems:
             raise ValueError(f"benchmark: {'; '.join(problems)}.")
 
@@ -108,12 +107,17 @@ class Setting:
 
     def lengths(self) -> list[int]:
         """Entries of each row: evenly from the shortest to the longest, shuffled, `held` on average."""
-        rows = self.batch * self.kv_heads
-        shortest = 2 * self.held / (1 + self.spread)
-        steps = torch.linspace(shortest, self.spread * shortest, rows, dtype=torch.float64).round().long()
-        steps[rows // 2] += self.held * rows - int(steps.sum())
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(self.seed))
-        return steps[order].tolist()
+        draw = torch.Generator().manual_seed(self.seed)
+        return unequal(self.batch * self.kv_heads, self.held, self.spread, draw)
+
+
+def unequal(rows: int, mean: int, spread: float, draw: torch.Generator) -> list[int]:
+    """Lengths evenly from the shortest to the longest, which is `spread` times that, shuffled; `mean` on
+    average, exactly."""
+    shortest = 2 * mean / (1 + spread)
+    steps = torch.linspace(shortest, spread * shortest, rows, dtype=torch.float64).round().long()
+    steps[rows // 2] += mean * rows - int(steps.sum())
+    return steps[torch.randperm(rows, generator=draw)].tolist()
 
 
 def ragged(setting: Setting, lengths: Sequence[int], slack: int = 32) -> RaggedStore:
@@ -125,7 +129,8 @@ def ragged(setting: Setting, lengths: Sequence[int], slack: int = 32) -> RaggedS
     return RaggedStore(keys.to(dtype), values.to(dtype), positions, rows, setting.kv_heads, slack)
 
 
-def attend_store(setting: Setting, queries_BQSD: Tensor, store: RaggedStore, seen_RS: Tensor) -> Tensor:
+def attend_store(queries_BQSD: Tensor, store: RaggedStore, seen_RS: Tensor) -> Tensor:
+    """Ragged attention over a store."""
     return attend(
         queries_BQSD,
         store.keys_CD,
@@ -133,7 +138,7 @@ def attend_store(setting: Setting, queries_BQSD: Tensor, store: RaggedStore, see
         store.offsets_R1,
         store.lengths_R,
         seen_RS,
-        scaling=setting.width**-0.5,
+        scaling=queries_BQSD.shape[-1] ** -0.5,
         pages=store.pages,
     )
 
@@ -141,7 +146,7 @@ def attend_store(setting: Setting, queries_BQSD: Tensor, store: RaggedStore, see
 def check(setting: Setting, queries_BQSD: Tensor, store: RaggedStore) -> tuple[float, float]:
     """The op's error against float64, and what is allowed: twice plain PyTorch's, and a floor."""
     lengths_R = store.lengths_R.to(torch.int64)
-    actual = attend_store(setting, queries_BQSD, store, lengths_R[:, None]).double()
+    actual = attend_store(queries_BQSD, store, lengths_R[:, None]).double()
     group = setting.heads // setting.kv_heads
     plain: list[Tensor] = []
     exact: list[Tensor] = []
@@ -184,7 +189,7 @@ def dense_ways(setting: Setting, queries_BQSD: Tensor, num_entries: int) -> dict
 
 def measures(setting: Setting, queries_BQSD: Tensor) -> dict[str, Callable[[int], float]]:
     """Everything that is timed, by name: `layer -> seconds`."""
-    clock = _clock(setting)
+    seconds_of = clock(setting.device)
     stores = [ragged(setting, setting.lengths()) for _ in range(setting.layers)]
     shape = (setting.batch, setting.kv_heads, 1, setting.width)
     new = torch.randn(shape, device=setting.device).to(queries_BQSD.dtype)
@@ -192,25 +197,23 @@ def measures(setting: Setting, queries_BQSD: Tensor) -> dict[str, Callable[[int]
     rows = setting.batch * setting.kv_heads
 
     def timed(run: Callable[[int], Any]) -> Callable[[int], float]:
-        return lambda layer: clock(lambda: run(layer))
+        return lambda layer: seconds_of(lambda: run(layer))
 
     def ragged_attention(layer: int) -> float:
         seen_RS = stores[layer].lengths_R.to(torch.int64)[:, None]
-        return clock(lambda: attend_store(setting, queries_BQSD, stores[layer], seen_RS))
+        return seconds_of(lambda: attend_store(queries_BQSD, stores[layer], seen_RS))
 
     def taken_back(store: RaggedStore, run: Callable[[], Any]) -> float:
         """Time what changes the rows' lengths, and put them back: a copy would lie in the caches."""
         lengths_R, free = store.lengths_R.clone(), store.free
-        seconds = clock(run)
+        seconds = seconds_of(run)
         store.lengths_R.copy_(lengths_R)
         store.free = free
         return seconds
 
     def step(layer: int) -> float:
         store = stores[layer]
-        return taken_back(
-            store, lambda: attend_store(setting, queries_BQSD, store, store.append_(new, new, position))
-        )
+        return taken_back(store, lambda: attend_store(queries_BQSD, store, store.append_(new, new, position)))
 
     def appending(length: int) -> Callable[[int], float]:
         # Room for all appends of the benchmark, so that none of them grows the store.
@@ -220,7 +223,7 @@ def measures(setting: Setting, queries_BQSD: Tensor) -> dict[str, Callable[[int]
             for _ in range(10):
                 store.append_(new, new, position)
 
-        return lambda layer: clock(ten) / 10
+        return lambda layer: seconds_of(ten) / 10
 
     def growing(length: int) -> Callable[[int], float]:
         """A token's share of laying out anew: one growth, over the tokens until the next."""
@@ -229,7 +232,7 @@ def measures(setting: Setting, queries_BQSD: Tensor) -> dict[str, Callable[[int]
         def run(layer: int) -> float:
             full = store.fork()
             full.append_(*(new.expand(-1, -1, store.free, -1),) * 2, position.expand(-1, store.free))
-            return clock(lambda: full.append_(new, new, position)) / (1 + full.free)
+            return seconds_of(lambda: full.append_(new, new, position)) / (1 + full.free)
 
         return run
 
@@ -253,47 +256,6 @@ def measures(setting: Setting, queries_BQSD: Tensor) -> dict[str, Callable[[int]
         f"growth a token, behind {LONG:,}": growing(LONG),
         f"compaction, {setting.evicted} of each row": compacting,
     }
-
-
-def _clock(setting: Setting) -> Callable[[Callable[[], Any]], float]:
-    """A function that times a call, in seconds."""
-
-    def synchronise() -> None:
-        if setting.device.startswith("cuda"):
-            torch.cuda.synchronize(setting.device)
-
-    def seconds(run: Callable[[], Any]) -> float:
-        synchronise()
-        start = time.perf_counter()
-        result = run()
-        synchronise()
-        end = time.perf_counter()
-        del result  # freed after the clock has stopped
-        return end - start
-
-    return seconds
-
-
-@contextmanager
-def _quiet(threads: int) -> Iterator[None]:
-    """So many threads, and no garbage collection."""
-    before, collecting = torch.get_num_threads(), gc.isenabled()
-    torch.set_num_threads(threads)
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(before)
-        if collecting:
-            gc.enable()
-
-
-def spread_of(values: Sequence[float]) -> dict[str, float]:
-    """Median, and 20th and 80th percentile."""
-    low, _, _, high = statistics.quantiles(values, n=5, method="inclusive")
-    return {"median": statistics.median(values), "p20": low, "p80": high}
 
 
 def ratios_of(setting: Setting, taken: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
@@ -345,8 +307,8 @@ def benchmark(setting: Setting, command: str = "") -> dict[str, Any]:
     torch.manual_seed(setting.seed)
     shape = (setting.batch, setting.heads, 1, setting.width)
     queries_BQSD = torch.randn(shape, device=setting.device).to(DTYPES[setting.dtype])
-    date, before = now(), os.getloadavg()[0]
-    with _quiet(setting.threads):
+    started = Started()
+    with quiet(setting.threads):
         store = ragged(setting, setting.lengths())
         error, allowed = check(setting, queries_BQSD, store)
         if not error <= allowed:
@@ -363,45 +325,33 @@ def benchmark(setting: Setting, command: str = "") -> dict[str, Any]:
                 seconds = sum(runs[name](layer) for layer in range(setting.layers))
                 if turn >= 0:
                     taken[name].append(1e3 * seconds / setting.layers)
-    device = setting.device
-    if device.startswith("cuda"):
-        device = f"{device} ({torch.cuda.get_device_name(device)})"
-    machine = environment(device, setting.threads)
-    return {
-        "what": "decode",
-        "date": date,
-        "command": command,
-        "setting": asdict(setting),
+    found = {
         "check": {"error": error, "allowed": allowed},
         "bytes_held": store.bytes_held,
         "bytes_allocated": store.bytes_allocated,
         "growth": GROWTH,
         "times_ms": {name: {**spread_of(times), "all": times} for name, times in taken.items()},
         "ratios": ratios_of(setting, taken),
-        "environment": {**machine, "load_before": before, "load_after": os.getloadavg()[0]},
-        "code": code_state(Path(__file__).parent),
     }
+    return record_of("decode", setting, command, started, found)
 
 
 def table(record: dict[str, Any]) -> str:
     """A record as the text that is printed and kept."""
-    setting, machine, code = Setting(**record["setting"]), record["environment"], record["code"]
-    commit = f"{code['commit'] or 'none'}, {'clean' if code['clean'] else 'NOT clean: scratch, no evidence'}"
+    setting = Setting(**record["setting"])
     lengths = setting.lengths()
     lines = [
-        f"decoding over ragged rows ({record['date']})",
-        f"layer: {setting.batch} sequences, {setting.heads} query and {setting.kv_heads} KV heads of width "
-        f"{setting.width}, {setting.dtype}; {setting.layers} layers in turn",
-        f"seen {setting.seen:,}, kept {setting.keep_ratio:.0%}: {min(lengths):,} to {max(lengths):,} entries "
-        f"a row, {setting.held:,} on average; {record['bytes_held']:,} bytes held, "
-        f"{record['bytes_allocated']:,} allocated",
-        f"checked against float64: error {record['check']['error']:.1e}, "
-        f"{record['check']['allowed']:.1e} allowed",
-        f"device: {machine['device']}; {machine['processor']}, {machine['cores']} cores, {setting.threads} "
-        f"threads; load {machine['load_before']:.2f} before, {machine['load_after']:.2f} after",
-        f"versions: python {machine['python']}, torch {machine['versions']['torch']}; commit {commit}",
-        f"command: {record['command']}",
-        "",
+        *heading(
+            record,
+            "decoding over ragged rows",
+            f"layer: {setting.batch} sequences, {setting.heads} query and {setting.kv_heads} KV heads of "
+            f"width {setting.width}, {setting.dtype}; {setting.layers} layers in turn",
+            f"seen {setting.seen:,}, kept {setting.keep_ratio:.0%}: {min(lengths):,} to {max(lengths):,} "
+            f"entries a row, {setting.held:,} on average; {record['bytes_held']:,} bytes held, "
+            f"{record['bytes_allocated']:,} allocated",
+            f"checked against float64: error {record['check']['error']:.1e}, "
+            f"{record['check']['allowed']:.1e} allowed",
+        ),
         f"{'medians of ' + str(setting.rounds) + ' rounds, ms':<44} {'20 %':>9} {'median':>9} {'80 %':>9} "
         f"{'GB/s':>7}",
     ]
@@ -426,10 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, measure, print the table and write it."""
     parser = argparse.ArgumentParser(description="Time decoding over ragged rows beside dense attention.")
     defaults = Setting()
-    for name, value in asdict(defaults).items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}"
-        )
+    add_settings(parser, defaults)
     parser.add_argument(
         "--output", type=Path, help="default results/speed/decode.json; the table lies beside it"
     )
@@ -441,13 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = table(record)
-    print(text, end="")
-    output = given.output or Path("results/speed/decode.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(output, record)
-    write_text(output.with_suffix(".txt"), text)
-    print(f"written: {output}, {output.with_suffix('.txt')}")
+    publish(record, table(record), given.output or Path("results/speed/decode.json"))
     return 0
 
 

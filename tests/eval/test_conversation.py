@@ -1,12 +1,14 @@
 """A hundred turns in one cache: the first turn's fact is found if it was pinned; memory stays constant."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from retain.eval import conversation
 from retain.eval.conversation import (
     FULL,
+    PROMPT_TOKENS,
     SINKS,
     TURN_TOKENS,
     Conversation,
@@ -64,10 +66,12 @@ def test_the_first_fact_of_a_hundred_turns_is_found_and_memory_stays_as_it_is():
         assert one.held == tuple(PAIRS * count for count in held)
         assert one.bytes_held == tuple(ENTRY * count for count in one.held)
         # After any forward: the budget, and what came since the last eviction.
-        assert one.most_held == SMALL.tokens_per_head + SMALL.every - 1 < 0.1 * seen[-1]
+        assert one.most_held["head"] == SMALL.tokens_per_head + SMALL.every - 1 < 0.1 * seen[-1]
+        assert one.most_held["sequence"] == 4 * one.most_held["layer"] == PAIRS * one.most_held["head"]
         assert max(one.bytes_allocated[50:]) <= max(one.bytes_allocated[:50]) < 0.2 * full.bytes_allocated[-1]
-        assert one.evictions > 100
+        assert one.evictions[-1] > 100 and len(one.evictions) == 100
     assert conversation.problems_of(SMALL, [full, pinned, control]) == []
+    assert conversation.memory_line([full, pinned, control], []).endswith("every forward; constant.")
 
 
 def test_a_conversation_states_its_first_fact_once():
@@ -104,12 +108,85 @@ def test_a_batch_of_conversations_is_each_of_them_alone():
     assert both["answered"] == tuple(one["answered"][0] for one in alone)
 
 
-def test_growth_is_found():
+def test_a_conversation_is_the_same_in_any_batch(monkeypatch):
+    """Also where one may not say what another does say, when it answers and when it writes on."""
+    setting = Setting(turns=12, seeds=(0,), tokens_per_head=64, every=4, written=6)
+    told = [write_conversation(0, index, setting.turns) for index in range(2)]
+    model, said, sha = load_model(0), [], conversation.tokens_sha
+    monkeypatch.setattr(conversation, "tokens_sha", lambda row: said.append(row) or sha(row))
+
+    def shas(chosen):
+        cache = make_cache(model, "recency", pinned=True, setting=setting, indices=range(len(chosen)))
+        return play(model, chosen, cache, written=setting.written, probes=())["tokens_sha"]
+
+    with attached(model):
+        shas(told[:1])
+        # The first one's first answer, and a word that it writes, become the words of the other's first fact.
+        read = sum(len(turn.ids) for turn in told[0].turns[:3])
+        answer, written = said[0][read], said[0][read + 2 + PROMPT_TOKENS]
+        assert answer == told[0].turns[2].answer
+        first = told[1].turns[0]
+        words = {told[1].key: answer, told[1].value: written}
+        first = replace(first, ids=tuple(words.get(word, word) for word in first.ids))
+        other = replace(told[1], turns=(first, *told[1].turns[1:]), key=answer, value=written)
+        both = shas([told[0], other])
+        assert both == (*shas([told[0]]), *shas([other]))
+        assert said[0] == said[1], "what the other may not say, this one still says"
+
+
+def test_memory_is_judged_by_what_the_budget_bounds():
+    """Where heads share a budget one of them may hold more than its share, and a layer may not."""
+    setting = Setting(turns=16, seeds=(0,), written=1, conversations=1, policies=("recency", "adakv"))
+    _, recency, _, adakv, _ = run(setting)
+    lower = replace(setting, tokens_per_head=120, every=4)
+    assert conversation.unit_of("adakv") == "layer" and conversation.unit_of("snapkv") == "head"
+    assert conversation.unit_of("pyramidkv") == conversation.unit_of("layer_defensivekv") == "sequence"
+    assert "a head held 128 entries, above 123" in "".join(conversation.problems_of(lower, [recency]))
+    assert "a layer held 256 entries, above 246" in "".join(conversation.problems_of(lower, [adakv]))
+    uneven = replace(adakv, most_held={**adakv.most_held, "head": 200})
+    assert conversation.problems_of(setting, [uneven]) == []
+
+
+def test_growth_is_looked_for_once_evictions_began():
     (_, pinned, _) = run(Setting(turns=16, conversations=1, seeds=(0,), written=1, policies=("recency",)))
-    lower = Setting(turns=16, tokens_per_head=60, every=4)
-    problems = conversation.problems_of(lower, [pinned])
-    assert any("a head held" in line and "above 63" in line for line in problems)
-    assert any("bytes_held grew" in line for line in problems)  # 16 turns do not fill 128 entries in 8
+    setting = Setting(turns=16)
+    # 128 entries are full after 8 turns, so that there is a cycle or two to compare: not enough, and enough.
+    steady = (0,) * 5 + (1, 2, 3) + tuple(range(4, 12))
+    filled = replace(pinned, evictions=steady, bytes_held=(1, 2, 3, 4, 5, 6, 7, 8) + (9, 9, 9, 10) * 2)
+    assert conversation.cycles_of(filled, "bytes_held") == [10, 10]
+    assert conversation.problems_of(setting, [filled]) == []
+    grown = replace(filled, bytes_held=(*filled.bytes_held[:-1], 11))
+    assert conversation.problems_of(setting, [grown]) == ["recency, pinned, seed 0: bytes_held grew to 11"]
+    short = replace(grown, evictions=(0,) * 9 + (1,) * 7)
+    assert conversation.cycles_of(short, "bytes_held") == [11]
+    assert conversation.problems_of(setting, [short]) == []
+    assert "too short to judge whether it is constant (recency, pinned)" in conversation.memory_line(
+        [short], []
+    )
+
+
+def test_what_pinning_changes_has_an_interval_only_where_it_can_vary():
+    (_, pinned, control) = run(
+        Setting(turns=2, conversations=1, seeds=(0,), written=1, probes=(), policies=("recency",))
+    )
+    setting = Setting(turns=2, seeds=(0, 1), policies=("recency",))
+
+    def line(*by_seed):
+        both = [
+            replace(one, seed=seed, found={2: tuple(bool(hit) == one.pinned for hit in hits)})
+            for one in (pinned, control)
+            for seed, hits in enumerate(by_seed)
+        ]
+        # Pinned: found where `hits`; not pinned: found where not.
+        return conversation._pinning_lines(conversation.differences(setting, both))
+
+    about, shown = line((1, 1), (1, 1))[1:]
+    assert about == "(paired over n = 4 conversations; conditional on these seeds):"
+    assert shown.endswith("+100.0 (the same in all 4)") and "[" not in shown
+    assert line((1, 1), (0, 0))[-1].endswith("+0.0 (the same in all of a seed)")
+    about, shown = line((1, 1, 0), (1, 0, 1))[1:]
+    assert "n = 6 conversations; 95% intervals: BCa bootstrap within each seed; conditional" in about
+    assert "+33.3 [" in shown
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):

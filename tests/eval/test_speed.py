@@ -1,3 +1,4 @@
+import gc
 import itertools
 import json
 import os
@@ -110,13 +111,13 @@ def test_threads_and_garbage_collection_are_put_back(monkeypatch):
     seen, cut = [], speed.Cache.prefill
 
     def look(*args, **kwargs):
-        seen.append((torch.get_num_threads(), speed.gc.isenabled()))
+        seen.append((torch.get_num_threads(), gc.isenabled()))
         return cut(*args, **kwargs)
 
     monkeypatch.setattr(speed.Cache, "prefill", look)
     speed.measure_scoring(Setting(**{**vars(TINY), "threads": threads + 1}), [parse_entry(SNAPKV)])
     assert set(seen) == {(threads + 1, False)}
-    assert torch.get_num_threads() == threads and speed.gc.isenabled()
+    assert torch.get_num_threads() == threads and gc.isenabled()
 
 
 def test_the_tool_prints_a_table_and_writes_every_time(tmp_path, capsys):
