@@ -15,7 +15,7 @@ row sees the row's first `seen` entries, whatever their positions, and of those,
 ones whose positions are recent enough.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from retain.pages import PAGE, Pages, paged, read_pages
 
-# Upper bound on the elements of each temporary held at once (the logits; half-precision keys or values,
-# upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by row one query, and one row's keys and
-# values in half precision, whatever their size.
+# Upper bound on the elements of each temporary held at once (the logits; queries and outputs page by page;
+# half-precision keys or values, upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by row one
+# query, and one row's keys and values in half precision, whatever their size.
 MAX_LOGITS = 1 << 22
 # Query positions times query heads of a KV head up to which all pages go as one batch: measured on a CPU, the
 # two ways are equal at 8; elsewhere each row's launches weigh more. One query position always counts as few.
@@ -103,7 +103,9 @@ def attend(
     if pages is not None and (S == 1 or group * S <= few):
         out_RMD = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
     else:
-        offsets = offsets_R1.tolist() if offsets is None else offsets
+        if pages is not None:  # known on the host
+            offsets = list(accumulate((PAGE * count for count in pages.counts), initial=0))
+        assert offsets is not None
         out_RMD = _by_rows(queries_RMD, keys_CD, values_CD, offsets, sight, soft_cap, sinks_RM)
     return out_RMD.to(queries_BQSD.dtype).reshape(B, Q, S, -1)
 
@@ -126,7 +128,8 @@ def _by_pages(
     seen_RS, oldest_RS, positions_C = sight
     S, dtype = seen_RS.shape[1], queries_RMD.dtype
     same = keys_CD.dtype == values_CD.dtype == dtype
-    step = max(1, MAX_LOGITS // (PAGE * (M if same else max(M, D))))
+    widest = max(D, values_CD.shape[-1])
+    step = max(1, MAX_LOGITS // max(M * max(PAGE, widest), 0 if same else PAGE * widest))
     slot_P = torch.arange(PAGE, device=keys_CD.device)
     keys_page, values_page = paged(keys_CD), paged(values_CD)
     # The running softmax of each query: largest logit, sum and output relative to it. Where something is
@@ -172,12 +175,12 @@ def _by_rows(
     sinks_RM: Tensor | None,
 ) -> Tensor:
     """Many queries, or rooms that are no whole pages: one row after another, some queries at a time."""
-    R, M, _ = queries_RMD.shape
+    R, M, D = queries_RMD.shape
     seen_RS, oldest_RS, positions_C = sight
     S, dtype, device = seen_RS.shape[1], queries_RMD.dtype, keys_CD.device
     group = M // S
-    room = max(stop - start for start, stop in pairwise(offsets))
-    step = min(S, max(1, MAX_LOGITS // max(1, group * room)))
+    widest = max(D, values_CD.shape[-1], *(stop - start for start, stop in pairwise(offsets)))
+    step = min(S, max(1, MAX_LOGITS // (group * widest)))
     starts = range(0, S, step)
     # What the queries of a chunk see at most: later entries are not even multiplied. One wait for the device.
     seen_most = torch.stack([seen_RS[:, start : start + step].amax(-1) for start in starts], -1).tolist()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from retain.evidence import Evidence, attention_probs
+from retain.evidence import Evidence, attention_probs, padded_columns
 
 
 def truncate(evidence: Evidence, stop: int) -> Evidence:
@@ -37,8 +37,7 @@ def _cut(field: Tensor | None, stop: int, *, axis: int) -> Tensor | None:
 def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Iterator[tuple[int, Tensor]]:
     """Yield `(start, probs_BQsK)`: attention of the queries at entries `start..start+s` over entries `0..K`.
 
-    Causality makes `K = start + s` enough. Rows of left-padded queries are zeros; where padding may also
-    stand between valid entries, the caller drops the rows of padded queries by `valid_BT`.
+    Causality makes `K = start + s` enough. Rows of padded queries are zeros.
 
     Args:
         evidence: the layer.
@@ -46,6 +45,9 @@ def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Itera
         first: entry index of the first query wanted; queries `first..T` must be held.
     """
     T, S = evidence.num_seen, evidence.num_queries
+    # Asked once, since the answer is waited for.
+    padded = padded_columns(evidence) if evidence.held_BHT is None else T
     for start in range(first, T, chunk):
         stop = min(start + chunk, T)
-        yield start, attention_probs(truncate(evidence, stop), start - (T - S), stop - (T - S))
+        own = truncate(evidence, stop)
+        yield start, attention_probs(own, start - (T - S), stop - (T - S), padded=min(padded, stop))

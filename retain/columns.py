@@ -2,9 +2,10 @@
 
 In: where each entry of a store lies and at which position, and the tokens seen so far. Out: `Columns`, which
 turn what lies in the store into dense `[B, H, T, ...]` and what was decided about that back into the order of
-the store; and `align_last`, which brings the last queries to where columns expect them. The decision taken
-here: a column is a token that *any* head of the layer still holds, or whose query is shown. So T is what the
-union of the heads holds, not what was seen, and which head holds which column is a mask.
+the store (of which `Where` is all that is left to keep, once the layer was judged); and `align_last`, which
+brings the last queries to where columns expect them. The decision taken here: a column is a token that *any*
+head of the layer still holds, or whose query is shown. So T is what the union of the heads holds, not what
+was seen, and which head holds which column is a mask.
 
 Columns come in order of time and stand on the right, as left-padded evidence has them: query `s` of `S` sits
 at column `T - S + s` in every sequence. Nothing here loops over rows, and nothing waits for the device but
@@ -16,6 +17,23 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which column each entry of a layer became: enough to cut the layer, and 8 bytes an entry to keep.
+
+    Args:
+        column_N: int32, the column of each entry, in the order in which the entries were given.
+        rows_N: int32, row `b * H + h` of each entry.
+    """
+
+    column_N: Int[Tensor, " N"]
+    rows_N: Int[Tensor, " N"]
+
+    def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
+        """Which entries a keep mask over the columns keeps, in the order in which they were given."""
+        return keep_BHT.flatten(0, 1)[self.rows_N, self.column_N]
 
 
 @dataclass(frozen=True)
@@ -62,9 +80,13 @@ class Columns:
         """What stands at the columns, entry by entry, in the order in which the entries were given."""
         return dense_BHT.flatten(0, 1)[self.rows_N, self.column_N]
 
+    def where(self) -> Where:
+        """What it takes to cut the layer by a keep mask over the columns, once the rest may go."""
+        return Where(self.column_N.int(), self.rows_N.int())
+
     def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
         """Which entries a keep mask over the columns keeps, in the order in which they were given."""
-        return self.per_entry(keep_BHT)
+        return self.where().select(keep_BHT)
 
 
 def columns_of(
@@ -142,7 +164,7 @@ def _tokens_at(
     # the other are one ascending row.
     sorted_BT = positions_BT.long().masked_fill(~valid_BT, -1)
     sorted_BT = sorted_BT.cummax(-1).values if seen else sorted_BT
-    far = 2**32
+    far = 2**32  # further than any two positions are apart
     first_B1 = torch.arange(B, device=valid_BT.device)[:, None]
     found_N = torch.searchsorted((sorted_BT + first_B1 * far).flatten(), position_N + sequence_N * far)
     return found_N - sequence_N * seen

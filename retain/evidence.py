@@ -180,7 +180,19 @@ def _near(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "*B s T"]:
     return place_T[..., None, :] > place_T[..., T - S + start : T - S + stop, None] - evidence.window
 
 
-def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, "B Q s T"]:
+def padded_columns(evidence: Evidence) -> int:
+    """How many entries there are up to the last one that is padding in some sequence (waits for the device).
+
+    Args:
+        evidence: the layer.
+    """
+    whole_T = evidence.valid_BT.all(0)
+    return evidence.num_seen - int(whole_T.flip(0).cumprod(0).sum())
+
+
+def attention_probs(
+    evidence: Evidence, start: int, stop: int, *, padded: int | None = None
+) -> Float[Tensor, "B Q s T"]:
     """Attention weights of queries `start..stop`, in float32 (float64 if the evidence is float64).
 
     `a_qs = softmax_i(cap(scaling * q_s . k_i))` over the valid entries `i <= T - S + s` (and inside the
@@ -190,6 +202,8 @@ def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, 
         evidence: the layer.
         start: first query, an index into the S held queries.
         stop: one past the last query.
+        padded: `padded_columns(evidence)`, for whoever asks many times; None: it is looked up where it
+            matters.
 
     Returns:
         weights `[B, Q, stop - start, T]`, of which each row of a real query that sees an entry sums to one
@@ -221,22 +235,42 @@ def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, 
     if evidence.window is not None:
         near_sT = _near(evidence, start, stop)
         logits.masked_fill_(~(near_sT if near_sT.dim() == 2 else near_sT[:, None]), float("-inf"))
-    padded = evidence.held_BHT is not None or not bool(evidence.valid_BT.all())
     if evidence.held_BHT is not None:
         hidden_BHT = ~(evidence.held_BHT & evidence.valid_BT[:, None])
         logits.unflatten(1, (H, -1)).masked_fill_(hidden_BHT[:, :, None, None], float("-inf"))
-    elif padded:
-        logits.masked_fill_(~evidence.valid_BT[:, None, None], float("-inf"))
+        padded = T
+    else:
+        padded = padded_columns(evidence) if padded is None else padded
+        hidden_BT = ~evidence.valid_BT[:, None, None, :padded]
+        logits[..., :padded].masked_fill_(hidden_BT, float("-inf"))
     if evidence.sinks_Q is None:
         probs = torch.softmax(logits, dim=-1)
     else:
         sink = evidence.sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, s, 1)
         probs = torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :T]
-    if not padded and evidence.queried_BS is None:
+    if first > padded and evidence.queried_BS is None:  # every query is real, and sees itself
         return probs
-    # A query that sees nothing (padding) has an all -inf row, whose softmax is NaN.
-    blank_BQs1 = logits.amax(-1, keepdim=True) == float("-inf")
+    # The row of a query that sees nothing is all -inf, and its softmax NaN.
+    blank_BHs = _sees_nothing(evidence, start, stop)
+    # Most often there is none. To look costs nothing on a CPU; elsewhere it would be to wait.
+    if device.type == "cpu" and not bool(blank_BHs.any()):
+        return probs
+    blank_BHGs1 = blank_BHs[:, :, None, :, None]
+    fill = probs.unflatten(1, (H, -1))
+    fill = fill.masked_fill(blank_BHGs1, 0.0) if probs.requires_grad else fill.masked_fill_(blank_BHGs1, 0.0)
+    return fill.flatten(1, 2)
+
+
+def _sees_nothing(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads s"]:
+    """Which of the queries `start..stop` are padding, or see no entry."""
+    before = evidence.num_seen - evidence.num_queries
+    if evidence.held_BHT is None:  # a real query sees itself
+        blank_BHs = ~evidence.valid_BT[:, None, before + start : before + stop]
+    elif evidence.window is None:
+        held_BHT = evidence.exists_BHT.cumsum(-1, dtype=torch.int32)
+        blank_BHs = held_BHT[..., before + start : before + stop] == 0
+    else:
+        blank_BHs = ~visible(evidence, start, stop).any(-1)
     if evidence.queried_BS is not None:
-        blank_BQs1 = blank_BQs1 | ~evidence.queried_BS[:, None, start:stop, None]
-    # To look is cheaper than a copy, and most often there is none.
-    return probs.masked_fill(blank_BQs1, 0.0) if bool(blank_BQs1.any()) else probs
+        blank_BHs = blank_BHs | ~evidence.queried_BS[:, None, start:stop]
+    return blank_BHs

@@ -220,7 +220,8 @@ def score_entries(
         )
     learned = learned if policy.learned else None
     if observed is None and learned is None:
-        return masked_score(torch.zeros_like(evidence.keys_BHTD[..., 0]), evidence.valid_BT, "rank")
+        zeros_BHT = torch.zeros_like(evidence.keys_BHTD[..., 0])
+        return masked_score(zeros_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
     how = policy.fusion or ("learned" if observed is None else "observed" if learned is None else "max")
     fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if observed is None:

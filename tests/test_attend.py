@@ -199,21 +199,33 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_temporaries_are_bounded(monkeypatch, dtype, few):
-    """4 heads that share 700 entries of width 32, 64 queries; a page of keys is 64 x 32 numbers."""
-    bound = 64 * 256
+@pytest.mark.parametrize(("width", "entries"), [(32, 700), (4 * PAGE, 700), (4 * PAGE, 50)])
+def test_temporaries_are_bounded(monkeypatch, width, entries, dtype, few):
+    """4 heads that share the entries, 64 queries: a page of keys is 64 x width numbers, and a page's queries
+    and outputs are 256 x width, of which no fewer are made at once."""
+    bound = 256 * max(2 * width, PAGE)
     monkeypatch.setattr(module, "FEW", few)
     monkeypatch.setattr(module, "MAX_LOGITS", bound)
-    keys, values = torch.randn(2, 1, 2, 700, 32).to(dtype)
-    queries = torch.randn(1, 8, 64, 32).to(dtype)
+    keys, values = torch.randn(2, 1, 2, entries, width).to(dtype)
+    queries = torch.randn(1, 8, 64, width).to(dtype)
     store = RaggedStore.from_dense(
-        keys, values, torch.arange(700)[None], torch.ones(1, 2, 700, dtype=torch.bool)
+        keys, values, torch.arange(entries)[None], torch.ones(1, 2, entries, dtype=torch.bool)
     )
     with Largest() as largest:
-        query(store, torch.full((2, 64), 700), queries, 0)
+        query(store, torch.full((2, 64), entries), queries, 0)
     assert 0 < largest.product <= bound
     # Row by row a row's keys are upcast once; queries are upcast as they are.
-    assert largest.upcast <= (max(bound, queries.numel()) if few else 700 * 32)
+    assert largest.upcast <= (max(bound, queries.numel()) if few else max(queries.numel(), entries * width))
+
+
+def test_where_pages_are_known_nothing_is_asked_of_the_device(monkeypatch):
+    """Row by row too: rooms are known on the host."""
+    monkeypatch.setattr(module, "FEW", 0)
+    queries, *inputs = make("many queries")
+    store, seen = filled(*inputs)
+    want = query(store, seen, queries, 0)
+    store.offsets_R1 = torch.full_like(store.offsets_R1, -(10**6))
+    assert torch.equal(query(store, seen, queries, 0), want)
 
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])

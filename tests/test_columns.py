@@ -1,5 +1,6 @@
 """Columns of ragged rows, against loops over tokens, heads and entries."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -117,6 +118,10 @@ def test_there_and_back(seed, B, H, seen):
     keep_BHT = torch.rand(held.shape) < 0.5
     keep_N = columns.select(keep_BHT)
     assert keep_N.sum() == (keep_BHT & held).sum()
+    where = columns.where()
+    assert where.rows_N.dtype == where.column_N.dtype == torch.int32
+    assert torch.equal(where.select(keep_BHT), keep_N)
+    assert torch.equal(where.select(keep_BHT & held), keep_N)  # it asks about nothing else
     assert torch.equal(columns.per_entry(columns.index_BHT), store.index_N)
     kept = set(columns.index_BHT[keep_BHT & held].tolist())
     assert kept == set(store.index_N[keep_N].tolist())
@@ -204,6 +209,27 @@ def test_index_tensors_of_32_bits_are_taken():
     small = Store(store.positions_C.int(), store.index_N.int(), store.rows_N.int(), 2)
     for name, field in vars(store.columns(positions_BT, valid_BT, 5)).items():
         assert torch.equal(getattr(small.columns(positions_BT.int(), valid_BT, 5), name), field), name
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("last", [2**31 - 1, 2**31 - 2])
+def test_positions_as_far_as_32_bits_reach_are_told_apart_in_every_sequence(last, dtype):
+    """Some sequences end there, others begin with padding and position 0."""
+    valid_BT = torch.ones(5, 6, dtype=torch.bool)
+    valid_BT[1, :3] = valid_BT[4, :1] = valid_BT[3, 2:4] = False
+    place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
+    first_B1 = torch.tensor([[last - 5], [0], [last - 5], [0], [last - 4]])
+    positions_BT = first_B1 + place_BT
+    held_BHT = valid_BT[:, None].expand(5, 2, 6).clone()
+    held_BHT[:, 0, 3] = False
+    store = make_store(positions_BT, held_BHT, 3, slack=0)
+    assert int(store.positions_C.max()) == last
+    near = Store(store.positions_C.to(dtype), store.index_N, store.rows_N, 2)
+    columns = near.columns(positions_BT.to(dtype), valid_BT, 6)
+    for b, h in itertools.product(range(5), range(2)):
+        tokens = columns.token_BT[b, columns.held_BHT[b, h]]
+        assert tokens.tolist() == held_BHT[b, h].nonzero().flatten().tolist()
+        assert columns.positions_BT[b, columns.held_BHT[b, h]].tolist() == positions_BT[b, tokens].tolist()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

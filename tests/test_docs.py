@@ -8,6 +8,7 @@ import torch
 
 from retain.gates import build_gates
 from retain.gates.store import save_gates
+from retain.hf import attach
 from retain.hf.cache import Cache
 from retain.hf.model import describe, fingerprint
 from retain.reference import load_model
@@ -53,7 +54,9 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.most: list[tuple[Cache, list[int]]] = []  # caches are held, so that none takes another's place
-        finish = Cache.finish
+        # What attached models call was noted at the first `attach` of this process, whoever made it.
+        attach._keep_outside()
+        finish = attach.OUTSIDE["finish"]
 
         def noted(cache: Cache) -> None:
             finish(cache)
@@ -61,7 +64,7 @@ class Watch:
                 self.most.append((cache, []))
             self.of(cache).append(int(cache.budgets().held_BLH.max()))
 
-        monkeypatch.setattr(Cache, "finish", noted)
+        monkeypatch.setitem(attach.OUTSIDE, "finish", noted)
 
     def of(self, cache: Cache) -> list[int]:
         return next(most for own, most in self.most if own is cache)

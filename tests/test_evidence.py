@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.attention_chunks import truncate
-from retain.evidence import Evidence, Running, attention_probs
+from retain.attention_chunks import attention_chunks, truncate
+from retain.evidence import Evidence, Running, attention_probs, padded_columns
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention
 from tests.naive import LAYERS, special_layer
@@ -88,6 +88,43 @@ def test_queries_that_learn_get_a_gradient_and_are_left_alone():
 
     assert torch.autograd.gradcheck(probs, queries)
     assert torch.equal(queries, evidence.queries_BQSD) and torch.equal(keys, evidence.keys_BHTD)
+
+
+def test_queries_that_are_padding_pass_a_gradient_to_the_others():
+    evidence = make(S=9, dtype=torch.float64)
+    queries = evidence.queries_BQSD.clone().requires_grad_()
+    probs = attention_probs(replace(evidence, queries_BQSD=queries), 0, 9)
+    assert_close(probs, naive(evidence, 0, 9))
+    (probs[0] ** 2).sum().backward()
+    assert queries.grad[0].abs().sum() > 0 and queries.grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("pad", "columns"), [(0, 0), (1, 1), (5, 5), (9, 9)])
+def test_how_far_padding_reaches(pad, columns):
+    evidence = make(S=9, pad=pad)
+    assert padded_columns(evidence) == columns
+    for start, stop in ((0, 9), (2, 4), (5, 6), (6, 9)):
+        told = attention_probs(evidence, start, stop, padded=columns)
+        assert torch.equal(told, attention_probs(evidence, start, stop))
+        assert_close(told, naive(evidence, start, stop))
+    gap = torch.ones(2, 9, dtype=torch.bool)
+    gap[0, 3] = False  # not on the left: its row is zeros all the same
+    probs = attention_probs(replace(evidence, valid_BT=gap), 0, 9)
+    assert padded_columns(replace(evidence, valid_BT=gap)) == 4
+    assert (probs[0, :, 3] == 0).all() and (probs[0, :, :, 3] == 0).all() and probs.isfinite().all()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_chunks_ask_once_where_padding_is(monkeypatch, held):
+    """The answer is waited for; and where it is known which head holds what, it does not matter."""
+    asked = []
+    for module in ("retain.evidence", "retain.attention_chunks"):
+        monkeypatch.setattr(f"{module}.padded_columns", lambda one: asked.append(one) or padded_columns(one))
+    evidence = make(S=9)
+    evidence = replace(evidence, held_BHT=evidence.exists_BHT) if held else evidence
+    for start, probs in attention_chunks(evidence, 2):
+        assert_close(probs, naive(evidence, start, start + probs.shape[2])[..., : probs.shape[3]])
+    assert len(asked) == (not held)
 
 
 def test_range_is_checked():

@@ -110,8 +110,8 @@ def test_no_more_than_a_chunk_of_attention_exists(monkeypatch):
     """Memory is chunk x T: no call makes more rows than the chunk, nor looks beyond its last query."""
     shapes = []
 
-    def recorded(evidence, start, stop):
-        probs = attention_probs(evidence, start, stop)
+    def recorded(evidence, start, stop, **how):
+        probs = attention_probs(evidence, start, stop, **how)
         shapes.append(tuple(probs.shape[2:]))
         return probs
 

@@ -257,8 +257,9 @@ class Cache(Engine):
         for layer, keep_BHT in zip(self.ragged, keep, strict=True):
             layer.check(keep_BHT)
         self.evidence = None  # it shares the dense tensors, which each layer lets go in turn
-        for layer, keep_BHT in zip(self.ragged, keep, strict=True):
-            layer.store = self._cut_dense(layer, keep_BHT, self.valid_BT, self.positions_BT)
+        with self.changing():
+            for layer, keep_BHT in zip(self.ragged, keep, strict=True):
+                layer.store = self._cut_dense(layer, keep_BHT, self.valid_BT, self.positions_BT)
         if self.history is not None:
             self._count(sum(self.history.lengths_B) * sum(spec.num_kv_heads for spec in self.specs))
 
@@ -272,7 +273,9 @@ class Cache(Engine):
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         other.history = None if self.history is None else self.history.fork()
-        other._moments, other._generates = list(self._moments), False
+        other._moments = list(self._moments)
+        # Whoever generates, it is not the copy.
+        other._generates, other._ends, other._ended_B = False, (), None
         return other
 
     def __deepcopy__(self, memo: dict) -> "Cache":
@@ -425,6 +428,7 @@ class Cache(Engine):
         """Keep these sequences, in this order; an index may repeat."""
         if self.history is None:
             return
+        self.check_whole()
         if (known_BT := self._announced_BT) is not None and self.batch_size % len(known_BT) == 0:
             known_BT = known_BT.repeat_interleave(self.batch_size // len(known_BT), dim=0)
             self._announced_BT = known_BT[indices.to(known_BT.device)]

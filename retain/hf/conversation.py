@@ -102,9 +102,9 @@ class Conversation(TransformersCache):
         """Refuse to go on with what an earlier error left half-changed.
 
         Raises:
-            ValueError: a change broke off midway.
+            ValueError: a change broke off midway, or a forward that was not the first.
         """
-        if self._broken:
+        if self._broken or self._call is not None and self.num_seen:
             raise ValueError(
                 "an earlier forward or change broke off and left this cache half-updated: make a new one, or "
                 "reset() it."
@@ -113,7 +113,6 @@ class Conversation(TransformersCache):
     @contextmanager
     def changing(self) -> Iterator[None]:
         """While layers are changed one after another: what breaks off in here leaves the cache refused."""
-        self.check_whole()
         self._broken = True
         yield
         self._broken = False

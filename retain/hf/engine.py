@@ -23,7 +23,7 @@ from retain.columns import last_tokens
 from retain.evidence import Evidence
 from retain.hf.call import Call, Step, read_call
 from retain.hf.conversation import Conversation
-from retain.hf.foreign import trim_
+from retain.hf.foreign import thaw_, trim_
 from retain.hf.given import Arriving, pins_of, seeds_of
 from retain.hf.history import History
 from retain.hf.later import beside_of, evidence_of, expire_, intact_tokens, note_
@@ -79,6 +79,8 @@ class Engine(Conversation):
             announced = self._width, self._announced_BT
             self.reset()
             self._width, self._announced_BT = announced
+        for layer in self._foreign:
+            thaw_(layer)
         past = self.history
         attention_mask = self._without_fill(input_ids, attention_mask)
         call = read_call(
@@ -173,15 +175,18 @@ class Engine(Conversation):
                 return
             whole_BT = self._known(call.mask_BT)
             self.rule.begin(self._batch_given(whole_BT), Arriving(whole_BT, None, self._element_size))
-        elif not self._evicts_prompt and not self.rule.reads_tokens and not self._windows:
+        elif not self._evicts_prompt and not self.rule.reads_tokens:
             # The first moment is far; what the budget must hold by then can be seen from here.
             known_BT = self._known(call.mask_BT)
+            if any(known_BT.shape[1] + self.regime.every >= own for own in self._windows):
+                return
             later_BT = torch.cat([known_BT, known_BT.new_ones(len(known_BT), self.regime.every)], dim=1)
             self.rule.begin(self._batch_given(later_BT), Arriving(later_BT, None, self._element_size))
 
     def _check_turn(self, call: Call) -> None:
         """Find a budget that cannot hold what is protected before a later turn is read."""
-        if self._windows or any(layer.store is None for layer in self.ragged):
+        reached = any(call.mask_BT.shape[1] >= own for own in self._windows)
+        if reached or any(layer.store is None for layer in self.ragged):
             return
         past, history = self.history, self._after(call)
         assert past is not None
@@ -445,7 +450,8 @@ class Engine(Conversation):
             if moment is not None and not moment.idle:
                 self._cut_again(moment, history, first, release)
         finally:
-            self._count(held_before)
+            if not self._broken:
+                self._count(held_before)
 
     def _cut_again(self, moment: Moment, history: History, first: int, release: bool) -> None:
         """Show every layer to a moment, and then cut them all."""
@@ -460,12 +466,12 @@ class Engine(Conversation):
                 each=self.rule.wants.queries,
             )
             moment.look(evidence, columns.token_BT)
-            where.append(columns)
-            del evidence  # one layer's copy at a time
+            where.append(columns.where())
+            del evidence, columns  # one layer's copy at a time
         keeps = moment.keeps()
         with self.changing():
-            for store, columns, keep_BHT in zip(self._stores(), where, keeps, strict=True):
-                keep_N = columns.select(keep_BHT.to(store.keys_CD.device) & columns.held_BHT)
+            for store, entries, keep_BHT in zip(self._stores(), where, keeps, strict=True):
+                keep_N = entries.select(keep_BHT.to(store.keys_CD.device))
                 spare = store.num_rows * (self.slack + self.regime.every + PAGE)
                 if release or store.capacity > int(keep_N.sum()) + spare:
                     store.filter_(keep_N)

@@ -121,7 +121,7 @@ class Kind:
 def kinds_of(config: Any, num_layers: int) -> list[Kind]:
     """The kind of every layer, read from the config as transformers reads it.
 
-    A window that is no shorter than the longest sequence never bites: that layer's attention is full.
+    A window is one however long it is: no length that a config states keeps a sequence from outgrowing it.
     """
     names = getattr(config, "layer_types", None)
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -132,11 +132,9 @@ def kinds_of(config: Any, num_layers: int) -> list[Kind]:
         elif chunk is not None:
             one = "chunked_attention"
         names = [one] * num_layers
-    longest = getattr(config, "max_position_embeddings", None)
     kinds = []
     for name in names[:num_layers]:
         own = {SLIDING: window, "chunked_attention": chunk}.get(name)
-        if name in (SLIDING, "chunked_attention") and (own is None or (longest and own >= longest)):
-            name, own = FULL, None
-        kinds.append(Kind(name, own))
+        unbounded = name in (SLIDING, "chunked_attention") and own is None
+        kinds.append(Kind(FULL if unbounded else name, own))
     return kinds

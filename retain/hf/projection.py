@@ -6,6 +6,7 @@ taken here: a quantised module is asked, not decoded. What it returns for the id
 through, whatever its format.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rows of the identity that a quantised module is asked for at once.
 PIECE = 1024
+# What modules raise that do not take another precision.
+REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
 
 # Dense matrices of quantised modules: module -> (what it was made of, matrix). They live as long as the
 # module, so that many conversations on one model share them, and nothing is written onto the model.
@@ -48,7 +51,8 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs
 
     `W[i] = module(e_i) - module(0)`, for a quantised module: made when first asked for, in pieces, and kept
     while the module lives and its tensors stay what they were. Costs a full-size matrix per layer, in
-    `dtype`.
+    `dtype`. What is asked is the module without its bias, beside which small weights would be rounded away;
+    one that adds a bias all the same is asked in float32, if it takes that.
 
     Args:
         module: a linear module.
@@ -73,17 +77,43 @@ def _version(tensor: Tensor) -> int:
 def _asked(module: nn.Module, dtype: torch.dtype) -> Tensor:
     width = input_width(module)
     assert width is not None, "describe() checked it"
-    device = stored(module)[0].device
-    pieces = []
+    bare = _without_bias(module)
     # Not under a caller's inference mode: what is kept here outlives it.
     with torch.inference_mode(False), torch.no_grad():
-        bias = module(torch.zeros(1, width, dtype=dtype, device=device))
-        for start in range(0, width, PIECE):
-            rows = torch.arange(start, min(start + PIECE, width), device=device)
-            identity = torch.zeros(len(rows), width, dtype=dtype, device=device)
-            identity[rows - start, rows] = 1.0
-            pieces.append((module(identity) - bias).to(dtype))
-        return torch.cat(pieces)
+        zeros = torch.zeros(1, width, dtype=dtype, device=stored(module)[0].device)
+        bias = bare(zeros)
+        if dtype in (torch.bfloat16, torch.float16) and bool(bias.any()):
+            try:
+                return _rows_of(bare, zeros.float(), bare(zeros.float()), dtype)
+            except torch.OutOfMemoryError:
+                raise
+            except REFUSALS:
+                pass
+        return _rows_of(bare, zeros, bias, dtype)
+
+
+def _rows_of(module: nn.Module, zeros: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the module makes of each row of the identity, in the precision of `zeros`, of which it makes
+    `bias`."""
+    width, pieces = zeros.shape[1], []
+    for start in range(0, width, PIECE):
+        rows = torch.arange(start, min(start + PIECE, width), device=zeros.device)
+        identity = zeros.new_zeros(len(rows), width)
+        identity[rows - start, rows] = 1.0
+        pieces.append((module(identity) - bias).to(dtype))
+    return torch.cat(pieces)
+
+
+def _without_bias(module: nn.Module) -> nn.Module:
+    """The same module, on the same tensors, without the bias that it adds, where that can be taken away."""
+    if type(getattr(module, "bias", None)) not in (nn.Parameter, Tensor):
+        return module
+    bare = copy.copy(module)
+    for name in ("_parameters", "_buffers"):
+        tensors = getattr(module, name)
+        if "bias" in tensors:
+            bare.__dict__[name] = {**tensors, "bias": None}
+    return bare
 
 
 def sample_of(module: nn.Module) -> list[bytes]:

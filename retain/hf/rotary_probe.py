@@ -39,7 +39,7 @@ def rotary_of(embedding: Any, config: Any, specs: Sequence[LayerSpec]) -> Rotary
     if kind is not None and {one.name for one in kinds_of(config, config.num_hidden_layers)} != set(
         config.layer_types
     ):
-        return None  # a window that never bites made layers of two kinds evict
+        return None  # a sliding layer without a window made layers of two kinds evict
     scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
     rotary = Rotary(frequencies.detach().float().clone(), scaling)
 

@@ -82,9 +82,13 @@ def cake(
     mean_BQT, var_BQT = probs.mean(2), probs.var(2)
     values_BHGT = group_heads(mean_BQT + gamma * var_BQT, evidence.num_heads)
     if order == "pool_first":
-        values_BHT = pool_entries(values_BHGT, pool, pool_size, window=window).mean(2)
+        values_BHT = pool_entries(
+            values_BHGT, pool, pool_size, window=window, place_BT=evidence.place_BT
+        ).mean(2)
     else:
-        values_BHT = pool_entries(values_BHGT.mean(2), pool, pool_size, window=window)
+        values_BHT = pool_entries(
+            values_BHGT.mean(2), pool, pool_size, window=window, place_BT=evidence.place_BT
+        )
 
     # What a head does not hold is attended by none of its queries, and adds 0 to every sum below.
     split = probs.shape[-1] - window

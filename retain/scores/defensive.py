@@ -79,7 +79,7 @@ def defensive(
     before_BHT[..., probs.shape[-1] - window :] = False
 
     first_BHT = group_heads(probs.mean(2), H).mean(2)
-    pooled = pool_entries(probs, pool, pool_size, window=window)
+    pooled = pool_entries(probs, pool, pool_size, window=window, place_BT=evidence.place_BT)
     if pool is not None:
         # What nobody holds gets nothing of its neighbours.
         pooled = pooled.unflatten(1, (H, -1)).masked_fill(~exists_BHT[:, :, None, None], 0.0).flatten(1, 2)

@@ -35,7 +35,7 @@ def observed_risk(
         ValueError: if a sequence is shorter than the window.
     """
     probs = window_attention(evidence, window)
-    worst_BQT = pool_entries(probs, pool, pool_size, window=window).amax(2)
+    worst_BQT = pool_entries(probs, pool, pool_size, window=window, place_BT=evidence.place_BT).amax(2)
     risk_BQT = worst_BQT * value_norms(evidence)
     risk_BHT = group_heads(risk_BQT, evidence.num_heads).amax(2)
     return masked_score(risk_BHT, evidence.valid_BT, "risk", window=window, held_BHT=evidence.held_BHT)

@@ -79,8 +79,8 @@ def pooled_mass(
     mass_BQT = probs.mean(2) if aggregate == "mean" else probs.amax(2)
     mass_BHGT = group_heads(mass_BQT, evidence.num_heads)
     if order == "pool_first":
-        return pool_entries(mass_BHGT, pool, pool_size, window=window).mean(2)
-    return pool_entries(mass_BHGT.mean(2), pool, pool_size, window=window)
+        return pool_entries(mass_BHGT, pool, pool_size, window=window, place_BT=evidence.place_BT).mean(2)
+    return pool_entries(mass_BHGT.mean(2), pool, pool_size, window=window, place_BT=evidence.place_BT)
 
 
 def check_order(order: str, *, name: str) -> None:

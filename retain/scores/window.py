@@ -4,11 +4,14 @@ In: the evidence of one layer. Out: attention `[B, Q, W, T]` of the last `W` que
 decisions are taken here. Rows are softmaxed over all entries and keep the window's own columns (published
 code drops them and pads them with huge scores instead; here protection keeps the window, as a mask). And
 pooling treats the entries before the window and those inside it apart, so that the window's large
-self-attention leaks into nobody, as if its columns had been dropped.
+self-attention leaks into nobody, as if its columns had been dropped. Neighbours are so by place: where
+entries have gone, those on both sides of the gap come no nearer to each other.
 """
 
+from collections.abc import Iterator
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
@@ -52,20 +55,29 @@ def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"
 
 
 def pool_entries(
-    values_T: Float[Tensor, "*rows T"], kind: str | None, size: int, *, window: int
+    values_T: Float[Tensor, "*rows T"],
+    kind: str | None,
+    size: int,
+    *,
+    window: int,
+    place_BT: Int[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "*rows T"]:
-    """Smooth along the entries: the average or the maximum over `size` neighbours, window and prefix apart. A
-    neighbour that the head does not hold counts as zero, which is what it was paid.
+    """Smooth along the entries: the average or the maximum over `size` places, window and prefix apart.
 
-    With `r = size // 2` and the segment (prefix or window) of entry i, `avg: sum_{|k-i| <= r} x[k] / size`
-    (neighbours outside the segment count as zero, as in the released code: edges are damped),
-    `max: max_{|k-i| <= r} x[k]`.
+    With `r = size // 2`, `p` the places and the segment (prefix or window) of entry i:
+    `avg: sum_{|p_k - p_i| <= r} x[k] / size` (places that are outside the segment, or of which the head holds
+    nothing, count as zero: edges are damped, as in the released code),
+    `max: max_{|p_k - p_i| <= r} x[k]`.
+
+    So what other heads hold changes nothing, nor does an entry that went as if it had never been paid.
 
     Args:
         values_T: non-negative, zero on padding and where the head holds no entry.
         kind: `avg`, `max`, or None to leave the values alone.
-        size: neighbours, odd.
+        size: places, odd.
         window: the last `window` entries are pooled on their own.
+        place_BT: place of each entry in its sequence (the first axis of the values), ascending; None: no
+            place is missing.
     """
     if kind is None:
         return values_T
@@ -80,17 +92,37 @@ def pool_entries(
         num_entries = part.shape[-1]
         if not num_entries:
             continue
-        if kind == "max":
+        if place_BT is not None:
+            _pool_places_(pooled, part, kind, size // 2, place_BT[:, segment])
+        elif kind == "max":
             rows = part.reshape(-1, 1, num_entries)
             pooled.copy_(max_pool1d(rows, size, stride=1, padding=size // 2).view(part.shape))
-            continue
-        # avg_pool1d makes these sums in the same order, several times slower.
-        for shift in range(-(size // 2), size // 2 + 1):
-            first, last = max(0, -shift), min(num_entries, num_entries - shift)
-            if first < last:
-                pooled[..., first:last] += part[..., first + shift : last + shift]
-        pooled /= size
-    return pooled_T
+        else:
+            # avg_pool1d makes these sums in the same order, several times slower.
+            for own, other in _shifted(num_entries, size // 2):
+                pooled[..., own] += part[..., other]
+    return pooled_T.div_(size) if kind == "avg" else pooled_T
+
+
+def _pool_places_(pooled_T: Tensor, part_T: Tensor, kind: str, reach: int, place_BT: Tensor) -> None:
+    """Sum up, or take the largest, of what lies at most `reach` places away."""
+    between = [1] * (part_T.dim() - 2)
+    # Places ascend, so that nothing near is more columns away than places.
+    for own, other in _shifted(part_T.shape[-1], reach):
+        near_Bt = (place_BT[:, other] - place_BT[:, own]).abs() <= reach
+        near = near_Bt.to(part_T.dtype).unflatten(0, (-1, *between))
+        if kind == "avg":
+            pooled_T[..., own].addcmul_(part_T[..., other], near)
+        else:
+            torch.maximum(pooled_T[..., own], part_T[..., other] * near, out=pooled_T[..., own])
+
+
+def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:
+    """Entries that have a neighbour so many columns on, and those neighbours, for -reach, ..., reach."""
+    for shift in range(-reach, reach + 1):
+        first, last = max(0, -shift), min(num_entries, num_entries - shift)
+        if first < last:
+            yield slice(first, last), slice(first + shift, last + shift)
 
 
 def group_heads(values_BQT: Float[Tensor, "B Q *rest"], num_heads: int) -> Float[Tensor, "B H G *rest"]:

@@ -7,9 +7,7 @@ its own, without its padding, by the stages that a single eviction runs through
 `retain.hf.{cache,engine,later,request}` or of `retain.columns` runs.
 
 Two things of a later moment are counted here by formulas of their own: when one is due, and running
-statistics. One thing cannot be shown at full width: neighbours of a pool are columns, and a token that no
-head holds is no column (`retain.columns`). So scores that pool are shown the tokens that some head of the
-layer holds, and those whose queries they observe, picked by a loop.
+statistics.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,9 +130,6 @@ class Naive:
         self.regime, self.every, self.seeds = regime, every, seeds
         self.gates, self.pinned, self.markers = gates, pinned, markers
         self.specs, self.rotary = describe(model), rotary_of(model)
-        settings = policy.observed_settings
-        self.window = int(settings.get("window", 1))
-        self.pools = settings.get("pool", "avg" if "pool_size" in settings else None) is not None
         self.held: list[Tensor] = []
         self.mass: list[Tensor] = []
         self.last: list[Tensor] = []
@@ -294,31 +289,4 @@ class Naive:
         if self.policy.learned:
             learned = self.gates.score(replace(layer, held_BHT=None))
             learned = masked_score(learned.values_BHT, layer.valid_BT, "risk", held_BHT=layer.held_BHT)
-        if not self.pools:
-            return score_entries(self.policy, layer, learned=learned, seeds_B=seeds)
-        T = layer.num_seen
-        shown = [t for t in range(T) if t >= T - self.window or bool(layer.exists_BHT[0, :, t].any())]
-        part = replace(
-            layer,
-            queries_BQSD=layer.queries_BQSD[:, :, T - self.window :],
-            keys_BHTD=layer.keys_BHTD[:, :, shown],
-            values_BHTD=layer.values_BHTD[:, :, shown],
-            positions_BT=layer.positions_BT[:, shown],
-            valid_BT=layer.valid_BT[:, shown],
-            hidden_BTE=None,
-            token_ids_BT=None,
-            running=None,
-            held_BHT=layer.exists_BHT[:, :, shown],
-            place_BT=layer.places_BT[:, shown],
-        )
-        own = None if learned is None else replace(learned, values_BHT=learned.values_BHT[:, :, shown])
-        score = score_entries(self.policy, part, learned=own, seeds_B=seeds)
-
-        def widened(values_BHK: Tensor | None) -> Tensor | None:
-            if values_BHK is None:
-                return None
-            full = torch.full((1, layer.num_heads, T), float("-inf"))
-            full[:, :, shown] = values_BHK
-            return full
-
-        return replace(score, values_BHT=widened(score.values_BHT), first_BHT=widened(score.first_BHT))
+        return score_entries(self.policy, layer, learned=learned, seeds_B=seeds)

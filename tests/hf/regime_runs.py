@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from retain.gates import GateSet, build_gates
 from retain.hf.cache import Cache
-from retain.hf.model import describe
+from retain.hf.model import describe, layout_of
 from tests.close import assert_close
 from tests.hf.masked import masked_logits, positions_of
 from tests.tiny import VOCAB, tiny_batch, tiny_model
@@ -66,6 +66,12 @@ def life(
     ones = mask.new_ones(len(mask), 1)
     whole = torch.cat([mask, *[ones] * steps[0], *[new_mask] * (turn > 0), *[ones] * steps[1]], dim=1)
     return Life([*prompt, *before, *[new] * (turn > 0), *after], whole, len(prompt))
+
+
+def life_of(model: PreTrainedModel, batch: int = 3, **how) -> Life:
+    """A life that the model can have: where layers are left to transformers, which take padding behind a
+    sequence's own tokens for tokens, only the prompt is padded."""
+    return life(batch, **({"turn_pads": (0,) * batch} if layout_of(model).alone else {}), **how)
 
 
 @torch.no_grad()

@@ -205,3 +205,36 @@ def test_moments_that_are_undone_are_not_counted_from():
         for one in (cache, fresh):
             fed(model, one, at_42, steps(12, 7))
         assert cache.evictions == fresh.evictions == 1 and same_entries(cache, fresh)
+
+
+def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():
+    model = tiny_model("llama")
+    ids, mask = tiny_batch(PADS)
+    with retain.attach(model):
+        caches = [
+            Cache(model, policy=None),
+            Cache(model, policy=policy),
+            Cache(model, policy=policy, regime="prefill+decode", every=4),
+        ]
+        for cache in caches:
+            forward(model, cache, ids, mask)
+            whole = fed(model, cache, mask, steps(6, 5))[1]
+        assert [(cache.evicted_at, cache.evictions) for cache in caches] == [(0, 0), (40, 1), (44, 2)]
+        for chosen, at, count in (([0, 1], 40, 1), ([0, 1, 2], 44, 2), ([2, 0], 44, 2), ([0, 0], 0, 0)):
+            both = Cache.concat([caches[number] for number in chosen])
+            assert (both.evicted_at, both.evictions, both.report().evictions) == (at, count, count)
+            before = both.fork()
+            if at:
+                with pytest.raises(ValueError, match=rf"evicted when it had seen {at}, and those are gone"):
+                    both.crop(at - 1)
+                assert_same_state(both, before)
+            # As far as that, it does, and what comes then is what would have come.
+            both.crop(at or 39)
+            parts = [caches[number].fork() for number in chosen]
+            for part in parts:
+                part.crop(at or 39)
+            token = steps(1, 7)[0]
+            many = torch.cat([whole[:, : at or 39]] * len(chosen))
+            got, _ = fed(model, both, many, [torch.cat([token] * len(chosen))])
+            want = [fed(model, part, whole[:, : at or 39], [token])[0] for part in parts]
+            assert_close(got, torch.cat(want), dtype=torch.float32, ops=MODEL)

@@ -424,3 +424,50 @@ def test_adapters(order):
     with wrapped.disable_adapter():
         plain = generated(wrapped, DynamicCache(config=model.config), ids, mask, **how)
     assert not torch.equal(plain.sequences, got.sequences)
+
+
+class Forks(BaseStreamer):
+    """Takes a copy of a cache while it is being generated on."""
+
+    def __init__(self, cache):
+        self.cache, self.forks = cache, []
+
+    def put(self, value):
+        self.forks.append(self.cache.fork())
+
+    def end(self):
+        pass
+
+
+def test_a_fork_that_is_made_inside_generate_is_not_being_generated_on():
+    model = tiny_model("llama")
+    ids, mask = tiny_batch((0, 3))
+    with retain.attach(model):
+        cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
+        streamer = Forks(cache)
+        want = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=95,
+            pad_token_id=PAD,
+            streamer=streamer,
+        )
+        assert not bool((want[:, 40:] == 95).any())
+        assert [fork.num_seen for fork in streamer.forks] == [0, *range(40, 48)]
+        fork = streamer.forks[3]
+        how = {"attention_mask": whole_mask(mask, 3), "max_new_tokens": 5, "do_sample": False}
+        with pytest.raises(ValueError, match="not called through the model that was attached"):
+            GenerationMixin.generate(model, want[:, :43], past_key_values=fork, **how)
+        assert fork.num_seen == 42
+        # What ends a sequence there is a token like any other here.
+        other = fork.fork()
+        with torch.no_grad():
+            for number in (1, 2, 3):
+                where = mask.sum(1, keepdim=True) + 1 + number
+                given = {"attention_mask": whole_mask(mask, 2 + number), "position_ids": where}
+                model(input_ids=torch.tensor([[95], [7]]), past_key_values=other, **given)
+        assert other.num_seen == 45 and bool(other.valid_BT[:, 40:].all())
+        assert torch.equal(model.generate(want[:, :43], past_key_values=fork, **how), want)

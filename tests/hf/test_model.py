@@ -25,6 +25,7 @@ from transformers import (
 
 from retain.evidence import attention_probs
 from retain.hf.attach import attached, handle_of
+from retain.hf.cache import Cache
 from retain.hf.families import FAMILIES as FAMILY_TABLE
 from retain.hf.model import base_model, describe, fingerprint, layout_of, observe, rotary_of
 from tests.close import MODEL, assert_close
@@ -141,10 +142,33 @@ def test_where_every_layer_has_a_window_they_evict_inside_it():
     assert [spec.window for spec in describe(mistral)] == [8] and not layout_of(mistral).alone
     whole = MistralForCausalLM(MistralConfig(**size, num_hidden_layers=1, vocab_size=32, sliding_window=None))
     assert [spec.window for spec in describe(whole)] == [None] and base_model(whole) is whole.model
-    # A window that no sequence outgrows never bites.
-    wide = tiny_model("phi3", sliding_window=4096)
-    assert [spec.window for spec in describe(wide)] == [None, None] and not layout_of(wide).alone
-    assert [spec.window for spec in describe(tiny_model("phi3", sliding_window=4095))] == [4095, 4095]
+    # However long it is, and whatever length the config states.
+    wide = tiny_model("phi3", sliding_window=8192)
+    assert [spec.window for spec in describe(wide)] == [8192, 8192] and not layout_of(wide).alone
+    mixed = layout_of(tiny_model("gemma3", sliding_window=8192))
+    assert [spec.window for spec in mixed.evicting] == [None] * len(mixed.evicting)
+    assert {left.window for left in mixed.alone.values()} == {8192}
+    assert rotary_of(tiny_model("gemma3", sliding_window=8192)) is not None
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3"])
+def test_a_window_beyond_the_stated_length_hides_what_transformers_hides(family):
+    model = tiny_model(family, sliding_window=48, max_position_embeddings=40)
+    ids, mask = tiny_batch((0, 3), 72)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    want = model(ids, attention_mask=mask, position_ids=positions).logits
+    with attached(model):
+        cache = Cache(model, policy="snapkv", keep_ratio=1.0)
+        got, seen = [], 0
+        for stop in (30, 66, *range(67, 73)):
+            part, own = slice(seen, stop), mask[:, :stop]
+            out = model(
+                ids[:, part], attention_mask=own, position_ids=positions[:, part], past_key_values=cache
+            )
+            got.append(out.logits)
+            seen = stop
+    real = mask.bool()
+    assert_close(torch.cat(got, dim=1)[real], want[real], ops=MODEL)
 
 
 def test_beside_full_layers_others_are_left_alone():

@@ -19,6 +19,7 @@ from tests.hf.regime_runs import (
     exact_model,
     gates_of,
     life,
+    life_of,
     lived,
 )
 
@@ -131,7 +132,8 @@ FAMILY = {
 @pytest.mark.parametrize("family", FAMILY)
 def test_windows_sinks_and_layers_left_alone(family, heads_file):
     model = exact_model(family)
-    agree(model, small(FAMILY[family], heads_file), life(3), regime="chunked+decode", tokens_per_head=11)
+    own = life_of(model, 3)
+    agree(model, small(FAMILY[family], heads_file), own, regime="chunked+decode", tokens_per_head=11)
 
 
 def test_a_window_of_attention_and_a_window_of_scores(heads_file):

@@ -1,6 +1,7 @@
 """What is refused of a regime, before any work; and lives that are cropped, forked or partly forgotten."""
 
 import copy
+import functools
 import re
 from dataclasses import replace
 
@@ -10,7 +11,10 @@ import torch
 import retain
 from retain.hf.cache import Cache
 from retain.hf.press import press_score
+from retain.hf.recent import MARKS
 from retain.protection import Protection
+from retain.turns import turn_markers
+from tests.chat import chat_tokenizer
 from tests.evictions import small
 from tests.hf.masked import positions_of
 from tests.hf.naive_regimes import Naive
@@ -24,7 +28,9 @@ from tests.hf.regime_runs import (
     life,
     lived,
 )
-from tests.tiny import PAD, tiny_batch
+from tests.hf.test_saving import assert_same_state
+from tests.hf.test_turns_again import turns_of
+from tests.tiny import PAD, tiny_batch, tiny_model
 
 FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 
@@ -199,3 +205,195 @@ def test_queries_that_are_held_for_a_later_moment_are_few(name, exact, heads_fil
     lived(exact, cache, own, lambda number: queries.append(cache.ragged[0].recent.num_queries))
     assert max(queries) <= 8 + 4
     assert all(layer.recent.hidden == [] for layer in cache.ragged)
+
+
+@pytest.mark.parametrize("budget", [{"tokens_per_head": 9}, {"keep_ratio": 0.12}, {"bytes": 9 * 6 * 256}])
+def test_too_small_a_budget_for_decoding_is_found_before_the_prompt_is_read(budget, exact, forwards):
+    ids, mask = tiny_batch((0, 11))
+    wide = replace(FEW, recent=9)
+    for chunk_size in (None, 7):
+        cache = Cache(exact, "knorm", **budget, regime="decode", every=8, protection=wide)
+        with pytest.raises(ValueError, match="10 protected"):
+            cache.prefill(ids, mask, chunk_size=chunk_size)
+        assert not forwards and cache.num_seen == 0
+    # A prompt and its first tokens that the budget holds need no protection.
+    Cache(exact, "knorm", tokens_per_head=9, regime="decode", every=4, protection=wide).prefill(ids[:, :4])
+    assert forwards
+
+
+def test_a_turn_whose_protection_no_budget_can_hold_is_refused_before_it_is_read(monkeypatch):
+    markers = functools.cache(turn_markers)  # looked for once, not for every cache
+    monkeypatch.setattr("retain.hf.rule.turn_markers", markers)
+    tokenizer = chat_tokenizer("chatml", "words")
+    turns = turns_of(tokenizer, 4)
+    model, calls = tiny_model("qwen3", vocab_size=len(tokenizer)), []
+    protection = Protection(0, 0.0, 0.0, 0, 2, turns=True)
+    settings = {"observed_settings": {"window": 4, "pool_size": 3}, "regime": "chunked+decode", "every": 2}
+    settings |= {"tokenizer": tokenizer, "protection": protection}
+
+    @torch.no_grad()
+    def read(cache, ids):
+        model(input_ids=ids, past_key_values=cache)
+
+    def refused(budget):
+        """The turn that a budget does not hold, and the cache that was asked."""
+        cache = Cache(model, "snapkv", tokens_per_head=budget, **settings)
+        for number, ids in enumerate(turns):
+            before, calls[:] = cache.fork(), []
+            try:
+                read(cache, ids)
+            except ValueError as error:
+                assert re.search(rf"budget of {budget} .*protected", str(error))
+                assert not calls and cache.num_seen == sum(turn.shape[1] for turn in turns[:number])
+                if number:
+                    assert_same_state(cache, before)
+                return number, cache
+        return len(turns), cache
+
+    with retain.attach(model):
+        model.model.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
+        # Ten protected tokens a turn, the last two included: exactly what does not fit is refused.
+        found = [refused(budget) for budget in (9, 10, 19, 20, 29, 30, 39, 40)]
+        numbers = [number for number, _ in found]
+        assert numbers == [0, 1, 1, 2, 2, 3, 3, 4]
+        assert found[-1][1].evictions == 4 - 1  # the first turn is held whole
+        number, cache = refused(25)
+        assert number == 2
+        # The same turn on a cache that can hold it, and on this one whatever else there is.
+        more = Cache(model, "snapkv", tokens_per_head=40, **settings)
+        for ids in turns[:3]:
+            read(more, ids)
+        seen, evictions = cache.num_seen, cache.evictions
+        read(cache, turns[2][:, 4:8])
+        for token in turns[2][:, 4:8].split(1, dim=1):
+            read(cache, token)
+        assert cache.num_seen == seen + 8 and cache.evictions > evictions
+
+
+@pytest.mark.parametrize("name", ["keydiff", "recency"])
+def test_policies_that_look_at_no_queries_hold_none(name, exact):
+    own, counts = life(3, chunk=9, steps=(50, 3)), []
+    cache = Cache(exact, name, tokens_per_head=12, protection=FEW, regime="chunked+decode", every=7)
+
+    def look(number):
+        counts.extend(layer.recent.num_queries + layer.recent.num_bytes for layer in cache.ragged)
+
+    lived(exact, cache, own, look)
+    look(-1)
+    assert len(counts) == 3 * (len(own.chunks) + 1) and set(counts) == {0} and cache.evictions > 10
+
+
+def dormant(wakes: int) -> Life:
+    """The second sequence has nothing in six turns and the steps behind each, and then some tokens."""
+    ids, mask = tiny_batch((0, 3))
+    draw = torch.Generator().manual_seed(4)
+    chunks, rows = [ids], [mask]
+    for turn in range(7):
+        for size in (9, *[1] * 5):
+            chunks.append(torch.randint(2, 90, (2, size), generator=draw))
+            awake = torch.arange(size) >= (size - wakes if turn == 6 and size > 1 else size)
+            rows.append(torch.stack([torch.ones(size, dtype=torch.long), awake.long()]))
+    return Life(chunks, torch.cat(rows, dim=1), 1)
+
+
+@pytest.mark.parametrize("wakes", [2, 6])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "layer_defensivekv"])
+def test_queries_stay_few_while_a_sequence_has_nothing_to_say(name, wakes, exact, heads_file, monkeypatch):
+    monkeypatch.setattr("retain.hf.engine.MOST_UNNOTED", 8)
+    policy, own, queries, held_bytes = small(name, heads_file), dormant(wakes), [], []
+    settings = {"tokens_per_head": 12, "regime": "chunked", "seeds": None}
+    cache = Cache(exact, policy, **settings)
+
+    def look(number):
+        queries.append(max(layer.recent.num_queries for layer in cache.ragged))
+        held_bytes.append(max(layer.recent.num_bytes for layer in cache.ragged))
+
+    got, held = lived(exact, cache, own, look)
+    look(-1)
+    window, column = cache.rule.wants.queries, 2 * 6 * 16 * 8  # of float64 queries, 6 heads of 16
+    after_reads = [queries[number + 1] for number, ids in enumerate(own.chunks) if ids.shape[1] > 1]
+    assert max(after_reads) <= window + 8 and max(queries) <= window + 8 + 8
+    assert max(held_bytes) <= (1 + MARKS) * column * (window + 8 + 8)
+    # The other sequence is decided on as it would be alone.
+    sizes = [ids.shape[1] for ids in own.chunks]
+    real = [part.bool() for part in own.mask.split(sizes, dim=1)]
+    for b in range(2):
+        alone = own.alone(b)
+        want, want_held = lived(exact, Cache(exact, policy, **settings), alone)
+        tokens = own.mask[b].bool()
+        forwards = [number for number, part in enumerate(real) if part[b].any()]
+        mine = [[layer[b : b + 1, :, tokens[: layer.shape[-1]]] for layer in held[n]] for n in forwards]
+        if b == 1 and wakes < window:  # too few queries to be asked: spared until there are enough
+            assert all(int(layer[0].sum(-1).max()) == 12 + wakes for layer in mine.pop())
+            want_held.pop()
+        assert_same_held(mine, want_held)
+        assert_same_logits([got[n][b : b + 1, real[n][b]] for n in forwards], want, alone.mask)
+    asleep = [[layer[1, :, :40] for layer in layers] for layers in held[:-6]]
+    assert all(torch.equal(a, b) for one in asleep for a, b in zip(one, asleep[0], strict=True))
+    assert cache.evictions == 8
+
+
+@pytest.mark.parametrize("tokens_per_head", [12, 400])
+def test_marks_are_few_and_none_is_made_inside_a_first_prompt(tokens_per_head, exact, heads_file):
+    own = life(3, chunk=7, steps=(2, 2))
+    turns = [life(3, seed=seed, steps=(1, 1)) for seed in range(2, 8)]
+    mask = torch.cat([own.mask, *[one.mask[:, 41:49] for one in turns]], dim=1)
+    chunks = [*own.chunks, *[part for one in turns for part in (one.chunks[4], one.chunks[5][:, :1])]]
+    assert mask.shape[1] == sum(ids.shape[1] for ids in chunks)
+    cache, marks = (
+        Cache(exact, small("snapkv", heads_file), tokens_per_head=tokens_per_head, regime="chunked"),
+        [],
+    )
+    lived(exact, cache, Life(chunks, mask, own.prompt), lambda number: marks.append(_marks(cache)))
+    marks.append(_marks(cache))
+    seen = [sum(ids.shape[1] for ids in chunks[:number]) for number in range(len(chunks) + 1)]
+    ends = [
+        seen[number + 1] for number, ids in enumerate(chunks) if ids.shape[1] > 1 and seen[number + 1] >= 40
+    ]
+    for at, own_marks in zip(seen, marks, strict=True):
+        want = [end for end in ends if end <= at]
+        assert own_marks == want[-1 if tokens_per_head == 12 else -MARKS :]
+    assert len(ends) == 8 > MARKS and marks[own.prompt - 1] == [] != marks[own.prompt]
+
+
+def _marks(cache: Cache) -> list[int]:
+    marks = [sorted(layer.recent.marks) for layer in cache.ragged]
+    assert all(own == marks[0] for own in marks)
+    return marks[0]
+
+
+@pytest.mark.parametrize("how", ["batch_select_indices", "reorder_cache", "repeat"])
+def test_what_is_known_of_a_prompt_that_is_still_to_come_follows_its_sequences(how, exact, heads_file):
+    """One sequence has padding in its midst, so that a ratio of its announced length is another."""
+    ids, mask = tiny_batch((0, 3, 11))
+    mask[0, 24:32] = 0
+    rows = torch.tensor(
+        [0, 0, 1, 1, 2, 2] if how == "repeat" else [2, 0, 1] if how == "reorder_cache" else [2, 0]
+    )
+    settings = {"keep_ratio": 0.4, "regime": "chunked", "pinned": [(25, 27)]}
+
+    @torch.no_grad()
+    def read(cache, rows, start, stop):
+        given = {"attention_mask": mask[rows, :stop], "position_ids": positions_of(mask[rows])[:, start:stop]}
+        exact(input_ids=ids[rows, start:stop], past_key_values=cache, **given)
+
+    cache, fresh = (Cache(exact, small("adakv", heads_file), **settings) for _ in range(2))
+    every = torch.arange(3)
+    cache.announce(40, mask)
+    read(cache, every, 0, 8)
+    read(cache, every, 8, 16)
+    if how == "repeat":
+        cache.batch_repeat_interleave(2)
+    else:
+        getattr(cache, how)(rows)
+    fresh.announce(40, mask[rows])
+    for start in range(0, 40, 8):
+        read(fresh, rows, start, start + 8)
+        if start >= 16:
+            read(cache, rows, start, start + 8)
+            held = held_by(cache, mask[rows, : start + 8]), held_by(fresh, mask[rows, : start + 8])
+            assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+    counts = cache.budgets().held_BLH.sum(-1)
+    lengths = mask.sum(-1)[rows]
+    assert torch.equal(counts, (0.4 * 2 * lengths + 0.5).long()[:, None].expand(-1, 3))
+    assert cache._announced_BT is None and cache.evictions == fresh.evictions > 2

@@ -51,8 +51,9 @@ def grown(mask, more):
 
 
 def continued(model, cache, mask, steps=9):
-    """Logits of a padded turn and of steps after it, through further moments."""
-    turn, own = tiny_batch((2, 0, 1), 6, seed=7)
+    """Logits of a turn (padded, where no layer takes padding for tokens) and of steps after it, through
+    further moments."""
+    turn, own = tiny_batch((0, 0, 0) if cache.layout.alone else (2, 0, 1), 6, seed=7)
     turn, own = turn[: mask.shape[0]], own[: mask.shape[0]]
     mask = grown(mask, own)
     logits = [forward(model, cache, turn, mask)[:, -1:]]

@@ -10,22 +10,28 @@ import torch
 from retain.evidence import Running
 from retain.hf.model import observe
 from retain.hf.press import press_score
+from retain.policy import Policy, score_entries
 from retain.scores import SCORES, masked_score, random, recency, tova
 from retain.scores.trial import try_settings
 from retain.scores.window import pool_entries, window_attention
 from tests.close import assert_close
-from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention
-from tests.naive import LAYERS, assert_heads_close, naive_pool, random_evidence, special_layer
+from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention, naive_place_pool
+from tests.naive import LAYERS, assert_heads_close, random_evidence, special_layer
 from tests.scores.test_scores import VARIANTS, WINDOWED
 from tests.tiny import tiny_batch, tiny_model
 
 WINDOW = 6
 # Scores of which a head's own entries are all that matters, under these settings.
 LOCAL = [
+    ("cake", {}),
+    ("cake", {"pool": "max", "order": "group_first"}),
     ("cake", {"pool": None}),
     ("cake", {"pool": None, "variance": "head"}),
+    ("critical", {}),
     ("critical", {"pool": None}),
     ("critical", {"pool": None, "norm": "l2"}),
+    ("defensive", {}),
+    ("defensive", {"pool": "max", "value_norm_place": "inside"}),
     *(
         ("defensive", {"pool": None, "norm": norm, "value_norm_place": place, "aggregate": aggregate})
         for norm in ("raw", "token_sum")
@@ -42,19 +48,24 @@ LOCAL = [
     ("keydiff", {}),
     ("keydiff", {"anchor": "raw"}),
     ("knorm", {}),
+    ("lava", {}),
     ("lava", {"pool": None}),
     ("lava", {"pool": None, "value_max_over": "all"}),
     ("lru", {}),
     ("observed_risk", {}),
+    ("observed_risk", {"pool": "avg", "pool_size": 3}),
     ("quest", {"page_size": 3}),
     ("quest", {"page_size": 5, "group": "mean"}),
     ("recency", {}),
+    ("snapkv", {}),
+    ("snapkv", {"pool": "max", "pool_size": 7, "order": "group_first"}),
     ("snapkv", {"pool": None}),
     ("snapkv", {"pool": None, "aggregate": "max"}),
     ("vatp", {}),
+    ("vatp", {"pool": "max"}),
     ("vatp", {"attention": "running"}),
 ]
-# The others look at neighbouring columns, at other heads, or at the head's number.
+# The others look at other heads, or at the head's number.
 OTHERS = {"random", "tova"}
 
 
@@ -172,13 +183,13 @@ def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
 
 
 @pytest.mark.parametrize("kind", ["avg", "max"])
-def test_a_neighbour_that_is_not_held_counts_as_nothing(kind):
+def test_a_neighbour_is_one_by_place_and_counts_as_nothing_where_it_is_not_held(kind):
     evidence = held_evidence(own=False)
     paid = naive_held_attention(evidence)[:, :, -WINDOW:].mean(2)
     score = _score(filled(evidence, float("nan")), "snapkv", {"pool": kind, "pool_size": 5}).values_BHT
     for b, h in itertools.product(range(3), range(2)):
-        held = evidence.exists_BHT[b, h]
-        rows = [naive_pool(paid[b, q], kind, 5, 20 - WINDOW) for q in (2 * h, 2 * h + 1)]
+        held, places = evidence.exists_BHT[b, h], evidence.places_BT[b].tolist()
+        rows = [naive_place_pool(paid[b, q], kind, 5, 20 - WINDOW, places) for q in (2 * h, 2 * h + 1)]
         assert_close(score[b, h, held], ((rows[0] + rows[1]) / 2)[held])
 
 
@@ -193,7 +204,8 @@ def test_defensive_gives_the_rows_mass_to_what_is_held_only(kind):
         worst = torch.zeros(20, dtype=torch.float64)
         for q, j in itertools.product((2 * h, 2 * h + 1), range(WINDOW)):
             row = paid[b, q, j]
-            pooled = naive_pool(row, kind, 5, 20 - WINDOW).masked_fill(~held, 0.0)
+            places = evidence.places_BT[b].tolist()
+            pooled = naive_place_pool(row, kind, 5, 20 - WINDOW, places).masked_fill(~held, 0.0)
             for part in (before, ~before):
                 if pooled[part].sum() > 0:
                     pooled[part] *= row[part].sum() / pooled[part].sum()
@@ -362,9 +374,37 @@ def test_a_score_of_raw_numbers_is_masked_by_what_is_held():
 
 def test_pools_treat_the_window_apart_on_columns_too():
     evidence = held_evidence()
-    probs = window_attention(evidence, WINDOW)
-    pooled = pool_entries(probs, "max", 5, window=WINDOW)
-    assert torch.equal(pooled[..., :14], pool_entries(probs[..., :14].contiguous(), "max", 5, window=0))
+    probs, place_BT = window_attention(evidence, WINDOW), evidence.place_BT
+    pooled = pool_entries(probs, "max", 5, window=WINDOW, place_BT=place_BT)
+    before = pool_entries(probs[..., :14].contiguous(), "max", 5, window=0, place_BT=place_BT[:, :14])
+    assert torch.equal(pooled[..., :14], before)
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_which_columns_are_shown_changes_no_pool(kind, size, dtype):
+    """Bit for bit: all tokens, those that somebody holds, and the places left out altogether."""
+    draw = torch.Generator().manual_seed(size)
+    paid = torch.rand(3, 2, 4, 30, generator=draw, dtype=dtype)
+    held_BT = torch.rand(3, 30, generator=draw) < 0.4
+    held_BT[:, -WINDOW:] = True
+    paid = paid.masked_fill(~held_BT[:, None, None], 0.0)
+    place_BT = torch.arange(30).expand(3, 30)
+    pooled = pool_entries(paid, kind, size, window=WINDOW, place_BT=place_BT)
+    assert torch.equal(pooled, pool_entries(paid, kind, size, window=WINDOW))
+    for b in range(3):
+        held = held_BT[b].nonzero().flatten()
+        shown = paid[b : b + 1, ..., held]
+        own = pool_entries(shown, kind, size, window=WINDOW, place_BT=held[None])
+        assert torch.equal(own, pooled[b : b + 1, ..., held])
+
+
+def test_without_a_score_what_a_head_does_not_hold_is_no_candidate():
+    evidence = held_evidence()
+    score = score_entries(Policy("nothing"), filled(evidence, float("nan")))
+    assert torch.equal(score.values_BHT == 0, evidence.exists_BHT)
+    assert torch.equal(score.values_BHT == -math.inf, ~evidence.exists_BHT)
 
 
 def test_a_press_knows_nothing_of_heads_that_hold_different_entries():

@@ -1,0 +1,251 @@
+"""What breaks off midway leaves a cache that says so at its next use, and that can be emptied; what is wrong
+is found before anything is changed."""
+
+import pytest
+import torch
+
+import retain
+from retain.cache import RaggedStore
+from retain.hf.cache import Cache
+from tests.hf.masked import positions_of
+from tests.hf.moments import policy
+from tests.hf.test_saving import assert_same_state, forward, grown
+from tests.tiny import tiny_batch, tiny_model
+
+PADS = (0, 3, 11)
+BROKE = r"broke off .*half-updated.*reset\(\)"
+
+
+@pytest.fixture(params=["qwen3", "mistral_window"])
+def model(request):
+    model = tiny_model(request.param)
+    with retain.attach(model):
+        yield model
+
+
+def steps(model, cache, mask, number, seed=3):
+    for ids in tiny_batch((0, 0, 0), number, seed=seed)[0].split(1, dim=1):
+        mask = grown(mask, 1)
+        forward(model, cache, ids, mask)
+    return mask
+
+
+def begun(model, regime="chunked+decode", num=2):
+    """A cache that has read a prompt and decoded some tokens; its mask."""
+    ids, mask = tiny_batch(PADS)
+    cache = Cache(model, policy=policy, regime=regime, every=4)
+    forward(model, cache, ids, mask)
+    return cache, steps(model, cache, mask, num)
+
+
+def turn(model, cache, mask):
+    forward(model, cache, tiny_batch((0, 0, 0), 6, seed=5)[0], grown(mask, 6))
+
+
+def dropped_pads(model, cache, mask):
+    """The next turn says that the last token of the second sequence was padding."""
+    mask = mask.clone()
+    mask[1, -1] = 0
+    turn(model, cache, mask)
+
+
+# What is done, the method of a store that it changes each layer by, and in which regime.
+CHANGES = {
+    "a turn": ("filter_", "chunked+decode", turn),
+    "decoding": ("compact_", "chunked+decode", lambda *how: steps(*how, 4)),
+    "crop": ("crop_", "decode", lambda model, cache, mask: cache.crop(41)),
+    "select": (
+        "select_batch",
+        "chunked",
+        lambda model, cache, mask: cache.batch_select_indices(torch.tensor([2, 0])),
+    ),
+    "beams": (
+        "select_batch",
+        "chunked",
+        lambda model, cache, mask: cache.reorder_cache(torch.tensor([2, 0, 0])),
+    ),
+    "pads": ("drop_", "chunked", dropped_pads),
+}
+
+
+def uses(model, cache, mask, path):
+    """Whatever may be asked next."""
+    yield lambda: cache.fork()
+    yield lambda: cache.crop(40)
+    yield lambda: cache.batch_select_indices(torch.tensor([0]))
+    yield lambda: cache.batch_repeat_interleave(2)
+    yield lambda: cache.reorder_cache(torch.tensor([0]))
+    yield lambda: cache.save(path)
+    yield lambda: Cache.concat([cache])
+    # Forwards last: they must not be what makes the others notice.
+    yield lambda: steps(model, cache, mask, 1)
+    yield lambda: turn(model, cache, mask)
+    yield lambda: model.generate(torch.ones(3, 60, dtype=torch.long), past_key_values=cache, max_new_tokens=2)
+
+
+def assert_refused(model, cache, mask, tmp_path):
+    """Every use says so, as often as it is asked; emptied, it is as new."""
+    for use in uses(model, cache, mask, tmp_path / "context.safetensors"):
+        with pytest.raises(ValueError, match=BROKE):
+            use()
+    assert not list(tmp_path.iterdir())
+    cache.reset()
+    fresh = Cache(model, policy=policy, regime=cache.regime.name, every=4)
+    ids, mask = tiny_batch(PADS, seed=8)
+    for one in (cache, fresh):
+        forward(model, one, ids, mask)
+        turn(model, one, steps(model, one, mask, 5))
+    assert_same_state(cache, fresh)
+
+
+class Fails:
+    """A method of stores that runs out of memory at its n-th call, before anything or in the midst of it."""
+
+    def __init__(self, monkeypatch, name, at, *, midway=False):
+        self.calls, method = 0, getattr(RaggedStore, name)
+
+        def counted(store, *args, **kwargs):
+            self.calls += 1
+            if self.calls == at and midway:
+                with store._no_way_back():
+                    raise torch.OutOfMemoryError("out of memory")
+            if self.calls == at:
+                raise torch.OutOfMemoryError("out of memory")
+            return method(store, *args, **kwargs)
+
+        monkeypatch.setattr(RaggedStore, name, counted)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_breaks_off_is_refused_ever_after(name, at, model, tmp_path, monkeypatch):
+    method, regime, change = CHANGES[name]
+    cache, mask = begun(model, regime)
+    aside = cache.fork()
+    for midway in (False, True):
+        one = aside.fork()
+        with monkeypatch.context() as patch:
+            fails = Fails(patch, method, at, midway=midway)
+            with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+                change(model, one, mask)
+            assert fails.calls == at
+        assert_refused(model, one, mask, tmp_path)
+    # A fork that was made before goes on.
+    change(model, aside, mask)
+    change(model, cache, mask)
+    assert_same_state(cache, aside)
+
+
+def test_what_has_left_a_window_goes_first_and_may_break_off_too(tmp_path, monkeypatch):
+    model = tiny_model("mistral_window")
+    with retain.attach(model):
+        cache, mask = begun(model, "decode", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "retain.hf.engine.expire_", lambda *args: (_ for _ in ()).throw(MemoryError("none"))
+            )
+            with pytest.raises(MemoryError):
+                steps(model, cache, mask, 4)
+        assert_refused(model, cache, mask, tmp_path)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_forward_that_breaks_off_is_refused_ever_after(where, model, tmp_path):
+    """An error of the model's own: some layers have the turn's tokens, and some have not."""
+    cache, mask = begun(model)
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    hook = model.model.layers[where].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        turn(model, cache, mask)
+    hook.remove()
+    assert_refused(model, cache, mask, tmp_path)
+
+
+def test_a_first_prompt_that_breaks_off_is_simply_read_again(model, monkeypatch):
+    ids, mask = tiny_batch(PADS)
+    caches = [Cache(model, policy=policy, regime="chunked", every=4) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        Fails(patch, "filter_", 2)
+        with pytest.raises(torch.OutOfMemoryError):
+            caches[0].prefill(ids, mask, chunk_size=16)  # in the second chunk
+    with monkeypatch.context() as patch:
+        patch.setattr(RaggedStore, "from_dense", lambda *args, **how: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forward(model, caches[0], ids, mask)
+    for cache in caches:
+        cache.prefill(ids, mask, chunk_size=16)
+    assert_same_state(*caches)
+
+
+def test_masks_of_ones_own_that_break_off(model, tmp_path, monkeypatch):
+    ids, mask = tiny_batch(PADS)
+    cache = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
+    aside, calls = cache.fork(), []
+    from_dense = RaggedStore.from_dense.__func__
+
+    def second(cls, *args, **how):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return from_dense(cls, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RaggedStore, "from_dense", classmethod(second))
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.evict("knorm", keep_ratio=0.5, protection={"recent": 2, "sinks": 1, "minimum": 0})
+    with pytest.raises(ValueError, match=BROKE):
+        steps(model, cache, mask, 1)
+    with pytest.raises(ValueError, match=BROKE):
+        cache.save(tmp_path / "context.safetensors")
+    keep = [torch.ones(3, 2, 40, dtype=torch.bool)] * 3
+    with pytest.raises(ValueError, match="nothing is held densely|" + BROKE):
+        cache.evict_with(keep)
+    aside.evict_with(keep)
+    steps(model, aside, mask, 1)
+
+
+WRONG = {
+    "shape": lambda keep: keep[..., 1:],
+    "heads": lambda keep: keep[:, :1],
+    "dtype": lambda keep: keep.long(),
+}
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_policy_functions_wrong_mask_at_a_later_moment_is_found_before_any_layer_is_cut(
+    wrong, layer, tmp_path
+):
+    model = tiny_model("qwen3")
+    good = [True]
+
+    def own(evidence):
+        keep = policy(evidence)
+        return keep if good[0] or evidence.layer_idx != layer else WRONG[wrong](keep)
+
+    for regime, ask in (("chunked", turn), ("decode", lambda *how: steps(*how, 4))):
+        with retain.attach(model):
+            ids, mask = tiny_batch(PADS)
+            cache = Cache(model, policy=own, regime=regime, every=4)
+            forward(model, cache, ids, mask)
+            calls, fresh = [], cache.entries_held
+            good[0] = False
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("filter_", "compact_"):
+                    patch.setattr(RaggedStore, name, lambda *args, name=name, calls=calls: calls.append(name))
+                with pytest.raises(
+                    ValueError, match=rf"policy function gave torch\.\w+ \(.*for layer {layer}, which"
+                ):
+                    ask(model, cache, mask)
+            assert not calls and cache.entries_held > fresh  # with all that had come
+            good[0] = True
+            with pytest.raises(ValueError, match=BROKE):
+                cache.fork()
+            cache.reset()
+            forward(model, cache, ids, mask)
+            ask(model, cache, mask)
+            assert cache.evictions == 1 + (regime == "chunked")
+            assert torch.equal(cache.positions_BT[:, :40], positions_of(mask))
