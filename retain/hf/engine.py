@@ -76,9 +76,9 @@ class Engine(Conversation):
             if self.num_seen:
                 self._broken = True
                 self.check_whole()
-            announced = self._width, self._announced_BT
+            told = self._width, self._announced_BT, self._ends
             self.reset()
-            self._width, self._announced_BT = announced
+            self._width, self._announced_BT, self._ends = told
         for layer in self._foreign:
             thaw_(layer)
         past = self.history
