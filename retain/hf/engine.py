@@ -455,7 +455,7 @@ class Engine(Conversation):
 
     def _cut_again(self, moment: Moment, history: History, first: int, release: bool) -> None:
         """Show every layer to a moment, and then cut them all."""
-        where = []
+        where, wants = [], self.rule.wants
         for layer, spec in zip(self.ragged, self.specs, strict=True):
             evidence, columns = evidence_of(
                 layer,
@@ -463,7 +463,9 @@ class Engine(Conversation):
                 history,
                 self._rotary,
                 num_queries=history.num_seen - first,
-                each=self.rule.wants.queries,
+                each=wants.queries,
+                keys=wants.keys,
+                values=wants.values,
             )
             moment.look(evidence, columns.token_BT)
             where.append(columns.where())

@@ -49,6 +49,8 @@ def evidence_of(
     *,
     num_queries: int,
     each: int | None = None,
+    keys: bool = True,
+    values: bool = True,
 ) -> tuple[Evidence, Columns]:
     """What a layer shows now.
 
@@ -60,6 +62,7 @@ def evidence_of(
         num_queries: of the last tokens, those whose queries are shown.
         each: of those, at most so many of each sequence, so that what a sequence shows does not depend on how
             many of its last tokens are real in others; None: all.
+        keys, values: whether they are shown; what is not is NaN.
 
     Returns:
         the evidence, and where its columns lie in the store.
@@ -90,8 +93,8 @@ def evidence_of(
     evidence = Evidence(
         layer_idx=spec.layer_idx,
         queries_BQSD=queries_BQSD,
-        keys_BHTD=columns.gather(store.keys_CD),
-        values_BHTD=columns.gather(store.values_CD),
+        keys_BHTD=_shown(columns, store.keys_CD, keys),
+        values_BHTD=_shown(columns, store.values_CD, values),
         output_weight_QDE=spec.output_weight_QDE,
         scaling=spec.scaling if layer.scaling is None else layer.scaling,
         positions_BT=columns.positions_BT,
@@ -109,6 +112,13 @@ def evidence_of(
         value_norm_BQT=None if norms is None else norms.transpose(-1, -2).flatten(1, 2),
     )
     return evidence, columns
+
+
+def _shown(columns: Columns, store_CD: Tensor, wanted: bool) -> Tensor:
+    """What a store holds, at the columns; NaN without any memory behind it, where nobody looks."""
+    if wanted:
+        return columns.gather(store_CD)
+    return store_CD.new_full((), float("nan")).expand(*columns.held_BHT.shape, store_CD.shape[-1])
 
 
 def note_(
@@ -133,7 +143,7 @@ def note_(
         for name, side in beside_of(replace(tail, running=None)).items():
             store.set_beside_(name, side, valid_BS)
     if wants.running:
-        evidence, columns = evidence_of(layer, spec, history, rotary, num_queries=num_tokens)
+        evidence, columns = evidence_of(layer, spec, history, rotary, num_queries=num_tokens, values=False)
         running = rule.counted(evidence).running
         assert running is not None
         entry_N = store.index_N()

@@ -24,7 +24,7 @@ from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entrie
 from retain.presets import Policy
 from retain.running import advance
 from retain.scores import SCORES, Score, masked_score
-from retain.scores.trial import try_settings
+from retain.scores.trial import entries_read, try_settings
 from retain.scores.value_norm import value_norm_l1
 from retain.turns import TurnMarkers
 
@@ -42,12 +42,15 @@ class Wants:
         learned: the gate's score, made when an entry comes, since attention inputs are not kept.
         running: statistics of all queries.
         value_norm: the norms of projected values.
+        keys, values: those of the entries, beside what stands beside them.
     """
 
     queries: int | None = 0
     learned: bool = False
     running: bool = False
     value_norm: bool = False
+    keys: bool = True
+    values: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +77,18 @@ class Request:
     def wants(self) -> Wants:
         """What a later eviction by this policy wants."""
         if self.policy.observed is None:
-            return Wants(learned=self.policy.learned)
+            return Wants(learned=self.policy.learned, keys=False, values=False)
         needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
         queries = None if "queries" in needs else max(int("window" in needs), self.window)
-        return Wants(queries, self.policy.learned, "running" in needs, "value_norm" in needs)
+        read = entries_read(self.policy.observed, self.policy.observed_settings)
+        return Wants(
+            queries,
+            self.policy.learned,
+            "running" in needs,
+            "value_norm" in needs,
+            keys="keys" in read,
+            values="values" in read,
+        )
 
     @cached_property
     def window(self) -> int:

@@ -9,6 +9,7 @@ of rules is kept.
 import inspect
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from retain.evidence import Evidence
 from retain.registry import suggest
 from retain.rotary import Rotary
+from retain.running import advance
 from retain.scores import SCORES, Score
+from retain.scores.value_norm import value_norm_l1
 
 
 def known_settings(name: str) -> tuple[str, ...]:
@@ -64,22 +67,68 @@ def _first(error: Exception) -> str:
 @cache
 def _tried(name: str, text: str) -> Score:
     settings = json.loads(text)
+    with torch.inference_mode():
+        return SCORES[name].function(_made_up(name, settings), **settings)
+
+
+def entries_read(name: str, settings: Mapping[str, Any]) -> frozenset[str]:
+    """What of `keys` and `values` a score looks at, where norms and statistics of entries are known already.
+
+    The score is asked twice, the second time with nothing but NaN in their place.
+
+    Args:
+        name: of a score in `SCORES`.
+        settings: as a policy states them, known to be good.
+    """
+    return _read(name, json.dumps(dict(settings), sort_keys=True))
+
+
+@cache
+def _read(name: str, text: str) -> frozenset[str]:
+    settings, read = json.loads(text), set()
+    with torch.inference_mode():
+        evidence = _made_up(name, settings)
+        norms_BQT = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
+        evidence = replace(evidence, running=advance(evidence), value_norm_BQT=norms_BQT)
+        score = SCORES[name].function(evidence, **settings)
+        without = {
+            "keys": replace(evidence, keys_BHTD=torch.full_like(evidence.keys_BHTD, float("nan"))),
+            "values": replace(evidence, values_BHTD=torch.full_like(evidence.values_BHTD, float("nan"))),
+        }
+        for what, blank in without.items():
+            try:
+                other = SCORES[name].function(blank, **settings)
+            except ValueError:
+                read.add(what)
+                continue
+            parts = ("values_BHT", "first_BHT", "layer_weight_B")
+            same = [_same(getattr(score, part), getattr(other, part)) for part in parts]
+            read |= set() if all(same) else {what}
+    return frozenset(read)
+
+
+def _same(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
+    if one is None or two is None:
+        return one is two
+    return torch.equal(one, two)
+
+
+def _made_up(name: str, settings: Mapping[str, Any]) -> Evidence:
+    """A layer of one head and a few entries."""
     default = inspect.signature(SCORES[name].function).parameters.get("window")
     window = settings.get("window", 1 if default is None else default.default)
     T, D = window + 8, 2
     numbers_TD = torch.sin(torch.arange(T * D).float() ** 1.5).view(T, D)
-    with torch.inference_mode():
-        evidence = Evidence(
-            layer_idx=0,
-            queries_BQSD=numbers_TD.expand(1, 2, T, D),
-            keys_BHTD=numbers_TD.expand(1, 1, T, D),
-            values_BHTD=numbers_TD.expand(1, 1, T, D),
-            output_weight_QDE=numbers_TD[:2].expand(2, D, D),
-            scaling=1.0,
-            positions_BT=torch.arange(T)[None],
-            valid_BT=torch.ones(1, T, dtype=torch.bool),
-            hidden_BTE=numbers_TD[None],
-            token_ids_BT=torch.arange(T)[None],
-            rotary=Rotary(torch.ones(1)),
-        )
-        return SCORES[name].function(evidence, **settings)
+    return Evidence(
+        layer_idx=0,
+        queries_BQSD=numbers_TD.expand(1, 2, T, D),
+        keys_BHTD=numbers_TD.expand(1, 1, T, D),
+        values_BHTD=numbers_TD.expand(1, 1, T, D),
+        output_weight_QDE=numbers_TD[:2].expand(2, D, D),
+        scaling=1.0,
+        positions_BT=torch.arange(T)[None],
+        valid_BT=torch.ones(1, T, dtype=torch.bool),
+        hidden_BTE=numbers_TD[None],
+        token_ids_BT=torch.arange(T)[None],
+        rotary=Rotary(torch.ones(1)),
+    )

@@ -12,7 +12,7 @@ from retain.hf.model import observe
 from retain.hf.press import press_score
 from retain.policy import Policy, score_entries
 from retain.scores import SCORES, masked_score, random, recency, tova
-from retain.scores.trial import try_settings
+from retain.scores.trial import entries_read, try_settings
 from retain.scores.window import pool_entries, window_attention
 from tests.close import assert_close
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention, naive_place_pool
@@ -423,3 +423,17 @@ def test_a_press_knows_nothing_of_heads_that_hold_different_entries():
         ValueError, match="KeyNorm scores keys that all heads hold, and in layer 1.*evict once"
     ):
         score(full)
+
+
+def test_what_a_score_reads_of_entries_is_found_by_asking_it():
+    """A later eviction shows a score only what this says, and NaN in place of the rest."""
+    read = {name: entries_read(name, {}) for name in SCORES}
+    neither = {name for name, found in read.items() if not found}
+    assert neither == {"h2o", "lru", "random", "recency"}
+    assert {name for name, found in read.items() if "values" in found} == {
+        "expected_attention",
+        "lava",
+        "vatp",
+    }
+    assert entries_read("critical", {"norm": "l2"}) == {"keys", "values"}
+    assert entries_read("expected_attention", {"value_norm": "output_l1"}) == {"keys"}
