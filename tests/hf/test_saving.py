@@ -254,7 +254,6 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     assert_same_state(Cache.load(path, model, policy=policy), cache)
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_a_kill_while_it_is_written_leaves_the_old_file(tmp_path):
     """Killed between writing and renaming; the next save goes over what was left beside."""
     model, cache, path = saved(tmp_path)
