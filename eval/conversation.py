@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from retain.eval.dialogue import KINDS, SINKS, TURN_TOKENS, Conversation, write_conversation
 from retain.eval.record import code_state, environment, now, tokens_sha, write_json
 from retain.eval.significance import paired_interval
 from retain.hf.attach import attached
@@ -35,53 +36,14 @@ from retain.hf.gates import load_gates
 from retain.hf.model import base_model
 from retain.presets import load_policy
 from retain.reference import SEEDS, load_model
-from retain.reference.documents import Content, Writer
-from retain.reference.tokenizer import BOS_ID, EOS_ID
+from retain.reference.tokenizer import EOS_ID
 
 POLICIES = ("recency", "random", "snapkv", "h2o", "keydiff")
 FULL = "full"
-# What comes in turn: half of the turns state a fact, a quarter asks for the last one, a quarter has the model
-# write.
-KINDS = ("state", "state", "ask", "write")
-# Tokens of a turn that states or asks, and of one that is written on from.
-TURN_TOKENS, PROMPT_TOKENS = 16, 8
-# First entries that every policy protects; the first fact stands behind them.
-SINKS, RECENT = 4, 32
+# Last entries that every policy protects, beside the first `SINKS`.
+RECENT = 32
 # What a budget may bound.
 UNITS = ("head", "layer", "sequence")
-# Streams of the generator, apart from those of `retain.eval.tasks.reference`.
-_STREAM = 13
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What is read at once.
-
-    Args:
-        kind: of `KINDS`.
-        ids: token ids.
-        answer: the word asked for; None where nothing is.
-    """
-
-    kind: str
-    ids: tuple[int, ...]
-    answer: int | None = None
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Turns, and the first one's fact.
-
-    Args:
-        turns: in order; what the model answers and writes comes between them.
-        key, value: of the fact that the first turn states.
-        question: that asks for it.
-    """
-
-    turns: tuple[Turn, ...]
-    key: int
-    value: int
-    question: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -174,35 +136,6 @@ class Played:
     @property
     def name(self) -> str:
         return f"{self.policy}, pinned" if self.pinned else self.policy
-
-
-def write_conversation(seed: int, index: int, turns: int) -> Conversation:
-    """A conversation for the model of one seed; the same arguments give the same one.
-
-    The first turn states a fact after at least `SINKS` other tokens; no other turn contains its words.
-    """
-    own = int(np.random.SeedSequence([_STREAM, seed, index]).generate_state(1)[0])
-    writer = Writer("eval", own)
-    words = writer.draw(2 * turns)
-    filler = iter(writer.filler(turns * TURN_TOKENS, words, ()).tolist())
-    made: list[Turn] = []
-    facts: list[tuple[int, int]] = []
-    for number in range(turns):
-        kind = KINDS[number % len(KINDS)]
-        said: tuple[int, ...] = ()
-        answer = None
-        if kind == "state":
-            facts.append((words.pop(), words.pop()))
-            said = writer.groups(Content([facts[-1]], [], [], []), 0)[0][0].ids
-        elif kind == "ask":
-            said, answer = writer.ask_get(*facts[-1]).ids, facts[-1][1]
-        room = (PROMPT_TOKENS if kind == "write" else TURN_TOKENS) - len(said)
-        text = [BOS_ID] * (number == 0) + [next(filler) for _ in range(room - (number == 0))]
-        # A question is answered at once; the first fact stands behind what every policy protects.
-        least = SINKS if number == 0 else 0
-        at = room if kind == "ask" else int(writer.rng.integers(least, room + 1))
-        made.append(Turn(kind, (*text[:at], *said, *text[at:]), answer))
-    return Conversation(tuple(made), *facts[0], writer.ask_get(*facts[0]).ids)
 
 
 @torch.no_grad()

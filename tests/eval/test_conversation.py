@@ -8,17 +8,13 @@ import pytest
 from retain.eval import conversation
 from retain.eval.conversation import (
     FULL,
-    PROMPT_TOKENS,
-    SINKS,
-    TURN_TOKENS,
-    Conversation,
     Setting,
     main,
     make_cache,
     play,
     run,
-    write_conversation,
 )
+from retain.eval.dialogue import PROMPT_TOKENS, SINKS, TURN_TOKENS, Conversation, write_conversation
 from retain.hf.attach import attached
 from retain.reference import load_model
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID
