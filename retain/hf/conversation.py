@@ -69,9 +69,8 @@ class Conversation(TransformersCache):
         # padding.
         self._width: int | None = None
         self._announced_BT: Bool[Tensor, "B T"] | None = None
-        self._prompt_B: list[int] | None = (
-            None  # own tokens of each sequence's first prompt, once it was read
-        )
+        # Own tokens of each sequence's first prompt, once it was read.
+        self._prompt_B: list[int] | None = None
         # Tokens seen at each moment, and when the first prompt ended; none before the last at which something
         # went.
         self._moments: list[int] = []

@@ -2,9 +2,9 @@
 
 In: a layer's ragged store, what its last tokens showed, and the history of the batch. Out: an `Evidence`
 whose columns are the tokens that are still held, and side columns written beside the entries. The one
-decision taken
-here: attention inputs and queries are not kept, so what a later eviction wants to know of an entry (a gate's
-score, the norm of its projected value, the attention that it got) is made once and stands beside it.
+decision taken here: attention inputs and queries are not kept, so what a later eviction wants to know of an
+entry (a gate's score, the norm of its projected value, the attention that it got) is made once and stands
+beside it.
 """
 
 from dataclasses import replace
