@@ -89,8 +89,7 @@ class Rule:
         if regime.again and self.request is not None and self.request.scorer is not None:
             raise ValueError(
                 f"regime {regime.name!r} evicts again later, and a scorer of your own reads the attention "
-                "input "
-                "of all entries, which is not kept: take regime='prefill', or a policy that ships."
+                "input of all entries, which is not kept: take regime='prefill', or a policy that ships."
             )
 
     def check_chunks(self) -> None:
@@ -103,8 +102,7 @@ class Rule:
             raise ValueError(
                 "a prompt that is read in chunks is evicted from later, and a scorer of your own reads the "
                 "attention input of all entries, which is not kept: read the prompt at once, or take a "
-                "policy "
-                "that ships."
+                "policy that ships."
             )
 
     def begin(self, given: Given, call: Arriving) -> Eviction | None:
