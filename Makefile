@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	train/distill.py --config configs/distill/reference.yaml
 
-.PHONY: demo compare methods test quantised lint format reference install gates gates-seed0 gates-seed1 gates-seed2
+.PHONY: demo compare methods test bench builds sanitize quantised lint format reference install gates gates-seed0 gates-seed1 gates-seed2
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -43,6 +43,20 @@ gates-seed0 gates-seed1 gates-seed2: gates-seed%: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
+bench: $(INSTALLED)
+	$(BIN)/python -m retain.kernels.bench $(if $(OUT),--out $(OUT))
+
+# Memory accesses and races of every kernel, on a GPU with CUDA's compute-sanitizer.
+SANITIZE := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+sanitize: $(INSTALLED)
+	$(SANITIZE) --tool memcheck $(BIN)/python -m retain.kernels.bench --check --device cuda
+	$(SANITIZE) --tool racecheck $(BIN)/python -m retain.kernels.bench --check --device cuda
+
+# Every kernel, compiled for GPUs that need not be here: shared memory, registers, spills.
+builds: $(INSTALLED)
+	$(BIN)/python -m retain.kernels.build
 
 # Weights as torchao and bitsandbytes pack them, in an environment of its own: what they warn of is not ours.
 quantised:

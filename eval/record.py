@@ -23,7 +23,7 @@ from retain.gates.store import read_metadata
 
 ITEMS = "items.jsonl"
 MANIFEST = "manifest.json"
-PACKAGES = ("torch", "transformers", "numpy", "scipy", "safetensors", "matplotlib")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "scipy", "safetensors", "matplotlib")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from retain.eval.stopwatch import (
     DTYPES,
@@ -197,10 +197,11 @@ def build_model(setting: Setting) -> PreTrainedModel:
         max_position_embeddings=max(2048, setting.tokens),
         attn_implementation="sdpa",
     )
-    with torch.random.fork_rng():
+    # Made where it runs and as it is used: a large one has no room to be made elsewhere, or in float32 first.
+    with torch.random.fork_rng(), torch.device(setting.device):
         torch.manual_seed(setting.seed)
-        model: Any = LlamaForCausalLM(config)
-    return model.to(setting.device, DTYPES[setting.dtype]).eval().requires_grad_(False)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting.dtype])
+    return model.eval().requires_grad_(False)
 
 
 def measure_scoring(setting: Setting, entries: Sequence[Entry]) -> list[Timing]:

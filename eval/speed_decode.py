@@ -43,9 +43,8 @@ from retain.eval.stopwatch import (
     unfit,
     whole_numbers,
 )
+from retain.kernels.measure import FLOOR
 
-# Error allowed beyond twice that of plain PyTorch in the same precision, relative to the largest output.
-FLOOR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SHORT, LONG = 1024, 16384
 AHEAD, BEHIND = 2.0, 1.3
 

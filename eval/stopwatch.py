@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ def unfit(setting: Any) -> list[str]:
 
 
 def add_settings(parser: argparse.ArgumentParser, defaults: Any) -> None:
-    """An option for each field of a setting."""
-    for name, value in asdict(defaults).items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=type(value), default=value, help=f"default {value}")
+    """An option for each field of a setting, given as its class or an instance."""
+    for own in fields(defaults):
+        flag = f"--{own.name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(own.default), default=own.default, help=f"default {own.default}")
 
 
 def synchronise(device: str) -> None:
@@ -132,7 +132,8 @@ def heading(record: Mapping[str, Any], title: str, *about: str) -> list[str]:
         about: lines about its setting.
     """
     machine, code = record["environment"], record["code"]
-    versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
+    named = {name: machine["versions"].get(name) for name in ("torch", "triton", "transformers")}
+    versions = ", ".join(f"{name} {version}" for name, version in named.items() if version)
     commit = f"{code['commit'] or 'none'}, {'clean' if code['clean'] else 'NOT clean: scratch, no evidence'}"
     return [
         f"{title} ({record['date']})",

@@ -1,0 +1,277 @@
+"""Statistics of attention over its queries, per key, without a matrix of all pairs.
+
+In: queries, keys, and who sees whom. Out: for every key the largest probability that any query pays it, the
+sum, the sum of squares, the entropy, the last query that accessed it, each over the queries asked about; and
+the row log-sum-exps on request. It is what targets (all future queries), H2O, SnapKV, CAKE, DefensiveKV and
+LRU look at. The one decision taken here: rows are always softmaxed over all keys that the query sees, and
+ranges, distances, weights and pools choose only what is counted of them.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+from retain.kernels.attention_stats import dispatch
+from retain.kernels.attention_stats.reference import WANTED, Call, Pool
+
+__all__ = ["WANTED", "Pool", "Stats", "attention_stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What was found of K keys, float32 (float64 if the inputs are); None what was not wanted.
+
+    Args:
+        max: largest probability that a query pays the key.
+        sum: of the probabilities.
+        squares: sum of the squared probabilities.
+        scatter: sum of their squared distances from their mean.
+        entropy: `sum_j -a_j log(a_j + 1e-10)`.
+        last: entry index of the last query that accessed the key, -1 for none.
+        plain: the sum before rows were pooled.
+        lse: natural log-sum-exp of each row asked about, `-inf` where a query is not there or sees nothing.
+    """
+
+    max: Float[Tensor, "B heads K"] | None = None
+    sum: Float[Tensor, "B heads K"] | None = None
+    squares: Float[Tensor, "B heads K"] | None = None
+    scatter: Float[Tensor, "B heads K"] | None = None
+    entropy: Float[Tensor, "B heads K"] | None = None
+    last: Int64[Tensor, "B heads K"] | None = None
+    lse: Float[Tensor, "B Q s"] | None = None
+    plain: Float[Tensor, "B heads K"] | None = None
+
+
+def attention_stats(
+    queries_BQSD: Float[Tensor, "B Q S D"],
+    keys_BHTD: Float[Tensor, "B H T D"],
+    *,
+    scaling: float,
+    wanted: Collection[str] = ("max",),
+    first_query: int | None = None,
+    queries: tuple[int, int] | None = None,
+    keys: tuple[int, int] | None = None,
+    causal: bool = True,
+    distance: int = 0,
+    window: int | None = None,
+    exists_BHT: Bool[Tensor, "B heads T"] | None = None,
+    asks_BS: Bool[Tensor, "B S"] | None = None,
+    place_BT: Int[Tensor, "B T"] | None = None,
+    soft_cap: float | None = None,
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+    weight_BQK: Float[Tensor, "B Q K"] | None = None,
+    lse_BQS: Float[Tensor, "B Q S"] | None = None,
+    least_BQS: Float[Tensor, "B Q S"] | None = None,
+    pool: Pool | None = None,
+    group: bool = False,
+    chunk: int | None = None,
+) -> Stats:
+    """For every key, statistics over queries of the probability that they pay it.
+
+    `a_qj[i] = exp(cap(scaling * q_j . k_i) - lse_qj)` over the keys `i` that query `j` sees: not after its
+    own entry `first_query + j`, inside the window, held by the head of q; `lse_qj` is over all of those, and
+    the sink. With `pool`, `a_qj` is then `pool(a_qj)`. Over the queries `j` that are there and asked about,
+    and at least `distance` entries behind the key:
+
+    `max[q, i] = max_j w_q[i] a_qj[i]`, `sum[q, i] = sum_j w_q[i] a_qj[i]`,
+    `squares[q, i] = sum_j (w_q[i] a_qj[i])^2`, `scatter[q, i] = sum_j (w_q[i] a_qj[i] - mean_j)^2` (over all
+    queries asked about: one that is not there, or does not count for the key, pays 0; `squares` less what the
+    mean explains, of which too few digits would be left where queries hardly differ), `plain[q, i]`: the sum
+    of what it was before the pool, `entropy[q, i] = sum_j -b log(b + 1e-10)` for
+    `b = w_q[i] a_qj[i]`, `last[q, i] = max {first_query + j : w_q[i] a_qj[i] >= least_qj, j sees i}`.
+
+    No gradient flows through it. The largest term serves the training targets and DefensiveKV (arXiv
+    2510.13334), the sum H2O (arXiv 2306.14048) and SnapKV (arXiv 2404.14469), the sums of squares and entropy
+    CAKE (arXiv 2503.12491).
+
+    Args:
+        queries_BQSD: float32, float16, bfloat16 (or float64); any strides.
+        keys_BHTD: in the queries' precision; what lies where no entry exists may be anything.
+        scaling: factor on the logits.
+        wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`, `last`, `lse`, and `plain` of pooled rows.
+        first_query: entry index of query 0; None: the queries are the last S of the T entries.
+        queries: first query that is counted and one past the last, indices into S; None: all.
+        keys: first key that is asked about and one past the last; None: all.
+        causal: whether keys after a query's own entry are hidden from it.
+        distance: entries that a query must lie behind a key for the pair to be counted.
+        window: a query sees only the last `window` places (entries, without `place_BT`), itself included.
+        exists_BHT: which head holds which entry; one head stands for all; None: all hold all.
+        asks_BS: False where there is no such query (what lies there is finite); None: all are there.
+        place_BT: number of the sequence's own tokens before each entry, ascending where entries exist;
+            windows and pools are counted in it. None: no place is missing.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+        sinks_Q: one extra logit per query head, which takes part in the softmax.
+        weight_BQK: factor `w` on the probabilities, not negative, over the keys asked about.
+        lse_BQS: of every row (sinks included), if it is known: then no pass over the other keys is needed.
+        least_BQS: the probability from which on a query accesses a key; for `last`.
+        pool: rows are smoothed over neighbouring entries before they are counted; for few queries.
+        group: whether the query heads of a KV head are reduced too: the largest `max` and `last`, sums of the
+            others.
+        chunk: queries of a block of the reference: changes its memory and rounding, nothing else. None: what
+            fits its cache.
+
+    Returns:
+        statistics `[B, Q, K]` over the keys asked about, or `[B, H, K]` with `group`.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+    """
+    call = _checked(
+        queries_BQSD, keys_BHTD, scaling, wanted, first_query, queries, keys, causal, distance, window,
+        exists_BHT, asks_BS, place_BT, soft_cap, sinks_Q, weight_BQK, lse_BQS, least_BQS, pool, group, chunk,
+    )  # fmt: skip
+    return Stats(**dispatch.run(call))
+
+
+def _checked(
+    queries_BQSD: Tensor,
+    keys_BHTD: Tensor,
+    scaling: float,
+    wanted: Collection[str],
+    first_query: int | None,
+    queries: tuple[int, int] | None,
+    keys: tuple[int, int] | None,
+    causal: bool,
+    distance: int,
+    window: int | None,
+    exists_BHT: Tensor | None,
+    asks_BS: Tensor | None,
+    place_BT: Tensor | None,
+    soft_cap: float | None,
+    sinks_Q: Tensor | None,
+    weight_BQK: Tensor | None,
+    lse_BQS: Tensor | None,
+    least_BQS: Tensor | None,
+    pool: Pool | None,
+    group: bool,
+    chunk: int | None,
+) -> Call:
+    """The call, of which only the queries asked about are left."""
+    shapes = f"queries {list(queries_BQSD.shape)} and keys {list(keys_BHTD.shape)}"
+    if queries_BQSD.dim() != 4 or keys_BHTD.dim() != 4:
+        raise ValueError(f"attention_stats takes queries [B, Q, S, D] and keys [B, H, T, D]; got {shapes}.")
+    B, Q, S, D = queries_BQSD.shape
+    H, T = keys_BHTD.shape[1:3]
+    if keys_BHTD.shape[0] != B or keys_BHTD.shape[3] != D or not H or Q % H:
+        raise ValueError(
+            f"queries [B, Q, S, D] and keys [B, H, T, D] share B and D, and Q is a multiple of H; got "
+            f"{shapes}."
+        )
+    if not (B and Q and S and T and D):
+        raise ValueError(f"attention_stats needs at least one query and one key; got {shapes}.")
+    if queries_BQSD.dtype != keys_BHTD.dtype:
+        raise ValueError(
+            f"queries are {queries_BQSD.dtype} and keys {keys_BHTD.dtype}: cast one to the other's precision."
+        )
+    wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    unknown = [name for name in wanted if name not in WANTED]
+    if unknown or not wanted:
+        raise ValueError(
+            f"wanted is one or more of {', '.join(WANTED)}; got {', '.join(unknown) or 'nothing'}."
+        )
+    first = T - S if first_query is None else first_query
+    if first < 0 or first + S > T:
+        raise ValueError(
+            f"query 0 sits at entry {first}, and {S} queries end at {first + S}, of {T} entries: pass "
+            "0 <= first_query <= T - S, and the keys of every entry up to the last query's own."
+        )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is more than 0, or None for no cap; got {soft_cap}.")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is 1 query or more; got {chunk}.")
+    if distance < 0 or (distance and not causal):
+        raise ValueError(
+            f"distance is 0 or more entries behind a query, which only causal attention has; got {distance} "
+            f"with causal={causal}."
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is 1 entry or more, or None for all; got {window}.")
+    q0, q1 = _range("queries", queries, S)
+    k0, k1 = _range("keys", keys, T)
+    _shape("exists_BHT", exists_BHT, (B, H, T), or_one=1, dtype=torch.bool)
+    _shape("asks_BS", asks_BS, (B, S), dtype=torch.bool)
+    _shape("place_BT", place_BT, (B, T))
+    _shape("sinks_Q", sinks_Q, (Q,))
+    _shape("weight_BQK", weight_BQK, (B, Q, k1 - k0))
+    _shape("lse_BQS", lse_BQS, (B, Q, S))
+    _shape("least_BQS", least_BQS, (B, Q, S))
+    if ("last" in wanted) != (least_BQS is not None):
+        raise ValueError(
+            "'last' asks for the last query that accessed a key, and least_BQS says from which probability "
+            "on that is: pass both or neither."
+        )
+    _check_pool(pool, T, wanted, distance)
+    return Call(
+        queries_BQSD[:, :, q0:q1],
+        keys_BHTD,
+        scaling,
+        tuple(name for name in WANTED if name in wanted),
+        first + q0,
+        (k0, k1),
+        causal=causal,
+        distance=distance,
+        window=window,
+        exists_BHT=exists_BHT,
+        asks_BS=None if asks_BS is None else asks_BS[:, q0:q1],
+        place_BT=place_BT,
+        soft_cap=soft_cap,
+        sinks_Q=sinks_Q,
+        weight_BQK=weight_BQK,
+        lse_BQS=None if lse_BQS is None else lse_BQS[:, :, q0:q1],
+        least_BQS=None if least_BQS is None else least_BQS[:, :, q0:q1],
+        pool=pool,
+        group=group,
+        chunk=chunk,
+    )
+
+
+def _range(name: str, given: tuple[int, int] | None, size: int) -> tuple[int, int]:
+    start, stop = (0, size) if given is None else given
+    if not 0 <= start < stop <= size:
+        raise ValueError(
+            f"{name} {start}..{stop} are not inside 0..{size}: pass 0 <= start < stop <= {size}."
+        )
+    return start, stop
+
+
+def _shape(
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    *,
+    or_one: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    if tensor is None:
+        return
+    allowed = [shape]
+    if or_one is not None:
+        allowed.append(tuple(1 if axis == or_one else size for axis, size in enumerate(shape)))
+    if tuple(tensor.shape) not in allowed:
+        wanted = " or ".join(str(list(each)) for each in allowed)
+        raise ValueError(f"{name} is {wanted} here; got {list(tensor.shape)}.")
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"{name} is {dtype}; got {tensor.dtype}.")
+
+
+def _check_pool(pool: Pool | None, T: int, wanted: tuple[str, ...], distance: int) -> None:
+    if pool is None:
+        if "plain" in wanted:
+            raise ValueError("'plain' is the sum before rows are pooled: name a pool, or ask for the 'sum'.")
+        return
+    if pool.kind not in ("avg", "max"):
+        raise ValueError(f"pool kind is 'avg' or 'max'; got {pool.kind!r}.")
+    if pool.size < 1 or pool.size % 2 == 0:
+        raise ValueError(f"pool size is an odd number of places, so that it is centred; got {pool.size}.")
+    if not 0 <= pool.split <= T:
+        raise ValueError(f"pool split is one of the {T} entries, or {T} for none; got {pool.split}.")
+    if "last" in wanted or distance:
+        raise ValueError(
+            "pooled rows have no accesses and no distances, since an entry is paid its neighbours' share: "
+            "leave out 'last' and distance, or the pool."
+        )
+    if "scatter" in wanted:
+        raise ValueError("pooled rows have no 'scatter' here: leave it out, or the pool.")

@@ -1,0 +1,377 @@
+"""The benchmark of the ops: right first, then fast, beside what this machine can do at all.
+
+    python -m retain.kernels.bench [--op NAME ...] [--device cpu|cuda] [--dtype NAME] [--threads N]
+    [--quick | --check] [--out FILE]
+
+In: each op's `cases` file: named shapes, inputs, the least work of a call, rivals, claims. Out: Markdown on
+standard output, and in a file if one is named (by convention kernels/benchmarks/<device>-<date>.md); exit
+status 1 if any op was wrong or broke. An op that is wrong on any of its small cases or on a shape that would
+be timed gets no speed at all, for any shape. A claim that is not held is said, and is no failure.
+
+The one decision taken here: everything is timed in turn, in a shuffled order, and every share and ratio
+is the median over rounds of what was found within one round. The machine's ceilings, a large copy and a
+large matrix product, are two of those in turn: a machine that drifts, or that others use too, moves them
+with the op. A call that is timed must do the same work whenever it is called.
+"""
+
+import argparse
+import gc
+import importlib
+import random
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retain.kernels import backend
+from retain.kernels.build import OPS
+from retain.kernels.measure import (
+    Claim,
+    Clock,
+    Cost,
+    Spread,
+    extra_bytes,
+    load,
+    provenance,
+    quiet,
+    spread_of,
+    synchronise,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COPY, MATMUL = "copy", "matmul"
+# Bytes that the copy reads, and side of the square matrices; on a CPU, sizes that do not take all its time.
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
+MATMUL_SIDE = {"cuda": 8192, "cpu": 1536}
+# Rounds are as many as fit into so many seconds a shape, within these bounds.
+SECONDS = {False: 12.0, True: 1.0}
+ROUNDS = {False: (7, 60), True: (3, 10)}
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found of one op on one shape.
+
+    Args:
+        op: its name, which is also the name of its row in `ms`.
+        cost: the least that a call must do.
+        ms: milliseconds of each round, by name: the op, its rivals, `copy` and `matmul`.
+        extra: bytes that a call held beyond inputs and outputs, of the op and its rivals.
+        not_run: rivals that broke, and how.
+        ceilings: bytes that the copy moves, and operations of the matrix product.
+    """
+
+    op: str
+    cost: Cost
+    ms: Mapping[str, Sequence[float]]
+    extra: Mapping[str, int]
+    not_run: Mapping[str, str] = field(default_factory=dict)
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> int:
+        return len(self.ms[self.op])
+
+    def over(self, rival: str) -> Spread:
+        """The op's time over a rival's, within rounds."""
+        return spread_of([own / other for own, other in zip(self.ms[self.op], self.ms[rival], strict=True)])
+
+    def share(self, ceiling: str) -> Spread:
+        """The op's bandwidth (or rate of operations) over that of the copy (or matrix product)."""
+        work = self.cost.bytes if ceiling == COPY else self.cost.flops
+        part = work / self.ceilings[ceiling]
+        pairs = zip(self.ms[self.op], self.ms[ceiling], strict=True)
+        return spread_of([part * other / own for own, other in pairs])
+
+
+def ceilings(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """The calls that show what the machine can do, and the work of each: bytes and operations.
+
+    A copy counts what it reads and what it writes.
+    """
+    # Not zeros, which some devices move faster.
+    source = torch.randint(-128, 128, (COPY_BYTES[device.type],), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    side = MATMUL_SIDE[device.type]
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    calls: dict[str, Callable[[], Any]] = {
+        COPY: partial(target.copy_, source),
+        MATMUL: partial(torch.matmul, left, right),
+    }
+    return calls, {COPY: 2.0 * source.numel(), MATMUL: 2.0 * side**3}
+
+
+def red(cases: Any, dtype: torch.dtype, device: torch.device, *, check: bool) -> Iterator[str]:
+    """What is wrong with an op: on its small cases, and on the shapes that would be timed (`check`: none)."""
+    for name, case in cases.CASES.items():
+        for precision in backend.DTYPES if device.type == "cuda" else {torch.float32, dtype}:
+            if (problem := cases.check(case, precision, device)) is not None:
+                yield f"{name}, {_named(precision)}: {problem}"
+    for name, case in ({} if check else cases.SPEED[device.type]).items():
+        if (problem := cases.check(case, dtype, device)) is not None:
+            yield f"{name}, {_named(dtype)}: {problem}"
+
+
+def measure(
+    op: str, cases: Any, case: Any, dtype: torch.dtype, device: torch.device, *, quick: bool
+) -> Measured:
+    """Time an op beside its rivals and the machine's ceilings; see the head of this file.
+
+    Raises:
+        Exception: the op itself broke. A rival that breaks is left out, and said.
+    """
+    kwargs = cases.inputs(case, dtype, device)
+    rivals = cases.rivals(case, kwargs)
+    assert not {op, COPY, MATMUL} & set(rivals), f"{op}: a rival bears a name that is taken: {list(rivals)}"
+    calls: dict[str, Callable[[], Any]] = {op: partial(cases.run, case, kwargs), **rivals}
+    extra, not_run = {}, {}
+    for name in list(calls):
+        try:
+            for _ in range(WARM_UP):
+                calls[name]()
+            extra[name] = extra_bytes(calls[name], device)
+            synchronise(device)
+        except Exception as error:
+            if name == op:
+                raise
+            not_run[name] = _short(error)
+            del calls[name]
+    limits, work = ceilings(dtype, device)
+    calls = {**calls, **limits}
+    clock = Clock(device)
+    for call in limits.values():
+        clock.milliseconds(call)
+    low, high = ROUNDS[quick]
+    ms: dict[str, list[float]] = {name: [] for name in calls}
+    names, end = list(calls), time.monotonic() + SECONDS[quick]
+    draw = random.Random(0)
+    for turn in range(high):
+        # Shuffled, so that no call always finds in the caches what the same other one has left there.
+        draw.shuffle(names)
+        for name in names:
+            ms[name].append(clock.milliseconds(calls[name]))
+        if turn + 1 >= low and time.monotonic() > end:
+            break
+    return Measured(op, cases.cost(case, dtype), ms, extra, not_run, work)
+
+
+def verdict(claim: Claim, name: str, found: Measured) -> str | None:
+    """One claim on one shape: its measured value and whether it is held; None: it is about another shape."""
+    if claim.case not in (None, name):
+        return None
+    parts = []
+    if claim.rival and claim.rival not in found.ms:
+        why = found.not_run.get(claim.rival, "there is no such rival on this device")
+        return f"**not measured**: {claim.what}: {claim.rival}: {why}"
+    if claim.at_most is not None:
+        over = found.over(claim.rival)
+        parts.append(
+            (over.median <= claim.at_most, f"{_range(over)} x {claim.rival}, at most {claim.at_most:g}")
+        )
+    if claim.at_least is not None:
+        share = found.share(claim.rival)
+        parts.append(
+            (share.median >= claim.at_least, f"{_range(share)} of {claim.rival}, at least {claim.at_least:g}")
+        )
+    if claim.extra_mb_at_most is not None:
+        extra = found.extra[found.op] / 1e6
+        text = f"{extra:.1f} MB beyond inputs and outputs, at most {claim.extra_mb_at_most:g}"
+        parts.append((extra <= claim.extra_mb_at_most, text))
+    assert parts, f"{found.op}: the claim {claim.what!r} has no bound"
+    held = all(good for good, _ in parts)
+    return f"{'held' if held else '**NOT held**'}: {claim.what}: {'; '.join(text for _, text in parts)}"
+
+
+def table(found: Measured) -> list[str]:
+    """The lines of a Markdown table: the op first, then its rivals, then the ceilings."""
+    lines = [
+        "| what | ms | 20 % | 80 % | op's ms / its ms | GB/s | of copy | TFLOP/s | of matmul | extra MB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, taken in found.ms.items():
+        ms = spread_of(taken)
+        over = rate = share = flops = part = ""
+        if name == found.op:
+            rate, share = f"{found.cost.bytes / ms.median / 1e6:.1f}", f"{found.share(COPY).median:.1%}"
+            if found.cost.flops:
+                flops = f"{found.cost.flops / ms.median / 1e9:.3f}"
+                part = f"{found.share(MATMUL).median:.1%}"
+        elif name == COPY:
+            rate = f"{found.ceilings[COPY] / ms.median / 1e6:.1f}"
+        elif name == MATMUL:
+            flops = f"{found.ceilings[MATMUL] / ms.median / 1e9:.3f}"
+        else:
+            over = _range(found.over(name))
+        extra = f"{found.extra[name] / 1e6:.1f}" if name in found.extra else ""
+        cells = (
+            name,
+            f"{ms.median:.3f}",
+            f"{ms.p20:.3f}",
+            f"{ms.p80:.3f}",
+            over,
+            rate,
+            share,
+            flops,
+            part,
+            extra,
+        )
+        lines.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
+    lines += [f"| {name} | not run: {why} |||||||||" for name, why in found.not_run.items()]
+    return lines
+
+
+class Wrong(Exception):
+    """An op is wrong: what is wrong with it, one line a case."""
+
+
+def section(op: str, dtype: torch.dtype, device: torch.device, *, quick: bool, check: bool) -> Iterator[str]:
+    """The Markdown of one op, line by line; `check`: only whether its small cases are right.
+
+    Raises:
+        Wrong: the op is; then nothing was timed.
+    """
+    cases = importlib.import_module(f"retain.kernels.{op}.cases")
+    before = backend.said()
+    problems = list(red(cases, dtype, device, check=check))
+    for line in _paths(op, before):
+        yield f"- path: {line}"
+    if problems:
+        raise Wrong(*problems)
+    if check:
+        yield f"- right on {len(cases.CASES)} small cases; nothing was timed"
+        return
+    shapes = cases.SPEED[device.type]
+    yield f"- right on {len(cases.CASES)} small cases and on {len(shapes)} shapes to be timed"
+    for name, case in shapes.items():
+        gc.collect()  # what the shape before has left
+        found = measure(op, cases, case, dtype, device, quick=quick)
+        yield from ("", f"### {op}, {name}, {_named(dtype)}", "", f"`{case}`", "")
+        yield (
+            f"{found.rounds} rounds; at least {found.cost.flops / 1e9:.3f} GFLOP and "
+            f"{found.cost.bytes / 1e6:.1f} MB a call"
+        )
+        yield from ("", *table(found), "")
+        for claim in cases.CLAIMS.get(device.type, []):
+            if (said := verdict(claim, name, found)) is not None:
+                yield f"- {said}"
+
+
+def _paths(op: str, before: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Which paths an op took, and why: what was said of it, or since."""
+    lines = [entry for entry in backend.said() if entry[0] == op or entry not in before]
+    return [f"{name} runs as {path}{': ' if why else ''}{why}" for name, path, why in lines]
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _range(spread: Spread) -> str:
+    return f"{spread.median:.3f} ({spread.p20:.3f} .. {spread.p80:.3f})"
+
+
+def _short(error: BaseException) -> str:
+    """An error on one line of a table."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line[:160]}".replace("|", "/")
+
+
+def benchmark(
+    ops: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quick: bool = False,
+    check: bool = False,
+    command: str = "",
+) -> Iterator[tuple[str, bool]]:
+    """The whole report, part by part as it comes: Markdown, and whether what it is about was right."""
+    head = ["# Speed of the kernels", ""]
+    head += [f"- {name}: {what}" for name, what in provenance(device, torch.get_num_threads()).items()]
+    head += [f"- command: `{command}`", ""]
+    if quick:
+        head += ["**Quick**: few rounds, for a look; no evidence.", ""]
+    head += [
+        "Medians, with 20th and 80th percentiles, over rounds in which the op, its rivals, a large copy and "
+        "a large matrix product are called in turn. Ratios and shares are medians of those within a round. "
+        "GB/s and TFLOP/s count the least that the op must do (inputs read once, outputs written once, its "
+        "own matrix products); the copy's count what it reads and writes. Extra MB: the most that a call "
+        "held beyond its inputs and outputs, in PyTorch's allocator.",
+        "",
+    ]
+    yield "\n".join([*head, ""]), True
+    for op in ops:
+        lines, right = [f"## {op}", ""], False
+        try:
+            for line in section(op, dtype, device, quick=quick, check=check):
+                lines.append(line)
+            right = True
+        except Wrong as error:
+            lines += [*(f"- wrong: {problem}" for problem in error.args), ""]
+            lines.append(f"**WRONG** in {len(error.args)} cases: no speed is shown.")
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            lines += ["", f"**BROKE**: {_short(error)}"]
+        yield "\n".join([*lines, "", ""]), right
+    yield f"load after: {load():.2f}\n", True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(prog="python -m retain.kernels.bench", description=__doc__)
+    parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default here: {here}")
+    parser.add_argument("--dtype", choices=DTYPES, help="timed; default float32 on cpu, bfloat16 on cuda")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: as many as torch takes")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true", help="few rounds, for a look")
+    how.add_argument(
+        "--check", action="store_true", help="the small cases alone, and no time (for sanitizers)"
+    )
+    parser.add_argument("--out", type=Path, help="file that the Markdown is also written to")
+    given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; take --device cpu")
+    if given.threads is not None and given.threads < 1:
+        parser.error(f"--threads is a whole number of at least 1, got {given.threads}")
+    typed = sys.argv[1:] if arguments is None else list(arguments)
+    command = shlex.join(["python", "-m", "retain.kernels.bench", *typed])
+    dtype = DTYPES[given.dtype or {"cpu": "float32", "cuda": "bfloat16"}[given.device]]
+    text, right = "", True
+    with quiet(given.threads):
+        parts = benchmark(
+            given.op,
+            dtype,
+            torch.device(given.device),
+            quick=given.quick,
+            check=given.check,
+            command=command,
+        )
+        for part, good in parts:
+            print(part, end="", flush=True)
+            text, right = text + part, right and good
+            if given.out is not None:
+                _write(given.out, text)  # as far as it has come: a killed run leaves what it had
+    return 0 if right else 1
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

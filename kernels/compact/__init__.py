@@ -1,0 +1,233 @@
+"""Entries of ragged rows, moved where they lie: evicted ones removed in place, new ones written behind.
+
+In: the columns of a store, keys and values and whatever else follows each entry, `[C, ...]` of any types;
+where each row's room begins and how many entries it holds. Out: the same storage, packed, or longer by some
+entries.
+The decision taken here: entries are copied as whole numbers of their size, never as what they mean, so that
+every bit of every type comes through, and all columns are changed by one plan, made before any of them is
+touched. On a GPU nothing waits for the device.
+
+Row `r`'s entries lie at `offsets[r] .. offsets[r] + lengths[r]`; what lies behind them up to `offsets[r + 1]`
+is free. `keep_N` is packed: `lengths[0]` elements of row 0, then those of row 1, ...
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from retain.kernels import backend
+from retain.kernels.compact import reference
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """An eviction that nothing stands in the way of; `move_` carries it out.
+
+    Args:
+        columns: that it is for.
+        kept_R: int32, entries that each row keeps.
+        path: of the op.
+        tables: what the path needs beside them.
+    """
+
+    columns: tuple[Tensor, ...]
+    kept_R: Int[Tensor, " R"]
+    path: backend.Path
+    tables: tuple[Tensor, ...]
+
+
+def compact_(
+    columns: Sequence[Tensor],
+    keep_N: Bool[Tensor, " N"],
+    offsets_R1: Int[Tensor, " R1"],
+    lengths_R: Int[Tensor, " R"],
+) -> Int[Tensor, " R"]:
+    """Remove the entries that are not kept, in place; the others keep their order, and only what lies behind
+    a row's first hole moves. Slots that become free are zeroed.
+
+    Args:
+        columns: `[C, ...]`, of any types, each entry's numbers one behind another.
+        keep_N: True = kept, row after row. (On a GPU its length is not compared with the rows' lengths, which
+            would wait for the device; what it lacks counts as evicted.)
+        offsets_R1: int64, where each row's room begins and ends.
+        lengths_R: int32, entries that each row holds; not changed.
+
+    Returns:
+        int32, entries that each row keeps: its new length.
+
+    Raises:
+        ValueError: shapes or types do not fit together.
+
+    Example:
+        >>> keys, positions = torch.tensor([[1.0], [2.0], [3.0], [0.0]]), torch.tensor([7, 8, 9, 0])
+        >>> rows = torch.tensor([0, 4]), torch.tensor([3], dtype=torch.int32)
+        >>> compact_([keys, positions], torch.tensor([True, False, True]), *rows).tolist()
+        [2]
+        >>> keys.flatten().tolist(), positions.tolist()
+        ([1.0, 3.0, 0.0, 0.0], [7, 9, 0, 0])
+    """
+    if torch.compiler.is_compiling():
+        return _compact_(list(columns), keep_N, offsets_R1, lengths_R)
+    plan = planned(columns, keep_N, offsets_R1, lengths_R)
+    move_(plan)
+    return plan.kept_R
+
+
+def planned(
+    columns: Sequence[Tensor],
+    keep_N: Bool[Tensor, " N"],
+    offsets_R1: Int[Tensor, " R1"],
+    lengths_R: Int[Tensor, " R"],
+) -> Plan:
+    """The first half of `compact_`, which changes nothing: whoever must know from when on there is no way
+    back calls the halves himself."""
+    _check(columns, offsets_R1, lengths_R)
+    if keep_N.ndim != 1 or keep_N.dtype != torch.bool:
+        raise ValueError(
+            f"compact_: the keep mask is {keep_N.dtype} {tuple(keep_N.shape)}: pass a bool tensor of one "
+            "element an entry, row after row, True = kept."
+        )
+    # What only a kernel minds is not looked at elsewhere.
+    why = _scattered(columns) if backend.which(lengths_R) == "triton" else None
+    path = backend.path_for("compact", lengths_R, unsupported=why)
+    if path == "triton":
+        from retain.kernels.compact import kernel
+
+        kept_R, *tables = kernel.plan(keep_N, offsets_R1, lengths_R)
+    else:
+        if int(lengths_R.sum()) != keep_N.shape[0]:
+            raise ValueError(
+                f"compact_: the keep mask has {keep_N.shape[0]} elements, but the rows hold "
+                f"{int(lengths_R.sum())} entries: pass one element an entry, row after row."
+            )
+        *tables, gone_R = reference.packing(keep_N, offsets_R1, lengths_R)
+        kept_R = (lengths_R - gone_R).to(torch.int32)
+    return Plan(tuple(columns), kept_R, path, tuple(tables))
+
+
+def move_(plan: Plan) -> None:
+    """The second half of `compact_`. If it breaks off, the columns no longer belong together."""
+    if plan.path == "triton":
+        from retain.kernels.compact import kernel
+
+        kernel.move_(plan.columns, *plan.tables)
+    else:
+        reference.move_(plan.columns, *plan.tables)
+
+
+def append_(
+    columns: Sequence[Tensor],
+    new: Sequence[Tensor],
+    offsets_R1: Int[Tensor, " R1"],
+    lengths_R: Int[Tensor, " R"],
+    valid_BS: Bool[Tensor, "B S"] | None = None,
+) -> Int[Tensor, "R S"]:
+    """Write new entries behind each row: O(new), and nothing waits for the device unless entries are padded
+    and no kernel runs. There must be room: S free slots in every row, which is not checked.
+
+    Args:
+        columns: `[C, ...]`, of any types.
+        new: `[B, H, S, ...]` for each column, any strides, `R = B * H` rows, head fastest; converted to the
+            column's type.
+        offsets_R1: int64, where each row's room begins and ends.
+        lengths_R: int32, entries that each row holds; afterwards with the new ones. They are raised last:
+            until then only free slots have been written to.
+        valid_BS: False on padding, which is not stored; None: all are real.
+
+    Returns:
+        int64, for each row and new token, how many entries of the row it sees, itself included; 0 for
+        padding.
+
+    Raises:
+        ValueError: shapes or types do not fit together.
+
+    Example:
+        >>> keys, lengths = torch.zeros(4, 1), torch.tensor([1], dtype=torch.int32)
+        >>> append_([keys], [torch.ones(1, 1, 2, 1)], torch.tensor([0, 4]), lengths).tolist()
+        [[2, 3]]
+        >>> keys.flatten().tolist(), lengths.tolist()
+        ([0.0, 1.0, 1.0, 0.0], [3])
+    """
+    if torch.compiler.is_compiling():
+        return _append_(list(columns), list(new), offsets_R1, lengths_R, valid_BS)
+    _check(columns, offsets_R1, lengths_R)
+    _check_new(columns, new, lengths_R, valid_BS)
+    # On a CPU, where a step is short, what only a kernel minds is not looked at.
+    why = _scattered(columns) if lengths_R.is_cuda else None
+    if backend.path_for("append", lengths_R, unsupported=why) == "triton":
+        from retain.kernels.compact import kernel
+
+        return kernel.append_(columns, new, offsets_R1, lengths_R, valid_BS)
+    return reference.append_(columns, new, offsets_R1, lengths_R, valid_BS)
+
+
+@torch.library.custom_op("retain::compact_", mutates_args={"columns"})
+def _compact_(columns: list[Tensor], keep: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor:
+    return compact_(columns, keep, offsets, lengths)
+
+
+@_compact_.register_fake
+def _(columns: list[Tensor], keep: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor:
+    return torch.empty_like(lengths, dtype=torch.int32)
+
+
+@torch.library.custom_op("retain::append_", mutates_args={"columns", "lengths"})
+def _append_(
+    columns: list[Tensor], new: list[Tensor], offsets: Tensor, lengths: Tensor, valid: Tensor | None
+) -> Tensor:
+    return append_(columns, new, offsets, lengths, valid)
+
+
+@_append_.register_fake
+def _(
+    columns: list[Tensor], new: list[Tensor], offsets: Tensor, lengths: Tensor, valid: Tensor | None
+) -> Tensor:
+    return lengths.new_empty(lengths.shape[0], new[0].shape[2], dtype=torch.int64)
+
+
+def _check(columns: Sequence[Tensor], offsets: Tensor, lengths: Tensor) -> None:
+    rows = lengths.dtype == torch.int32 and offsets.dtype == torch.int64 and lengths.ndim == offsets.ndim == 1
+    if not rows or offsets.shape[0] != lengths.shape[0] + 1:
+        raise ValueError(
+            f"rows have lengths {lengths.dtype} {tuple(lengths.shape)} and offsets {offsets.dtype} "
+            f"{tuple(offsets.shape)}: pass int32 [R] and int64 [R + 1]."
+        )
+    firsts = {column.shape[:1] for column in columns}
+    if len(firsts) != 1 or () in firsts:
+        raise ValueError(
+            f"columns have shapes {[tuple(column.shape) for column in columns]}: pass at least one, all of "
+            "one store, [C, ...]."
+        )
+
+
+def _check_new(
+    columns: Sequence[Tensor], new: Sequence[Tensor], lengths: Tensor, valid: Tensor | None
+) -> None:
+    first = tuple(new[0].shape[:3]) if new and new[0].ndim >= 3 else (0, 0, 0)
+    fits = len(new) == len(columns) and first[0] * first[1] == lengths.shape[0]
+    for column, one in zip(columns, new, strict=False):
+        fits = fits and one.shape == first + column.shape[1:]
+    if not fits:
+        raise ValueError(
+            f"new entries are {[tuple(one.shape) for one in new]} for {lengths.shape[0]} rows of columns "
+            f"{[tuple(column.shape) for column in columns]}: pass [B, H, S, ...] for each [C, ...], with "
+            f"B * H = {lengths.shape[0]}."
+        )
+    if valid is not None and (valid.dtype != torch.bool or valid.shape != (first[0], first[2])):
+        raise ValueError(
+            f"validity is {valid.dtype} {tuple(valid.shape)}, but {first[2]} new tokens of {first[0]} "
+            f"sequences came: pass bool [{first[0]}, {first[2]}], True = real, or None."
+        )
+
+
+def _scattered(columns: Sequence[Tensor]) -> str | None:
+    """Why the kernel cannot move these columns, if one of them does not hold its entries in one piece."""
+    for column in columns:
+        if reference.as_words(column) is None:
+            return (
+                f"a column {tuple(column.shape)} with strides {column.stride()} scatters an entry's numbers"
+            )
+    return None

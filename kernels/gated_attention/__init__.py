@@ -1,0 +1,344 @@
+"""Attention in which a gate makes entries fade instead of evicting them, with its gradient.
+
+In: queries, keys, values and a logarithm of a gate per entry and KV head. Out: the attention's output, from
+which a loss differentiates to the gates. The one decision taken here: the gate is added to the logits, inside
+one online softmax, so that neither the forward nor the backward ever holds a T x T matrix, and what the gate
+costs beside the plain attention is one addition a logit.
+
+The operation is always a registered one (`retain::gated_attention`), so that autograd, `torch.compile` and
+`torch.library.opcheck` meet the same thing.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from retain.kernels import backend
+from retain.kernels.gated_attention import reference
+from retain.kernels.gated_attention.reference import Bias, Settings
+
+__all__ = ["gated_attention", "gated_attention_with_lse"]
+
+# What a kernel's tiles cover.
+MAX_WIDTH = 256
+
+
+def gated_attention(
+    queries_BQSD: Float[Tensor, "B Q S D"],
+    keys_BHTD: Float[Tensor, "B H T D"],
+    values_BHTD: Float[Tensor, "B H T D"],
+    log_gate_BHT: Float[Tensor, "B H T"] | None = None,
+    log_decay_BHT: Float[Tensor, "B H T"] | None = None,
+    *,
+    scaling: float,
+    protected: int = 0,
+    window: int | None = None,
+    exists_BT: Bool[Tensor, "B T"] | None = None,
+    soft_cap: float | None = None,
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+) -> Float[Tensor, "B Q S D"]:
+    """Causal attention with a log-gate on every key outside of a query's protected recent window.
+
+    Query `s` sits at entry `j = T - S + s` and sees the entries `i <= j` that exist (and lie in its window).
+    Their logits are
+
+        l_ji = cap(scaling q_j . k_i) + [j - i >= protected] (log_gate_i + (j - i) log_decay_i)
+
+    with `cap(x) = soft_cap tanh(x / soft_cap)`, and the output is `sum_i softmax_i(l_j)_i v_i`; a sink adds
+    `exp(sink)` to the softmax's denominator and nothing to the sum. The output of a query that is padding,
+    or sees nothing, is zeros, and so are its gradients. Gradients pass to queries, keys, values, gate, decay
+    and sinks, once (the backward has none of its own).
+
+    Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs (TRIM-KV), arXiv 2512.03324: with
+    `protected=0` and `log_decay = log beta` alone. Its formula and its FlexAttention kernel add
+    `(j - i) log beta_i` to the logit, as here; its released eager path multiplies the logit by
+    `beta_i ** (j - i)`, which is something else and is not offered. A gate outside of a protected window is
+    the form of WG-KV (arXiv 2512.17452: window 256) and of DMS (arXiv 2506.05345: window 512, with
+    `log_gate = logsigmoid(-decision)`).
+
+    Args:
+        queries_BQSD: after norm and rotation, any strides. `Q` is a multiple of `H`.
+        keys_BHTD: likewise; `T >= S`.
+        values_BHTD: likewise.
+        log_gate_BHT: natural logarithm of each entry's gate, at most 0 as a rule, of any floating type; -inf
+            hides an entry from all queries that it is not protected for, with a gradient of 0. None: 0.
+        log_decay_BHT: natural logarithm of the factor by which an entry fades per entry of distance, finite.
+            None: 0.
+        scaling: factor on the products, usually `D ** -0.5`.
+        protected: queries nearer than this are not gated: an entry's own query and the `protected - 1` after
+            it see it as it is. 0: all are gated.
+        window: a query sees the last `window` entries, itself included; None: all.
+        exists_BT: False on padding; None: there is none.
+        soft_cap: bound on the logits before gate and decay; None: no bound.
+        sinks_Q: one extra logit per query head (gpt-oss); None: none.
+
+    Returns:
+        the output, in the queries' precision and laid out as they are.
+
+    Raises:
+        ValueError: shapes, types or numbers that do not fit together.
+
+    Example:
+        >>> q = k = torch.zeros(1, 1, 3, 16)
+        >>> v = torch.eye(3, 16)[None, None]
+        >>> gate = torch.tensor([[[0.0, float("-inf"), 0.0]]])
+        >>> gated_attention(q, k, v, gate, scaling=0.25, protected=1)[0, 0, :, :3].tolist()
+        [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
+    """
+    return gated_attention_with_lse(
+        queries_BQSD,
+        keys_BHTD,
+        values_BHTD,
+        log_gate_BHT,
+        log_decay_BHT,
+        scaling=scaling,
+        protected=protected,
+        window=window,
+        exists_BT=exists_BT,
+        soft_cap=soft_cap,
+        sinks_Q=sinks_Q,
+    )[0]
+
+
+def gated_attention_with_lse(
+    queries_BQSD: Float[Tensor, "B Q S D"],
+    keys_BHTD: Float[Tensor, "B H T D"],
+    values_BHTD: Float[Tensor, "B H T D"],
+    log_gate_BHT: Float[Tensor, "B H T"] | None = None,
+    log_decay_BHT: Float[Tensor, "B H T"] | None = None,
+    *,
+    scaling: float,
+    protected: int = 0,
+    window: int | None = None,
+    exists_BT: Bool[Tensor, "B T"] | None = None,
+    soft_cap: float | None = None,
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+) -> tuple[Float[Tensor, "B Q S D"], Float[Tensor, "B Q S"]]:
+    """`gated_attention`, and the logarithm of every softmax's denominator (the sink's part included), which
+    passes gradients too: `lse_j = log sum_i exp(l_ji)`, -inf where a query is padding or sees nothing.
+
+    Args:
+        queries_BQSD: and what follows: see `gated_attention`.
+
+    Returns:
+        the output, and the log-sum-exp in float32 (float64 for float64).
+
+    Raises:
+        ValueError: as `gated_attention`.
+    """
+    _check(queries_BQSD, keys_BHTD, values_BHTD, log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
+    _check_numbers(protected, window, soft_cap)
+    return _gated_attention(
+        queries_BQSD,
+        keys_BHTD,
+        values_BHTD,
+        log_gate_BHT,
+        log_decay_BHT,
+        exists_BT,
+        sinks_Q,
+        float(scaling),
+        protected,
+        window,
+        None if soft_cap is None else float(soft_cap),
+    )
+
+
+@torch.library.custom_op("retain::gated_attention", mutates_args=())
+def _gated_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_gate: Tensor | None,
+    log_decay: Tensor | None,
+    exists: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    protected: int,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
+    return _home(queries, keys, values).forward(queries, keys, values, bias, settings)
+
+
+@_gated_attention.register_fake
+def _(queries: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    return torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=dtype)
+
+
+@torch.library.custom_op("retain::gated_attention_backward", mutates_args=())
+def _gated_attention_backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    log_gate: Tensor | None,
+    log_decay: Tensor | None,
+    exists: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    protected: int,
+    window: int | None,
+    soft_cap: float | None,
+    inner: bool,
+) -> list[Tensor]:
+    """Gradients of queries, keys and values (`inner`), gate, decay and sinks: of those that are there."""
+    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
+    found = _home(queries, keys, values).backward(
+        d_out, d_lse, queries, keys, values, out, lse, bias, settings, inner=inner
+    )
+    return [gradient for gradient in found if gradient is not None]
+
+
+@_gated_attention_backward.register_fake
+def _(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    log_gate: Tensor | None,
+    log_decay: Tensor | None,
+    exists: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    protected: int,
+    window: int | None,
+    soft_cap: float | None,
+    inner: bool,
+) -> list[Tensor]:
+    wide = [torch.empty_like(given) for given in (queries, keys, values) if inner]
+    bias = (log_gate, log_decay, sinks)
+    return wide + [
+        torch.empty_like(given, memory_format=torch.contiguous_format) for given in bias if given is not None
+    ]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scaling, ctx.protected, ctx.window, ctx.soft_cap = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+    # The backward may run on a thread that knows nothing of a path that is forced here.
+    ctx.path = _path(*tensors[:3])
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    queries, keys, values, log_gate, log_decay, exists, sinks = tensors
+    inner = any(ctx.needs_input_grad[:3])
+    with backend.using(ctx.path):
+        found = _gated_attention_backward(
+            torch.zeros_like(out) if d_out is None else d_out,
+            d_lse,
+            queries,
+            keys,
+            values,
+            out,
+            lse,
+            log_gate,
+            log_decay,
+            exists,
+            sinks,
+            ctx.scaling,
+            ctx.protected,
+            ctx.window,
+            ctx.soft_cap,
+            inner,
+        )
+    there = [inner] * 3 + [log_gate is not None, log_decay is not None, False, sinks is not None]
+    each = iter(found)
+    return *(next(each) if here else None for here in there), None, None, None, None
+
+
+_gated_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _home(queries: Tensor, keys: Tensor, values: Tensor) -> Any:
+    """The module whose `forward` and `backward` a call takes."""
+    if _path(queries, keys, values) == "reference":
+        return reference
+    from retain.kernels.gated_attention import launch
+
+    return launch
+
+
+def _path(queries: Tensor, keys: Tensor, values: Tensor) -> backend.Path:
+    width = queries.shape[-1]
+    unsupported = None
+    if width > MAX_WIDTH:
+        unsupported = f"a head width of {width} is more than {MAX_WIDTH}"
+    elif any(MAX_WIDTH * stride >= 2**31 for one in (queries, keys, values) for stride in one.stride()):
+        unsupported = "neighbouring entries lie 2^23 numbers apart"
+    elif not queries.dtype == keys.dtype == values.dtype:
+        unsupported = "queries, keys and values differ in precision"
+    return backend.path_for("gated_attention", queries, keys, values, unsupported=unsupported)
+
+
+def _check(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_gate: Tensor | None,
+    log_decay: Tensor | None,
+    exists: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    said = "gated_attention: "
+    shapes = f"queries are {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
+    if not queries.ndim == keys.ndim == values.ndim == 4:
+        raise ValueError(f"{said}{shapes}: pass queries [B, Q, S, D], keys and values [B, H, T, D].")
+    (B, Q, S, D), (H, T) = queries.shape, keys.shape[1:3]
+    if keys.shape != values.shape or keys.shape != (B, H, T, D):
+        raise ValueError(
+            f"{said}{shapes}: keys and values must have one shape [{B}, H, T, {D}], with the queries' batch "
+            "and head width."
+        )
+    if not H or Q % H:
+        raise ValueError(
+            f"{said}{shapes}: {Q} query heads are no multiple of {H} KV heads; pass the keys of KV heads, "
+            "not repeated."
+        )
+    if S > T:
+        raise ValueError(
+            f"{said}{shapes}: {S} queries cannot be the last of {T} entries; every query's own entry must "
+            "be among the keys."
+        )
+    for name, given, wanted in (
+        ("log_gate", log_gate, (B, H, T)),
+        ("log_decay", log_decay, (B, H, T)),
+        ("exists", exists, (B, T)),
+        ("sinks", sinks, (Q,)),
+    ):
+        if given is not None and tuple(given.shape) != wanted:
+            axes = {"exists": "[B, T]", "sinks": "[Q]"}.get(name, "[B, H, T], one a KV head and entry")
+            raise ValueError(
+                f"{said}{name} is {tuple(given.shape)} and {shapes}: wanted {wanted}, that is {axes}."
+            )
+    if exists is not None and exists.dtype != torch.bool:
+        raise ValueError(f"{said}exists is {exists.dtype}: pass a boolean mask (attention_mask.bool()).")
+    floats = {"queries": queries, "keys": keys, "values": values, "log_gate": log_gate}
+    for name, given in {**floats, "log_decay": log_decay, "sinks": sinks}.items():
+        if given is not None and not given.is_floating_point():
+            raise ValueError(f"{said}{name} is {given.dtype}: pass floating point.")
+    everything = (queries, keys, values, log_gate, log_decay, exists, sinks)
+    if len(devices := {str(given.device) for given in everything if given is not None}) > 1:
+        raise ValueError(
+            f"{said}its tensors lie on {', '.join(sorted(devices))}: move gates to the layer's device."
+        )
+
+
+def _check_numbers(protected: int, window: int | None, soft_cap: float | None) -> None:
+    if protected < 0:
+        raise ValueError(f"gated_attention: protected={protected} must be at least 0 entries (0 = none).")
+    if window is not None and window < 1:
+        raise ValueError(f"gated_attention: window={window} must be at least 1 entry, or None for all.")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"gated_attention: soft_cap={soft_cap} must be positive, or None for no cap.")
