@@ -4,32 +4,19 @@ In: queries `[B, Q, S, D]`, and one layer's entries as a flat `[C, D]` store in 
 sequence and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]` entries at its
 beginning. Out: `[B, Q, S, D]`.
 
-The one decision taken here: two plain formulations, and who runs which. *A few queries* (decoding) see all
-pages of all rows at once, as one batch of small products on a `[pages, PAGE, D]` view of the store: no key
-and no value is copied, no row waits for a longer one, and the pages of a row are combined by their maxima and
-sums (split-K: `out = sum_p exp(m_p - m) o_p / sum_p exp(m_p - m) s_p`). The number of operations does not
-depend on lengths, shapes change only when the store is laid out anew, and the device is never waited for.
-*Many queries* take one row after another, in chunks, so that products are large. Half precision is upcast
-piece by piece, so that no copy of a whole store is made. Who sees whom is a count (`seen_RS`): query `s` of a
-row sees the row's first `seen` entries, whatever their positions, and of those, under a sliding window, the
-ones whose positions are recent enough.
+The one decision taken here: who sees whom is a count (`seen_RS`): query `s` of a row sees the row's first
+`seen` entries, whatever their positions, and of those, under a sliding window, the ones whose positions are
+recent enough. How that is computed is the business of `retain.kernels.ragged_attention`.
 """
 
-from itertools import accumulate, pairwise
-
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.pages import PAGE, Pages, paged, read_pages
+from retain.kernels.ragged_attention import path_of, ragged_attention
+from retain.kernels.ragged_attention.pages import Pages
 
-# Upper bound on the elements of each temporary held at once (the logits; queries and outputs page by page;
-# half-precision keys or values, upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by row one
-# query, and one row's keys and values in half precision, whatever their size.
-MAX_LOGITS = 1 << 22
-# Query positions times query heads of a KV head up to which all pages go as one batch: measured on a CPU, the
-# two ways are equal at 8; elsewhere each row's launches weigh more. One query position always counts as few.
-FEW, FEW_ELSEWHERE = 16, 256
+# What each path is called where users read of it.
+CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTorch over ragged rows"}
 
 
 def attend(
@@ -68,146 +55,33 @@ def attend(
         positions_C: RoPE positions of the store's entries.
         query_positions_BS: RoPE positions of the queries.
         pages: the layout, if the caller knows it; else it is read from the offsets, which waits for the
-            device; rooms that are not whole pages are attended row by row.
+            device.
 
     Returns:
         attention output, in the queries' precision.
 
     Raises:
-        ValueError: a window without positions.
+        ValueError: a window without positions, or a window, cap or shapes that cannot be.
     """
-    B, Q, S, D = queries_BQSD.shape
-    R = lengths_R.shape[0]
-    assert R and (B * Q) % R == 0, f"{B} x {Q} query heads do not divide over {R} rows"
-    group, heads = B * Q // R, R // B
-    dtype = torch.promote_types(queries_BQSD.dtype, torch.float32)
-    queries_RMD = queries_BQSD.reshape(R, group * S, D).to(dtype) * scaling
-    sinks_RM = None
-    if sinks_Q is not None:
-        sinks_Q = sinks_Q.to(dtype).clamp(min=torch.finfo(dtype).min)
-        sinks_RM = sinks_Q.view(1, heads, group, 1).expand(B, -1, -1, S).reshape(R, group * S)
-    oldest_RS = None  # the first position that a query does not see any more
-    if window is not None:
-        if positions_C is None or query_positions_BS is None:
-            raise ValueError(
-                f"attention within a window of {window} got no positions: pass positions_C and "
-                "query_positions_BS, or no window."
-            )
-        oldest_RS = (query_positions_BS - window)[:, None].expand(-1, heads, -1).reshape(R, S)
-    offsets: list[int] | None = None
-    if pages is None:
-        offsets = offsets_R1.tolist()
-        pages = read_pages(offsets, keys_CD.device)
-    sight = (seen_RS, oldest_RS, positions_C)
-    few = FEW if keys_CD.device.type == "cpu" else FEW_ELSEWHERE
-    if pages is not None and (S == 1 or group * S <= few):
-        out_RMD = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
-    else:
-        if pages is not None:  # known on the host
-            offsets = list(accumulate((PAGE * count for count in pages.counts), initial=0))
-        assert offsets is not None
-        out_RMD = _by_rows(queries_RMD, keys_CD, values_CD, offsets, sight, soft_cap, sinks_RM)
-    return out_RMD.to(queries_BQSD.dtype).reshape(B, Q, S, -1)
+    out_BQSD = ragged_attention(
+        queries_BQSD,
+        keys_CD,
+        values_CD,
+        offsets_R1,
+        lengths_R,
+        seen_RS,
+        scaling=scaling,
+        soft_cap=soft_cap,
+        sinks_Q=sinks_Q,
+        window=window,
+        positions_C=positions_C,
+        query_positions_BS=query_positions_BS,
+        pages=pages,
+    )
+    assert isinstance(out_BQSD, Tensor)  # no by-products were asked for
+    return out_BQSD
 
 
-# Who sees what: counts `[R, S]`, and under a window the last position hidden `[R, S]` and positions `[C]`.
-Sight = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-def _by_pages(
-    queries_RMD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    pages: Pages,
-    sight: Sight,
-    soft_cap: float | None,
-    sinks_RM: Tensor | None,
-) -> Tensor:
-    """A few queries, `M = G * S` a row: all pages in one batch, or in as few as `MAX_LOGITS` allows."""
-    R, M, D = queries_RMD.shape
-    seen_RS, oldest_RS, positions_C = sight
-    S, dtype = seen_RS.shape[1], queries_RMD.dtype
-    same = keys_CD.dtype == values_CD.dtype == dtype
-    widest = max(D, values_CD.shape[-1])
-    step = max(1, MAX_LOGITS // max(M * max(PAGE, widest), 0 if same else PAGE * widest))
-    slot_P = torch.arange(PAGE, device=keys_CD.device)
-    keys_page, values_page = paged(keys_CD), paged(values_CD)
-    # The running softmax of each query: largest logit, sum and output relative to it. Where something is
-    # seen, the largest logit itself adds 1 to the sum, so that a sum below 1 means that nothing was seen.
-    if sinks_RM is None:
-        top_RM = queries_RMD.new_full((R, M), torch.finfo(dtype).min)
-        sum_RM = queries_RMD.new_zeros(R, M)
-    else:
-        top_RM, sum_RM = sinks_RM, torch.ones_like(sinks_RM)
-    out_RMD = queries_RMD.new_zeros(R, M, values_CD.shape[-1])
-    for start in range(0, pages.num_pages, step):
-        some = slice(start, start + step)
-        row = pages.row_pages[some]
-        queries = queries_RMD.index_select(0, row)
-        # Keys times queries, not the other way: with few queries the product is nearly twice as fast, even
-        # with the copy that puts a query's logits side by side.
-        logits = torch.bmm(keys_page[some].to(dtype), queries.transpose(1, 2)).transpose(1, 2).contiguous()
-        if soft_cap is not None:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        hidden = slot_P >= (seen_RS.index_select(0, row) - pages.first_pages[some, None])[..., None]
-        if oldest_RS is not None and positions_C is not None:
-            hidden |= paged(positions_C)[some, None] <= oldest_RS.index_select(0, row)[..., None]
-        logits.unflatten(1, (-1, S)).masked_fill_(hidden[:, None], float("-inf"))
-        index = row[:, None].expand(-1, M)
-        higher_RM = top_RM.scatter_reduce(0, index, logits.amax(-1), "amax")
-        probs = logits.sub_(higher_RM.index_select(0, row)[..., None]).exp_()
-        scale_RM = (top_RM - higher_RM).exp_()
-        sum_RM = (sum_RM * scale_RM).index_add_(0, row, probs.sum(-1))
-        if start:
-            out_RMD *= scale_RM[..., None]
-        out_RMD.index_add_(0, row, torch.bmm(probs, values_page[some].to(dtype)))
-        top_RM = higher_RM
-    return out_RMD / sum_RM.clamp(min=1.0)[..., None]
-
-
-def _by_rows(
-    queries_RMD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    offsets: list[int],
-    sight: Sight,
-    soft_cap: float | None,
-    sinks_RM: Tensor | None,
-) -> Tensor:
-    """Many queries, or rooms that are no whole pages: one row after another, some queries at a time."""
-    R, M, D = queries_RMD.shape
-    seen_RS, oldest_RS, positions_C = sight
-    S, dtype, device = seen_RS.shape[1], queries_RMD.dtype, keys_CD.device
-    group = M // S
-    widest = max(D, values_CD.shape[-1], *(stop - start for start, stop in pairwise(offsets)))
-    step = min(S, max(1, MAX_LOGITS // (group * widest)))
-    starts = range(0, S, step)
-    # What the queries of a chunk see at most: later entries are not even multiplied. One wait for the device.
-    seen_most = torch.stack([seen_RS[:, start : start + step].amax(-1) for start in starts], -1).tolist()
-    out_RGSD = queries_RMD.new_zeros(R, group, S, values_CD.shape[-1])
-    queries_RGSD = queries_RMD.unflatten(1, (group, S))
-    for row in range(R):
-        most = max(seen_most[row])
-        held = slice(offsets[row], offsets[row] + most)
-        keys_TD, values_TD = keys_CD[held].to(dtype), values_CD[held].to(dtype)
-        for start, T in zip(starts, seen_most[row], strict=True):
-            if T == 0:
-                continue
-            some = slice(start, start + step)
-            logits_GST = queries_RGSD[row, :, some] @ keys_TD[:T].T
-            if soft_cap is not None:
-                logits_GST = soft_cap * torch.tanh(logits_GST / soft_cap)
-            hidden_ST = torch.arange(T, device=device) >= seen_RS[row, some, None]
-            if oldest_RS is not None and positions_C is not None:
-                hidden_ST |= positions_C[held][:T] <= oldest_RS[row, some, None]
-            logits_GST = logits_GST.masked_fill_(hidden_ST, float("-inf"))
-            top_GS1 = logits_GST.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
-            if sinks_RM is not None:
-                sinks_GS1 = sinks_RM[row].view(group, S, 1)[:, some]
-                top_GS1 = torch.maximum(top_GS1, sinks_GS1)
-            probs_GST = logits_GST.sub_(top_GS1).exp_()
-            sum_GS1 = probs_GST.sum(-1, keepdim=True)
-            if sinks_RM is not None:
-                sum_GS1 += (sinks_GS1 - top_GS1).exp_()
-            out_RGSD[row, :, some] = (probs_GST @ values_TD[:T]) / sum_GS1.clamp_(min=1.0)
-    return out_RGSD.flatten(1, 2)
+def path_named(keys_CD: Float[Tensor, "*C D"], values_CD: Float[Tensor, "*C D"]) -> str:
+    """How attention over a store of such keys and values is computed, in words."""
+    return CALLED[path_of(keys_CD, values_CD)]

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retain import attend as module
 from retain.attend import attend
 from retain.cache import RaggedStore
-from retain.pages import PAGE, Pages, read_pages
+from retain.kernels.ragged_attention import reference
+from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
 from tests.close import assert_close
 
 # name -> (B, H, G, S, D, kept lengths per row); covers an empty row, one entry, odd lengths, several pages,
@@ -117,16 +117,16 @@ def sinks_of(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_ragged_equals_masked_dense(monkeypatch, case, dtype, options, few):
-    monkeypatch.setattr(module, "FEW", few)
+    monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case, dtype)
     options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
     scaling = CASES[case][4] ** -0.5
     wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
-    reference = dense(*wide, scaling, **options)
+    exact = dense(*wide, scaling, **options)
     plain = dense(queries, *inputs, scaling, **options)
     actual = ragged(queries, *inputs, scaling=scaling, **options)
     assert actual.dtype == dtype
-    assert_close(actual, reference, plain)
+    assert_close(actual, exact, plain)
 
 
 @pytest.mark.parametrize("option", [{"soft_cap": 2.0}, {"window": 4}, {"sinks": True}], ids=str)
@@ -173,11 +173,11 @@ def test_rooms_that_are_no_whole_pages(case, options):
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
 @pytest.mark.parametrize("case", ["chunk", "many queries", "very unequal"])
 def test_in_pieces_it_is_the_same(monkeypatch, case, few):
-    monkeypatch.setattr(module, "FEW", few)
+    monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case)
     options = {"window": 50, "sinks": sinks_of(case)}
     whole = ragged(queries, *inputs, **options)
-    monkeypatch.setattr(module, "MAX_LOGITS", 1)
+    monkeypatch.setattr(reference, "MAX_LOGITS", 1)
     assert_close(ragged(queries, *inputs, **options), whole)
 
 
@@ -204,8 +204,8 @@ def test_temporaries_are_bounded(monkeypatch, width, entries, dtype, few):
     """4 heads that share the entries, 64 queries: a page of keys is 64 x width numbers, and a page's queries
     and outputs are 256 x width, of which no fewer are made at once."""
     bound = 256 * max(2 * width, PAGE)
-    monkeypatch.setattr(module, "FEW", few)
-    monkeypatch.setattr(module, "MAX_LOGITS", bound)
+    monkeypatch.setattr(reference, "FEW", few)
+    monkeypatch.setattr(reference, "MAX_LOGITS", bound)
     keys, values = torch.randn(2, 1, 2, entries, width).to(dtype)
     queries = torch.randn(1, 8, 64, width).to(dtype)
     store = RaggedStore.from_dense(
@@ -220,7 +220,7 @@ def test_temporaries_are_bounded(monkeypatch, width, entries, dtype, few):
 
 def test_where_pages_are_known_nothing_is_asked_of_the_device(monkeypatch):
     """Row by row too: rooms are known on the host."""
-    monkeypatch.setattr(module, "FEW", 0)
+    monkeypatch.setattr(reference, "FEW", 0)
     queries, *inputs = make("many queries")
     store, seen = filled(*inputs)
     want = query(store, seen, queries, 0)
@@ -231,7 +231,7 @@ def test_where_pages_are_known_nothing_is_asked_of_the_device(monkeypatch):
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
 @pytest.mark.parametrize("case", CASES)
 def test_unwritten_room_does_not_matter(monkeypatch, case, few):
-    monkeypatch.setattr(module, "FEW", few)
+    monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case)
     store, seen = filled(*inputs)
     clean = query(store, seen, queries, inputs[0].shape[2], window=9)

@@ -22,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from retain.attend import path_named
 from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
 from retain.hf import foreign, saving
@@ -34,8 +35,6 @@ from retain.hf.regime import Regime
 from retain.hf.report import LayerReport, LeftAloneReport, Report, total_of
 from retain.hf.rule import Rule, make_rule
 from retain.protection import spans_by_sequence
-
-PATH = "plain PyTorch over ragged rows"
 
 
 class Cache(Engine):
@@ -65,6 +64,10 @@ class Cache(Engine):
         **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.press` makes one of a foreign scorer).
+
+    A mask may take back tokens that were seen, such as those that `generate` fills a finished sequence up
+    with: at a turn, and at the first decoding step after a prompt, a turn or a `generate`. Where kernels run,
+    a later step is not waited for: a mask or positions that were wrong there are refused some tokens late.
 
     Example:
         >>> cache = retain.Cache(model, policy="snapkv", keep_ratio=0.2)  # doctest: +SKIP
@@ -276,6 +279,7 @@ class Cache(Engine):
         other._moments = list(self._moments)
         # Whoever generates, it is not the copy.
         other._generates, other._ends, other._ended_B = False, (), None
+        other._doubts, other._steps = [], False
         return other
 
     def __deepcopy__(self, memo: dict) -> "Cache":
@@ -371,7 +375,8 @@ class Cache(Engine):
     def crop(self, num_tokens: int) -> None:
         """Forget the last tokens: keep the first `num_tokens` seen, or remove `-num_tokens` of them.
 
-        The cache is then as if they had never come; their bytes are given back.
+        The cache is then as if they had never come; their bytes are given back. To keep none is to
+        `reset()`.
 
         Raises:
             ValueError: something was evicted since, or cannot be undone: nothing was changed.
@@ -465,7 +470,12 @@ class Cache(Engine):
         return 0 if self.history is None else self.history.batch_size
 
     def report(self) -> Report:
-        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table."""
+        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table.
+
+        Raises:
+            ValueError: a decoding step that nobody waited for was wrong, which is said once.
+        """
+        self._settle(wait=True)
         tokens = 0 if self.history is None else sum(self.history.lengths_B)
         rows, alone = [], []
         for spec, layer in zip(self.specs, self.ragged, strict=True):
@@ -486,10 +496,26 @@ class Cache(Engine):
             layer = self.layers[left.layer_idx]
             held, allocated = foreign.held_bytes(layer), foreign.allocated_bytes(layer)
             alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
-        return Report(self.rule.name, PATH, tuple(rows), total_of(rows), tuple(alone), self.evictions)
+        return Report(self.rule.name, self._path(), tuple(rows), total_of(rows), tuple(alone), self.evictions)
+
+    def _path(self) -> str:
+        """How attention over what is held is computed; of every layer, where they differ."""
+        paths = []
+        for layer in self.ragged:
+            if layer.store is not None:
+                paths.append(path_named(layer.store.keys_CD, layer.store.values_CD))
+            elif layer.keys is not None:
+                paths.append(path_named(*layer.dense()))
+        return "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
 
     def budgets(self) -> BudgetTable:
-        """Entries that each sequence, layer and KV head holds; `print` shows a table."""
+        """Entries that each sequence, layer and KV head holds; `print` shows a table.
+
+        Raises:
+            ValueError: nothing was read yet; or a decoding step that nobody waited for was wrong, which is
+                said once.
+        """
+        self._settle(wait=True)
         if not self.num_seen:
             raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
         seen_B = self.valid_BT.sum(-1).cpu()

@@ -3,7 +3,8 @@
 In: the decoder's arguments and what the cache has seen. Out: a `Call`, with validity and positions of the new
 tokens. The one decision taken here: everything that would go wrong silently later (right padding, a mask that
 contradicts the past, packed sequences) is found before the first layer runs, with a single transfer from the
-device (two where past tokens are forgotten).
+device (two where past tokens are forgotten). Where kernels run, decoding steps are spared that wait: what is
+wrong with one is noticed after it has run (`retain.hf.doubt`).
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.hf.doubt import WRONG, Doubt
 from retain.rotary import Rotary
 
 
@@ -24,11 +26,12 @@ class Call:
     Args:
         is_prefill: the first tokens of the cache.
         mask_BT: True on real tokens, over the past and the new tokens.
-        valid_BS: the new tokens' part of it; None when nothing of it is padding.
+        valid_BS: the new tokens' part of it; None when it is known that nothing of it is padding.
         positions_BS: int64 RoPE positions of the new tokens.
         token_ids_BS: None if the caller passed embeddings.
         forgotten_BT: past tokens that this call's mask declares padding; None when there are none.
         rotary: the model's rotary embedding, where it is understood.
+        doubt: what is still to be found out about it; None: nothing.
     """
 
     is_prefill: bool
@@ -38,6 +41,7 @@ class Call:
     token_ids_BS: Int[Tensor, "B S"] | None
     forgotten_BT: Bool[Tensor, "B P"] | None
     rotary: Rotary | None = None
+    doubt: Doubt | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,9 @@ def read_call(
     position_ids: Tensor | None,
     rotary: Rotary | None = None,
     width: int | None = None,
+    another: bool = False,
+    later: bool = False,
+    alone: bool = False,
 ) -> Call:
     """Check a forward's arguments against what was seen.
 
@@ -75,10 +82,15 @@ def read_call(
         rotary: the model's rotary embedding, for those who look at queries before it.
         width: tokens of the whole prompt, padding included, where it is read in chunks; a sequence may begin
             after the first of them.
+        another: the call is a decoding step after another one, whose mask may not take tokens back: where
+            nobody waits for it, that would be known too late, so it is refused everywhere.
+        later: it is, and what is wrong with it may be noticed after it has run.
+        alone: then also whether there is padding after a sequence's own tokens, which layers that are left
+            alone cannot have.
 
     Raises:
-        ValueError: right padding, a mask of another width or kind, positions that do not increase, another
-            batch size.
+        ValueError: right padding, a mask of another width or kind or that goes back on an earlier one,
+            positions that do not increase, another batch size.
     """
     tokens = input_ids if input_ids is not None else inputs_embeds
     if tokens is None:
@@ -114,6 +126,24 @@ def read_call(
         raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
     positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
 
+    if later:
+        assert another and S == 1 and last_B is not None
+        found = {"back": (positions_BS[:, 0] <= last_B.to(device)) & mask_BT[:, -1]}
+        if attention_mask is not None:  # else the mask is of our making
+            changed_BT = past_BT ^ mask_BT[:, :-1]
+            found |= {"forgotten": changed_BT & past_BT, "revived": changed_BT & ~past_BT}
+            if alone:
+                found["gap"] = past_BT.any(-1) & ~mask_BT[:, -1]
+        return Call(
+            is_prefill=False,
+            mask_BT=mask_BT,
+            valid_BS=None if attention_mask is None else mask_BT[:, -1:],
+            positions_BS=positions_BS,
+            token_ids_BS=input_ids,
+            forgotten_BT=None,
+            rotary=rotary,
+            doubt=Doubt({name: wrong.any() for name, wrong in found.items()}),
+        )
     valid_BS, forgotten_BT = mask_BT[:, seen:], past_BT & ~mask_BT[:, :seen]
     disordered = ((positions_BS[:, 1:] <= positions_BS[:, :-1]) & valid_BS[:, :-1]).any()
     backwards = disordered.new_zeros(())
@@ -145,6 +175,8 @@ def read_call(
         )
     if empty and seen + S >= (width or 0) and not bool(mask_BT.any(1).all()):
         raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
+    if another and forgotten:
+        raise ValueError(WRONG["forgotten"])
     if revived:
         raise ValueError(
             "attention_mask shows tokens as real that were padding when the cache saw them, and padding is "

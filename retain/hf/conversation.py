@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from retain.cache import RaggedStore
 from retain.evidence import Evidence
 from retain.hf.call import Call
+from retain.hf.doubt import Doubt
 from retain.hf.foreign import foreign_layer
 from retain.hf.given import Given
 from retain.hf.history import History
@@ -77,7 +78,10 @@ class Conversation(TransformersCache):
         self._noted = 0  # tokens of which the layers have noted what later evictions want
         self._expected: int | None = None  # the layer whose attention is about to run
         self._ends: tuple[int, ...] = ()
+        self._ends_K: Int[Tensor, " K"] | None = None  # the same, on the device, once they are looked for
         self._ended_B: Bool[Tensor, " B"] | None = None  # sequences that `generate` only pads by now
+        self._steps = False  # the forward before was a decoding step, and nothing came between
+        self._doubts: list[Doubt] = []  # of decoding steps that nobody has waited for
         self._broken = False  # a change broke off midway
         self.evictions = 0  # moments at which something went
         self.evicted_at = 0  # tokens seen at the last of them
@@ -101,18 +105,29 @@ class Conversation(TransformersCache):
         """Refuse to go on with what an earlier error left half-changed.
 
         Raises:
-            ValueError: a change broke off midway, or a forward that was not the first.
+            ValueError: a change broke off midway, or a forward that was not the first; or a decoding step
+                is found to have been wrong.
         """
+        self._settle(wait=True)
         if self._broken or self._call is not None and self.num_seen:
             raise ValueError(
                 "an earlier forward or change broke off and left this cache half-updated: make a new one, or "
                 "reset() it."
             )
 
+    def _settle(self, *, wait: bool) -> None:
+        """Look at what was asked of decoding steps (`retain.hf.doubt`), as far as the answers are there."""
+        while self._doubts and (wait or self._doubts[0].arrived):
+            try:
+                self._doubts.pop(0).settle()
+            except ValueError:
+                self._broken, self._doubts = True, []
+                raise
+
     @contextmanager
     def changing(self) -> Iterator[None]:
         """While layers are changed one after another: what breaks off in here leaves the cache refused."""
-        self._broken = True
+        self._broken, self._steps = True, False
         yield
         self._broken = False
 
@@ -139,12 +154,14 @@ class Conversation(TransformersCache):
             ends: token ids behind which it fills a sequence with padding.
         """
         before, self._generates = self._generates, True
-        self._ends, self._ended_B = tuple(ends), None
+        self._ends, self._ends_K, self._ended_B, self._steps = tuple(ends), None, None, False
         if width is not None:
             self.announce(width, attention_mask)
         try:
             yield
+            self._settle(wait=True)
         finally:
+            self._steps = False
             self._generates, self._ends, self._ended_B = before, (), None
             if width is not None:
                 self.announce(None)
@@ -270,7 +287,11 @@ class Conversation(TransformersCache):
         return None if self.history is None else self.history.token_ids_BT
 
     def reset(self) -> None:
-        """Forget everything; the cache may be filled again."""
+        """Forget everything; the cache may be filled again.
+
+        Also what decoding steps were asked and has not been answered (`retain.hf.doubt`): that the last of
+        them was wrong is not said any more.
+        """
         self.layers = _new_layers(self.layout)
         self._forget()
 

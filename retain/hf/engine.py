@@ -31,7 +31,8 @@ from retain.hf.layer import Layer
 from retain.hf.layout import LayerSpec
 from retain.hf.recent import Recent
 from retain.hf.rule import Moment
-from retain.pages import PAGE
+from retain.kernels.ragged_attention import path_of
+from retain.kernels.ragged_attention.pages import PAGE
 from retain.rotary import Rotary
 
 # Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
@@ -79,6 +80,9 @@ class Engine(Conversation):
             told = self._width, self._announced_BT, self._ends
             self.reset()
             self._width, self._announced_BT, self._ends = told
+        another = self._is_another_step(input_ids if input_ids is not None else inputs_embeds)
+        later = another and self._kernels_run
+        self._settle(wait=not later)
         for layer in self._foreign:
             thaw_(layer)
         past = self.history
@@ -93,7 +97,12 @@ class Engine(Conversation):
             position_ids=position_ids,
             rotary=rotary,
             width=self._width,
+            another=another,
+            later=later,
+            alone=bool(self.layout.alone),
         )
+        if call.doubt is not None:
+            self._doubts.append(call.doubt)
         self._rotary = call.rotary
         if call.is_prefill:
             self.seeds = seeds_of(self.seeds, call.mask_BT.shape[0])
@@ -112,6 +121,17 @@ class Engine(Conversation):
             self._call = None
             raise
 
+    def _is_another_step(self, tokens: Tensor | None) -> bool:
+        """Whether what comes is a decoding step after another one. The mask of the first after anything else
+        may take back what `generate` filled up with; that of a later one may not."""
+        return self._steps and tokens is not None and tokens.shape[1] == 1
+
+    @property
+    def _kernels_run(self) -> bool:
+        """Whether attention over what is held takes kernels: no step after another is waited for there."""
+        store = self.ragged[0].store
+        return store is not None and path_of(store.keys_CD, store.values_CD) == "triton"
+
     def _without_fill(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
         """The mask of a call, with what `generate` put behind sequences that have ended as the padding that
         it is.
@@ -127,8 +147,9 @@ class Engine(Conversation):
         if self._ended_B is not None and isinstance(mask, Tensor) and mask.shape[1] == past.num_seen + 1:
             real_B1 = ~self._ended_B[:, None].to(mask.device)
             mask = mask.bool() & torch.cat([past.valid_BT.to(mask.device), real_B1], dim=1)
-        ends = torch.tensor(self._ends, device=input_ids.device)
-        ended_B = torch.isin(input_ids[:, 0], ends)
+        if self._ends_K is None or self._ends_K.device != input_ids.device:
+            self._ends_K = torch.tensor(self._ends, device=input_ids.device)
+        ended_B = (input_ids == self._ends_K).any(-1)  # `isin` may wait for the device
         self._ended_B = ended_B if self._ended_B is None else self._ended_B | ended_B
         return mask
 
@@ -148,7 +169,7 @@ class Engine(Conversation):
                 "forget "
                 "them: continue such sequences in caches of their own (batch_select_indices)."
             )
-        if call.valid_BS is None:
+        if call.valid_BS is None or call.doubt is not None:
             return
         begun_B1 = self.history.valid_BT.any(-1, keepdim=True).to(call.valid_BS.device)
         if bool((begun_B1 & ~call.valid_BS).any()):
@@ -322,7 +343,12 @@ class Engine(Conversation):
         layer.store = self._cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT, beside)
 
     def finish(self) -> None:
-        """After the decoder ran: its tokens are seen now, and what is due is evicted."""
+        """After the decoder ran: its tokens are seen now, and what is due is evicted.
+
+        Raises:
+            ValueError: something is due, and a decoding step that nobody waited for was wrong: nothing is
+                decided by a mask that was not looked at.
+        """
         call = self._call
         assert call is not None
         self._check_ran()
@@ -338,6 +364,7 @@ class Engine(Conversation):
             if read:
                 self._noted = self.num_seen  # each layer has noted its own while it ran
             elif due or self.num_seen - self._noted >= MOST_UNNOTED:
+                self._settle(wait=True)
                 for layer, spec in zip(self.ragged, self.specs, strict=True):
                     self._note(layer, spec, self.history)
                 self._noted = self.num_seen
@@ -345,6 +372,7 @@ class Engine(Conversation):
             heads = sum(spec.num_kv_heads for spec in self.specs)
             self._count(heads * sum(self.history.lengths_B))
         elif due and self._evict_at_prefill:
+            self._settle(wait=True)
             self._evict_again(release=read)
         self._note_moment(
             moment=due or ends, marks=looks_again and read and (ends or self._prompt_B is not None)
@@ -352,6 +380,7 @@ class Engine(Conversation):
         if ends:
             self._end_prompt()
         self._call = self._next = self._eviction = None
+        self._steps = not read
 
     def _note_moment(self, *, moment: bool, marks: bool) -> None:
         """Remember where a crop may go back to."""

@@ -59,7 +59,7 @@ class Report:
 
     Args:
         policy: name of the policy that evicted.
-        path: which attention path decodes.
+        path: how attention over ragged rows is computed for what is held, in words.
         layers: one row a layer that evicts.
         total: their sum.
         alone: layers that are left alone.

@@ -8,7 +8,8 @@ from transformers import DynamicCache
 
 import retain
 from retain.hf.cache import Cache
-from retain.pages import PAGE
+from retain.kernels import backend
+from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, masked_logits, positions_of, random_keep
 from tests.tiny import PAD, PLAIN, VOCAB, tiny_batch, tiny_model
@@ -310,6 +311,19 @@ def test_bytes_held_are_exact_and_dense_tensors_are_gone():
     assert kept * entry <= storage < (kept + 3 * 2 * 3 * (4 + PAGE)) * entry
     assert storage < cache.bytes_allocated() < storage * 1.25
     assert "evicted" in str(report) and "plain PyTorch" in str(report) and "layer 2" in str(report)
+
+
+def test_the_report_says_which_path_attention_takes():
+    ids, mask = tiny_batch((0, 3))
+    model = tiny_model("qwen3")
+    with retain.attach(model):
+        cache, dense = Cache(model, policy=None), Cache(model, policy=None)
+        assert "attention: nothing is held yet" in str(cache.report())
+        dense.prefill(ids, mask, evict=False)
+        cache.prefill(ids, mask)
+    assert cache.report().path == dense.report().path == "plain PyTorch over ragged rows"
+    with backend.using("triton"):
+        assert cache.report().path == dense.report().path == "Triton kernels over ragged rows"
 
 
 def test_each_layer_is_cut_before_the_next_one_runs():

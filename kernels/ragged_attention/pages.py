@@ -10,17 +10,22 @@ more time in attention, pages of 128 save a few percent of it and double what ro
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from retain.kernels.ragged_attention.work import Work, work_of
+
 PAGE = 64
+# Ways of cutting it that a layout remembers, the last ones used: decoding needs one, by-products another,
+# chunks one a size.
+MOST_PLANNED = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pages:
     """The layout of a store in pages.
 
@@ -28,6 +33,7 @@ class Pages:
         counts: pages of each row's room, on the host.
         row_pages: the row that each page belongs to.
         first_pages: which of its row's entries a page begins with: 0, `PAGE`, 2 `PAGE`, ...
+        planned: what `work` has cut so far, by the size asked for, the one longest unused first.
 
     Example:
         >>> pages = Pages.of([1, 2], "cpu")
@@ -38,14 +44,17 @@ class Pages:
     counts: tuple[int, ...]
     row_pages: Int[Tensor, " pages"]
     first_pages: Int[Tensor, " pages"]
+    planned: dict[int, Work] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device | str) -> "Pages":
         """The tables of rooms of that many pages."""
         rows = [row for row, count in enumerate(counts) for _ in range(count)]
         firsts = [PAGE * page for count in counts for page in range(count)]
-        tables = (torch.tensor(table, dtype=torch.int64, device=device) for table in (rows, firsts))
-        return cls(tuple(counts), *tables)
+        row_pages, first_pages = (
+            torch.tensor(table, dtype=torch.int64, device=device) for table in (rows, firsts)
+        )
+        return cls(tuple(counts), row_pages, first_pages)
 
     @property
     def num_pages(self) -> int:
@@ -55,6 +64,24 @@ class Pages:
         """Where each row's room begins and ends, in entries (int64, on the tables' device)."""
         ends = [0, *accumulate(PAGE * count for count in self.counts)]
         return torch.tensor(ends, dtype=torch.int64, device=self.row_pages.device)
+
+    def work(self, entries: int) -> Work:
+        """The rooms cut into pieces of so many entries (`work_of`); cut once for a layout.
+
+        Several threads may ask: at worst two of them cut alike.
+        """
+        work = self.planned.pop(entries, None)
+        if work is None:
+            work = work_of([PAGE * count for count in self.counts], entries, self.row_pages.device)
+        self.planned[entries] = work
+        for oldest in list(self.planned)[:-MOST_PLANNED]:  # chunks of ever new sizes came
+            self.planned.pop(oldest, None)
+        return work
+
+    def tables(self) -> list[Tensor]:
+        """All tensors that are held here."""
+        cut = [table for work in list(self.planned.values()) for table in (work.items_3I, work.cut_2X)]
+        return [self.row_pages, self.first_pages, *cut]
 
     def of_rows(self, rows: Sequence[int]) -> Int[Tensor, " pages"]:
         """The pages of these rows, one row after another; a row may repeat."""

@@ -1,0 +1,383 @@
+"""Named shapes of ragged attention, an input maker, and what it is measured against.
+
+In: a `Case`. Out: tensors, the least work, rivals, verdicts. The one decision taken here: inputs are hostile
+wherever they may be: free slots hold NaN keys, large values and positions of the far future, so that a kernel
+that reads what it must not look at fails everywhere and not in a test of its own.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from retain.kernels.measure import Claim, Cost, wrong
+from retain.kernels.ragged_attention import Paid, ragged_attention, reference
+from retain.kernels.ragged_attention.pages import PAGE, Pages, pages_for
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Args:
+        batch: B, sequences.
+        kv_heads: H.
+        group: G, query heads of a KV head.
+        num_queries: S, of which the last is the newest entry of its row.
+        width: D.
+        lengths: entries held in each of the B * H rows, the queries' own among them.
+        value_width: of the values, if it is another.
+        soft_cap: on the logits.
+        window: in positions.
+        sinks: one more logit a query head.
+        padded: sequence b has b * padded fewer queries than S: the first ones are padding.
+        paged: rooms are whole pages, and the call knows them; else only offsets are known, of odd rooms.
+        strided: queries and the store are views into something larger.
+        stats: by-products too.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    num_queries: int
+    width: int
+    lengths: tuple[int, ...]
+    value_width: int | None = None
+    soft_cap: float | None = None
+    window: int | None = None
+    sinks: bool = False
+    padded: int = 0
+    paged: bool = True
+    strided: bool = False
+    stats: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.lengths) == self.batch * self.kv_heads
+
+    @property
+    def values_wide(self) -> int:
+        return self.width if self.value_width is None else self.value_width
+
+    def __str__(self) -> str:
+        mean = sum(self.lengths) / len(self.lengths)
+        shown = f"{min(self.lengths):,} to {max(self.lengths):,} entries a row, {mean:,.0f} on average"
+        heads = f"{self.kv_heads * self.group} query and {self.kv_heads} KV heads of width {self.width}"
+        return f"{self.batch} sequences, {heads}, {self.num_queries} queries, {shown}"
+
+
+CASES: dict[str, Case] = {
+    "decode": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), stats=True),
+    "decode, all options": Case(
+        2, 2, 4, 1, 64, (70, 130, 8, 64), soft_cap=4.0, window=40, sinks=True, stats=True
+    ),
+    "an empty row and a long one": Case(1, 3, 2, 1, 32, (0, 200, 1), stats=True),
+    "all rows empty": Case(2, 1, 2, 3, 32, (0, 0), stats=True),
+    "one entry a row": Case(1, 2, 2, 1, 33, (1, 1), sinks=True),
+    "odd lengths, G = 7": Case(1, 2, 7, 1, 80, (65, 127), stats=True),
+    "G = 1": Case(3, 1, 1, 2, 64, (5, 33, 71)),
+    "G = 8, a turn of 5": Case(1, 2, 8, 5, 128, (13, 100), stats=True),
+    "padded turn": Case(2, 2, 2, 5, 64, (70, 8, 129, 9), padded=3, stats=True),
+    "chunk of 40": Case(1, 2, 2, 40, 64, (40, 150), stats=True),
+    "chunk of 40, all options": Case(
+        2, 1, 4, 40, 33, (60, 130), soft_cap=5.0, window=30, sinks=True, padded=11, stats=True
+    ),
+    "wide heads": Case(1, 2, 2, 1, 256, (6, 100)),
+    "values of another width": Case(1, 2, 2, 2, 64, (30, 70), value_width=40, stats=True),
+    "strided": Case(2, 2, 2, 3, 64, (70, 5, 66, 3), strided=True, window=50, stats=True),
+    "rooms that are no pages": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), paged=False, window=60, stats=True),
+}
+
+
+def unequal(rows: int, mean: int, spread: float, seed: int = 0) -> tuple[int, ...]:
+    """Lengths evenly from the shortest to the longest, which is `spread` times that, shuffled; `mean` on
+    average."""
+    shortest = 2 * mean / (1 + spread)
+    steps = torch.linspace(shortest, spread * shortest, rows, dtype=torch.float64).round().long()
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    return tuple(steps[order].tolist())
+
+
+# 20 % of 128K tokens, head lengths spread 10 : 1.
+_HELD = 26_214
+SPEED: dict[str, dict[str, Case]] = {
+    "cuda": {
+        "decode": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10)),
+        "decode, what is paid too": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), stats=True),
+        "decode, one long row among empty ones": Case(8, 8, 4, 1, 128, (131_072, *[0] * 63)),
+        "decode, one sequence": Case(1, 8, 4, 1, 128, unequal(8, _HELD, 10)),
+        "a turn of 64": Case(8, 8, 4, 64, 128, unequal(64, _HELD, 10)),
+        "a chunk of 2,048": Case(1, 8, 4, 2048, 128, unequal(8, _HELD, 10)),
+    },
+    "cpu": {
+        "decode": Case(4, 8, 4, 1, 128, unequal(32, 819, 4)),
+        "decode, what is paid too": Case(4, 8, 4, 1, 128, unequal(32, 819, 4), stats=True),
+        "a chunk of 128": Case(1, 8, 4, 128, 128, unequal(8, 819, 4)),
+    },
+}
+
+DENSE = ("dense SDPA, enable_gqa", "dense SDPA, repeated heads", "dense SDPA, grouped queries")
+CLAIMS: dict[str, list[Claim]] = {
+    "cuda": [
+        Claim("at least 80 % of the bandwidth of a copy", "copy", at_least=0.8, case="decode"),
+        *(Claim("no slower than dense over as many bytes", way, at_most=1.1, case="decode") for way in DENSE),
+    ],
+    "cpu": [
+        Claim("little slower than dense over as many entries", way, at_most=1.3, case="decode")
+        for way in DENSE
+    ],
+}
+
+
+def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of `ragged_attention`."""
+    draw = torch.Generator(device=device).manual_seed(seed)
+    B, H, S, R = case.batch, case.kv_heads, case.num_queries, len(case.lengths)
+    Q = H * case.group
+
+    def random(*shape: int) -> Tensor:
+        wide = (*shape[:-1], shape[-1] + (3 if case.strided else 0))
+        made = torch.randn(wide, generator=draw, device=device).to(dtype)
+        return made[..., 1:-2] if case.strided else made
+
+    if case.paged:
+        counts = [pages_for(length + row % 3) for row, length in enumerate(case.lengths)]
+        rooms = [PAGE * count for count in counts]
+    else:
+        rooms = [length + row % 3 for row, length in enumerate(case.lengths)]
+    rest = 0 if case.paged else 5  # a store may end behind its last room
+    starts, lengths = list(accumulate(rooms, initial=0)), case.lengths
+    C = starts[-1] + rest
+    keys_CD, values_CD = random(C, case.width), random(C, case.values_wide)
+    positions_C = torch.full((C,), 2**31 - 1 - PAGE, dtype=torch.int32, device=device)
+    tokens = max(lengths) + 3
+    for row, length in enumerate(lengths):
+        held, free = slice(starts[row], starts[row] + length), slice(starts[row] + length, starts[row + 1])
+        keys_CD[free], values_CD[free] = float("nan"), 1e4
+        places = torch.randperm(tokens, generator=draw, device=device)[:length].sort().values
+        positions_C[held] = places.to(torch.int32)
+    # Behind the pads of its sequence, each query sees one entry more than the one before, up to all.
+    valid_BS = torch.arange(S, device=device) >= case.padded * torch.arange(B, device=device)[:, None] % S
+    rank_RS = valid_BS.cumsum(-1).repeat_interleave(H, 0)
+    lengths_R = torch.tensor(lengths, dtype=torch.int32, device=device)
+    seen_RS = (lengths_R[:, None] - rank_RS[:, -1:] + rank_RS).clamp_min(0)
+    seen_RS = seen_RS.masked_fill(~valid_BS.repeat_interleave(H, 0), 0)
+    places = torch.arange(tokens - S, tokens, device=device).expand(B, S)
+    return {
+        # Heads beside one another for each query, as projections leave them.
+        "queries_BQSD": random(B, S, Q, case.width).transpose(1, 2),
+        "keys_CD": keys_CD,
+        "values_CD": values_CD,
+        "offsets_R1": torch.tensor(starts, device=device),
+        "lengths_R": lengths_R,
+        "seen_RS": seen_RS.view(R, S),
+        "scaling": case.width**-0.5,
+        "soft_cap": case.soft_cap,
+        "sinks_Q": torch.linspace(-3.0, 3.0, Q, device=device).to(dtype) if case.sinks else None,
+        "window": case.window,
+        "positions_C": positions_C if case.window else None,
+        "query_positions_BS": places if case.window else None,
+        "pages": Pages.of(counts, device) if case.paged else None,
+        "stats": case.stats,
+    }
+
+
+def run(case: Case, kwargs: Mapping[str, Any]) -> Any:
+    """The op."""
+    return ragged_attention(**kwargs)
+
+
+def cost(case: Case, dtype: torch.dtype) -> Cost:
+    """What is held and the queries are read once, outputs (and what was paid) are written once."""
+    S, size = case.num_queries, dtype.itemsize
+    both = case.width + case.values_wide
+    # Causal at a row's end: the first of S queries sees S - 1 fewer than the last.
+    seen = sum(S * length - S * (S - 1) // 2 if length >= S else length**2 // 2 for length in case.lengths)
+    held, queries = sum(case.lengths), len(case.lengths) * case.group * S
+    read = size * (held * both + queries * both)
+    flops = 2 * case.group * seen * both
+    if case.stats:
+        read += 2 * 4 * held
+        flops += 2 * case.group * seen * case.width
+    return Cost(float(flops), float(read))
+
+
+def plain(case: Case, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Row by row, in one precision throughout: output, largest and summed probabilities."""
+    queries_BQSD, seen_RS, window = kwargs["queries_BQSD"], kwargs["seen_RS"], case.window
+    B, Q, S, _ = queries_BQSD.shape
+    G, cap = case.group, case.soft_cap
+    out_RGSD = queries_BQSD.new_zeros(B * Q // G, G, S, case.values_wide, dtype=dtype)
+    queries_RGSD = queries_BQSD.reshape(-1, G, S, case.width).to(dtype)
+    most_C, sum_C = (queries_BQSD.new_zeros(kwargs["keys_CD"].shape[0], dtype=dtype) for _ in range(2))
+    for row, (start, length) in enumerate(zip(kwargs["offsets_R1"].tolist(), case.lengths, strict=False)):
+        if not length:
+            continue
+        held = slice(start, start + length)
+        keys_TD, values_TD = (kwargs[name][held].to(dtype) for name in ("keys_CD", "values_CD"))
+        logits_GST = queries_RGSD[row] @ keys_TD.T * kwargs["scaling"]
+        if cap is not None:
+            logits_GST = cap * torch.tanh(logits_GST / cap)
+        shown_ST = torch.arange(length, device=keys_TD.device) < seen_RS[row, :, None]
+        if window is not None:
+            oldest_S1 = kwargs["query_positions_BS"][row // case.kv_heads, :, None] - window
+            shown_ST = shown_ST & (kwargs["positions_C"][held] > oldest_S1)
+        logits_GST = logits_GST.masked_fill(~shown_ST, float("-inf"))
+        sinks_Q = kwargs["sinks_Q"]
+        if sinks_Q is not None:
+            sinks_HG = sinks_Q.to(dtype).view(-1, G)
+            sink_GS1 = sinks_HG[row % case.kv_heads, :, None, None].expand(-1, S, -1)
+            logits_GST = torch.cat([logits_GST, sink_GS1], -1)
+        probs_GST = torch.softmax(logits_GST, -1)[..., :length].masked_fill(~shown_ST, 0.0)
+        out_RGSD[row] = probs_GST @ values_TD
+        most_C[held], sum_C[held] = probs_GST.flatten(0, 1).amax(0), probs_GST.flatten(0, 1).sum(0)
+    return out_RGSD.view(B, Q, S, -1), most_C, sum_C
+
+
+def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
+    """What is wrong with the op on a case, against the reference in float64; None: nothing."""
+    kwargs = inputs(case, dtype, device, seed)
+    actual = run(case, kwargs)
+    wide: dict[str, Any] = {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in kwargs.items()
+        if name != "lengths_R"
+    }
+    exact, *paid = reference.ragged_attention(**wide)
+    near, *sides = plain(case, kwargs, dtype)
+    if not case.stats:
+        return wrong(actual, exact, near, what="output")
+    out, found = actual
+    assert isinstance(found, Paid)
+    problems = [wrong(out, exact, near, what="output")]
+    for what, got, want, other in zip(("max", "sum"), (found.max_C, found.sum_C), paid, sides, strict=True):
+        problems.append(wrong(got, want, other, dtype=dtype, what=f"{what} of what is paid"))
+    return "; ".join(problem for problem in problems if problem) or None
+
+
+def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Other ways to the same attention, or to as much of it, on the device of these inputs."""
+    queries_BQSD = kwargs["queries_BQSD"]
+    calls = _dense(case, queries_BQSD)
+    if case.soft_cap is None and case.window is None and not case.sinks:
+        calls |= _padded(case, kwargs)
+        if queries_BQSD.is_cuda:
+            calls |= {"varlen_attn over the store": _varlen(case, kwargs)}
+            calls |= {"flex_attention over the store": _flex(case, kwargs)}
+            if importlib.util.find_spec("flash_attn") is not None:
+                calls |= {"flash_attn, rows packed": _flash(case, kwargs)}
+    if queries_BQSD.is_cuda:
+        plainly = {name: value for name, value in kwargs.items() if name != "lengths_R"}
+        calls |= {"the reference": lambda: reference.ragged_attention(**plainly)}
+    return calls
+
+
+def _dense(case: Case, queries_BQSD: Tensor) -> dict[str, Callable[[], Any]]:
+    """A dense cache of equal rows which holds the same total."""
+    B, H, G, S = case.batch, case.kv_heads, case.group, case.num_queries
+    T = max(S, sum(case.lengths) // len(case.lengths))
+    keys = queries_BQSD.new_empty(B, H, T, case.width).normal_()
+    values = queries_BQSD.new_empty(B, H, T, case.values_wide).normal_()
+    mask = causal_lower_right(S, T) if S > 1 else None
+
+    def shared() -> Tensor:
+        return scaled_dot_product_attention(queries_BQSD, keys, values, mask, enable_gqa=True)
+
+    def repeated() -> Tensor:
+        wide = (keys.repeat_interleave(G, 1), values.repeat_interleave(G, 1))
+        return scaled_dot_product_attention(queries_BQSD, *wide, mask)
+
+    def grouped() -> Tensor:
+        queries = queries_BQSD.reshape(B, H, G, case.width)
+        return scaled_dot_product_attention(queries, keys, values)
+
+    calls = dict(zip(DENSE, (shared, repeated, grouped), strict=True))
+    return calls if S == 1 else {name: calls[name] for name in DENSE[:2]}
+
+
+def _rows(case: Case, kwargs: Mapping[str, Any], name: str) -> list[Tensor]:
+    """What each row holds."""
+    starts = kwargs["offsets_R1"].tolist()
+    return [kwargs[name][start : start + n] for start, n in zip(starts, case.lengths, strict=False)]
+
+
+def _padded(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Every row as long as the longest, and a mask: what is done where rows cannot be ragged."""
+    G, S, longest = case.group, case.num_queries, max(case.lengths)
+    if len(case.lengths) * longest > 4 * sum(case.lengths) or S > 64:
+        return {}  # far more memory than a store's
+    keys, values = (
+        torch.stack([pad(row, (0, 0, 0, longest - len(row))) for row in _rows(case, kwargs, name)])[:, None]
+        for name in ("keys_CD", "values_CD")
+    )
+    entry_T = torch.arange(longest, device=keys.device)
+    shown_RST = entry_T < kwargs["seen_RS"][..., None]
+    mask = shown_RST[:, None, None].expand(-1, -1, G, -1, -1).flatten(2, 3)
+    queries = kwargs["queries_BQSD"].reshape(-1, 1, G * S, case.width)
+    return {"padded rows, SDPA and a mask": lambda: scaled_dot_product_attention(queries, keys, values, mask)}
+
+
+def _by_row(case: Case, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Queries `[R * S, G, D]`, each row a sequence of its own, and where each begins."""
+    R, S = len(case.lengths), case.num_queries
+    queries = kwargs["queries_BQSD"].reshape(R, case.group, S, case.width).transpose(1, 2)
+    starts = torch.arange(0, R * S + 1, S, dtype=torch.int32, device=queries.device)
+    return queries.reshape(R * S, case.group, case.width), starts
+
+
+def _varlen(case: Case, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """PyTorch's own: each row is a sequence with one KV head, used as far as it is held."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    queries, starts = _by_row(case, kwargs)
+    keys, values = (kwargs[name][:, None] for name in ("keys_CD", "values_CD"))
+    offsets, longest = kwargs["offsets_R1"].to(torch.int32), max(case.lengths)
+    causal = (-1, 0) if case.num_queries > 1 else (-1, -1)
+    how = {"scale": kwargs["scaling"], "window_size": causal, "seqused_k": kwargs["lengths_R"]}
+    most = (case.num_queries, longest)
+    return lambda: varlen_attn(queries, keys, values, starts, offsets, *most, enable_gqa=True, **how)
+
+
+def _flash(case: Case, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """The flash-attn package, whose variable lengths know no gaps: rows are packed beforehand, untimed."""
+    attention = importlib.import_module("flash_attn").flash_attn_varlen_func
+    queries, starts = _by_row(case, kwargs)
+    keys, values = (torch.cat(_rows(case, kwargs, name))[:, None] for name in ("keys_CD", "values_CD"))
+    ends = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=queries.device)
+    most = (case.num_queries, max(case.lengths))
+    how = {"softmax_scale": kwargs["scaling"], "causal": case.num_queries > 1}
+    return lambda: attention(queries, keys, values, starts, ends, *most, **how)
+
+
+def _flex(case: Case, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """FlexAttention, compiled: all rows as one sequence, of which a query sees its own row's part."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    queries, _ = _by_row(case, kwargs)
+    queries = queries.transpose(0, 1)[None]
+    keys, values = (kwargs[name][None, None] for name in ("keys_CD", "values_CD"))
+    offsets, seen = kwargs["offsets_R1"], kwargs["seen_RS"].flatten()
+    begin = offsets[:-1].repeat_interleave(case.num_queries)
+
+    def shown(b: Tensor, h: Tensor, query: Tensor, entry: Tensor) -> Tensor:
+        return (entry >= begin[query]) & (entry < begin[query] + seen[query])
+
+    @cache
+    def prepared() -> tuple[Callable[..., Any], Any]:
+        make: Any = torch.compile(create_block_mask)
+        mask = make(shown, None, None, queries.shape[2], keys.shape[2], device=str(queries.device))
+        return torch.compile(flex_attention), mask
+
+    def call() -> Any:
+        attention, mask = prepared()
+        how = {"scale": kwargs["scaling"], "enable_gqa": True}
+        return attention(queries, keys, values, block_mask=mask, **how)
+
+    return call

@@ -1,0 +1,600 @@
+"""Attention over ragged rows in Triton: work items find parts of rows, a second kernel puts them together.
+
+In: a store, queries, and the tables of `work`. Out: outputs, and what entries are paid. Three kernels:
+`attend` (one program an item and block of queries: the online softmax over the item's keys), `combine` (one
+program a query of a row that was cut: parts are weighted by their maxima and sums) and `pay` (one program a
+block of keys: what they are paid, once each query's log-sum-exp is known). `launch` launches them.
+
+The one decision taken here: the G x S queries of a KV head are the rows of one matrix, so that each key and
+each value is loaded once for the whole group, and work is cut by entries, so that no program waits for a
+longer row. Nothing is read back: rooms are known on the host, and what of them is held is looked up where it
+runs. Logits are held in units of log 2, since the exponential of the hardware is `exp2`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# (Arguments of kernels are what Triton makes of them.)
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from retain.kernels import backend
+from retain.kernels.build import Build
+from retain.kernels.ragged_attention.tiles import LOOKED, PARTS, PARTS_WARPS, Tile, pay_tile, tile
+
+# Arguments that follow how many queries come; what a kernel is compiled for should not.
+OF_A_CALL = ("num_queries", "seen_r", "places_b")
+
+
+@triton.jit
+def _tile(at, row_n, stride_row, column_d, stride_column, stop, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """`[N, D]` of the store, zeros beyond `stop` (if MASKED) and beyond its width."""
+    where = at + row_n.to(tl.int64)[:, None] * stride_row + column_d.to(tl.int64)[None, :] * stride_column
+    if MASKED:
+        if column_d.shape[0] == WIDTH:
+            return tl.load(where, mask=(row_n < stop)[:, None], other=0.0)
+        return tl.load(where, mask=(row_n < stop)[:, None] & (column_d < WIDTH)[None, :], other=0.0)
+    if column_d.shape[0] == WIDTH:
+        return tl.load(where)
+    return tl.load(where, mask=(column_d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _logits(q_md, k_nd, scale, cap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """`[M, N]`, in units of log 2: `cap * tanh(q . k * scale)`, or `q . k * scale` without a cap."""
+    logit_mn = tl.dot(q_md, tl.trans(k_nd), input_precision=PRECISION) * scale
+    if CAPPED:
+        # tanh, without overflow: exp(2x) may be infinite, and the quotient then is 0.
+        logit_mn = cap * (1.0 - 2.0 / (tl.exp2(logit_mn * 2.8853900817779268) + 1.0))
+    return logit_mn
+
+
+@triton.jit
+def _over(
+    top_m,
+    sum_m,
+    out_mv,
+    q_md,
+    keys_at,
+    values_at,
+    positions_at,
+    seen_m,
+    oldest_m,
+    start,
+    stop,
+    scale,
+    cap,
+    k_c,
+    k_d,
+    v_c,
+    v_d,
+    positions_c,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The online softmax over entries `start .. stop` of a row; without MASKED all are seen, by all."""
+    d = tl.arange(0, q_md.shape[1])
+    v = tl.arange(0, out_mv.shape[1])
+    for first in range(start, stop, N):
+        entry_n = first + tl.arange(0, N)
+        k_nd = _tile(keys_at, entry_n, k_c, d, k_d, stop, D, MASKED)
+        if UPCAST:
+            k_nd = k_nd.to(tl.float32)
+        logit_mn = _logits(q_md, k_nd, scale, cap, CAPPED, PRECISION)
+        if MASKED:
+            logit_mn = tl.where(entry_n[None, :] < seen_m[:, None], logit_mn, float("-inf"))
+        if WINDOWED:
+            where = positions_at + entry_n.to(tl.int64) * positions_c
+            position_n = tl.load(where, mask=(entry_n < stop) if MASKED else None)
+            near_mn = position_n.to(tl.int64)[None, :] > oldest_m[:, None]
+            logit_mn = tl.where(near_mn, logit_mn, float("-inf"))
+        higher_m = tl.maximum(top_m, tl.max(logit_mn, 1))
+        from_m = higher_m
+        if MASKED or WINDOWED:  # a query may see nothing of it, and -inf less -inf is nothing to go on with
+            from_m = tl.where(higher_m == float("-inf"), 0.0, higher_m)
+        prob_mn = tl.exp2(logit_mn - from_m[:, None])
+        scale_m = tl.exp2(top_m - from_m)
+        sum_m = sum_m * scale_m + tl.sum(prob_mn, 1)
+        out_mv = out_mv * scale_m[:, None]
+        v_nv = _tile(values_at, entry_n, v_c, v, v_d, stop, DV, MASKED)
+        if UPCAST:
+            v_nv = v_nv.to(tl.float32)
+        out_mv = tl.dot(prob_mn.to(v_nv.dtype), v_nv, out_mv, input_precision=PRECISION)
+        top_m = higher_m
+    return top_m, sum_m, out_mv
+
+
+@triton.jit
+def _with_sink(top_m, sum_m, sink_m):
+    """The softmax with one more logit: what it is relative to, its sum, and the factor on what was summed."""
+    higher_m = tl.maximum(top_m, sink_m)
+    from_m = tl.where(higher_m == float("-inf"), 0.0, higher_m)
+    scale_m = tl.exp2(top_m - from_m)
+    return higher_m, sum_m * scale_m + tl.exp2(sink_m - from_m), scale_m
+
+
+@triton.jit(do_not_specialize=["window", "num_items", "num_parts", "item_entries", "blocks", *OF_A_CALL])
+def attend(
+    queries,
+    keys,
+    values,
+    offsets,
+    seen,
+    sinks,
+    positions,
+    query_positions,
+    items,
+    out,
+    lse,
+    parts,
+    scale,
+    cap,
+    window,
+    num_items,
+    num_parts,
+    item_entries,
+    blocks,
+    heads,
+    group,
+    num_queries,
+    q_b,
+    q_q,
+    q_s,
+    q_d,
+    k_c,
+    k_d,
+    v_c,
+    v_d,
+    seen_r,
+    seen_s,
+    positions_c,
+    places_b,
+    places_s,
+    o_b,
+    o_q,
+    o_s,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One item of a row, one block of its queries: m = s * G + g."""
+    item = tl.program_id(0) // blocks
+    row = tl.load(items + item)
+    begin = tl.load(items + num_items + item)
+    slot = tl.load(items + 2 * num_items + item)
+    m = (tl.program_id(0) % blocks) * M + tl.arange(0, M)
+    real_m = m < group * num_queries
+    s, g = m // group, m % group
+    seen_at = seen + row.to(tl.int64) * seen_r + s.to(tl.int64) * seen_s
+    seen_m = tl.load(seen_at, mask=real_m, other=0).to(tl.int32)
+    stop = tl.minimum(begin + item_entries, tl.max(seen_m, 0))
+    if (slot >= 0) & (stop <= begin):
+        return  # `combine` does not look at what nobody sees
+    seen_m = tl.minimum(seen_m, stop)
+    b = (row // heads).to(tl.int64)
+    q = ((row % heads) * group + g).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    v = tl.arange(0, BLOCK_V)
+    q_at = queries + b * q_b + q * q_q + s.to(tl.int64) * q_s
+    q_md = tl.load(
+        q_at[:, None] + d.to(tl.int64)[None, :] * q_d, mask=real_m[:, None] & (d < D)[None, :], other=0.0
+    )
+    if UPCAST:
+        q_md = q_md.to(tl.float32)
+    offset = tl.load(offsets + row).to(tl.int64)
+    oldest_m = seen_m.to(tl.int64)
+    positions_at = keys
+    if positions is not None:
+        places_at = query_positions + b * places_b + s.to(tl.int64) * places_s
+        oldest_m = tl.load(places_at, mask=real_m, other=0).to(tl.int64) - window
+        positions_at = positions + offset * positions_c
+    top_m = tl.full([M], float("-inf"), tl.float32)
+    sum_m = tl.zeros([M], tl.float32)
+    out_mv = tl.zeros([M, BLOCK_V], tl.float32)
+    keys_at, values_at = keys + offset * k_c, values + offset * v_c
+    # Whole blocks that every query sees need no mask.
+    all_see = tl.min(tl.where(real_m, seen_m, stop), 0)
+    whole = begin + tl.maximum(all_see - begin, 0) // N * N
+    top_m, sum_m, out_mv = _over(
+        top_m,
+        sum_m,
+        out_mv,
+        q_md,
+        keys_at,
+        values_at,
+        positions_at,
+        seen_m,
+        oldest_m,
+        begin,
+        whole,
+        scale,
+        cap,
+        k_c,
+        k_d,
+        v_c,
+        v_d,
+        positions_c,
+        D,
+        DV,
+        N,
+        False,
+        CAPPED,
+        positions is not None,
+        PRECISION,
+        UPCAST,
+    )
+    top_m, sum_m, out_mv = _over(
+        top_m,
+        sum_m,
+        out_mv,
+        q_md,
+        keys_at,
+        values_at,
+        positions_at,
+        seen_m,
+        oldest_m,
+        whole,
+        stop,
+        scale,
+        cap,
+        k_c,
+        k_d,
+        v_c,
+        v_d,
+        positions_c,
+        D,
+        DV,
+        N,
+        True,
+        CAPPED,
+        positions is not None,
+        PRECISION,
+        UPCAST,
+    )
+    if slot >= 0:
+        part_m = slot.to(tl.int64) * (group * num_queries) + m
+        tl.store(parts + part_m, top_m, mask=real_m)
+        tl.store(parts + num_parts + part_m, sum_m, mask=real_m)
+        out_at = parts + 2 * num_parts + part_m[:, None] * DV + v[None, :]
+        tl.store(out_at, out_mv, mask=real_m[:, None] & (v < DV)[None, :])
+    else:
+        if sinks is not None:
+            sink_m = tl.load(sinks + q, mask=real_m, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+            top_m, sum_m, scale_m = _with_sink(top_m, sum_m, sink_m)
+            out_mv = out_mv * scale_m[:, None]
+        # The largest logit adds 1 to the sum: below it, nothing was seen.
+        sum_m = tl.maximum(sum_m, 1.0)
+        if lse is not None:
+            tl.store(lse + row.to(tl.int64) * (group * num_queries) + m, top_m + tl.log2(sum_m), mask=real_m)
+        to_at = (out + b * o_b + q * o_q + s.to(tl.int64) * o_s)[:, None] + v[None, :]
+        final_mv = (out_mv / sum_m[:, None]).to(out.dtype.element_ty)
+        tl.store(to_at, final_mv, mask=real_m[:, None] & (v < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_cut", "num_parts", "item_entries", *OF_A_CALL[:2]])
+def combine(
+    parts,
+    seen,
+    sinks,
+    cut,
+    out,
+    lse,
+    num_cut,
+    num_parts,
+    item_entries,
+    heads,
+    group,
+    num_queries,
+    seen_r,
+    seen_s,
+    o_b,
+    o_q,
+    o_s,
+    DV: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    I: tl.constexpr,
+):
+    """One query of a row of which several programs found parts: in the row's order, whenever they ran."""
+    queries = group * num_queries
+    which = tl.program_id(0) // queries
+    m = tl.program_id(0) % queries
+    row = tl.load(cut + which)
+    slot = tl.load(cut + num_cut + which)
+    s, g = m // group, m % group
+    seen_one = tl.load(seen + row.to(tl.int64) * seen_r + s.to(tl.int64) * seen_s).to(tl.int32)
+    items = (seen_one + item_entries - 1) // item_entries
+    v = tl.arange(0, BLOCK_V)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    out_v = tl.zeros([BLOCK_V], tl.float32)
+    for first in range(0, items, I):
+        i = first + tl.arange(0, I)
+        part_i = (slot + i).to(tl.int64) * queries + m
+        top_i = tl.load(parts + part_i, mask=i < items, other=float("-inf"))
+        sum_i = tl.load(parts + num_parts + part_i, mask=i < items, other=0.0)
+        out_at = parts + 2 * num_parts + part_i[:, None] * DV + v[None, :]
+        part_iv = tl.load(out_at, mask=(i < items)[:, None] & (v < DV)[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(top_i, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight_i = tl.exp2(top_i - base)
+        scale = tl.exp2(top - base)
+        total = total * scale + tl.sum(weight_i * sum_i, 0)
+        out_v = out_v * scale + tl.sum(weight_i[:, None] * part_iv, 0)
+        top = higher
+    b = (row // heads).to(tl.int64)
+    q = ((row % heads) * group + g).to(tl.int64)
+    if sinks is not None:
+        sink = tl.load(sinks + q).to(tl.float32) * 1.4426950408889634
+        top, total, scale = _with_sink(top, total, sink)
+        out_v = out_v * scale
+    total = tl.maximum(total, 1.0)
+    if lse is not None:
+        one = tl.arange(0, 1)
+        tl.store(lse + row.to(tl.int64) * queries + m + one, top + tl.log2(total))
+    to_at = out + b * o_b + q * o_q + s.to(tl.int64) * o_s
+    tl.store(to_at + v, (out_v / total).to(out.dtype.element_ty), mask=v < DV)
+
+
+@triton.jit
+def _who_sees(seen_at, stride, begin, num_queries, LOOKED: tl.constexpr):
+    """The first and the last query that sees an entry, found so many at a time; the last is -1 if none."""
+    first, last = num_queries, num_queries * 0 - 1
+    for start in range(0, num_queries, LOOKED):
+        s = start + tl.arange(0, LOOKED)
+        seen_s = tl.load(seen_at + s.to(tl.int64) * stride, mask=s < num_queries, other=0)
+        first = tl.minimum(first, tl.min(tl.where(seen_s > begin, s, num_queries), 0))
+        last = tl.maximum(last, tl.max(tl.where(seen_s > begin, s, -1), 0))
+    return first, last
+
+
+@triton.jit(do_not_specialize=["window", "num_items", *OF_A_CALL])
+def pay(
+    queries,
+    keys,
+    offsets,
+    seen,
+    positions,
+    query_positions,
+    items,
+    lse,
+    paid_max,
+    paid_sum,
+    scale,
+    cap,
+    window,
+    num_items,
+    heads,
+    group,
+    num_queries,
+    q_b,
+    q_q,
+    q_s,
+    q_d,
+    k_c,
+    k_d,
+    seen_r,
+    seen_s,
+    positions_c,
+    places_b,
+    places_s,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    LOOKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One block of keys of a row: the queries that see some of it pass by, block after block."""
+    item = tl.program_id(0)
+    row = tl.load(items + item)
+    begin = tl.load(items + num_items + item)
+    first_s, last_s = _who_sees(seen + row.to(tl.int64) * seen_r, seen_s, begin, num_queries, LOOKED)
+    if last_s < 0:
+        return  # behind the row's end, where zeros stand
+    offset = tl.load(offsets + row).to(tl.int64)
+    room = (tl.load(offsets + row + 1) - offset).to(tl.int32)
+    entry_n = begin + tl.arange(0, N)
+    d = tl.arange(0, BLOCK_D)
+    b = (row // heads).to(tl.int64)
+    k_nd = _tile(keys + offset * k_c, entry_n, k_c, d, k_d, room, D, True)
+    if UPCAST:
+        k_nd = k_nd.to(tl.float32)
+    position_n = entry_n.to(tl.int64)
+    if positions is not None:
+        where = positions + (offset + entry_n) * positions_c
+        position_n = tl.load(where, mask=entry_n < room, other=0).to(tl.int64)
+    max_n = tl.zeros([N], tl.float32)
+    sum_n = tl.zeros([N], tl.float32)
+    for first in range(first_s * group // M * M, (last_s + 1) * group, M):
+        m = first + tl.arange(0, M)
+        real_m = m < group * num_queries
+        s, g = m // group, m % group
+        seen_at = seen + row.to(tl.int64) * seen_r + s.to(tl.int64) * seen_s
+        seen_m = tl.load(seen_at, mask=real_m, other=0).to(tl.int32)
+        q = ((row % heads) * group + g).to(tl.int64)
+        q_at = queries + b * q_b + q * q_q + s.to(tl.int64) * q_s
+        q_md = tl.load(
+            q_at[:, None] + d.to(tl.int64)[None, :] * q_d, mask=real_m[:, None] & (d < D)[None, :], other=0.0
+        )
+        if UPCAST:
+            q_md = q_md.to(tl.float32)
+        lse_m = tl.load(lse + row.to(tl.int64) * (group * num_queries) + m, mask=real_m, other=0.0)
+        logit_mn = _logits(q_md, k_nd, scale, cap, CAPPED, PRECISION)
+        shown_mn = entry_n[None, :] < seen_m[:, None]
+        if positions is not None:
+            places_at = query_positions + b * places_b + s.to(tl.int64) * places_s
+            oldest_m = tl.load(places_at, mask=real_m, other=0).to(tl.int64) - window
+            shown_mn = shown_mn & (position_n[None, :] > oldest_m[:, None])
+        prob_mn = tl.where(shown_mn, tl.exp2(logit_mn - lse_m[:, None]), 0.0)
+        max_n = tl.maximum(max_n, tl.max(prob_mn, 0))
+        sum_n += tl.sum(prob_mn, 0)
+    tl.store(paid_max + offset + entry_n, max_n, mask=entry_n < room)
+    tl.store(paid_sum + offset + entry_n, sum_n, mask=entry_n < room)
+
+
+# How tensors of each precision are called in a signature.
+POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+# Tensors that a call may do without. Strides of positions are 1 where there are some, else the number 0.
+WINDOW = {"positions": "*i32", "query_positions": "*i64"}
+LSE = {"lse": "*fp32"}
+PLACES = {"positions_c": 1, "places_s": 1}
+
+
+def builds() -> list[Build]:
+    """Every kernel as it would be launched: decoding, few queries and many, narrow heads and wide, with all
+    options (cap, window, sinks, lse) and with none."""
+    half, full = torch.bfloat16, torch.float32
+    plain = [(half, width, rows) for width in (64, 128, 256) for rows in (4, 64, 512)]
+    plain += [(torch.float16, 128, 512), (half, 80, 4), (half, 32, 4)]
+    plain += [(full, width, rows) for width in (64, 128, 256) for rows in (4, 64)]
+    every = [(half, 128, rows) for rows in (4, 64, 512)] + [(half, 256, 512), (full, 128, 4), (full, 256, 64)]
+    made = []
+    for options, some in ((False, plain), (True, every)):
+        for one in some:
+            made.append(_attend_build(*one, hopper=True, options=options))
+            if 80 not in made[-1].archs:  # where tiles differ, other architectures get their own
+                made.append(_attend_build(*one, hopper=False, options=options))
+    made.append(_attend_build(half, 192, 4, hopper=True, value_width=128))
+    made += [_combine_build(half, 128), _combine_build(half, 128, options=True), _combine_build(full, 256)]
+    made += [_pay_build(half, width, rows) for width in (128, 256) for rows in (4, 512)]
+    made += [_pay_build(half, 128, rows, options=True) for rows in (4, 512)]
+    return [*made, _pay_build(full, 128, 64), _pay_build(full, 256, 64, options=True)]
+
+
+def _named(dtype: torch.dtype, width: int, rows: int, options: bool) -> str:
+    kind = POINTER[dtype].removeprefix("*")
+    return f"{kind} D={width} {rows} queries{' all options' if options else ''}"
+
+
+def _attend_build(
+    dtype: torch.dtype,
+    width: int,
+    rows: int,
+    *,
+    hopper: bool,
+    options: bool = False,
+    value_width: int | None = None,
+) -> Build:
+    values = width if value_width is None else value_width
+    block, block_v = backend.block_of(width), backend.block_of(values)
+    cut = tile(rows, dtype, max(block, block_v), hopper=hopper)
+    same = cut == tile(rows, dtype, max(block, block_v), hopper=not hopper)
+    some: dict[str, Any] = {"sinks": POINTER[dtype], **WINDOW, **LSE}
+    signature = {
+        **dict.fromkeys(("queries", "keys", "values", "out"), POINTER[dtype]),
+        **{"offsets": "*i64", "seen": "*i64", "items": "*i32", "parts": "*fp32"},
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+        **dict.fromkeys(_integers(attend), "i32"),
+        **(some if options else {}),
+    }
+    constants = {
+        **({} if options else dict.fromkeys(some)),
+        **{"D": width, "DV": values, "BLOCK_D": block, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
+        **{"CAPPED": options, "PRECISION": backend.dot_precision(dtype), "UPCAST": False},
+        **{"q_d": 1, "k_d": 1, "v_d": 1, "seen_s": 1, **(PLACES if options else {})},
+    }
+    also = "" if values == width else f" DV={values}"
+    return _build(
+        f"attend {_named(dtype, width, rows, options)}{also}",
+        attend,
+        signature,
+        constants,
+        cut,
+        wgmma=dtype != torch.float32 and cut.m >= 64,
+        archs=(80, 90) if same else (90,) if hopper else (80,),
+    )
+
+
+def _combine_build(dtype: torch.dtype, width: int, *, options: bool = False) -> Build:
+    some: dict[str, Any] = {"sinks": POINTER[dtype], **LSE}
+    signature = {
+        **{"parts": "*fp32", "seen": "*i64", "cut": "*i32", "out": POINTER[dtype]},
+        **dict.fromkeys(_integers(combine), "i32"),
+        **(some if options else {}),
+    }
+    constants = {
+        **({} if options else dict.fromkeys(some)),
+        **{"DV": width, "BLOCK_V": backend.block_of(width), "I": PARTS, "seen_s": 1},
+    }
+    name = f"combine {POINTER[dtype].removeprefix('*')} D={width}{' all options' if options else ''}"
+    return _build(name, combine, signature, constants, Tile(1, PARTS, PARTS_WARPS, 3))
+
+
+def _pay_build(dtype: torch.dtype, width: int, rows: int, *, options: bool = False) -> Build:
+    cut = pay_tile(rows, dtype)
+    signature = {
+        **dict.fromkeys(("queries", "keys"), POINTER[dtype]),
+        **{"offsets": "*i64", "seen": "*i64", "items": "*i32"},
+        **dict.fromkeys(("lse", "paid_max", "paid_sum"), "*fp32"),
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+        **dict.fromkeys(_integers(pay), "i32"),
+        **(WINDOW if options else {}),
+    }
+    constants = {
+        **({} if options else dict.fromkeys(WINDOW)),
+        **{"D": width, "BLOCK_D": backend.block_of(width), "M": cut.m, "N": cut.n, "LOOKED": LOOKED},
+        **{"CAPPED": options, "PRECISION": backend.dot_precision(dtype), "UPCAST": False},
+        **{"q_d": 1, "k_d": 1, "seen_s": 1, **(PLACES if options else {})},
+    }
+    name = f"pay {_named(dtype, width, rows, options)}"
+    return _build(name, pay, signature, constants, cut, wgmma=dtype != torch.float32 and cut.m >= 64)
+
+
+def _build(
+    name: str,
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    cut: Tile,
+    *,
+    wgmma: bool = False,
+    archs: tuple[int, ...] = (80, 90),
+) -> Build:
+    signature = {name: kind for name, kind in signature.items() if name not in constants}
+    return Build(
+        name,
+        kernel,
+        signature,
+        constants,
+        cut.num_warps,
+        cut.num_stages,
+        aligned=_aligned(signature, constants),
+        wgmma=wgmma,
+        archs=archs,
+    )
+
+
+# Arguments that are numbers; the others are tensors, scalars of their own kind, or constants.
+NUMBERS = {"window", "num_items", "num_cut", "num_parts", "item_entries", "blocks", "heads", "group"}
+NUMBERS |= {"num_queries", "q_b", "q_q", "q_s", "q_d", "k_c", "k_d", "v_c", "v_d", "seen_r", "seen_s"}
+NUMBERS |= {"positions_c", "places_b", "places_s", "o_b", "o_q", "o_s"}
+
+
+def _integers(kernel: Any) -> list[str]:
+    return [name for name in kernel.arg_names if name in NUMBERS]
+
+
+def _aligned(signature: Mapping[str, str], constants: Mapping[str, Any]) -> list[str]:
+    """Tensors as torch allocates them, strides of whole vectors, where the head width is one, and zeros."""
+    strides = ("q_b", "q_q", "q_s", "k_c", "v_c", "o_b", "o_q", "o_s")
+    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    width = constants.get("D", constants.get("DV", 16))
+    whole = [name for name in strides if name in signature and width % 16 == 0]
+    return pointers + whole + [name for name in ("positions_c", "places_s") if name in signature]

@@ -1,0 +1,210 @@
+"""Attention over ragged rows in plain PyTorch: the definition, and the path on a CPU.
+
+In: one layer's queries and its entries as a flat store in which each row owns a room. Out: attention outputs,
+and on demand what every entry was paid: the largest probability that a query of its KV head gave it, and the
+sum of them.
+
+The one decision taken here: two formulations, and who runs which. *A few queries* (decoding) see all pages of
+all rows at once, as one batch of small products on a `[pages, PAGE, D]` view of the store: no key and no
+value is copied, no row waits for a longer one, and the pages of a row are combined by their maxima and sums
+(split-K: `out = sum_p exp(m_p - m) o_p / sum_p exp(m_p - m) s_p`). The number of operations does not depend
+on lengths, shapes change only when the store is laid out anew, and the device is never waited for. *Many
+queries* take one row after another, in chunks, so that products are large. Half precision is upcast piece by
+piece, so that no copy of a whole store is made.
+
+The pages of a row are added up by `index_add_`: in their order on a CPU, by atomic additions on CUDA, unless
+`torch.use_deterministic_algorithms` forbids them.
+"""
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, read_pages
+
+# Upper bound on the elements of each temporary held at once (the logits; queries and outputs page by page;
+# half-precision keys or values, upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by row one
+# query, and one row's keys and values in half precision, whatever their size.
+MAX_LOGITS = 1 << 22
+# Query positions times query heads of a KV head up to which all pages go as one batch: measured on a CPU, the
+# two ways are equal at 8; elsewhere each row's launches weigh more. One query position always counts as few.
+FEW, FEW_ELSEWHERE = 16, 256
+
+# Who sees what: counts `[R, S]`, and under a window the last position hidden `[R, S]` and positions `[C]`.
+Sight = tuple[Tensor, Tensor | None, Tensor | None]
+# Largest probability and sum of probabilities of every entry of the store, written in place.
+PaidSoFar = tuple[Tensor, Tensor]
+
+
+def ragged_attention(
+    queries_BQSD: Tensor,
+    keys_CD: Tensor,
+    values_CD: Tensor,
+    offsets_R1: Tensor,
+    seen_RS: Tensor,
+    *,
+    scaling: float,
+    soft_cap: float | None,
+    sinks_Q: Tensor | None,
+    window: int | None,
+    positions_C: Tensor | None,
+    query_positions_BS: Tensor | None,
+    pages: Pages | None,
+    stats: bool,
+) -> list[Tensor]:
+    """`retain.kernels.ragged_attention.ragged_attention`, which see: the output, and with `stats` the two
+    sides; arguments were checked."""
+    B, Q, S, D = queries_BQSD.shape
+    R = seen_RS.shape[0]
+    group, heads = B * Q // R, R // B
+    dtype = torch.promote_types(queries_BQSD.dtype, torch.float32)
+    queries_RMD = queries_BQSD.reshape(R, group * S, D).to(dtype) * scaling
+    sinks_RM = None
+    if sinks_Q is not None:
+        sinks_Q = sinks_Q.to(dtype).clamp(min=torch.finfo(dtype).min)
+        sinks_RM = sinks_Q.view(1, heads, group, 1).expand(B, -1, -1, S).reshape(R, group * S)
+    oldest_RS = None  # the first position that a query does not see any more
+    if window is not None and query_positions_BS is not None:
+        oldest_RS = (query_positions_BS - window)[:, None].expand(-1, heads, -1).reshape(R, S)
+    offsets: list[int] | None = None
+    if pages is None:
+        offsets = offsets_R1.tolist()
+        pages = read_pages(offsets, keys_CD.device)
+    sight = (seen_RS, oldest_RS, positions_C)
+    paid = None
+    if stats:
+        paid = (queries_RMD.new_zeros(keys_CD.shape[0]), queries_RMD.new_zeros(keys_CD.shape[0]))
+    few = FEW if keys_CD.device.type == "cpu" else FEW_ELSEWHERE
+    if pages is not None and (S == 1 or group * S <= few):
+        out_RMD = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM, paid)
+    else:
+        if pages is not None:  # known on the host
+            offsets = list(accumulate((PAGE * count for count in pages.counts), initial=0))
+        assert offsets is not None
+        out_RMD = _by_rows(queries_RMD, keys_CD, values_CD, offsets, sight, soft_cap, sinks_RM, paid)
+    # Laid out as the kernel does it: a query's heads side by side.
+    out_BQSV = queries_BQSD.new_empty(B, S, Q, values_CD.shape[1]).transpose(1, 2)
+    out_BQSV.copy_(out_RMD.view(B, Q, S, -1))
+    return [out_BQSV, *(paid or ())]
+
+
+def _by_pages(
+    queries_RMD: Tensor,
+    keys_CD: Tensor,
+    values_CD: Tensor,
+    pages: Pages,
+    sight: Sight,
+    soft_cap: float | None,
+    sinks_RM: Tensor | None,
+    paid: PaidSoFar | None,
+) -> Tensor:
+    """A few queries, `M = G * S` a row: all pages in one batch, or in as few as `MAX_LOGITS` allows."""
+    R, M, D = queries_RMD.shape
+    seen_RS, oldest_RS, positions_C = sight
+    S, dtype = seen_RS.shape[1], queries_RMD.dtype
+    same = keys_CD.dtype == values_CD.dtype == dtype
+    widest = max(D, values_CD.shape[-1])
+    step = max(1, MAX_LOGITS // max(M * max(PAGE, widest), 0 if same else PAGE * widest))
+    slot_P = torch.arange(PAGE, device=keys_CD.device)
+    keys_page, values_page = paged(keys_CD), paged(values_CD)
+
+    def logits_of(some: slice, row: Tensor) -> Tensor:
+        """Of the queries of these pages' rows, over these pages; what is not seen is -inf."""
+        queries = queries_RMD.index_select(0, row)
+        # Keys times queries, not the other way: with few queries the product is nearly twice as fast, even
+        # with the copy that puts a query's logits side by side.
+        logits = torch.bmm(keys_page[some].to(dtype), queries.transpose(1, 2)).transpose(1, 2).contiguous()
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        hidden = slot_P >= (seen_RS.index_select(0, row) - pages.first_pages[some, None])[..., None]
+        if oldest_RS is not None and positions_C is not None:
+            hidden |= paged(positions_C)[some, None] <= oldest_RS.index_select(0, row)[..., None]
+        logits.unflatten(1, (-1, S)).masked_fill_(hidden[:, None], float("-inf"))
+        return logits
+
+    # The running softmax of each query: largest logit, sum and output relative to it. Where something is
+    # seen, the largest logit itself adds 1 to the sum, so that a sum below 1 means that nothing was seen.
+    if sinks_RM is None:
+        top_RM = queries_RMD.new_full((R, M), torch.finfo(dtype).min)
+        sum_RM = queries_RMD.new_zeros(R, M)
+    else:
+        top_RM, sum_RM = sinks_RM, torch.ones_like(sinks_RM)
+    out_RMD = queries_RMD.new_zeros(R, M, values_CD.shape[-1])
+    for start in range(0, pages.num_pages, step):
+        some = slice(start, start + step)
+        row = pages.row_pages[some]
+        logits = logits_of(some, row)
+        index = row[:, None].expand(-1, M)
+        higher_RM = top_RM.scatter_reduce(0, index, logits.amax(-1), "amax")
+        probs = logits.sub_(higher_RM.index_select(0, row)[..., None]).exp_()
+        scale_RM = (top_RM - higher_RM).exp_()
+        sum_RM = (sum_RM * scale_RM).index_add_(0, row, probs.sum(-1))
+        if start:
+            out_RMD *= scale_RM[..., None]
+        out_RMD.index_add_(0, row, torch.bmm(probs, values_page[some].to(dtype)))
+        top_RM = higher_RM
+    sum_RM = sum_RM.clamp(min=1.0)
+    if paid is not None:  # by now it is known what each query's logits are relative to: once more
+        lse_RM = top_RM + sum_RM.log()
+        for start in range(0, pages.num_pages, step):
+            some = slice(start, start + step)
+            row = pages.row_pages[some]
+            probs = logits_of(some, row).sub_(lse_RM.index_select(0, row)[..., None]).exp_()
+            paged(paid[0])[some], paged(paid[1])[some] = probs.amax(1), probs.sum(1)
+    return out_RMD / sum_RM[..., None]
+
+
+def _by_rows(
+    queries_RMD: Tensor,
+    keys_CD: Tensor,
+    values_CD: Tensor,
+    offsets: list[int],
+    sight: Sight,
+    soft_cap: float | None,
+    sinks_RM: Tensor | None,
+    paid: PaidSoFar | None,
+) -> Tensor:
+    """Many queries, or rooms that are no whole pages: one row after another, some queries at a time."""
+    R, M, D = queries_RMD.shape
+    seen_RS, oldest_RS, positions_C = sight
+    S, dtype, device = seen_RS.shape[1], queries_RMD.dtype, keys_CD.device
+    group = M // S
+    widest = max(D, values_CD.shape[-1], *(stop - start for start, stop in pairwise(offsets)))
+    step = min(S, max(1, MAX_LOGITS // (group * widest)))
+    starts = range(0, S, step)
+    # What the queries of a chunk see at most: later entries are not even multiplied. One wait for the device.
+    seen_most = torch.stack([seen_RS[:, start : start + step].amax(-1) for start in starts], -1).tolist()
+    out_RGSD = queries_RMD.new_zeros(R, group, S, values_CD.shape[-1])
+    queries_RGSD = queries_RMD.unflatten(1, (group, S))
+    for row in range(R):
+        most = max(seen_most[row])
+        held = slice(offsets[row], offsets[row] + most)
+        keys_TD, values_TD = keys_CD[held].to(dtype), values_CD[held].to(dtype)
+        for start, T in zip(starts, seen_most[row], strict=True):
+            if T == 0:
+                continue
+            some = slice(start, start + step)
+            logits_GST = queries_RGSD[row, :, some] @ keys_TD[:T].T
+            if soft_cap is not None:
+                logits_GST = soft_cap * torch.tanh(logits_GST / soft_cap)
+            hidden_ST = torch.arange(T, device=device) >= seen_RS[row, some, None]
+            if oldest_RS is not None and positions_C is not None:
+                hidden_ST |= positions_C[held][:T] <= oldest_RS[row, some, None]
+            logits_GST = logits_GST.masked_fill_(hidden_ST, float("-inf"))
+            top_GS1 = logits_GST.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
+            if sinks_RM is not None:
+                sinks_GS1 = sinks_RM[row].view(group, S, 1)[:, some]
+                top_GS1 = torch.maximum(top_GS1, sinks_GS1)
+            probs_GST = logits_GST.sub_(top_GS1).exp_()
+            sum_GS1 = probs_GST.sum(-1, keepdim=True)
+            if sinks_RM is not None:
+                sum_GS1 += (sinks_GS1 - top_GS1).exp_()
+            sum_GS1.clamp_(min=1.0)
+            out_RGSD[row, :, some] = (probs_GST @ values_TD[:T]) / sum_GS1
+            if paid is not None:
+                probs_MT = probs_GST.div_(sum_GS1).flatten(0, 1)
+                most_T, sum_T = (side[held][:T] for side in paid)
+                torch.maximum(most_T, probs_MT.amax(0), out=most_T)
+                sum_T += probs_MT.sum(0)
+    return out_RGSD.flatten(1, 2)

@@ -1,0 +1,81 @@
+"""Work items: how ragged rows are cut, so that a launch is balanced by entries and not by rows.
+
+In: the entries for which each row has room, and how many one program may take. Out: tables on the device:
+for every item its row, its first entry there, and where it leaves what it found; for every row that was cut
+into several items, where those lie. The one decision taken here: the tables depend on rooms, which the host
+knows, and never on how many entries rows hold, which only the device does. So they are made once for a layout
+of a store, and no decoding step rebuilds them or waits for anything: what lies behind a row's end is found to
+be empty where it runs. They are cut on the host when a layout is first attended, and sent without a wait.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Rows, cut.
+
+    Args:
+        entries: of a whole item; the last one of a row may have fewer.
+        items_3I: int32, of each item its row, which of the row's entries it begins with, and the slot where
+            it leaves its part of the row (-1: it is all of its row, which it finishes). Whole items come
+            first, so that short ones end a launch.
+        cut_2X: int32, the rows that were cut into several items, and the slot of the first item of each; the
+            others follow it.
+        num_slots: of all of them.
+    """
+
+    entries: int
+    items_3I: Int[Tensor, "3 I"]
+    cut_2X: Int[Tensor, "2 X"]
+    num_slots: int
+
+    @property
+    def num_items(self) -> int:
+        return self.items_3I.shape[1]
+
+    @property
+    def num_cut(self) -> int:
+        """Rows of which several programs find parts."""
+        return self.cut_2X.shape[1]
+
+
+def work_of(rooms: Sequence[int], entries: int, device: torch.device | str) -> Work:
+    """Cut rows into items of at most so many entries; a row without room is one item without entries.
+
+    Example:
+        >>> work = work_of([128, 0, 320], 128, "cpu")
+        >>> work.items_3I.tolist()
+        [[0, 2, 2, 2, 1], [0, 0, 128, 256, 0], [-1, 0, 1, 2, -1]]
+        >>> work.cut_2X.tolist(), work.num_slots
+        ([[2], [0]], 3)
+    """
+    with torch.inference_mode(False):  # the tables outlive the call that asks for them first
+        room_R = torch.tensor(rooms, dtype=torch.int64)
+        num_R = (-(-room_R // entries)).clamp_min(1)
+        cut_R = num_R > 1
+        row_I = torch.repeat_interleave(num_R)
+        before_R = num_R.cumsum(0) - num_R
+        first_I = (torch.arange(row_I.shape[0]) - before_R[row_I]) * entries
+        slots_R = num_R * cut_R
+        slot_R = slots_R.cumsum(0) - slots_R
+        slot_I = torch.where(cut_R[row_I], slot_R[row_I] + first_I // entries, -1)
+        size_I = (room_R[row_I] - first_I).clamp_max(entries)
+        order_I = size_I.sort(descending=True, stable=True).indices
+        row_X = cut_R.nonzero()[:, 0]
+        items_3I = torch.stack([row_I, first_I, slot_I])[:, order_I]
+        cut_2X = torch.stack([row_X, slot_R[row_X]])
+        items_3I, cut_2X = (_sent(table.to(torch.int32).contiguous(), device) for table in (items_3I, cut_2X))
+        return Work(entries, items_3I, cut_2X, int(slots_R.sum()))
+
+
+def _sent(table: Tensor, device: torch.device | str) -> Tensor:
+    """A table on its way to the device; from pinned memory, since the host waits for copies of any other."""
+    if torch.device(device).type == "cuda":
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)

@@ -1,0 +1,442 @@
+"""`ragged_attention`: the definition against loops, the kernel against the definition."""
+
+import math
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retain.kernels import backend
+from retain.kernels.ragged_attention import Paid, cases, path_of, ragged_attention, reference, tiles
+from retain.kernels.ragged_attention.pages import PAGE, Pages
+from retain.kernels.ragged_attention.work import work_of
+from tests.close import assert_close
+
+CASES = cases.CASES
+# Few rows and many, cut and whole, with and without everything: what a test takes that need not take all.
+SOME = ("decode, all options", "an empty row and a long one", "padded turn", "chunk of 40, all options")
+EXACT = (torch.float32, torch.float16)
+
+
+def loops(case, given):
+    """The formulas of the docstring, one query and one entry at a time, in float64."""
+    queries, keys, values = (given[name].double() for name in ("queries_BQSD", "keys_CD", "values_CD"))
+    B, Q, S, _ = queries.shape
+    out = torch.zeros(B, Q, S, values.shape[1], dtype=torch.float64)
+    most, total = (torch.zeros(keys.shape[0], dtype=torch.float64) for _ in range(2))
+    for b in range(B):
+        for q in range(Q):
+            row = b * case.kv_heads + q // case.group
+            begin = int(given["offsets_R1"][row])
+            for s in range(S):
+                weights = {}
+                for i in range(begin, begin + int(given["seen_RS"][row, s])):
+                    if case.window is not None:
+                        reach = int(given["query_positions_BS"][b, s]) - case.window
+                        if int(given["positions_C"][i]) <= reach:
+                            continue
+                    logit = given["scaling"] * float(queries[b, q, s] @ keys[i])
+                    if case.soft_cap is not None:
+                        logit = case.soft_cap * math.tanh(logit / case.soft_cap)
+                    weights[i] = math.exp(logit)
+                mass = sum(weights.values())
+                if given["sinks_Q"] is not None:
+                    mass += math.exp(float(given["sinks_Q"][q]))
+                for i, weight in weights.items():
+                    out[b, q, s] += weight / mass * values[i]
+                    most[i] = max(float(most[i]), weight / mass)
+                    total[i] += weight / mass
+    return out, most, total
+
+
+def results(found):
+    """Output and by-products as one list."""
+    if isinstance(found, tuple):
+        return [found[0], found[1].max_C, found[1].sum_C]
+    return [found]
+
+
+def interpreted(given):
+    with backend.using("triton"):
+        return results(ragged_attention(**given))
+
+
+@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_is_the_formulas(monkeypatch, name, few):
+    monkeypatch.setattr(reference, "FEW", few)
+    case = replace(CASES[name], stats=True)
+    given = cases.inputs(case, torch.float64, "cpu")
+    found = results(ragged_attention(**given))
+    for actual, exact in zip(found, loops(case, given), strict=True):
+        assert actual.dtype == torch.float64
+        assert_close(actual, exact)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_the_reference(name, dtype):
+    case = CASES[name]
+    given = cases.inputs(case, dtype, "cpu")
+    wide = {
+        key: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in given.items()
+    }
+    exact = results(ragged_attention(**wide))
+    plain = cases.plain(case, given, dtype)
+    actual = interpreted(given)
+    assert (
+        actual[0].dtype == dtype and [side.dtype for side in actual[1:]] == [torch.float32] * 2 * case.stats
+    )
+    for got, want, near in zip(actual, exact, plain, strict=False):
+        assert_close(got, want, near, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["decode", "chunk of 40, all options"])
+def test_bfloat16_by_way_of_float32(name):
+    with backend.using("triton"):
+        assert cases.check(CASES[name], torch.bfloat16, "cpu") is None
+
+
+def test_the_check_finds_what_is_wrong(monkeypatch):
+    """The control of all that `check` says: one entry too few or too many is seen."""
+    case = CASES["padded turn"]
+    assert cases.check(case, torch.float32, "cpu") is None
+
+    def blind(case, kwargs):
+        return ragged_attention(**{**kwargs, "seen_RS": (kwargs["seen_RS"] - 1).clamp_min(0)})
+
+    monkeypatch.setattr(cases, "run", blind)
+    problem = cases.check(case, torch.float32, "cpu")
+    assert problem is not None and "output: error" in problem and "max of what is paid" in problem
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_however_rows_are_cut(monkeypatch, name):
+    """From a program a page to a program a row; and what is not cut is not combined."""
+    from retain.kernels.ragged_attention import launch
+
+    attended, combined = [], []
+    monkeypatch.setattr(launch, "attend", Counted(launch.attend, attended))
+    monkeypatch.setattr(launch, "combine", Counted(launch.combine, combined))
+    monkeypatch.setattr(launch, "PARTS", 2)  # so that parts come in several goes
+    given = cases.inputs(CASES[name], torch.float32, "cpu")
+    exact = results(ragged_attention(**given))
+    times = []
+    for programs in (1, 3, 10**6):
+        monkeypatch.setattr(tiles, "PROGRAMS", dict.fromkeys(tiles.PROGRAMS, programs))
+        combined.clear()
+        for got, want in zip(interpreted(given), exact, strict=True):
+            assert_close(got, want)
+        times.append(len(combined))
+    # A program a row and block of queries, where rows are whole; more, where some are cut.
+    whole, *others = (grid[0] for grid in attended)
+    blocks = -(-CASES[name].group * CASES[name].num_queries // tile_of(CASES[name]).m)
+    assert whole == len(CASES[name].lengths) * blocks and others[-1] > whole
+    assert times == [int(programs > whole) for programs in (whole, *others)]
+
+
+class Counted:
+    """A kernel that says with what grid it is launched."""
+
+    def __init__(self, kernel, seen):
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid):
+        self.seen.append(grid)
+        return self.kernel[grid]
+
+
+def tile_of(case):
+    block = backend.block_of(max(case.width, case.values_wide))
+    return tiles.tile(case.group * case.num_queries, torch.float32, block, hopper=False)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_run_after_run_the_same(name):
+    given = cases.inputs(CASES[name], torch.float16, "cpu")
+    for first, second in zip(interpreted(given), interpreted(given), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", [name for name in SOME if CASES[name].paged])
+def test_without_pages_it_is_the_same(name):
+    given = cases.inputs(CASES[name], torch.float32, "cpu")
+    for path in ("triton", "reference"):
+        with backend.using(path):
+            known = results(ragged_attention(**given))
+            read = results(ragged_attention(**{**given, "pages": None}))
+        for first, second in zip(known, read, strict=True):
+            assert torch.equal(first, second)
+
+
+def test_a_store_of_other_strides():
+    """Keys that lie value by value, of which nothing may be copied: the kernel takes any strides."""
+    case = CASES["decode"]
+    given = cases.inputs(case, torch.float32, "cpu")
+    want = interpreted(given)
+    turned = {name: given[name].T.contiguous().T for name in ("keys_CD", "values_CD")}
+    seen = given["seen_RS"].expand(-1, 2)[:, :1]
+    queries = given["queries_BQSD"].transpose(0, 3).contiguous().transpose(0, 3)
+    assert turned["keys_CD"].stride(0) == 1 and queries.stride(3) != 1
+    with Operations() as operations:
+        got = interpreted({**given, **turned, "seen_RS": seen, "queries_BQSD": queries})
+    for first, second in zip(got, want, strict=True):
+        assert torch.equal(first, second)
+    assert not {name for name in operations.seen if "copy" in name or "clone" in name}
+
+
+class Operations(TorchDispatchMode):
+    """The operators that are called inside, except by Triton's interpreter, which looks at all memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not any("triton" in Path(frame.filename).parts for frame in traceback.extract_stack()):
+            self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::_to_copy", "aten::copy_"}
+
+
+@pytest.mark.parametrize("name", ["decode, all options", "chunk of 40"])
+def test_a_known_layout_is_cut_once_and_never_waited_for(name):
+    given = cases.inputs(CASES[name], torch.float32, "cpu")
+    interpreted(given)
+    planned = {**given["pages"].planned}
+    assert planned
+    with Operations() as operations:
+        interpreted(given)
+    assert operations.seen and not WAITS & {*operations.seen}
+    assert all(given["pages"].planned[entries] is work for entries, work in planned.items())
+    assert len(given["pages"].planned) == len(planned)
+
+
+def test_a_layout_forgets_ways_of_cutting_it():
+    pages = Pages.of([3, 1], "cpu")
+    for entries in range(64, 64 * 40, 64):
+        pages.work(entries)
+    assert len(pages.planned) < 16
+
+
+def test_a_layout_keeps_the_way_of_cutting_it_that_is_used():
+    """Decoding goes on between chunks of ever new sizes."""
+    pages = Pages.of([3, 1], "cpu")
+    decoding = pages.work(64)
+    for entries in range(128, 64 * 40, 64):
+        pages.work(entries)
+        assert pages.work(64) is decoding
+
+
+def test_layouts_are_compared_as_such():
+    """Their tables are tensors, of which an equality in place of each would be no answer."""
+    assert Pages.of([3, 1], "cpu") != Pages.of([3, 1], "cpu")
+    pages = Pages.of([3, 1], "cpu")
+    assert pages == pages and len({pages, pages}) == 1
+
+
+@pytest.mark.parametrize(("num_queries", "padded"), [(1, 0), (7, 3), (300, 0), (300, 280)])
+def test_only_who_sees_a_block_of_keys_passes_by_when_it_is_paid(monkeypatch, num_queries, padded):
+    """Queries before the first that sees it, and blocks of keys behind a row's end, are not multiplied."""
+    from retain.kernels.ragged_attention import kernel
+
+    products, logits = [], kernel._logits
+
+    def counted(*args):
+        products.append(args[0].shape[0])
+        return logits(*args)
+
+    monkeypatch.setattr(kernel, "_logits", counted)
+    lengths = (num_queries + 3, num_queries, num_queries, 321)
+    case = cases.Case(2, 2, 2, num_queries, 32, lengths, padded=padded, stats=True)
+    given = cases.inputs(case, torch.float32, "cpu")
+    given["pages"] = pages = Pages.of([8, 6, 7, 6], "cpu")
+    given["offsets_R1"] = pages.offsets()
+    for name in ("keys_CD", "values_CD"):  # roomier than needed
+        given[name] = torch.randn(
+            PAGE * pages.num_pages, case.width, generator=torch.Generator().manual_seed(1)
+        )
+    plainly = interpreted({**given, "stats": False})
+    attending = len(products)
+    exact = results(ragged_attention(**given))
+    for got, want in zip([*plainly, *interpreted(given)], [exact[0], *exact], strict=True):
+        assert_close(got, want)
+    paying = tiles.pay_tile(case.group * num_queries, torch.float32)
+    expected = 0
+    for row, count in enumerate(pages.counts):
+        for begin in range(0, PAGE * count, paying.n):
+            sees = (given["seen_RS"][row] > begin).nonzero()[:, 0].tolist()
+            if sees:
+                first, stop = sees[0] * case.group // paying.m, (sees[-1] + 1) * case.group
+                expected += -(-stop // paying.m) - first
+    assert len(products) - 2 * attending == expected > 0
+
+
+@pytest.mark.parametrize("rooms", [[64, 0, 640, 128], [1], [0, 0], [65] * 7, [8192] + [0] * 20])
+@pytest.mark.parametrize("entries", [64, 128, 10**6])
+def test_work_covers_every_entry_once(rooms, entries):
+    work = work_of(rooms, entries, "cpu")
+    row_I, first_I, slot_I = work.items_3I.tolist()
+    covered = {row: [] for row in range(len(rooms))}
+    slots, sizes = {}, []
+    for row, first, slot in zip(row_I, first_I, slot_I, strict=True):
+        stop = min(first + entries, rooms[row])
+        covered[row] += range(first, stop)
+        sizes.append(stop - first)
+        slots.setdefault(row, []).append((first, slot))
+    assert all(sorted(covered[row]) == [*range(room)] for row, room in enumerate(rooms))
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(slots) == set(range(len(rooms)))  # an empty row has an item too, which writes its zeros
+    cut = {row: sorted(items) for row, items in slots.items() if len(items) > 1}
+    assert work.cut_2X[0].tolist() == sorted(cut)
+    assert [slot for row in sorted(cut) for _, slot in cut[row]] == [*range(work.num_slots)]
+    assert work.cut_2X[1].tolist() == [cut[row][0][1] for row in sorted(cut)]
+    assert all(items == [(0, -1)] for row, items in slots.items() if row not in cut)
+    assert work.items_3I.dtype == work.cut_2X.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    "lengths", [cases.unequal(64, 26_214, 10), (131_072, *[0] * 63), (3,) * 64, (10**6,)]
+)
+@pytest.mark.parametrize("num_rows", [4, 64, 1000, 8192])
+def test_parts_are_bounded_and_programs_enough(monkeypatch, lengths, num_rows):
+    """The README's bound, and its balance: on 132 multiprocessors."""
+    monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
+    cut = tiles.tile(num_rows, torch.bfloat16, 128, hopper=True)
+    blocks = -(-num_rows // cut.m)
+    rooms = [64 * -(-length // 64) for length in lengths]
+    entries = tiles.item_entries(sum(rooms), blocks, cut, torch.device("cpu"))
+    work = work_of(rooms, entries, "cpu")
+    wanted = tiles.PROGRAMS[cut.m] * 132
+    assert work.num_slots * num_rows <= 2 * wanted * cut.m
+    # No program has more than its share, rounded up to whole pages.
+    assert entries <= sum(rooms) * blocks / wanted + 64
+    assert work.num_items * blocks <= wanted + len(rooms) * blocks
+
+
+def test_where_it_runs():
+    half, wide = torch.zeros(64, 64, dtype=torch.float16), torch.zeros(64, 512)
+    assert path_of(half, half) == "reference"
+    with backend.using("triton"):
+        assert path_of(half, half) == "triton"
+    given = cases.inputs(CASES["decode"], torch.float32, "cpu")
+    with backend.using("triton"):
+        with pytest.raises(ValueError, match="was forced, but queries.* precisions .float16, float32."):
+            ragged_attention(**{**given, "queries_BQSD": given["queries_BQSD"].half()})
+        with pytest.raises(ValueError, match="heads are 512 wide, which is more than 256"):
+            queries, store = torch.zeros(1, 1, 1, 512), {"keys_CD": wide, "values_CD": wide}
+            one = {**given, "seen_RS": torch.ones(1, 1, dtype=torch.int64), "pages": None}
+            one |= {"offsets_R1": torch.tensor([0, 64]), "lengths_R": torch.ones(1, dtype=torch.int32)}
+            ragged_attention(**{**one, **store, "queries_BQSD": queries})
+
+
+@pytest.mark.parametrize("path", ["triton", "reference"])
+def test_no_gradient_is_lost_silently(path):
+    """A forward outside of no_grad runs; only who asks for its gradient is told that there is none."""
+    given = cases.inputs(CASES["decode"], torch.float32, "cpu")
+    queries = given["queries_BQSD"].clone().requires_grad_()
+    with backend.using(path):
+        want, _ = ragged_attention(**given)
+        out, _ = ragged_attention(**{**given, "queries_BQSD": queries})
+    assert torch.equal(out, want) and out.requires_grad
+    with pytest.raises(ValueError, match="has no gradient.* run the model under torch.no_grad"):
+        out.sum().backward()
+
+
+def test_what_cannot_be_is_refused():
+    given = cases.inputs(CASES["chunk of 40"], torch.float32, "cpu")
+    room, device = given["keys_CD"].shape[0], "cpu"
+    wide = {"positions_C": torch.zeros(room, dtype=torch.int32), "window": 4}
+    wide |= {"query_positions_BS": torch.zeros(1, 40, dtype=torch.int64)}
+    for change, text in [
+        ({"sinks_Q": torch.zeros(1)}, r"sinks are \(1,\), where \(4,\) are needed"),
+        ({**wide, "positions_C": torch.zeros(3)}, rf"positions are \(3,\), where \({room},\) are needed"),
+        (
+            {**wide, "query_positions_BS": torch.zeros(2, 40)},
+            r"query positions are \(2, 40\), where \(1, 40\) are needed",
+        ),
+        (
+            {"pages": Pages.of([1], device)},
+            f"a layout of 1 rows with 64 entries for 2 rows and a store of {room}",
+        ),
+        ({"pages": Pages.of([1, 99], device)}, "a layout of 2 rows with 6400 entries for 2 rows and a store"),
+        ({"seen_RS": given["seen_RS"][:, :3]}, r"seen is \(2, 3\) for 2 rows and 40 queries"),
+        ({"offsets_R1": given["offsets_R1"][:-1]}, r"offsets are \(2,\) for 2 rows, which need \[3\]"),
+        ({"keys_CD": given["keys_CD"][:, :9]}, "keys are 9 wide and queries 64"),
+        ({"values_CD": given["values_CD"][:-1]}, r"keys are \(\d+, 64\) and values \(\d+, 64\)"),
+        ({"lengths_R": given["lengths_R"].repeat(4)}, "8 rows are not 1 sequences x a number of KV heads"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0: pass a positive number, or None"),
+        ({"window": 0}, "window is 0: pass at least 1 position"),
+        ({"window": 4}, "a window of 4 got no positions: pass positions_C and query_positions_BS"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            ragged_attention(**{**given, **change})
+
+
+@pytest.mark.parametrize("path", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["decode", "chunk of 40, all options", "rooms that are no pages"])
+def test_compiled_it_is_the_same(name, path):
+    given = cases.inputs(CASES[name], torch.float32, "cpu")
+    torch._dynamo.reset()
+    whole = torch.compile(lambda given: ragged_attention(**given), backend="aot_eager", fullgraph=True)
+    with backend.using(path):
+        want = results(ragged_attention(**given))
+        got = results(whole(given))
+    for first, second in zip(got, want, strict=True):
+        assert torch.equal(first, second) and first.stride() == second.stride()
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("name", ["decode, all options", "chunk of 40, all options"])
+def test_the_registered_operator_keeps_its_word(name, dtype):
+    given = cases.inputs(CASES[name], dtype, "cpu")
+    names = ("queries_BQSD", "keys_CD", "values_CD", "offsets_R1", "seen_RS", "sinks_Q", "positions_C")
+    tensors = [given[name] for name in (*names, "query_positions_BS")]
+    how = [[*given["pages"].counts], given["scaling"], given["soft_cap"], given["window"], True]
+    torch.library.opcheck(torch.ops.retain.ragged_attention, (*tensors, *how))
+
+
+def test_what_is_paid_says_what_it_is():
+    given = cases.inputs(CASES["decode"], torch.float32, "cpu")
+    out, paid = ragged_attention(**given)
+    assert isinstance(paid, Paid) and paid.max_C.shape == paid.sum_C.shape == given["keys_CD"].shape[:1]
+    # Each of the G queries of a row that holds something gives 1 in all.
+    sums = [float(paid.sum_C[begin : begin + PAGE * count].sum()) for begin, count in rooms_of(given)]
+    assert sums == pytest.approx([2.0] * 4)
+    assert bool((paid.max_C <= paid.sum_C).all()) and torch.is_tensor(out)
+
+
+def rooms_of(given):
+    return zip(given["offsets_R1"].tolist(), given["pages"].counts, strict=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", backend.DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name, dtype):
+    case = CASES[name]
+    given = cases.inputs(case, dtype, "cuda")
+    assert path_of(given["keys_CD"], given["values_CD"]) == "triton"
+    assert cases.check(case, dtype, "cuda") is None
+    for first, second in zip(
+        results(ragged_attention(**given)), results(ragged_attention(**given)), strict=True
+    ):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.paged])
+def test_a_gpu_is_never_waited_for(name):
+    given = cases.inputs(CASES[name], torch.bfloat16, "cuda")
+    ragged_attention(**given)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ragged_attention(**given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
