@@ -1,4 +1,5 @@
-"""Attention of many queries, a few at a time: what h2o and future risk walk instead of a T x T matrix.
+"""Attention of many queries, a few at a time: for whoever needs rows of it, where `retain.paid` gives numbers
+an entry.
 
 In: the evidence of one layer. Out: `attention_probs` of consecutive queries, each chunk over only the keys
 that its last query can see. The decision taken here: memory is `B * Q * chunk * T` floats, whatever the

@@ -5,20 +5,20 @@ In: dense keys and values with a keep mask; later, new tokens. Out: a flat `[C, 
 values that `retain.attend` reads in place, and *side columns* that follow their entries wherever those go.
 Evicted entries are not masked, they are gone; padding never comes in.
 
-The one decision taken here: every row owns a room of whole pages (`retain.pages`), in natural order, with
-some free slots at its end. New tokens are written into free slots; an eviction in place moves only what lies
-behind each row's first hole; only when a row is full, or when bytes are to be given back, is the store laid
-out anew, one column after another, so that never more than one column exists twice. The price is paid where
-that breaks off for want of memory: behind the first column, which needs the most, there is no way back, and
-the store says so ever after instead of holding something else. What is held and what is allocated are
-reported apart.
+The one decision taken here: every row owns a room of whole pages (`retain.kernels.ragged_attention.pages`),
+in natural order, with some free slots at its end. New tokens are written into free slots; an eviction in
+place moves only what lies behind each row's first hole; only when a row is full, or when bytes are to be
+given back, is the store laid out anew, one column after another, so that never more than one column exists
+twice. The price is paid where that breaks off for want of memory: behind the first column, which needs the
+most, there is no way back, and the store says so ever after instead of holding something else. What is held
+and what is allocated are reported apart.
 
 Quantised keys and values would enter here and nowhere else: `keys_CD` and `values_CD` hold packed codes, with
 one scale a page (or a side column with one an entry); `from_dense` and `append_` encode, `flat` decodes, and
 `retain.attend` decodes where it upcasts half precision today. All else moves entries without looking at them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,8 +28,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.moves import copy_, packing, spans
-from retain.pages import PAGE, Pages, paged, pages_for
+from retain.kernels.compact import append_, move_, planned
+from retain.kernels.compact.reference import copy_, spans, write_
+from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, pages_for
 
 # Free entries given to each row, at least, when a store is made.
 SLACK = 32
@@ -211,7 +212,7 @@ class RaggedStore:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage behind the store: slack, positions, side columns and tables included."""
-        tables = (self.offsets_R1, self.lengths_R, self.pages.row_pages, self.pages.first_pages)
+        tables = (self.offsets_R1, self.lengths_R, *self.pages.tables())
         columns = (columns[name] for columns, name in self._columns())
         return sum(tensor.untyped_storage().nbytes() for tensor in (*tables, *columns))
 
@@ -266,21 +267,9 @@ class RaggedStore:
             )
         if self.free < S:
             self._grow_(S)
-        held_R1 = self.lengths_R.to(torch.int64)[:, None]
-        valid_RS: Tensor | None = None
-        num_new: Tensor | int = S
-        if valid_BS is None:
-            seen_RS = held_R1 + torch.arange(1, S + 1, device=held_R1.device)
-        else:
-            rank_RS = valid_BS.cumsum(-1).repeat_interleave(H, dim=0)
-            valid_RS = valid_BS.repeat_interleave(H, dim=0)
-            seen_RS = (held_R1 + rank_RS).masked_fill(~valid_RS, 0)
-            num_new = rank_RS[:, -1].to(torch.int32)
-        index_RS = self.offsets_R1[:-1, None] + seen_RS - 1
         new = (keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S))
-        _write(zip(self._entries.values(), new, strict=True), index_RS, valid_RS)
-        # Only now are they held: had a write failed, free slots would have been written to.
-        self.lengths_R += num_new
+        # It raises the lengths last: had a write failed, free slots would have been written to.
+        seen_RS = append_(list(self._entries.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
         self.free -= S
         return seen_RS
 
@@ -330,7 +319,7 @@ class RaggedStore:
             with normal_tensors():
                 column = values_BHS.new_zeros(self.capacity, *wanted)
         index_RS, valid_RS = self.tail_index_RS(values_BHS.shape[2] if valid_BS is None else valid_BS)
-        _write([(column, values_BHS)], index_RS, None if valid_BS is None else valid_RS)
+        write_([(column, values_BHS)], index_RS.flatten(), None if valid_BS is None else valid_RS)
         self.beside[name] = column
 
     def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
@@ -340,14 +329,11 @@ class RaggedStore:
             keep_N: True = kept, in the order of `flat()`.
         """
         self._check(keep_N)
-        from_N, to_N, freed, gone_R = packing(keep_N, self.offsets_R1, self.lengths_R)
-        gone_R = gone_R.to(torch.int32)
+        columns = [columns[name] for columns, name in self._columns()]
+        plan = planned(columns, keep_N, self.offsets_R1, self.lengths_R)
         with self._no_way_back():
-            for columns, name in self._columns():
-                copy_(columns[name], to_N, columns[name], (from_N,))
-                # Not what they held: 0 x NaN is NaN, and a side column's free slots are zeros.
-                columns[name].index_fill_(0, freed, 0)
-            self.lengths_R -= gone_R
+            move_(plan)
+            self.lengths_R.copy_(plan.kept_R)
             self.free = _count_free(self.pages, self.lengths_R.tolist())
 
     @normal_tensors()
@@ -564,12 +550,3 @@ def _filled(
     column = source.new_zeros(layout.capacity, *width)
     copy_(column, index_N, source, where)
     return column
-
-
-def _write(columns: Iterable[tuple[Tensor, Tensor]], index_RS: Tensor, valid_RS: Tensor | None) -> None:
-    """Write `[B, H, S, ...]` into these slots, or the valid ones of them, for each (column, values)."""
-    index_N = index_RS.flatten() if valid_RS is None else index_RS[valid_RS]
-    for column, values in columns:
-        values = values.detach().flatten(0, 1)
-        values = values.flatten(0, 1) if valid_RS is None else values[valid_RS]
-        column.index_copy_(0, index_N, values.to(column.dtype))

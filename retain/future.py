@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool, Float32
 from torch import Tensor
 
-from retain.attention_chunks import attention_chunks, truncate
+from retain.attention_chunks import truncate
 from retain.evidence import Evidence
+from retain.paid import paid
 from retain.registry import lookup
 from retain.scores.value_norm import value_norm_l1
 
@@ -29,7 +30,7 @@ def future_risk(
     document_tokens: int,
     horizon: int = 32,
     sources: Collection[str] = ("own", "appendix"),
-    chunk: int = 128,
+    chunk: int | None = None,
 ) -> tuple[Float32[Tensor, "B H document_tokens"], Bool[Tensor, "B H document_tokens"]]:
     """Largest value-weighted attention that an entry will be paid after it could have been evicted.
 
@@ -38,15 +39,15 @@ def future_risk(
     `{j in document: j - i >= horizon}` (source `own`) and `{j in appendix}` (source `appendix`).
 
     The first `document_tokens` entries are the document, the others the appendix; both may contain padding,
-    anywhere, and distance is counted in entries. Attention is walked `chunk` queries at a time: memory is
-    `B * Q * chunk * T` floats.
+    anywhere, and distance is counted in entries. No rows of attention are held beyond `chunk` queries at a
+    time, and on CUDA none: memory is linear in T.
 
     Args:
         evidence: one layer over the whole sequence; the queries of the chosen sources must be held.
         document_tokens: entries (padding included) of the document block, 1..T.
         horizon: least distance of a document query, in entries; the protected recent window.
         sources: `own`, `appendix`, or both.
-        chunk: queries at a time; changes memory, not the result.
+        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         risk, float32, 0 where no such query exists; and whether one exists: entries that no query can reach
@@ -71,13 +72,9 @@ def future_risk(
     if "appendix" in sources:
         walks.append((evidence, document_tokens, 0))
     for part, first, distance in walks:
-        # Queries before `distance` have nothing that far behind them.
-        for start, probs in attention_chunks(part, chunk, first=max(first, distance)):
-            stop = start + probs.shape[2]
-            payers_Bs = valid_BT[:, start:stop]
-            if not payers_Bs.all():
-                probs = probs.masked_fill_(~payers_Bs[:, None, :, None], 0.0)
-            _raise_worst_(worst_BQT, probs, start, distance)
+        start = first - (part.num_seen - part.num_queries)
+        (most_BQT,) = paid(part, "max", start=start, entries=document_tokens, distance=distance, chunk=chunk)
+        worst_BQT = torch.maximum(worst_BQT, most_BQT)
         reached_BT |= _reached(part, first, distance, document_tokens)
 
     reached_BT &= valid_BT[:, :document_tokens]
@@ -85,23 +82,6 @@ def future_risk(
     risk_BHT = (worst_BQT * norm_BQT).unflatten(1, (H, Q // H)).amax(2).float()
     reached_BHT = reached_BT[:, None].expand(B, H, document_tokens)
     return risk_BHT.masked_fill(~reached_BHT, 0.0), reached_BHT
-
-
-def _raise_worst_(worst_BQT: Tensor, probs_BQsK: Tensor, start: int, distance: int) -> None:
-    """Raise `worst` to what queries `start..start+s` pay entries at least `distance` behind."""
-    document, s = worst_BQT.shape[-1], probs_BQsK.shape[2]
-    # Every query of the chunk is far enough from entries below `all_far`, none from those at `none_far` and
-    # after.
-    all_far = max(0, min(document, start - distance + 1))
-    none_far = max(0, min(document, start + s - distance))
-    if all_far:
-        part = worst_BQT[..., :all_far]
-        torch.maximum(part, probs_BQsK[..., :all_far].amax(2), out=part)
-    if none_far > all_far:
-        query = torch.arange(start, start + s, device=probs_BQsK.device)[:, None]
-        near = query - torch.arange(all_far, none_far, device=probs_BQsK.device) < distance
-        part = worst_BQT[..., all_far:none_far]
-        torch.maximum(part, probs_BQsK[..., all_far:none_far].masked_fill(near, 0.0).amax(2), out=part)
 
 
 def _reached(
@@ -121,7 +101,7 @@ def _reached(
 
 
 def _check(
-    evidence: Evidence, document_tokens: int, horizon: int, sources: Collection[str], chunk: int
+    evidence: Evidence, document_tokens: int, horizon: int, sources: Collection[str], chunk: int | None
 ) -> None:
     T, S = evidence.num_seen, evidence.num_queries
     for source in sources:
@@ -130,7 +110,7 @@ def _check(
         raise ValueError(f"future risk needs a source of queries: pass one or both of {', '.join(SOURCES)}.")
     if not 1 <= document_tokens <= T:
         raise ValueError(f"document_tokens is 1..{T}, the entries of the sequence; got {document_tokens}.")
-    if horizon < 0 or chunk < 1:
+    if horizon < 0 or (chunk is not None and chunk < 1):
         raise ValueError(f"horizon is 0 or more and chunk 1 or more; got horizon {horizon}, chunk {chunk}.")
     if "appendix" in sources and document_tokens == T:
         raise ValueError(

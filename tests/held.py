@@ -71,6 +71,19 @@ def filled(evidence: Evidence, fill: float) -> Evidence:
     )
 
 
+def single(evidence: Evidence) -> Evidence:
+    """The same in float32, which kernels take."""
+    own = {
+        name: field.float()
+        for name, field in vars(evidence).items()
+        if isinstance(field, Tensor) and field.dtype == torch.float64
+    }
+    running = evidence.running
+    if running is not None:
+        own["running"] = replace(running, mass_BHT=running.mass_BHT.float())
+    return replace(evidence, **own)
+
+
 def compacted(evidence: Evidence, b: int, h: int) -> tuple[Evidence, Tensor]:
     """What one head holds, alone and in a row, as evidence in which nothing is missing; and which entries
     these are."""

@@ -3,7 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retain.cache import RaggedStore
-from retain.pages import PAGE
+from retain.kernels.ragged_attention.pages import PAGE
 from tests.memory import Watch
 
 B, H, T, D, G = 3, 2, 150, 4, 2
@@ -191,7 +191,7 @@ def test_compacting_in_place_keeps_the_storage_and_filtering_returns_it():
 @pytest.mark.parametrize("piece", [1, 40, 1 << 18])
 @pytest.mark.parametrize("evicted", ["first", "last", "all", "none", "a row", "middle"])
 def test_compacting_in_place_in_pieces(monkeypatch, evicted, piece):
-    monkeypatch.setattr("retain.moves.PIECE", piece)
+    monkeypatch.setattr("retain.kernels.compact.reference.PIECE", piece)
     store, (keys, values, positions, keep), beside = make()
     place = keep.cumsum(-1) - 1
     gone = {

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-import retain.attention_chunks
-from retain.evidence import attention_probs
 from retain.future import future_risk
 from tests.close import assert_close
+from tests.memory import Watch
 from tests.naive import naive_attention, naive_norm, random_evidence
 
 T, DOCUMENT = 16, 11
@@ -106,18 +105,19 @@ def test_half_precision_evidence_gives_float32_risk():
     assert_close(risk, _naive(evidence, DOCUMENT, 4, ("own", "appendix"))[0])
 
 
-def test_no_more_than_a_chunk_of_attention_exists(monkeypatch):
-    """Memory is chunk x T: no call makes more rows than the chunk, nor looks beyond its last query."""
-    shapes = []
-
-    def recorded(evidence, start, stop, **how):
-        probs = attention_probs(evidence, start, stop, **how)
-        shapes.append(tuple(probs.shape[2:]))
-        return probs
-
-    monkeypatch.setattr(retain.attention_chunks, "attention_probs", recorded)
-    future_risk(_evidence(), document_tokens=DOCUMENT, horizon=4, chunk=3)
-    assert shapes == [(3, 7), (3, 10), (1, 11), (3, 14), (2, 16)]
+@pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
+def test_no_more_than_a_chunk_of_attention_exists(sources):
+    """Memory is linear in T: rows of a chunk of queries, twice, and what is as long as the sequence."""
+    peaks = []
+    for tokens in (256, 512, 1024):
+        evidence = random_evidence((0, 3), num_tokens=tokens)
+        with Watch() as watch:
+            future_risk(evidence, document_tokens=tokens // 2, horizon=4, sources=sources, chunk=8)
+        peaks.append(watch.peak)
+        rows = 4 * 8 * tokens * 4  # query heads x chunk x keys x bytes, of one sequence
+        assert watch.peak <= 2 * rows + 600 * tokens
+    assert peaks[2] - peaks[1] <= 2.1 * (peaks[1] - peaks[0])
+    assert peaks[2] < 4 * 1024**2 * 4 / 8  # one sequence's matrix
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ STAGES = (
     *("budget", "allocation", "stages", "head_classes", "selection", "admission"),
 )
 COMPOSED = (
-    *("policy", "cascade", "presets", "cache", "pages", "moves", "attend", "columns"),
+    *("policy", "cascade", "presets", "cache", "attend", "columns"),
     *("hf", "future", "reference", "train", "eval"),
 )
 SCORE_TYPE = "retain.scores.score"  # not a stage: what scores, gates and fusion exchange

@@ -93,6 +93,16 @@ def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts):
     assert torch.equal(lru(last).values_BHT, lru(evidence).values_BHT)
 
 
+@pytest.mark.parametrize("garbage", [-7, 10**6])
+def test_places_of_padding_mean_nothing(garbage):
+    evidence = special_layer(held_evidence((3, 4, 1), own=False), "window")
+    place_BT = evidence.place_BT.masked_fill(~evidence.valid_BT, garbage)
+    want, exists = advance(evidence, evidence.running), evidence.exists_BHT
+    got = advance(replace(evidence, place_BT=place_BT), evidence.running)
+    assert torch.equal(got.mass_BHT[exists], want.mass_BHT[exists])
+    assert torch.equal(got.last_access_BHT[exists], want.last_access_BHT[exists])
+
+
 def test_what_was_known_is_left_alone():
     evidence = held_evidence()
     mass, last = (x.clone() for x in vars(evidence.running).values())

@@ -31,13 +31,14 @@ class TargetSettings:
             inference.
         floor: added to the risk before the logarithm, as a share of the head's mean risk; below it all risks
             are alike.
-        chunk: queries at a time; bounds the memory, changes no number.
+        chunk: queries at a time; bounds the memory, changes no number. None: as many as are quick, in bounded
+            memory.
     """
 
     sources: tuple[Literal["own", "appendix"], ...] = ("own", "appendix")
     horizon: int = 32
     floor: float = 2e-3
-    chunk: int = 128
+    chunk: int | None = None
 
 
 def check_targets(settings: TargetSettings) -> None:
@@ -49,7 +50,7 @@ def check_targets(settings: TargetSettings) -> None:
     problems = []
     if not settings.sources:
         problems.append("target.sources is empty: name own, appendix, or both")
-    if settings.horizon < 1 or settings.chunk < 1:
+    if settings.horizon < 1 or (settings.chunk is not None and settings.chunk < 1):
         problems.append(
             f"target.horizon={settings.horizon} and target.chunk={settings.chunk} must be at least 1"
         )

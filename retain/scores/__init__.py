@@ -31,7 +31,7 @@ SCORES: dict[str, ScoreFamily] = {
         "mass",
         _WINDOW,
         "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491",
-        "W rows of attention (Q W T D), held at once (Q W T), with their entropy and variance",
+        "W rows of attention (Q W T D), with their entropy and variance",
     ),
     "critical": ScoreFamily(
         critical,

@@ -7,16 +7,13 @@ window, in float64, since it is a product of powers that spans many decades.
 """
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.snapkv import check_order
-from retain.scores.window import group_heads, pool_entries, window_attention
-
-# Inside the logarithm of the released code.
-LOG_EPS = 1e-10
+from retain.scores.window import check_window, group_heads, pool_entries, window_paid
 
 
 def cake(
@@ -78,8 +75,9 @@ def cake(
         raise ValueError(f"cake's temperatures are positive; got tau1={tau1}, tau2={tau2}.")
     if variance == "head" and evidence.queries_BQSD.shape[1] < 2:
         raise ValueError("cake variance='head' needs at least 2 query heads; got 1: pass variance='query'.")
-    probs = window_attention(evidence, window)
-    mean_BQT, var_BQT = probs.mean(2), probs.var(2)
+    check_window(evidence, window)
+    sum_BQT, scatter_BQT, entropy_BQT = window_paid(evidence, window, "sum", "scatter", "entropy")
+    mean_BQT, var_BQT = sum_BQT / window, scatter_BQT / (window - 1)
     values_BHGT = group_heads(mean_BQT + gamma * var_BQT, evidence.num_heads)
     if order == "pool_first":
         values_BHT = pool_entries(
@@ -91,10 +89,12 @@ def cake(
         )
 
     # What a head does not hold is attended by none of its queries, and adds 0 to every sum below.
-    split = probs.shape[-1] - window
+    split = evidence.num_seen - window
     shift_BT = var_BQT.sum(1) if variance == "query" else _variance_of_heads(mean_BQT, evidence)
     shift_B = shift_BT[..., :split].sum(-1, dtype=torch.float64)
-    weight_B = _dispersion(probs[..., :split]) ** (1 / tau1) * shift_B ** (1 / tau2)
+    # An attention of exactly 1 makes a term of -1e-10.
+    dispersion_B = entropy_BQT[..., :split].sum((1, 2), dtype=torch.float64).clamp_min(0.0)
+    weight_B = dispersion_B ** (1 / tau1) * shift_B ** (1 / tau2)
     return masked_score(
         values_BHT,
         evidence.valid_BT,
@@ -114,10 +114,3 @@ def _variance_of_heads(mean_BQT: Float[Tensor, "B Q T"], evidence: Evidence) -> 
     centre_B1T = (mean_BQT.sum(1) / count_BT.clamp_min(1))[:, None]
     squares_BT = (mean_BQT - centre_B1T).square().masked_fill(~holds_BQT, 0.0).sum(1)
     return squares_BT / (count_BT - 1).clamp_min(1)
-
-
-def _dispersion(probs_BQWT: Float[Tensor, "B Q W T"]) -> Float64[Tensor, " B"]:
-    """Entropy of attention rows, summed: terms in the rows' precision, their sum in float64."""
-    terms = torch.log(probs_BQWT + LOG_EPS).mul_(probs_BQWT)
-    # An attention of exactly 1 makes a term of -1e-10.
-    return -terms.sum((1, 2, 3), dtype=torch.float64).clamp_max(0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.value_norm import value_norms
-from retain.scores.window import group_heads, pool_entries, window_attention
+from retain.scores.window import check_window, group_heads, window_paid
 
 
 def defensive(
@@ -71,21 +71,21 @@ def defensive(
         )
     if aggregate not in ("max", "mean"):
         raise ValueError(f"defensive aggregate is 'max' or 'mean'; got {aggregate!r}.")
-    probs = window_attention(evidence, window)
-    H = evidence.num_heads
+    check_window(evidence, window)
+    H, T = evidence.num_heads, evidence.num_seen
     # Without held_BHT all heads hold the same, and one is enough.
     exists_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
     before_BHT = exists_BHT.clone()
-    before_BHT[..., probs.shape[-1] - window :] = False
+    before_BHT[..., T - window :] = False
 
-    first_BHT = group_heads(probs.mean(2), H).mean(2)
-    pooled = pool_entries(probs, pool, pool_size, window=window, place_BT=evidence.place_BT)
-    if pool is not None:
-        # What nobody holds gets nothing of its neighbours.
-        pooled = pooled.unflatten(1, (H, -1)).masked_fill(~exists_BHT[:, :, None, None], 0.0).flatten(1, 2)
-        pooled = _keep_row_mass(pooled, probs, window)
+    over = "max" if aggregate == "max" else "sum"
+    plain = "sum" if pool is None else "plain"
+    plain_BQT, worst_BQT = window_paid(
+        evidence, window, plain, over, pool=pool, pool_size=pool_size, keep_mass=True
+    )
     # The norm is the same for every query of the window: it may wait until they are one.
-    worst_BQT = pooled.amax(2) if aggregate == "max" else pooled.mean(2)
+    worst_BQT = worst_BQT if over == "max" else worst_BQT / window
+    first_BHT = group_heads(plain_BQT, H).mean(2) / window
 
     norm_BHGT = group_heads(value_norms(evidence), H)
     norm_BHGT = norm_BHGT / _divisor(norm_BHGT.mean(2), exists_BHT, before_BHT, norm)[:, :, None]
@@ -113,14 +113,3 @@ def _divisor(norm_BHT: Tensor, exists_BHT: Tensor, before_BHT: Tensor, norm: str
     else:
         total = norm_BHT.masked_fill(~before_BHT, 0.0).sum(-1, keepdim=True)
     return torch.where(total > 0, total, 1.0)
-
-
-def _keep_row_mass(pooled_BQWT: Tensor, probs_BQWT: Tensor, window: int) -> Tensor:
-    """Scale each pooled row, before and inside the window apart, to the mass that it had before pooling."""
-    split = pooled_BQWT.shape[-1] - window
-    parts = []
-    for part in (slice(0, split), slice(split, None)):
-        pooled, probs = pooled_BQWT[..., part], probs_BQWT[..., part]
-        mass = pooled.sum(-1, keepdim=True).clamp_min(torch.finfo(pooled.dtype).tiny)
-        parts.append(pooled * (probs.sum(-1, keepdim=True) / mass))
-    return torch.cat(parts, dim=-1)

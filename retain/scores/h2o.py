@@ -14,7 +14,7 @@ from retain.running import advance
 from retain.scores.score import Score, masked_score
 
 
-def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int = 128) -> Score:
+def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) -> Score:
     """Attention received from all queries, averaged over the group.
 
     `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over the number of queries that could
@@ -22,12 +22,12 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int = 128) -> Score:
 
     H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048
     (`sum`: paper); `mean` is the released observed-attention press. Where the evidence carries no running
-    mass it is made from the queries, in chunks, never T x T.
+    mass it is made from the queries, a few at a time, never T x T.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries.
         reduce: `sum` or `mean`.
-        chunk: queries at a time; changes memory, not the result.
+        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `mass`.
@@ -43,12 +43,12 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int = 128) -> Score:
     return masked_score(mass_BHT, evidence.valid_BT, "mass", held_BHT=evidence.held_BHT)
 
 
-def running_mass(evidence: Evidence, chunk: int, *, name: str) -> Float[Tensor, "B H T"]:
+def running_mass(evidence: Evidence, chunk: int | None, *, name: str) -> Float[Tensor, "B H T"]:
     """Attention summed over all queries, averaged over the group: as counted, else made from every query.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries.
-        chunk: queries at a time.
+        chunk: queries at a time; None: as many as are quick.
         name: the score that asks, for the error.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import group_heads, pool_entries, window_attention
+from retain.scores.window import check_window, group_heads, pool_entries, window_paid
 
 
 def lava(
@@ -49,9 +49,9 @@ def lava(
     """
     if value_max_over not in ("prefix", "all"):
         raise ValueError(f"lava value_max_over is 'prefix' or 'all'; got {value_max_over!r}.")
-    mass_BQT = pool_entries(
-        window_attention(evidence, window).mean(2), pool, pool_size, window=window, place_BT=evidence.place_BT
-    )
+    check_window(evidence, window)
+    (sum_BQT,) = window_paid(evidence, window, "sum")
+    mass_BQT = pool_entries(sum_BQT / window, pool, pool_size, window=window, place_BT=evidence.place_BT)
     mass_BHT = group_heads(mass_BQT, evidence.num_heads).amax(2)
     size_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
     exists_BHT = evidence.exists_BHT

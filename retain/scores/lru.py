@@ -14,7 +14,7 @@ from retain.running import advance
 from retain.scores.score import Score, masked_score
 
 
-def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 128) -> Score:
+def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = None) -> Score:
     """Place in its sequence of the last query that accessed the entry.
 
     `score[i] = max({i} | {j >= i: max_{q in group(h)} a_qj[i] >= share / n_j})`, where `n_j` is the number of
@@ -34,7 +34,7 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 128) -> Sc
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` decided what
             an access is while it did so; `share` is then not read.
         share: of 1 / n_j, at least 0.
-        chunk: queries at a time; changes memory, not the result.
+        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `rank`, counted from the sequence's first entry, exact in float32 up to 2**24.
@@ -51,13 +51,15 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 128) -> Sc
     return masked_score(last_BHT.float(), evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
 
 
-def last_access(evidence: Evidence, *, share: int | float = 1.0, chunk: int = 128) -> Int64[Tensor, "B H T"]:
+def last_access(
+    evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = None
+) -> Int64[Tensor, "B H T"]:
     """Place of the last query that accessed each entry: what `Running.last_access_BHT` holds.
 
     Args:
         evidence: the layer, with S == T queries.
         share: as in `lru`.
-        chunk: queries at a time.
+        chunk: queries at a time; None: as many as are quick.
 
     Raises:
         ValueError: if the evidence does not hold every query.

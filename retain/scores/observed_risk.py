@@ -9,7 +9,7 @@ learned risk can be fused with it by a plain maximum.
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.value_norm import value_norms
-from retain.scores.window import group_heads, pool_entries, window_attention
+from retain.scores.window import check_window, group_heads, window_paid
 
 
 def observed_risk(
@@ -34,8 +34,8 @@ def observed_risk(
     Raises:
         ValueError: if a sequence is shorter than the window.
     """
-    probs = window_attention(evidence, window)
-    worst_BQT = pool_entries(probs, pool, pool_size, window=window, place_BT=evidence.place_BT).amax(2)
+    check_window(evidence, window)
+    (worst_BQT,) = window_paid(evidence, window, "max", pool=pool, pool_size=pool_size)
     risk_BQT = worst_BQT * value_norms(evidence)
     risk_BHT = group_heads(risk_BQT, evidence.num_heads).amax(2)
     return masked_score(risk_BHT, evidence.valid_BT, "risk", window=window, held_BHT=evidence.held_BHT)

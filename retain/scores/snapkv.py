@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import group_heads, pool_entries, window_attention
+from retain.scores.window import check_window, group_heads, pool_entries, window_paid
 
 
 def snapkv(
@@ -75,8 +75,10 @@ def pooled_mass(
     check_order(order, name=name)
     if aggregate not in ("mean", "max"):
         raise ValueError(f"{name} aggregate is 'mean' or 'max'; got {aggregate!r}.")
-    probs = window_attention(evidence, window)
-    mass_BQT = probs.mean(2) if aggregate == "mean" else probs.amax(2)
+    check_window(evidence, window)
+    (mass_BQT,) = window_paid(evidence, window, "sum" if aggregate == "mean" else "max")
+    if aggregate == "mean":
+        mass_BQT = mass_BQT / window
     mass_BHGT = group_heads(mass_BQT, evidence.num_heads)
     if order == "pool_first":
         return pool_entries(mass_BHGT, pool, pool_size, window=window, place_BT=evidence.place_BT).mean(2)

@@ -7,7 +7,7 @@ treats this one too; the last entry itself is kept by protection.
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import window_attention
+from retain.scores.window import check_window, window_paid
 
 
 def tova(evidence: Evidence) -> Score:
@@ -27,11 +27,12 @@ def tova(evidence: Evidence) -> Score:
     Raises:
         ValueError: if a sequence is empty.
     """
-    probs = window_attention(evidence, 1)
+    check_window(evidence, 1)
+    (paid_BHT,) = window_paid(evidence, 1, "sum", group=True)
     if evidence.held_BHT is None:
-        mass_BT = probs.mean((1, 2))
+        mass_BT = paid_BHT.mean(1) / evidence.group
     else:
         payers_BT = evidence.held_BHT.sum(1).clamp_min(1) * evidence.group
-        mass_BT = probs.sum((1, 2)) / payers_BT
+        mass_BT = paid_BHT.sum(1) / payers_BT
     values_BHT = mass_BT[:, None].expand(-1, evidence.num_heads, -1)
     return masked_score(values_BHT, evidence.valid_BT, "mass", window=1, held_BHT=evidence.held_BHT)

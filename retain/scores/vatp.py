@@ -22,7 +22,7 @@ def vatp(
     pool: str | None = None,
     pool_size: int = 7,
     order: str = "pool_first",
-    chunk: int = 128,
+    chunk: int | None = None,
 ) -> Score:
     """Attention of an entry times the L1 norm of its value, before any projection.
 
@@ -43,7 +43,7 @@ def vatp(
         pool_size: neighbours pooled, odd.
         order: pool each query head (`pool_first`), or the mean of the group (`group_first`, as LAVa's code
             pools SnapKV); the same for `avg` and without a pool.
-        chunk: queries at a time (`running` only); changes memory, not the result.
+        chunk: queries at a time (`running` only); changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `mass` (weighted by the size of the value).

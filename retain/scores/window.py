@@ -1,11 +1,12 @@
-"""The observation window: the attention of the last queries, and its smoothing.
+"""The observation window: what the last queries pay, and its smoothing.
 
-In: the evidence of one layer. Out: attention `[B, Q, W, T]` of the last `W` queries over all entries. Two
-decisions are taken here. Rows are softmaxed over all entries and keep the window's own columns (published
-code drops them and pads them with huge scores instead; here protection keeps the window, as a mask). And
-pooling treats the entries before the window and those inside it apart, so that the window's large
-self-attention leaks into nobody, as if its columns had been dropped. Neighbours are so by place: where
-entries have gone, those on both sides of the gap come no nearer to each other.
+In: the evidence of one layer. Out: statistics `[B, Q, T]` of what the last `W` queries pay to each entry; the
+rows themselves, `[B, Q, W, T]`, are made for nobody but who asks for them (`window_attention`). Two decisions
+are taken here. Rows are softmaxed over all entries and keep the window's own columns (published code drops
+them and pads them with huge scores instead; here protection keeps the window, as a mask). And pooling treats
+the entries before the window and those inside it apart, so that the window's large self-attention leaks into
+nobody, as if its columns had been dropped. Neighbours are so by place: where entries have gone, those on both
+sides of the gap come no nearer to each other.
 """
 
 from collections.abc import Iterator
@@ -16,10 +17,12 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from retain.evidence import Evidence, attention_probs
+from retain.kernels.attention_stats import Pool
+from retain.paid import paid
 
 
 def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"]:
-    """Attention of the last `window` queries, float32, causal.
+    """Attention of the last `window` queries, float32, causal: the rows that `window_paid` does not make.
 
     Args:
         evidence: the layer.
@@ -28,9 +31,70 @@ def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"
     Raises:
         ValueError: if a sequence is shorter than the window, or the evidence holds fewer queries of it.
     """
+    check_window(evidence, window)
+    return attention_probs(evidence, evidence.num_queries - window, evidence.num_queries)
+
+
+def window_paid(
+    evidence: Evidence,
+    window: int,
+    *wanted: str,
+    pool: str | None = None,
+    pool_size: int = 1,
+    keep_mass: bool = False,
+    group: bool = False,
+) -> tuple[Tensor, ...]:
+    """Statistics of what the last `window` queries pay to each entry (`retain.paid`), of rows that are pooled
+    first if a pool is named.
+
+    Args:
+        evidence: the layer, whose window was looked at (`check_window`).
+        window: queries observed, at least 1.
+        wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`; of pooled rows no `scatter`, but `plain`,
+            their sum before.
+        pool: smoothing of each row over neighbouring entries, as in `pool_entries`; None for none.
+        pool_size: neighbours pooled, odd.
+        keep_mass: each pooled row, before and inside the window apart, is scaled to the mass that it had
+            before, and what a head does not hold gets nothing of it.
+        group: of the query heads of a KV head together.
+
+    Returns:
+        what is wanted, in its order, `[B, Q, T]` each (`[B, H, T]` by group).
+
+    Raises:
+        ValueError: if a setting of the pool is none.
+    """
+    split = evidence.num_seen - window
+    pooled = None
+    if pool is not None:
+        check_pool(pool, pool_size)
+        pooled = Pool(pool, pool_size, split, keep_mass)
+    return paid(
+        evidence,
+        *wanted,
+        start=evidence.num_queries - window,
+        pool=pooled,
+        group=group,
+    )
+
+
+def check_window(evidence: Evidence, window: int) -> None:
+    """Refuse a window that some sequence does not fill. Waits for the device; asked once a score.
+
+    Args:
+        evidence: the layer.
+        window: queries to be observed.
+
+    Raises:
+        ValueError: if a sequence is shorter than the window, or the evidence holds fewer queries of it.
+    """
     if window < 1:
         raise ValueError(f"the observation window is at least 1 query; got {window}.")
-    lengths = evidence.valid_BT.sum(-1).tolist()
+    S = evidence.num_queries
+    counts = [evidence.valid_BT.sum(-1)]
+    if evidence.queried_BS is not None:
+        counts.append(evidence.queried_BS[:, max(0, S - window) :].sum(-1))
+    lengths, *queried = torch.stack(counts).tolist()
     for row, length in enumerate(lengths):
         if length < window:
             raise ValueError(
@@ -38,20 +102,17 @@ def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"
                 f"observation window of {window}: pass a smaller window, or keep this sequence whole "
                 "(keep_ratio=1 with a windowless policy)."
             )
-    S = evidence.num_queries
     if window > S:
         raise ValueError(
             f"the evidence holds the last {S} queries, the observation window needs {window}: "
             f"record more queries, or pass window={S}."
         )
-    if evidence.queried_BS is not None:
-        for row, number in enumerate(evidence.queried_BS[:, S - window :].sum(-1).tolist()):
-            if number < window:
-                raise ValueError(
-                    f"the evidence holds the last {number} queries of sequence {row} of {len(lengths)}, the "
-                    f"observation window needs {window}: keep more queries of it, or pass window={number}."
-                )
-    return attention_probs(evidence, S - window, S)
+    for row, number in enumerate(queried[0] if queried else ()):
+        if number < window:
+            raise ValueError(
+                f"the evidence holds the last {number} queries of sequence {row} of {len(lengths)}, the "
+                f"observation window needs {window}: keep more queries of it, or pass window={number}."
+            )
 
 
 def pool_entries(
@@ -81,10 +142,7 @@ def pool_entries(
     """
     if kind is None:
         return values_T
-    if kind not in ("avg", "max"):
-        raise ValueError(f"pool is 'avg', 'max' or None; got {kind!r}.")
-    if size < 1 or size % 2 == 0:
-        raise ValueError(f"pool_size is an odd number of entries, so that the pool is centred; got {size}.")
+    check_pool(kind, size)
     split = values_T.shape[-1] - window
     pooled_T = torch.zeros_like(values_T)
     for segment in (slice(0, split), slice(split, None)):
@@ -102,6 +160,22 @@ def pool_entries(
             for own, other in _shifted(num_entries, size // 2):
                 pooled[..., own] += part[..., other]
     return pooled_T.div_(size) if kind == "avg" else pooled_T
+
+
+def check_pool(kind: str, size: int) -> None:
+    """Refuse a pool that is none.
+
+    Args:
+        kind: `avg` or `max`.
+        size: places, odd.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if kind not in ("avg", "max"):
+        raise ValueError(f"pool is 'avg', 'max' or None; got {kind!r}.")
+    if size < 1 or size % 2 == 0:
+        raise ValueError(f"pool_size is an odd number of entries, so that the pool is centred; got {size}.")
 
 
 def _pool_places_(pooled_T: Tensor, part_T: Tensor, kind: str, reach: int, place_BT: Tensor) -> None:

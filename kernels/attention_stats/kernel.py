@@ -1,0 +1,355 @@
+"""Statistics of attention over its queries, in Triton: two passes over the products, no matrix of all pairs.
+
+In: pointers, strides and sizes, as `launch` passes them. Out: row log-sum-exps, and statistics of keys. The
+first pass walks the keys of a block of rows (a few queries, all query heads of their KV head, so that a key
+is read once for the group) and keeps their log-sum-exp; with few rows the keys are split over programs and
+the parts combined. The second pass turns it round: a program owns a block of keys, walks the queries that see
+it, and reduces over them in registers. The one decision taken here: every number has one program that writes
+it, so that there are no atomics and results do not change from run to run.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from retain.kernels.build import Build
+
+# Lower than any product, yet finite: nothing subtracted from it makes a NaN.
+_LOW = tl.constexpr(-1e30)
+EPS = tl.constexpr(1e-10)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Of `WINDOW`, 0 being none: it is counted in entries, or in places.
+BY_ENTRY, BY_PLACE = tl.constexpr(1), tl.constexpr(2)
+
+
+def builds() -> list[Build]:
+    """Every kernel with every tile that its launcher can choose, and what is switched on and off in it."""
+    from retain.kernels.attention_stats.launch import builds as of_launcher
+
+    return of_launcher()
+
+
+@triton.jit
+def _rows_of(pointer, stride_row, stride_column, num_rows, D: tl.constexpr, ROWS: tl.constexpr,
+             BLOCK_D: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """A tile `[ROWS, BLOCK_D]` from a pointer on, zeros behind `num_rows` and D."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    pointers = pointer + row[:, None] * stride_row + column[None, :] * stride_column
+    inside = row[:, None] < num_rows
+    if D != BLOCK_D:
+        inside = inside & (column[None, :] < D)
+    tile = tl.load(pointers, mask=inside, other=0.0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def capped(products, scale, soft_cap, HAS_CAP: tl.constexpr):
+    """Logits in units of log 2 that are still to be multiplied by the second result.
+
+    `scale` is of the products, log2(e) included; with a cap everything is multiplied already.
+    """
+    if HAS_CAP:
+        # Cap and scale are in units of log 2, which cancel. tanh |x| = (1 - p) / (1 + p) for p = exp(-2 |x|).
+        power = tl.exp2(tl.abs(products) * (-2.0 * LOG2E * scale / soft_cap))
+        size = soft_cap * (1.0 - power) / (1.0 + power)
+        return tl.where(products < 0, -size, size), 1.0
+    else:
+        return products, scale
+
+
+@triton.jit(do_not_specialize=["S", "T", "first", "window", "splits"])
+def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT, MOST, TOTAL,
+               stride_qb, stride_qq, stride_qs, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+               stride_eb, stride_eh, stride_ab, stride_as, stride_pb, stride_pt, stride_sinks,
+               BH, H, G, S, stride_row, T, first, scale, soft_cap, window, splits,
+               D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
+               PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Log-sum-exp of rows, or of their share of the keys its maximum and sum.
+
+    A block is `BLOCK_M` of the rows `(query, query head of the group)`, the head fastest.
+    """
+    program = tl.program_id(0)
+    row_of_heads, rest = program % BH, program // BH
+    split, block = rest % splits, rest // splits
+    # Causal rows are the longer the later they are: they begin first.
+    block = tl.cdiv(S * G, BLOCK_M) - 1 - block
+    b, h = (row_of_heads // H).to(tl.int64), (row_of_heads % H).to(tl.int64)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = row < S * G
+    s, g = row // G, row % G
+    own = first + s
+    column = tl.arange(0, BLOCK_D)
+    at = Q + b * stride_qb + h * G * stride_qq
+    at = at + (s.to(tl.int64) * stride_qs + g.to(tl.int64) * stride_qq)[:, None] + column[None, :] * stride_qd
+    queries = tl.load(at, mask=inside[:, None] & (column[None, :] < D), other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    own_place = own
+    if WINDOW == BY_PLACE:
+        own_place = tl.load(PLACE + b * stride_pb + own.to(tl.int64) * stride_pt, mask=inside, other=0)
+        PLACE += b * stride_pb
+    if EXISTS is not None:
+        EXISTS += b * stride_eb + h * stride_eh
+    K += b * stride_kb + h * stride_kh
+
+    first_own = first + (block * BLOCK_M) // G
+    last_own = first + tl.minimum(S - 1, (block * BLOCK_M + BLOCK_M - 1) // G)
+    start, stop = 0, T
+    if CAUSAL:
+        stop = tl.minimum(T, last_own + 1)
+    if WINDOW == BY_ENTRY:
+        start = tl.maximum(0, first_own - window + 1) // BLOCK_N * BLOCK_N
+    each = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), splits) * BLOCK_N
+    start = start + split * each
+    stop = tl.minimum(stop, start + each)
+    # What a row sees lies between these, exclusive.
+    lower, upper = own - window, tl.full([BLOCK_M], 0, tl.int32) + stop
+    if CAUSAL:
+        upper = tl.minimum(upper, own + 1)
+    # Between `whole` and `ragged`, neither causality nor the window hides a key from any row of the block.
+    whole, ragged = start, stop // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        ragged = tl.minimum(ragged, (first_own + 1) // BLOCK_N * BLOCK_N)
+    if WINDOW == BY_ENTRY:
+        whole = tl.cdiv(tl.maximum(0, last_own - window + 1), BLOCK_N) * BLOCK_N
+
+    most = tl.full([BLOCK_M], _LOW, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for n in range(start, stop, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        entry = n + tl.arange(0, BLOCK_N)
+        keys = _rows_of(
+            K + tl.cast(n, tl.int64) * stride_kt, stride_kt, stride_kd, stop - n, D, BLOCK_N, BLOCK_D, UPCAST
+        )
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        logits, factor = capped(products, scale, soft_cap, HAS_CAP)
+        if (n < whole) | (n >= ragged):
+            logits = tl.where(entry[None, :] < upper[:, None], logits, float("-inf"))
+            if WINDOW == BY_ENTRY:
+                logits = tl.where(entry[None, :] > lower[:, None], logits, float("-inf"))
+        if WINDOW == BY_PLACE:
+            place = tl.load(PLACE + entry.to(tl.int64) * stride_pt, mask=entry < stop, other=0)
+            logits = tl.where(place[None, :] > own_place[:, None] - window, logits, float("-inf"))
+        if EXISTS is not None:
+            logits = tl.where(tl.load(EXISTS + entry)[None, :] != 0, logits, float("-inf"))
+        higher = tl.maximum(most, tl.max(logits, 1))
+        total = total * tl.exp2((most - higher) * factor)
+        total += tl.sum(tl.exp2(logits * factor - (higher * factor)[:, None]), 1)
+        most = higher
+    if not HAS_CAP:
+        most = most * scale
+
+    to = (b * H * G + h * G + g) * S + s
+    if SPLIT:
+        tl.store(MOST + tl.cast(split, tl.int64) * BH * G * S + to, most, mask=inside)
+        tl.store(TOTAL + tl.cast(split, tl.int64) * BH * G * S + to, total, mask=inside)
+    else:
+        head = h * G + g
+        _store_shift(
+            SHIFT, SINKS, ASKS, most, total, b * H * G + head, b, head, s, inside, stride_row, stride_sinks,
+            stride_ab, stride_as)  # fmt: skip
+
+
+@triton.jit
+def _store_shift(SHIFT, SINKS, ASKS, most, total, row, b, head, s, inside, stride_row, stride_sinks,
+                 stride_ab, stride_as):  # fmt: skip
+    """Minus the log-sum-exp, sinks included, in units of log 2: what makes a probability of a logit.
+
+    -inf, which makes 0 of any, where there is no query or it sees nothing.
+    """
+    if SINKS is not None:
+        sink = tl.load(SINKS + head * stride_sinks, mask=inside, other=0.0).to(tl.float32) * LOG2E
+        higher = tl.maximum(most, sink)
+        total = total * tl.exp2(most - higher) + tl.exp2(sink - higher)
+        most = higher
+    shift = tl.where(total > 0, -most - tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    if ASKS is not None:
+        asks = tl.load(ASKS + b * stride_ab + s.to(tl.int64) * stride_as, mask=inside, other=0)
+        shift = tl.where(asks != 0, shift, float("-inf"))
+    tl.store(SHIFT + row * stride_row + s, shift, mask=inside)
+
+
+@triton.jit(do_not_specialize=["S", "rows", "splits"])
+def combine_kernel(MOST, TOTAL, SHIFT, SINKS, ASKS, stride_sinks, stride_ab, stride_as, num_heads, S,
+                   stride_row, rows, splits, BLOCK: tl.constexpr):  # fmt: skip
+    """Log-sum-exp of rows `(b, q, s)` from that of their parts; a part without keys has a sum of 0."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    most = tl.full([BLOCK], _LOW, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in range(splits):
+        at = tl.cast(split, tl.int64) * rows + row
+        part_most = tl.load(MOST + at, mask=inside, other=_LOW)
+        part_total = tl.load(TOTAL + at, mask=inside, other=0.0)
+        higher = tl.maximum(most, part_most)
+        total = total * tl.exp2(most - higher) + part_total * tl.exp2(part_most - higher)
+        most = higher
+    head = row // S
+    _store_shift(
+        SHIFT, SINKS, ASKS, most, total, head, head // num_heads, head % num_heads, row % S, inside,
+        stride_row, stride_sinks, stride_ab, stride_as)  # fmt: skip
+
+
+@triton.jit
+def store_stats(MAX, SUM, SQUARES, ENTROPY, LAST, worst, mass, squares, spread, when, row, at, inside,
+                exists):  # fmt: skip
+    """Write what was wanted of one block of keys; an entry that is not there was paid nothing."""
+    if MAX is not None:
+        tl.store(MAX + row + at, tl.where(exists, worst, 0.0), mask=inside)
+    if SUM is not None:
+        tl.store(SUM + row + at, tl.where(exists, mass, 0.0), mask=inside)
+    if SQUARES is not None:
+        tl.store(SQUARES + row + at, tl.where(exists, squares, 0.0), mask=inside)
+    if ENTROPY is not None:
+        tl.store(ENTROPY + row + at, tl.where(exists, spread, 0.0), mask=inside)
+    if LAST is not None:
+        tl.store(LAST + row + at, tl.where(exists, when, -1).to(tl.int64), mask=inside)
+
+
+@triton.jit(do_not_specialize=["S", "T", "first", "k0", "k1", "window", "distance"])
+def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, SCATTER, ENTROPY, LAST,
+                 stride_qb, stride_qq, stride_qs, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+                 stride_eb, stride_eh, stride_pb, stride_pt, stride_wb, stride_wq, stride_wk,
+                 BH, H, G, S, stride_row, T, first, k0, k1, scale, soft_cap, window, distance,
+                 D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr,
+                 HEADS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Statistics of `BLOCK_N` keys of a KV head over the queries of `HEADS` of its query heads.
+
+    Rows of `SHIFT` and `LEAST` are longer than S by what fills a block: with -inf, and with inf.
+    """
+    program = tl.program_id(0)
+    parts = G // HEADS
+    row_of_heads, block = program % (BH * parts), program // (BH * parts)
+    part, row_of_heads = row_of_heads % parts, row_of_heads // parts
+    b, h = (row_of_heads // H).to(tl.int64), (row_of_heads % H).to(tl.int64)
+    # Under causality the first keys have the most queries: they begin first.
+    n0 = k0 + block * BLOCK_N
+    entry = n0 + tl.arange(0, BLOCK_N)
+    inside = entry < k1
+    # What lies where nothing exists may be anything: it is not read.
+    exists = inside
+    if EXISTS is not None:
+        EXISTS += b * stride_eb + h * stride_eh
+        exists = tl.load(EXISTS + entry, mask=inside, other=0) != 0
+    column = tl.arange(0, BLOCK_D)
+    at = K + b * stride_kb + h * stride_kh + n0.to(tl.int64) * stride_kt
+    at = at + tl.arange(0, BLOCK_N)[:, None] * stride_kt + column[None, :] * stride_kd
+    keys = tl.load(at, mask=exists[:, None] & (column[None, :] < D), other=0.0)
+    if UPCAST:
+        keys = keys.to(tl.float32)
+    key_place = entry
+    if WINDOW == BY_PLACE:
+        PLACE += b * stride_pb
+        key_place = tl.load(PLACE + entry.to(tl.int64) * stride_pt, mask=inside, other=0)
+
+    # Queries that count a key: from the first on that is far enough behind it, as far as its window reaches.
+    earliest, latest = entry + (distance - first), entry + (window - first)
+    last_key = tl.minimum(n0 + BLOCK_N, k1) - 1
+    start, stop = 0, S
+    # Between `whole` and `ragged`, every pair of real queries is counted.
+    whole, ragged = 0, S
+    if CAUSAL:
+        start = tl.maximum(0, n0 + distance - first) // BLOCK_M * BLOCK_M
+        whole = tl.cdiv(tl.maximum(0, last_key + distance - first), BLOCK_M) * BLOCK_M
+    if WINDOW == BY_ENTRY:
+        stop = tl.minimum(S, last_key + window - first)
+        ragged = tl.maximum(0, n0 + window - first) // BLOCK_M * BLOCK_M
+
+    all_worst = tl.zeros([BLOCK_N], tl.float32)
+    all_mass = tl.zeros([BLOCK_N], tl.float32)
+    all_squares = tl.zeros([BLOCK_N], tl.float32)
+    all_scatter = tl.zeros([BLOCK_N], tl.float32)
+    all_spread = tl.zeros([BLOCK_N], tl.float32)
+    all_when = tl.full([BLOCK_N], -1, tl.int32)
+    for g in range(part * HEADS, part * HEADS + HEADS):
+        head = h * G + g
+        worst = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_N], tl.float32)
+        squares = tl.zeros([BLOCK_N], tl.float32)
+        scatter = tl.zeros([BLOCK_N], tl.float32)
+        mean = tl.zeros([BLOCK_N], tl.float32)
+        spread = tl.zeros([BLOCK_N], tl.float32)
+        when = tl.full([BLOCK_N], -1, tl.int32)
+        weight = tl.full([BLOCK_N], 1.0, tl.float32)
+        if WEIGHT is not None:
+            weights = WEIGHT + b * stride_wb + head * stride_wq + (entry - k0).to(tl.int64) * stride_wk
+            weight = tl.load(weights, mask=inside, other=0.0).to(tl.float32)
+        row = (b * H * G + head) * stride_row
+        for j in range(start, stop, BLOCK_M):
+            j = tl.multiple_of(j, BLOCK_M)
+            s = j + tl.arange(0, BLOCK_M)
+            block_of_q = Q + b * stride_qb + head * stride_qq + tl.cast(j, tl.int64) * stride_qs
+            queries = _rows_of(block_of_q, stride_qs, stride_qd, S - j, D, BLOCK_M, BLOCK_D, UPCAST)
+            shift = tl.load(SHIFT + row + s)
+            # Keys are rows, so that what is reduced over lies in few threads.
+            products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+            logits, factor = capped(products, scale, soft_cap, HAS_CAP)
+            logits = logits * factor + shift[None, :]
+            if (j < whole) | (j >= ragged):
+                if CAUSAL:
+                    logits = tl.where(s[None, :] >= earliest[:, None], logits, float("-inf"))
+                if WINDOW == BY_ENTRY:
+                    logits = tl.where(s[None, :] < latest[:, None], logits, float("-inf"))
+            if WINDOW == BY_PLACE:
+                own_place = tl.load(PLACE + (first + s).to(tl.int64) * stride_pt, mask=s < S, other=0)
+                logits = tl.where(key_place[:, None] > own_place[None, :] - window, logits, float("-inf"))
+            if MAX is not None:
+                worst = tl.maximum(worst, tl.max(logits, 1))
+            several = SUM is not None or SQUARES is not None or SCATTER is not None
+            if several or ENTROPY is not None or LAST is not None:
+                probs = tl.exp2(logits)
+                if SUM is not None:
+                    mass += tl.sum(probs, 1)
+                if SQUARES is not None:
+                    squares += tl.sum(probs * probs, 1)
+                if SCATTER is not None:
+                    # Two samples put together: of `before` queries, which paid 0 where they did not count
+                    # the key, and of the block's.
+                    before, num = tl.cast(j, tl.float32), tl.cast(tl.minimum(S - j, BLOCK_M), tl.float32)
+                    block_mean = tl.sum(probs, 1) / num
+                    apart = tl.where(s[None, :] < S, probs - block_mean[:, None], 0.0)
+                    moved, share = block_mean - mean, num / (before + num)
+                    scatter += tl.sum(apart * apart, 1) + moved * moved * (before * share)
+                    mean += moved * share
+                probs = probs * weight[:, None]
+                if ENTROPY is not None:
+                    spread -= tl.sum(probs * tl.log(probs + EPS), 1)
+                if LAST is not None:
+                    least = tl.load(LEAST + row + s)
+                    # What is not counted is -inf, where even a probability of 0 is enough for an access.
+                    accessed = (probs >= least[None, :]) & (logits > float("-inf"))
+                    when = tl.maximum(when, tl.max(tl.where(accessed, first + s[None, :], -1), 1))
+        # The weight is the same for every query: most of it may wait until they are one.
+        worst, mass, squares = tl.exp2(worst) * weight, mass * weight, squares * weight * weight
+        if SCATTER is not None:
+            # Queries behind the last block pay nothing.
+            seen = tl.minimum(S, start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M) * BLOCK_M)
+            behind = tl.cast(S - seen, tl.float32) * (tl.cast(seen, tl.float32) / S)
+            scatter = (scatter + mean * mean * behind) * weight * weight
+        if GROUP:
+            all_worst = tl.maximum(all_worst, worst)
+            all_mass += mass
+            all_squares += squares
+            all_scatter += scatter
+            all_spread += spread
+            all_when = tl.maximum(all_when, when)
+        else:
+            to = (b * H * G + head) * (k1 - k0)
+            if SCATTER is not None:
+                tl.store(SCATTER + to + entry - k0, tl.where(exists, scatter, 0.0), mask=inside)
+            store_stats(
+                MAX, SUM, SQUARES, ENTROPY, LAST, worst, mass, squares, spread, when, to, entry - k0, inside,
+                exists)  # fmt: skip
+    if GROUP:
+        to = (b * H + h) * (k1 - k0)
+        if SCATTER is not None:
+            tl.store(SCATTER + to + entry - k0, tl.where(exists, all_scatter, 0.0), mask=inside)
+        store_stats(
+            MAX, SUM, SQUARES, ENTROPY, LAST, all_worst, all_mass, all_squares, all_spread, all_when, to,
+            entry - k0, inside, exists)  # fmt: skip

@@ -1,0 +1,378 @@
+"""From a call to launches: which kernels run, over what grid, with what switched on.
+
+In: a `Call`, whose arguments were checked. Out: what was wanted; and the same kernels as builds, to be
+compiled without a GPU. The one decision taken here: nothing waits for the device; what the host cannot know
+(whether padding exists, where places have gaps) is masked on it.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain.kernels import backend
+from retain.kernels.attention_stats import kernel, pooled_kernel
+from retain.kernels.attention_stats.reference import Call, empty_outputs
+from retain.kernels.attention_stats.tiles import WHOLE, Tile, arch_of, heads_of, parts_of, tile
+from retain.kernels.build import Build
+
+_LOG2E = 1.4426950408889634
+# Blocks of keys of one part of the pooled rows' masses.
+_MASS_BLOCKS = 16
+
+
+@torch.no_grad()
+def attention_stats(call: Call) -> dict[str, Tensor]:
+    """As the reference's.
+
+    Args:
+        call: what is asked.
+
+    Returns:
+        each wanted statistic.
+    """
+    device = call.keys_BHTD.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return _launch(call)
+
+
+def _launch(call: Call) -> dict[str, Tensor]:
+    found = empty_outputs(call, filled=False)
+    S = call.queries_BQSD.shape[2]
+    shift_BQS = _rows(call, float("-inf"))
+    if call.lse_BQS is None:
+        _first_pass(call, shift_BQS)
+    else:
+        shift_BQS[..., :S] = _as_shift(call.lse_BQS, call.asks_BS)
+    if "lse" in found:
+        # As minus infinity says in either that a row pays nothing.
+        own = shift_BQS[..., :S]
+        found["lse"] = torch.where(own == float("-inf"), own, own * (-1 / _LOG2E))
+    if set(found) == {"lse"}:
+        return found
+    if call.pool is None:
+        _stats(call, shift_BQS, found)
+    else:
+        _pooled(call, shift_BQS, found)
+    return found
+
+
+def _as_shift(lse_BQS: Tensor, asks_BS: Tensor | None) -> Tensor:
+    """What kernels take for a known log-sum-exp: minus it, in units of log 2; -inf where nothing is paid."""
+    nothing = lse_BQS == float("-inf")
+    if asks_BS is not None:
+        nothing = nothing | ~asks_BS[:, None]
+    return torch.where(nothing, float("-inf"), lse_BQS.float() * -_LOG2E)
+
+
+def _rows(call: Call, rest: float) -> Tensor:
+    """A number for each row, `[B, Q, S...]`, not written yet but for what fills the last block of queries."""
+    B, Q, S, _ = call.queries_BQSD.shape
+    rows = call.queries_BQSD.new_empty((B, Q, -(-S // WHOLE) * WHOLE), dtype=torch.float32)
+    rows[..., S:] = rest
+    return rows
+
+
+def _shared(call: Call) -> dict[str, Any]:
+    """What all kernels that walk keys take."""
+    queries, keys = call.queries_BQSD, call.keys_BHTD
+    B, Q, S, D = queries.shape
+    H, T = keys.shape[1:3]
+    windowed = 0
+    if call.window is not None:
+        windowed = int(kernel.BY_ENTRY if call.place_BT is None else kernel.BY_PLACE)
+    pooled = call.pool is not None
+    capped = call.soft_cap is not None
+    return {
+        "Q": queries,
+        "K": keys,
+        **_exists(call),
+        **_field("PLACE", "p", call.place_BT if pooled or windowed else None, (B, T)),
+        **_strides("q", "bqsd", queries.stride()),
+        **_strides("k", "bhtd", keys.stride()),
+        "BH": B * H,
+        "H": H,
+        "G": Q // H,
+        "S": S,
+        "stride_row": -(-S // WHOLE) * WHOLE,
+        "T": T,
+        "first": call.first,
+        "scale": call.scaling * _LOG2E,
+        "soft_cap": (call.soft_cap or 0.0) * _LOG2E,
+        "window": call.window or 0,
+        "D": D,
+        "BLOCK_D": backend.block_of(D),
+        "CAUSAL": call.causal,
+        "WINDOW": windowed,
+        "HAS_CAP": capped,
+        "PRECISION": backend.dot_precision(keys.dtype),
+        "UPCAST": backend.upcast(keys.dtype),
+    }
+
+
+def _field(name: str, letter: str, tensor: Tensor | None, shape: tuple[int, ...]) -> dict[str, Any]:
+    """A tensor and its strides, by the names that kernels have for them; an axis of one stands for all."""
+    axes = {"a": "bs", "p": "bt", "w": "bqk"}[letter]
+    if tensor is None:
+        return {name: None, **_strides(letter, axes, [0] * len(axes))}
+    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return {name: tensor, **_strides(letter, axes, tensor.expand(shape).stride())}
+
+
+def _strides(letter: str, axes: str, strides: Sequence[int]) -> dict[str, int]:
+    """By the names that kernels have for them."""
+    return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
+
+
+def _exists(call: Call) -> dict[str, Any]:
+    """Which head holds which entry, to the end of the last tile of keys."""
+    if call.exists_BHT is None:
+        return {"EXISTS": None, "stride_eb": 0, "stride_eh": 0}
+    B, heads, T = call.exists_BHT.shape
+    exists = call.exists_BHT.new_zeros((B, heads, -(-T // WHOLE) * WHOLE), dtype=torch.uint8)
+    exists[..., :T] = call.exists_BHT
+    own_row = exists.stride(1) if heads > 1 else 0
+    return {"EXISTS": exists, "stride_eb": exists.stride(0), "stride_eh": own_row}
+
+
+def _tile_of(name: str, call: Call, num_queries: int, heads: int = 1) -> Tile:
+    keys = call.keys_BHTD
+    places = call.window is not None and call.place_BT is not None
+    busy = places or call.soft_cap is not None
+    if name != "lse":
+        busy = busy or "entropy" in call.wanted or "last" in call.wanted
+    block = backend.block_of(keys.shape[3])
+    return tile(name, keys.dtype, block, arch_of(keys.device), num_queries, busy=busy, heads=heads)
+
+
+def _options(cut: Tile) -> dict[str, int | None]:
+    return {
+        "BLOCK_M": cut.m,
+        "BLOCK_N": cut.n,
+        "num_warps": cut.num_warps,
+        "num_stages": cut.num_stages,
+        "maxnreg": cut.registers,
+    }
+
+
+def _first_pass(call: Call, shift_BQS: Tensor) -> None:
+    """The first pass."""
+    keys = call.keys_BHTD
+    B, Q, S, _ = call.queries_BQSD.shape
+    H, T = keys.shape[1:3]
+    rows = Q // H * S
+    cut = _tile_of("lse", call, rows)
+    programs = -(-rows // cut.m) * B * H
+    splits = parts_of(T if call.window is None or call.place_BT is not None else min(T, call.window + S),
+                      programs, keys.device)  # fmt: skip
+    parts = keys.new_empty((2, splits, B, Q, S), dtype=torch.float32) if splits > 1 else None
+    asks = _field("ASKS", "a", call.asks_BS, (B, S))
+    sinks = {"SINKS": call.sinks_Q, "stride_sinks": 0 if call.sinks_Q is None else call.sinks_Q.stride(0)}
+    kernel.lse_kernel[(programs * splits,)](
+        **_shared(call),
+        **sinks,
+        **asks,
+        SHIFT=shift_BQS,
+        MOST=None if parts is None else parts[0],
+        TOTAL=None if parts is None else parts[1],
+        splits=splits,
+        SPLIT=parts is not None,
+        **_options(cut),
+    )
+    if parts is not None:
+        kernel.combine_kernel[(-(-B * Q * S // 128),)](
+            MOST=parts[0],
+            TOTAL=parts[1],
+            SHIFT=shift_BQS,
+            **sinks,
+            **asks,
+            num_heads=Q,
+            S=S,
+            stride_row=shift_BQS.stride(1),
+            rows=B * Q * S,
+            splits=splits,
+            BLOCK=128,
+        )
+
+
+def _outputs(found: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor | None]:
+    return {name.upper(): found.get(name) for name in names}
+
+
+def _counted(call: Call) -> dict[str, Any]:
+    """What both kernels that count take beside what all take."""
+    B, Q, _, _ = call.queries_BQSD.shape
+    k0, k1 = call.keys
+    return {
+        "k0": k0,
+        "k1": k1,
+        "GROUP": call.group,
+        **_field("WEIGHT", "w", call.weight_BQK, (B, Q, k1 - k0)),
+    }
+
+
+def _stats(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
+    """The second pass."""
+    B, Q, S, _ = call.queries_BQSD.shape
+    H = call.keys_BHTD.shape[1]
+    G, k0, k1 = Q // H, *call.keys
+    blocks = -(-(k1 - k0) // WHOLE) * B * H
+    heads = G if call.group else heads_of(G, S, blocks, shift_BQS.device)
+    cut = _tile_of("stats", call, S, heads)
+    programs = -(-(k1 - k0) // cut.n) * B * H * (G // heads)
+    least_BQS = None
+    if call.least_BQS is not None:
+        least_BQS = _rows(call, float("inf"))
+        least_BQS[..., :S] = call.least_BQS
+        if call.asks_BS is not None:
+            # A query that is not there accesses nothing.
+            least_BQS[..., :S].masked_fill_(~call.asks_BS[:, None], float("inf"))
+    kernel.stats_kernel[(programs,)](
+        **_shared(call),
+        **_counted(call),
+        SHIFT=shift_BQS,
+        LEAST=least_BQS,
+        **_outputs(found, ("max", "sum", "squares", "scatter", "entropy", "last")),
+        distance=call.distance,
+        HEADS=heads,
+        **_options(cut),
+    )
+
+
+def _pooled(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
+    """The second pass over pooled rows, behind one over their masses if those are kept."""
+    pool, (B, Q, S, _) = call.pool, call.queries_BQSD.shape
+    assert pool is not None
+    H, T = call.keys_BHTD.shape[1:3]
+    k0, k1 = call.keys
+    cut = _tile_of("pooled", call, S)
+    shared: dict[str, Any] = {
+        **_shared(call),
+        "SHIFT": shift_BQS,
+        "split": pool.split,
+        "reach": pool.size // 2,
+        "AVERAGE": pool.kind == "avg",
+        **_options(cut),
+    }
+    factor = None
+    if pool.keep_mass:
+        parts = max(1, -(-T // (cut.n * _MASS_BLOCKS)))
+        mass = shift_BQS.new_empty((parts, 2, 2, B, Q, S), dtype=torch.float32)
+        grid = (B * Q * parts * -(-S // cut.m),)
+        pooled_kernel.mass_kernel[grid](**shared, MASS=mass, parts=parts)
+        before, after = mass.sum(0).unbind(1)
+        factor = before / after.clamp_min_(torch.finfo(torch.float32).tiny)
+    pooled_kernel.pooled_kernel[(-(-(k1 - k0) // cut.n) * B * H,)](
+        **shared,
+        **_counted(call),
+        **_outputs(found, ("max", "sum", "squares", "entropy", "plain")),
+        FACTOR=factor,
+    )
+
+
+def builds() -> list[Build]:
+    """Every kernel with every tile that can be chosen, and what is switched on and off in it."""
+    plain: dict[str, Any] = {}
+    every_head = {"HEADS": 4}
+    every = {"EXISTS": "*u8", "ASKS": "*u8", "PLACE": "*i64", "SINKS": "*fp32", "WEIGHT": "*fp32",
+             "LEAST": "*fp32", "HEADS": 4, "HAS_CAP": True, "WINDOW": int(kernel.BY_PLACE), "SPLIT": True,
+             "wanted": ("MAX", "SUM", "SQUARES", "SCATTER", "ENTROPY", "LAST", "PLAIN")}  # fmt: skip
+    masked = {"EXISTS": "*u8", "ASKS": "*u8", "WINDOW": int(kernel.BY_ENTRY)}
+    sums = {"EXISTS": "*u8", "wanted": ("MAX", "SUM", "SQUARES"), "GROUP": True, "HEADS": 4}
+    many, few = 4096, 32
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    calls: list[tuple[str, torch.dtype, int, int, str, dict[str, Any]]] = []
+    for name in ("lse", "stats"):
+        calls += [(name, bf16, width, many, "", plain) for width in (64, 128, 256)]
+        calls += [(name, bf16, width, few, "", every_head) for width in (128, 256)]
+        calls += [(name, bf16, 128, many, "masked", masked), (name, bf16, 128, many, "every", every)]
+        calls += [(name, fp16, 80, many, "", plain), (name, fp32, 128, many, "", plain)]
+        calls += [(name, fp32, 256, many, "", plain)]
+    calls += [("stats", bf16, 128, many, "sums", sums), ("stats", bf16, 128, few, "sums", sums)]
+    for name in ("mass", "pooled"):
+        calls += [(name, bf16, 128, few, "", plain), (name, bf16, 128, few, "every", every)]
+        calls += [(name, bf16, 256, few, "", plain), (name, fp32, 128, few, "", plain)]
+    return [build for call in calls for build in _builds_of(*call)] + [_combine_build()]
+
+
+_KERNELS = {
+    "lse": kernel.lse_kernel,
+    "stats": kernel.stats_kernel,
+    "mass": pooled_kernel.mass_kernel,
+    "pooled": pooled_kernel.pooled_kernel,
+}
+# Arguments as contiguous tensors have them: strides of 1, and those of whole vectors.
+_ONES = ("stride_qd", "stride_kd", "stride_as", "stride_pt", "stride_wk", "stride_sinks")
+_WHOLE_VECTORS = (
+    *("stride_qb", "stride_qq", "stride_qs", "stride_kb", "stride_kh", "stride_kt"),
+    *("stride_row", "stride_eb", "stride_eh"),
+)
+_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def _builds_of(
+    name: str, dtype: torch.dtype, D: int, num_queries: int, switched: str, switches: dict[str, Any]
+) -> list[Build]:
+    """One kernel as it is launched for these shapes: a build for each tile, of all that take it."""
+    block, wide = backend.block_of(D), dtype != torch.float32
+    cuts: dict[Tile, list[int]] = {}
+    for arch in (80, 90):
+        named = "pooled" if name == "mass" else name
+        busy, heads = bool(switches.get("HAS_CAP")), switches.get("HEADS", 1)
+        cut = tile(named, dtype, block, arch, num_queries, busy=busy, heads=heads)
+        cuts.setdefault(cut, []).append(arch)
+    found = []
+    for cut, archs in cuts.items():
+        constants: dict[str, Any] = {
+            "D": D, "BLOCK_D": block, "BLOCK_M": cut.m, "BLOCK_N": cut.n, "CAUSAL": True, "WINDOW": 0,
+            "HAS_CAP": False, "SPLIT": False, "GROUP": False, "AVERAGE": True, "UPCAST": False,
+            "HEADS": 1, "PRECISION": backend.dot_precision(dtype), **dict.fromkeys(_ONES, 1),
+        }  # fmt: skip
+        constants |= {key: value for key, value in switches.items() if key in constants}
+        pointers = {"Q": f"*{_TYPES[dtype]}", "K": f"*{_TYPES[dtype]}", "SHIFT": "*fp32", "MASS": "*fp32"}
+        pointers |= {key: value for key, value in switches.items() if str(value).startswith("*")}
+        pointers |= dict.fromkeys(switches.get("wanted", ("MAX",)), "*fp32")
+        pointers |= {"LAST": "*i64"} if "LAST" in pointers else {}
+        pointers |= dict.fromkeys(("MOST", "TOTAL"), "*fp32") if constants["SPLIT"] else {}
+        pointers |= {"FACTOR": "*fp32"} if switches else {}
+        label = f"{name} {_TYPES[dtype]} D={D} S={num_queries} {switched}".strip()
+        wgmma = wide and cut.n >= 64 if name != "lse" else wide and cut.m >= 64
+        found.append(_build(label, _KERNELS[name], pointers, constants, cut, archs, wgmma))
+    return found
+
+
+def _combine_build() -> Build:
+    pointers = dict.fromkeys(("MOST", "TOTAL", "SHIFT", "SINKS"), "*fp32") | {"ASKS": "*u8"}
+    constants = {"BLOCK": 128, "stride_as": 1, "stride_sinks": 1}
+    return _build("combine", kernel.combine_kernel, pointers, constants, Tile(0, 0, 4, 3), [80, 90], False)
+
+
+def _build(
+    name: str,
+    of: Any,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    cut: Tile,
+    archs: list[int],
+    wgmma: bool,
+) -> Build:
+    """Types and constants by the names of the kernel's arguments; a pointer that is nobody's is None."""
+    signature, fixed, aligned = {}, {}, []
+    for argument in of.arg_names:
+        if argument in constants:
+            fixed[argument] = constants[argument]
+        elif argument.isupper() and argument not in ("BH", "H", "G", "S", "T"):
+            if argument in pointers:
+                signature[argument] = pointers[argument]
+                aligned.append(argument)
+            else:
+                fixed[argument] = None
+        else:
+            signature[argument] = "fp32" if argument in ("scale", "soft_cap") else "i32"
+            if argument in _WHOLE_VECTORS:
+                aligned.append(argument)
+    return Build(
+        name, of, signature, fixed, cut.num_warps, cut.num_stages, aligned, wgmma, archs, cut.registers
+    )

@@ -1,0 +1,549 @@
+"""Statistics of attention over its queries, in plain PyTorch: the definition, the CPU path, the test oracle.
+
+In: a `Call`, whose arguments were checked. Out: what was wanted, in float32 (float64 if the inputs are). The
+one decision taken here: a block of whole rows is made at a time, a few queries of one KV head's whole group
+over the keys that they can see, so small that it stays in cache from its product to its last reduction.
+Nothing grows with the number of queries, and beyond inputs and outputs fewer than 64 MB are held, at any
+length up to some millions of entries (where one row alone fills the budget).
+"""
+
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from retain.kernels.attention_stats.threads import workers
+
+# Inside the logarithm of an entropy, as CAKE's released code has it.
+LOG_EPS = 1e-10
+WANTED = ("max", "sum", "squares", "scatter", "entropy", "last", "lse", "plain")
+
+# Floats of one block. There are two (the second is for what cannot be done in place), and a tile of keys.
+_BLOCK, _LARGEST_BLOCK = 1 << 20, 1 << 22
+# Rows of a block below which its matrix product is bound by reading the keys, not by multiplying.
+_ROWS = 64
+_KEY_TILE = 1 << 21
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Rows smoothed along the entries, as observation windows do, before anything is counted.
+
+    Args:
+        kind: `avg` (the sum over the places at most `size // 2` away, over `size`) or `max`.
+        size: places, odd.
+        split: entries before it and entries from it on are pooled apart.
+        keep_mass: whether each pooled row is scaled, on each side of the split, to the mass that it had
+            before.
+    """
+
+    kind: str
+    size: int
+    split: int
+    keep_mass: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of `attention_stats`, checked and made explicit: only the queries asked about are in it.
+
+    Args:
+        queries_BQSD: the queries that are counted.
+        keys_BHTD: all keys.
+        scaling: factor on the logits.
+        wanted: of `WANTED`.
+        first: entry index of the first query.
+        keys: first key that is asked about, and one past the last.
+        causal: whether keys after a query's own entry are hidden from it.
+        distance: entries that a pair must lie apart to be counted.
+        window: reach of a sliding window; None: all.
+        exists_BHT: which head (or all alike, as one) holds which entry; None: all do.
+        asks_BS: which queries are there; None: all.
+        place_BT: in which windows and pools are stated; None: entries.
+        soft_cap: of the logits.
+        sinks_Q: extra logit of each query head.
+        weight_BQK: factor on the probabilities, over the keys asked about.
+        lse_BQS: of each row, if known.
+        least_BQS: from which probability on a query accesses a key.
+        pool: how rows are smoothed.
+        group: whether the query heads of a KV head are reduced too.
+        chunk: queries of a block; None: as many as fit a fixed number of floats.
+    """
+
+    queries_BQSD: Tensor
+    keys_BHTD: Tensor
+    scaling: float
+    wanted: tuple[str, ...]
+    first: int
+    keys: tuple[int, int]
+    causal: bool = True
+    distance: int = 0
+    window: int | None = None
+    exists_BHT: Tensor | None = None
+    asks_BS: Tensor | None = None
+    place_BT: Tensor | None = None
+    soft_cap: float | None = None
+    sinks_Q: Tensor | None = None
+    weight_BQK: Tensor | None = None
+    lse_BQS: Tensor | None = None
+    least_BQS: Tensor | None = None
+    pool: Pool | None = None
+    group: bool = False
+    chunk: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything that is computed: float32, float64 if the inputs are."""
+        return torch.promote_types(self.keys_BHTD.dtype, torch.float32)
+
+
+def empty_outputs(call: Call, *, filled: bool = True) -> dict[str, Tensor]:
+    """Each wanted statistic, as it is where no pair counts.
+
+    Args:
+        call: what is asked.
+        filled: whether anything is written at all; False: whoever asks writes every number.
+    """
+    B, Q, S, _ = call.queries_BQSD.shape
+    heads = call.keys_BHTD.shape[1] if call.group else Q
+    num_keys = call.keys[1] - call.keys[0]
+    kept = {"last": (-1, torch.int64), "lse": (float("-inf"), call.dtype)}
+    found = {}
+    for name in call.wanted:
+        value, dtype = kept.get(name, (0.0, call.dtype))
+        shape = (B, Q, S) if name == "lse" else (B, heads, num_keys)
+        found[name] = call.keys_BHTD.new_empty(shape, dtype=dtype)
+        if filled:
+            found[name].fill_(value)
+    return found
+
+
+@torch.no_grad()
+def attention_stats(call: Call) -> dict[str, Tensor]:
+    """Column statistics of the attention rows, block by block.
+
+    Args:
+        call: what is asked.
+
+    Returns:
+        each wanted statistic, `[B, Q, K]`, or `[B, H, K]` if the group is reduced; `lse` `[B, Q, S]`.
+    """
+    walk = _Walk(call)
+    if walk.workers == 1:
+        for rows in walk.slabs():
+            walk.fold(rows)
+        return walk.found
+    waiting: SimpleQueue[_Rows] = SimpleQueue()
+    for rows in walk.slabs():
+        waiting.put(rows)
+
+    @torch.no_grad()
+    def work(walk: _Walk) -> None:
+        # Who takes which heads changes nothing: no two write the same numbers.
+        while True:
+            try:
+                walk.fold(waiting.get_nowait())
+            except Empty:
+                return
+
+    walks = [walk, *(walk.beside() for _ in range(walk.workers - 1))]
+    list(workers(walk.workers).map(work, walks))
+    return walk.found
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some sequences, some KV heads of them."""
+
+    batch: slice
+    heads: slice
+
+    def of(self, field_BH: Tensor) -> Tensor:
+        """Their part of what has a batch and a head axis, where one head may stand for all."""
+        return field_BH[self.batch, slice(0, 1) if field_BH.shape[1] == 1 else self.heads]
+
+
+class _Walk:
+    """One call, while its blocks are made one after another in the same memory."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.B, self.Q, self.S, self.D = call.queries_BQSD.shape
+        self.H, self.T = call.keys_BHTD.shape[1:3]
+        self.G = self.Q // self.H
+        self.device = call.keys_BHTD.device
+        self.found = empty_outputs(call)
+        self.on_cpu = self.device.type == "cpu"
+        if call.lse_BQS is not None and "lse" in self.found:
+            self.found["lse"].copy_(call.lse_BQS)
+            if call.asks_BS is not None:
+                self.found["lse"].masked_fill_(~call.asks_BS[:, None], float("-inf"))
+        self._plan()
+        self._look()
+        self.entry_T = torch.arange(self.T, device=self.device)
+        self.own_S = torch.arange(call.first, call.first + self.S, device=self.device)
+
+    def _plan(self) -> None:
+        """How many queries, heads and sequences a block takes, and its memory."""
+        call, B, H, S = self.call, self.B, self.H, self.S
+        columns, most = self.T, S
+        if call.window is not None and call.place_BT is None and call.pool is None:
+            # More queries at once would make more products outside the window than inside.
+            most = min(S, max(_ROWS, call.window))
+            columns = min(self.T, call.window + (call.chunk or most))
+        threads = torch.get_num_threads() if self.on_cpu else 1
+        apiece = min(_BLOCK, _LARGEST_BLOCK // threads)
+        # Heads are given to workers, if there are enough of them, and if a block that is a worker's own is
+        # not a few very long rows.
+        self.workers = min(threads, B * H)
+        if 2 * self.workers <= threads or apiece < min(_ROWS // 2, self.G * S) * columns:
+            self.workers = 1
+        budget = apiece
+        if self.workers == 1:
+            # Threads share a block: for many it is larger.
+            shared = _BLOCK * (threads // 2 if self.on_cpu else 4)
+            budget = min(_LARGEST_BLOCK, max(_BLOCK, shared, _ROWS * columns))
+        self.chunk = min(S, call.chunk or max(1, min(most, budget // (self.G * columns))))
+        a_head = columns * max(self.G * self.chunk, self.D)
+        whole = self.chunk >= S
+        self.heads = max(1, min(H, budget // a_head, B * H // self.workers)) if whole else 1
+        self.batch = max(1, min(B, budget // (a_head * H), B // self.workers)) if self.heads == H else 1
+        self._size = self.batch * self.heads * self.G * self.chunk * columns
+        self._make_room()
+        keys = call.keys_BHTD
+        # What a matrix product takes as it lies; the rest is copied a tile at a time.
+        self.keys_as_they_are = keys.dtype == call.dtype and keys.stride(3) == 1 and keys.stride(2) >= self.D
+        self.tile = max(1, min(self.T, _KEY_TILE // (self.D * self.workers)))
+
+    def _make_room(self) -> None:
+        keys = self.call.keys_BHTD
+        self.block, self.scratch = (keys.new_empty(self._size, dtype=self.call.dtype) for _ in range(2))
+
+    def beside(self) -> "_Walk":
+        """The same call and results, with blocks of its own."""
+        other = copy(self)
+        other._make_room()
+        return other
+
+    def _look(self) -> None:
+        """What the masks allow to be left out, where looking costs nothing: a GPU would be waited for."""
+        call = self.call
+        # Columns up to the last one that somebody does not hold.
+        self.holes = 0 if call.exists_BHT is None else self.T
+        # Entry from which on every query is sure to see something.
+        self.sure = 0 if call.exists_BHT is None else self.T
+        self.asks_BS = call.asks_BS
+        if not self.on_cpu:
+            return
+        if call.exists_BHT is not None and bool(call.exists_BHT.all()):
+            self.holes = self.sure = 0  # every query sees itself
+        elif call.exists_BHT is not None:
+            whole_T = call.exists_BHT.flatten(0, 1).all(0)
+            self.holes = self.T - int(whole_T.flip(0).cumprod(0).sum())
+            if call.window is None:
+                any_BH, first_BH = call.exists_BHT.int().max(-1)
+                self.sure = int(torch.where(any_BH > 0, first_BH, self.T).max())
+        if call.asks_BS is not None and bool(call.asks_BS.all()):
+            self.asks_BS = None
+
+    def slabs(self) -> Iterator[_Rows]:
+        """Sequences and heads whose blocks are made together."""
+        for b in range(0, self.B, self.batch):
+            for h in range(0, self.H, self.heads):
+                yield _Rows(slice(b, min(self.B, b + self.batch)), slice(h, min(self.H, h + self.heads)))
+
+    def fold(self, rows: _Rows) -> None:
+        """Count the queries of some heads, a few at a time."""
+        keys = self.call.keys_BHTD[rows.batch, rows.heads]
+        copied = None
+        if not self.keys_as_they_are and self.tile == self.T:
+            copied = keys.to(self.call.dtype, memory_format=torch.contiguous_format, copy=True)
+        k0, k1 = self.call.keys
+        if "scatter" in self.found:
+            self.mean_BHGK = self.block.new_zeros((*keys.shape[:2], self.G, k1 - k0))
+            self.until_K = self.entry_T.new_zeros(k1 - k0)
+        for start in range(0, self.S, self.chunk):
+            stop = min(self.S, start + self.chunk)
+            low, high = self._reach(start, stop)
+            if low < high:
+                probs_BHGsK = self._probs(rows, keys if copied is None else copied, start, stop, low, high)
+                if "plain" in self.found:
+                    self._count_plain(rows, probs_BHGsK[..., k0:k1])
+                if self.call.pool is not None:
+                    probs_BHGsK = self._pooled(rows, probs_BHGsK)
+                self._count(rows, probs_BHGsK, start, stop, low, high)
+        if "scatter" in self.found:
+            # Queries behind those that counted a key pay it nothing.
+            behind_K = (self.until_K * (self.S - self.until_K)).to(self.call.dtype) / self.S
+            self._add("scatter", rows, slice(None), self.mean_BHGK.square_().mul_(behind_K))
+
+    def _reach(self, start: int, stop: int) -> tuple[int, int]:
+        """First key that any of the queries needs, and one past the last."""
+        call = self.call
+        if call.pool is not None:
+            return 0, self.T
+        end = call.first + stop
+        low, high = 0, min(self.T, end) if call.causal else self.T
+        if call.window is not None and call.place_BT is None:
+            low = max(low, call.first + start - call.window + 1)
+        if call.lse_BQS is not None:
+            low = max(low, call.keys[0])
+            high = min(high, call.keys[1], end - call.distance if call.causal else high)
+        return low, high
+
+    def _logits(self, rows: _Rows, keys: Tensor, start: int, stop: int, low: int, high: int) -> Tensor:
+        """Scaled products of the queries with the keys in reach, `[B, H, G, s, K]`, in `block`."""
+        call, dtype, n = self.call, self.call.dtype, high - low
+        queries = call.queries_BQSD.unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, start:stop]
+        b, h, G, s, D = queries.shape
+        queries = (queries.to(dtype) * call.scaling).reshape(b * h, G * s, D)
+        logits = self.block[: b * h * G * s * n].view(b * h, G * s, n)
+        keys = keys[:, :, low:high]
+        if self.keys_as_they_are or self.tile == self.T:
+            torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2), out=logits)
+        else:
+            for row, own in enumerate(keys.flatten(0, 1)):
+                for at in range(0, n, self.tile):
+                    part = own[at : at + self.tile].to(dtype)
+                    torch.mm(queries[row], part.t(), out=logits[row, :, at : at + self.tile])
+        return logits.view(b, h, G, s, n)
+
+    def _probs(self, rows: _Rows, keys: Tensor, start: int, stop: int, low: int, high: int) -> Tensor:
+        """Attention of the queries over the keys in reach, `[B, H, G, s, K]`, in `block` or in `scratch`."""
+        call = self.call
+        logits = self._logits(rows, keys, start, stop, low, high)
+        if call.soft_cap is not None:
+            logits.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
+        self._hide(rows, logits, start, stop, low, high)
+        heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
+        if call.lse_BQS is not None:
+            lse = call.lse_BQS[rows.batch, heads, start:stop].to(call.dtype)
+            # A row that sees nothing pays nothing.
+            lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+            probs = logits.sub_(lse.unflatten(1, (-1, self.G))[..., None]).exp_()
+        elif (
+            call.sinks_Q is None
+            and "lse" not in call.wanted
+            and (self.on_cpu or call.first + start >= self.sure)
+        ):
+            probs = torch.softmax(logits, -1, out=self.scratch[: logits.numel()].view(logits.shape))
+            if call.first + start < self.sure:
+                # Of a row that sees nothing, all is NaN; most often there is none.
+                blank = probs[..., :1].isnan()
+                if bool(blank.any()):
+                    probs.masked_fill_(blank & (logits.amax(-1, keepdim=True) == float("-inf")), 0.0)
+        else:
+            probs = self._softmax(rows, logits, start, stop)
+        if self.asks_BS is not None:
+            probs.masked_fill_(~self.asks_BS[rows.batch, None, None, start:stop, None], 0.0)
+        return probs
+
+    def _softmax(self, rows: _Rows, logits: Tensor, start: int, stop: int) -> Tensor:
+        """In place, of rows that may see nothing or have a sink; the log-sum-exp is kept if it is wanted."""
+        call = self.call
+        heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
+        most = logits.amax(-1, keepdim=True)
+        if call.sinks_Q is not None:
+            sink = call.sinks_Q[heads].to(call.dtype).view(1, -1, self.G, 1, 1)
+            most = torch.maximum(most, sink)
+        most.clamp_min_(torch.finfo(call.dtype).min)
+        probs = logits.sub_(most).exp_()
+        total = probs.sum(-1, keepdim=True)
+        if call.sinks_Q is not None:
+            total += torch.exp(sink - most)
+        if "lse" in self.found:
+            lse = (most + total.log())[..., 0].flatten(1, 2)
+            if self.asks_BS is not None:
+                lse.masked_fill_(~self.asks_BS[rows.batch, None, start:stop], float("-inf"))
+            self.found["lse"][rows.batch, heads, start:stop] = lse
+        return probs.mul_(torch.where(total > 0, 1 / total, 0.0))
+
+    def _hide(self, rows: _Rows, logits: Tensor, start: int, stop: int, low: int, high: int) -> None:
+        """Put -inf where a query does not see a key."""
+        call, never = self.call, float("-inf")
+        own_s1 = self.own_S[start:stop, None]
+        # Up to the first query's own entry, causality hides nothing.
+        after = max(low, call.first + start + 1)
+        if call.causal and after < high:
+            logits[..., after - low :].masked_fill_(self.entry_T[after:high] > own_s1, never)
+        if call.window is not None and call.place_BT is None:
+            # From the last query's reach on, the window hides nothing.
+            until = min(high, call.first + stop - call.window)
+            if low < until:
+                logits[..., : until - low].masked_fill_(
+                    self.entry_T[low:until] <= own_s1 - call.window, never
+                )
+        elif call.window is not None:
+            near_BsK = self._near(rows, start, stop, low, high)
+            logits.masked_fill_(~near_BsK[:, None, None], never)
+        if call.exists_BHT is not None and low < min(high, self.holes):
+            exists_BHK = rows.of(call.exists_BHT)[..., low : min(high, self.holes)]
+            logits[..., : self.holes - low].masked_fill_(~exists_BHK[:, :, None, None], never)
+
+    def _near(self, rows: _Rows, start: int, stop: int, low: int, high: int) -> Tensor:
+        """Which entries a window counted in places reaches back to (later ones too), `[B, s, K]`."""
+        call = self.call
+        assert call.place_BT is not None and call.window is not None
+        place_BT = call.place_BT[rows.batch]
+        own_Bs = place_BT[:, call.first + start : call.first + stop]
+        return place_BT[:, None, low:high] > own_Bs[..., None] - call.window
+
+    def _pooled(self, rows: _Rows, probs: Tensor) -> Tensor:
+        """Rows smoothed along the entries, on both sides of the split apart, in the other buffer."""
+        pool = self.call.pool
+        assert pool is not None
+        other = self.block if probs.data_ptr() == self.scratch.data_ptr() else self.scratch
+        pooled = other[: probs.numel()].view(probs.shape).zero_()
+        exists_BHT = None if self.call.exists_BHT is None else rows.of(self.call.exists_BHT)
+        for side in (slice(0, pool.split), slice(pool.split, None)):
+            before, after = probs[..., side], pooled[..., side]
+            if not before.shape[-1]:
+                continue
+            if self.call.place_BT is not None:
+                _pool_places_(after, before, pool, self.call.place_BT[rows.batch, side])
+            elif pool.kind == "max":
+                as_rows = before.reshape(-1, 1, before.shape[-1])
+                after.copy_(max_pool1d(as_rows, pool.size, 1, pool.size // 2).view(before.shape))
+            else:
+                # avg_pool1d makes these sums in the same order, several times slower.
+                for own, near in _shifted(before.shape[-1], pool.size // 2):
+                    after[..., own] += before[..., near]
+            if pool.kind == "avg":
+                after.div_(pool.size)
+            if exists_BHT is not None and self.holes:
+                # What nobody holds gets nothing of its neighbours.
+                after.masked_fill_(~exists_BHT[:, :, None, None, side], 0.0)
+            if pool.keep_mass:
+                mass = after.sum(-1, keepdim=True).clamp_min(torch.finfo(after.dtype).tiny)
+                after.mul_(before.sum(-1, keepdim=True) / mass)
+        return pooled
+
+    def _count(self, rows: _Rows, probs: Tensor, start: int, stop: int, low: int, high: int) -> None:
+        """Fold a block `[B, H, G, s, K]` of rows into the statistics; the block is used up."""
+        call = self.call
+        first, last = call.keys
+        if call.causal and call.pool is None or call.distance:
+            last = min(last, call.first + stop - call.distance)
+        bottom, top = max(low, first), min(high, last)
+        if bottom >= top:
+            return
+        probs = probs[..., bottom - low : top - low]
+        own_s1 = self.own_S[start:stop, None]
+        # Up to here every query of the block is far enough away.
+        far = max(bottom, call.first + start - call.distance + 1)
+        if call.distance and far < top:
+            near_sK = self.entry_T[far:top] > own_s1 - call.distance
+            probs[..., far - bottom :].masked_fill_(near_sK, 0.0)
+        heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
+        columns = slice(bottom - first, top - first)
+        if call.weight_BQK is not None:
+            weight = call.weight_BQK[rows.batch, heads, columns].unflatten(1, (-1, self.G))
+            probs.mul_(weight[:, :, :, None])
+        other = self.block if probs.untyped_storage().data_ptr() != self.block.data_ptr() else self.scratch
+        spare = other[: probs.numel()].view(probs.shape)
+        elsewhere = ("lse", "plain")
+        found = {name: self._part(name, rows, columns) for name in call.wanted if name not in elsewhere}
+        if "last" in found:
+            accessed = self._last(rows, probs, spare, start, stop, bottom, top)
+            torch.maximum(found["last"], accessed, out=found["last"])
+        if "max" in found:
+            torch.maximum(found["max"], self._reduce(probs, "max"), out=found["max"])
+        if "sum" in found:
+            found["sum"] += self._reduce(probs, "sum")
+        if "entropy" in found:
+            found["entropy"] -= self._reduce(torch.add(probs, LOG_EPS, out=spare).log_().mul_(probs), "sum")
+        if "scatter" in found:
+            self._scatter(rows, probs, spare, start, stop, columns)
+        if "squares" in found:
+            found["squares"] += self._reduce(probs.square_(), "sum")
+
+    def _part(self, name: str, rows: _Rows, columns: slice) -> Tensor:
+        """Where a statistic of these heads and keys is kept, `[B, H, G, K]`, or `[B, H, K]` for a group."""
+        if self.call.group:
+            return self.found[name][rows.batch, rows.heads, columns]
+        return self.found[name].unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, columns]
+
+    def _reduce(self, values_BHGsK: Tensor, how: str) -> Tensor:
+        """Over the queries, and over the group if that is asked."""
+        values = values_BHGsK.flatten(2, 3) if self.call.group else values_BHGsK
+        axis = 2 if self.call.group else 3
+        return values.amax(axis) if how == "max" else values.sum(axis)
+
+    def _add(self, name: str, rows: _Rows, columns: slice, sums_BHGK: Tensor) -> None:
+        """Add sums over queries to a statistic, over the group too if that is asked."""
+        self._part(name, rows, columns).add_(sums_BHGK.sum(2) if self.call.group else sums_BHGK)
+
+    def _count_plain(self, rows: _Rows, probs: Tensor) -> None:
+        """Sum up a block of rows that are about to be pooled."""
+        paid = probs.sum(3)
+        if self.call.weight_BQK is not None:
+            heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
+            paid *= self.call.weight_BQK[rows.batch, heads].unflatten(1, (-1, self.G))
+        self._add("plain", rows, slice(None), paid)
+
+    def _scatter(
+        self, rows: _Rows, probs: Tensor, spare: Tensor, start: int, stop: int, columns: slice
+    ) -> None:
+        """Fold a block into sums of squared distances from a mean that moves as queries come.
+
+        As Chan, Golub and LeVeque (1979) put two samples together. Earlier queries that did not count these
+        keys have left the mean at 0, which is what they paid.
+        """
+        mean, num = self.mean_BHGK[..., columns], stop - start
+        own = probs.mean(3)
+        apart = torch.sub(probs, own[:, :, :, None], out=spare).square_().sum(3)
+        own -= mean
+        apart += own.square() * (start * num / stop)
+        mean += own * (num / stop)
+        self.until_K[columns] = stop
+        self._add("scatter", rows, columns, apart)
+
+    def _last(
+        self, rows: _Rows, probs: Tensor, spare: Tensor, start: int, stop: int, bottom: int, top: int
+    ) -> Tensor:
+        """Entry index of the last of the queries that accesses each key; -1 for none."""
+        call = self.call
+        assert call.least_BQS is not None
+        heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
+        least = call.least_BQS[rows.batch, heads, start:stop].unflatten(1, (-1, self.G)).to(call.dtype)
+        accessed = probs >= least[..., None]
+        # Where nothing is asked for, zeros are enough: only of what is seen.
+        own_s1, entry_K = self.own_S[start:stop, None], self.entry_T[bottom:top]
+        if call.causal:
+            accessed &= entry_K <= own_s1 - call.distance
+        if call.window is not None and call.place_BT is None:
+            accessed &= entry_K > own_s1 - call.window
+        elif call.window is not None:
+            accessed &= self._near(rows, start, stop, bottom, top)[:, None, None]
+        if call.exists_BHT is not None:
+            accessed &= rows.of(call.exists_BHT)[:, :, None, None, bottom:top]
+        if self.asks_BS is not None:
+            accessed &= self.asks_BS[rows.batch, None, None, start:stop, None]
+        # Counted from 1 within the block, exact in floats.
+        turn_s1 = torch.arange(1, stop - start + 1, device=self.device, dtype=call.dtype)[:, None]
+        turn = self._reduce(torch.mul(accessed, turn_s1, out=spare), "max").long()
+        return torch.where(turn > 0, turn + (call.first + start - 1), -1)
+
+
+def _pool_places_(pooled: Tensor, part: Tensor, pool: Pool, place_BT: Tensor) -> None:
+    """Sum up, or take the largest, of what lies at most `size // 2` places away."""
+    reach = pool.size // 2
+    # Places ascend, so that nothing near is more columns away than places.
+    for own, other in _shifted(part.shape[-1], reach):
+        near = ((place_BT[:, other] - place_BT[:, own]).abs() <= reach)[:, None, None, None].to(part.dtype)
+        if pool.kind == "avg":
+            pooled[..., own].addcmul_(part[..., other], near)
+        else:
+            torch.maximum(pooled[..., own], part[..., other] * near, out=pooled[..., own])
+
+
+def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:
+    """Entries that have a neighbour so many columns on, and those neighbours, for -reach, ..., reach."""
+    for shift in range(-reach, reach + 1):
+        first, last = max(0, -shift), min(num_entries, num_entries - shift)
+        if first < last:
+            yield slice(first, last), slice(first + shift, last + shift)

@@ -1,0 +1,129 @@
+"""How work is cut on a GPU: tiles of one program, and programs of a few long rows.
+
+In: which kernel, the precision, the head width, the GPU. Out: what `launch` launches and `kernel.builds`
+compiles ahead of time: both read it here. The one decision taken here: a table and no tuning at run time, so
+that the same call is computed in the same way every time.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+# Compute capabilities with as much shared memory as the large tiles want.
+_LARGE = (90, 100, 103)
+# So many queries, or keys, are a whole number of tiles.
+WHOLE = 128
+# Keys that a part of a row has at least, and programs for each multiprocessor below which rows are parted.
+PART_KEYS, PROGRAMS = 1024, 4
+# Queries up to which a block of keys is read once for the whole group.
+FEW = 256
+# Multiprocessors where there are none, so that the interpreter parts rows as a GPU does.
+INTERPRETED = 132
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program is cut.
+
+    Args:
+        m: queries (in the first pass rows: a query and a query head) at a time.
+        n: keys at a time.
+        num_warps: of a program.
+        num_stages: of loads under way.
+        registers: that a thread may take, so that two programs fit a processor; None: as many as it likes.
+    """
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None
+
+
+def tile(
+    kernel: str,
+    dtype: torch.dtype,
+    block: int,
+    arch: int,
+    num_queries: int,
+    *,
+    busy: bool = False,
+    heads: int = 1,
+) -> Tile:
+    """The tile of a kernel.
+
+    Args:
+        kernel: `lse`, `stats`, or `pooled` (which `mass` shares).
+        dtype: of queries and keys.
+        block: the head width, as a power of two.
+        arch: compute capability, 90 for 9.0.
+        num_queries: S, in the first pass rows of a KV head, G * S.
+        busy: whether much more than a maximum is made of a probability: then registers are short.
+        heads: query heads that a program of the second pass takes.
+    """
+    few, large = num_queries <= 32, arch in _LARGE
+    if dtype == torch.float32:
+        # Products by plain multiply-adds, whose operands are registers.
+        return Tile(16 if few else 32, 32 if block <= 128 else 16, 4, 2)
+    if kernel == "pooled":
+        return Tile(32, 64, 8 if busy and not large else 4, 2)
+    if few:
+        return Tile(32, 128 if block <= 128 else 64, 4, 2)
+    if busy and large:
+        return Tile(64, 64, 4, 2) if kernel == "lse" else Tile(64, 128, 8, 2)
+    # Where registers are bounded, it is for two programs to a multiprocessor: one multiplies while the other
+    # takes exponentials and maxima.
+    if kernel == "lse":
+        if block <= 128:
+            return Tile(128, 128, 8, 2, 128) if large else Tile(128, 64, 8, 3)
+        return Tile(128, 64, 8, 2) if large else Tile(64, 64, 8, 1)
+    if block <= 128:
+        if large and heads == 1:
+            return Tile(128, 128, 8, 2, 128)
+        return Tile(64, 128, 8, 3)
+    return Tile(64, 128, 8, 2) if large else Tile(64, 64, 8, 1)
+
+
+@lru_cache
+def arch_of(device: torch.device) -> int:
+    """Compute capability, 90 for 9.0 (as which the interpreter counts)."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def parts_of(num_keys: int, programs: int, device: torch.device) -> int:
+    """Parts that the keys of a row are cut into where whole rows are too few programs for the GPU.
+
+    Args:
+        num_keys: of a row.
+        programs: if rows stay whole.
+        device: the GPU.
+    """
+    wanted = PROGRAMS * _multiprocessors(device)
+    if programs * 2 >= wanted:
+        return 1
+    return max(1, min(-(-wanted // programs), num_keys // PART_KEYS))
+
+
+def heads_of(group: int, num_queries: int, programs: int, device: torch.device) -> int:
+    """Query heads that a program of the second pass takes, one after another, of those that share its keys.
+
+    All, where reading the keys is a large part of the work and the GPU is busy all the same; else one.
+
+    Args:
+        group: G.
+        num_queries: S.
+        programs: that there are if each takes the whole group.
+        device: the GPU.
+    """
+    return group if num_queries <= FEW and programs >= PROGRAMS * _multiprocessors(device) else 1

@@ -1,0 +1,575 @@
+"""Gated attention in Triton: the forward, and a backward without atomics.
+
+In: what `retain.kernels.gated_attention.launch` hands over, with any strides. Four kernels: `forward_`, a
+program per block of queries; `prepare_`, what the backward reads of every row; `d_keys_`, a program per block
+of keys, which walks over all queries of its group and so owns the gradients of its keys, values, gates and
+decays; `d_queries_`, a program per block of queries.
+
+The one decision taken here: one loop over blocks, which asks of each block once, as a scalar, whether a
+boundary runs through it (the diagonal, the window's edge, the protected window's edge). Only then single
+elements are tested; else the whole block is gated, or none of it is. One loop for each of these stretches
+would say the same, and is what Triton 3.7 compiles badly: where the products of a loop are still under way
+when the next begins, ptxas waits after every single one (its note C7515), and pointers of all loops fill the
+registers.
+
+Logits are in units of log 2, so that `exp2` needs no factor, and the factor on them, the gate and the decay
+are folded into one multiply-add each. Rows of `delta` and `lse2` are padded to whole blocks, so that they are
+read without a mask.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from retain.kernels.backend import block_of, dot_precision
+from retain.kernels.build import Build
+from retain.kernels.gated_attention.tiles import CAPABILITIES, Kernel, tile
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# What a call has, as bits.
+GATE, DECAY, EXISTS, WINDOW, CAP, SINKS, D_LSE = (tl.constexpr(1 << bit) for bit in range(7))
+
+
+@triton.constexpr_function
+def _has(has, bits):
+    """Whether a call has one of these."""
+    return bool(has & bits)
+
+
+@triton.jit
+def _tanh(x):
+    """By exp2 of a negative number, which cannot overflow; by a series where that would cancel."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    square = x * x
+    near = tl.abs(x) * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    size = tl.where(square < 0.01, near, (1.0 - e) / (1.0 + e))
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def _offsets(stride, stride_d, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of a tile's elements, from its first row on."""
+    return tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :] * stride_d
+
+
+@triton.jit
+def _row(at, first, stride):
+    """Where a row begins."""
+    return at + (tl.full([], 0, tl.int64) + first) * stride
+
+
+@triton.jit
+def _load(
+    at, offsets, left,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """A tile from `at` on, of which `left` rows are there (`WHOLE`: all of them), zeros elsewhere."""
+    if WHOLE and D == BLOCK_D:
+        part = tl.load(at + offsets)
+    elif D == BLOCK_D:
+        part = tl.load(at + offsets, mask=tl.arange(0, BLOCK)[:, None] < left, other=0.0)
+    else:
+        mask = tl.arange(0, BLOCK_D)[None, :] < D
+        if not WHOLE:
+            mask = mask & (tl.arange(0, BLOCK)[:, None] < left)
+        part = tl.load(at + offsets, mask=mask, other=0.0)
+    if UPCAST:
+        part = part.to(tl.float32)
+    return part
+
+
+@triton.jit
+def _store(at, offsets, left, part, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As much of a tile as there is."""
+    mask = (tl.arange(0, BLOCK)[:, None] < left) & (tl.arange(0, BLOCK_D)[None, :] < D)
+    tl.store(at + offsets, part.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _key_bias(
+    gate_at, decay_at, exists_at, gate_t, decay_t, exists_t, keys_i, anchor, limit,
+    HAS: tl.constexpr,
+):  # fmt: skip
+    """Of a block of keys: `gate_i + (anchor - i) decay_i` and `decay_i`, in units of log 2 (the anchor is
+    near by, so that distances stay exact), and -inf on those that do not exist."""
+    gate = tl.zeros_like(keys_i).to(tl.float32)
+    decay = gate
+    absent = gate
+    inside = keys_i < limit
+    if _has(HAS, GATE):
+        at = gate_at + keys_i.to(tl.int64) * gate_t
+        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E
+    if _has(HAS, DECAY):
+        at = decay_at + keys_i.to(tl.int64) * decay_t
+        decay = tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E
+        gate += (anchor - keys_i).to(tl.float32) * decay
+    if _has(HAS, EXISTS):
+        exists = tl.load(exists_at + keys_i.to(tl.int64) * exists_t, mask=inside, other=0)
+        absent = tl.where(exists != 0, 0.0, float("-inf"))
+    return gate, decay, absent
+
+
+@triton.jit
+def _logits(
+    product, own, keys_i, local, gate, decay, absent, tested, gated, scale, cap, protected, window,
+    HAS: tl.constexpr,
+):  # fmt: skip
+    """Logits in units of log 2 of a tile, whichever way it lies, and the tanh of the soft cap.
+
+    `own` is a query's entry, `local` the same counted from the anchor that `gate` was made for.
+    """
+    tanh = product
+    factor = scale
+    if _has(HAS, CAP):
+        tanh = _tanh(product * scale)
+        factor = cap
+    logits = tanh * factor
+    # Triton 3.6 pipelines no loop in which a product is used inside of an `if`; and so this is one FMA.
+    if _has(HAS, GATE | DECAY):
+        whole = gated & (tested == 0)
+        bias = tl.where(whole, gate, 0.0)
+        if _has(HAS, DECAY):
+            bias = tl.fma(local.to(tl.float32), tl.where(whole, decay, 0.0), bias)
+        logits = tl.fma(tanh, factor, bias)
+    if tested:
+        if _has(HAS, GATE | DECAY):
+            bias = gate
+            if _has(HAS, DECAY):
+                bias = tl.fma(local.to(tl.float32), decay, gate)
+            logits += tl.where(own - protected >= keys_i, bias, 0.0)
+        seen = own >= keys_i
+        if _has(HAS, WINDOW):
+            seen &= own - window < keys_i
+        logits = tl.where(seen, logits, float("-inf"))
+    if _has(HAS, EXISTS):
+        logits += absent
+    return logits, tanh
+
+
+@triton.jit
+def _place(pid, num_blocks, H, G, LAST_FIRST: tl.constexpr):
+    """Block, sequence, KV head and member of the group of a program: heads of a group, which read the same
+    keys, run beside one another, and of a head's blocks those with the most work come first."""
+    block = pid // G % num_blocks
+    row = pid // G // num_blocks
+    if LAST_FIRST:
+        block = num_blocks - 1 - block
+    return block, (row // H).to(tl.int64), (row % H).to(tl.int64), (pid % G).to(tl.int64)
+
+
+@triton.jit
+def _key_bounds(
+    j0, num_keys, protected, window, HAS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Where blocks of keys begin for queries `j0 .. j0 + BLOCK_S`: the first; the first that is in all of
+    their windows; the first that is not gated for all, and the first that is gated for none; the first that
+    is not seen by all, and where they end."""
+    end = tl.minimum(j0 + BLOCK_S, num_keys)
+    low = 0
+    inside = 0
+    if _has(HAS, WINDOW):
+        low = tl.maximum(j0 - window + 1, 0) // BLOCK_T * BLOCK_T
+        inside = tl.maximum(end - window, 0)
+    near = tl.maximum(j0 - protected + 1, 0) // BLOCK_T * BLOCK_T
+    open = tl.maximum(end - protected, 0)
+    diagonal = (j0 + 1) // BLOCK_T * BLOCK_T
+    return low, inside, near, open, diagonal, end
+
+
+@triton.jit
+def forward_(
+    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, sinks_at, out_at, lse_at,
+    query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
+    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t, sinks_q,
+    out_b, out_h, out_s, out_d,
+    H, G, num_queries, num_keys, num_blocks, scale, cap, protected, window,
+    HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of one block of queries of one query head."""
+    block, b, h, member = _place(tl.program_id(0), num_blocks, H, G, True)
+    q = h * G + member
+    keys_at += b * key_b + h * key_h
+    values_at += b * value_b + h * value_h
+    if _has(HAS, GATE):
+        gate_at += b * gate_b + h * gate_h
+    if _has(HAS, DECAY):
+        decay_at += b * decay_b + h * decay_h
+    if _has(HAS, EXISTS):
+        exists_at += b * exists_b
+    s0 = block * BLOCK_S
+    j0 = num_keys - num_queries + s0
+    rows = s0 + tl.arange(0, BLOCK_S)
+    queries = _load(
+        _row(queries_at + b * query_b + q * query_h, s0, query_s),
+        _offsets(query_s, query_d, BLOCK_S, BLOCK_D), num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST,
+    )  # fmt: skip
+    key_offsets = _offsets(key_t, key_d, BLOCK_T, BLOCK_D)
+    value_offsets = _offsets(value_t, value_d, BLOCK_T, BLOCK_D)
+    out = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    top = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    low, inside, near, open, diagonal, end = _key_bounds(
+        j0, num_keys, protected, window, HAS, BLOCK_S, BLOCK_T
+    )
+    keys_at = _row(keys_at, low, key_t)
+    values_at = _row(values_at, low, value_t)
+    local = tl.arange(0, BLOCK_S)
+    for i0 in range(low, end, BLOCK_T):
+        tested = (i0 < inside) | (i0 >= diagonal)
+        if _has(HAS, GATE | DECAY):
+            tested |= (i0 >= near) & (i0 < open)
+        keys_i = i0 + tl.arange(0, BLOCK_T)
+        keys = _load(keys_at, key_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
+        keys_at += BLOCK_T * key_t
+        product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        gate, decay, absent = _key_bias(
+            gate_at, decay_at, exists_at, gate_t, decay_t, exists_t, keys_i, j0, num_keys, HAS
+        )
+        logits, _ = _logits(
+            product, (j0 + local)[:, None], keys_i[None, :], local[:, None],
+            gate[None, :], decay[None, :], absent[None, :], tested, i0 < near, scale, cap, protected, window,
+            HAS,
+        )  # fmt: skip
+        above = tl.maximum(top, tl.max(logits, 1))
+        finite = tl.where(above == float("-inf"), 0.0, above)
+        weights = tl.exp2(logits - finite[:, None])
+        fade = tl.exp2(top - finite)
+        total = total * fade + tl.sum(weights, 1)
+        out = out * fade[:, None]
+        values = _load(values_at, value_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
+        values_at += BLOCK_T * value_t
+        out = tl.dot(weights.to(values.dtype), values, out, input_precision=PRECISION)
+        top = above
+    if _has(HAS, SINKS):
+        sink = tl.load(sinks_at + q * sinks_q).to(tl.float32) * LOG2E
+        above = tl.maximum(top, sink)
+        fade = tl.exp2(top - above)
+        total = total * fade + tl.exp2(sink - above)
+        out = out * fade[:, None]
+        top = above
+    if _has(HAS, EXISTS):
+        at = exists_at + (num_keys - num_queries + rows).to(tl.int64) * exists_t
+        own = tl.load(at, mask=rows < num_queries, other=0)
+        total = tl.where(own != 0, total, 0.0)
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    out = tl.where(empty[:, None], 0.0, out / divisor[:, None])
+    lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN2)
+    _store(
+        _row(out_at + b * out_b + q * out_h, s0, out_s), _offsets(out_s, out_d, BLOCK_S, BLOCK_D),
+        num_queries - s0, out, D, BLOCK_S, BLOCK_D,
+    )  # fmt: skip
+    tl.store(lse_at + (b * (H * G) + q) * num_queries + rows, lse, mask=rows < num_queries)
+
+
+@triton.jit
+def prepare_(
+    out_at, d_out_at, lse_at, d_lse_at, delta_at, lse2_at,
+    out_b, out_h, out_s, out_d, d_out_b, d_out_h, d_out_s, d_out_d, H, G, num_queries, padded, num_blocks,
+    HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """What a row subtracts, `delta = sum_d out dO - d_lse`; and its log-sum-exp in units of log 2, +inf for a
+    row that saw nothing, whose probabilities so become 0."""
+    block, b, h, member = _place(tl.program_id(0), num_blocks, H, G, False)
+    q = h * G + member
+    s0 = block * BLOCK_S
+    rows = s0 + tl.arange(0, BLOCK_S)
+    inside = rows < num_queries
+    out = _load(
+        _row(out_at + b * out_b + q * out_h, s0, out_s), _offsets(out_s, out_d, BLOCK_S, BLOCK_D),
+        num_queries - s0, D, BLOCK_S, BLOCK_D, False, True,
+    )  # fmt: skip
+    d_out = _load(
+        _row(d_out_at + b * d_out_b + q * d_out_h, s0, d_out_s),
+        _offsets(d_out_s, d_out_d, BLOCK_S, BLOCK_D), num_queries - s0, D, BLOCK_S, BLOCK_D, False, True,
+    )  # fmt: skip
+    delta = tl.sum(out * d_out, 1)
+    at = (b * (H * G) + q) * num_queries + rows
+    if _has(HAS, D_LSE):
+        delta -= tl.load(d_lse_at + at, mask=inside, other=0.0)
+    lse = tl.load(lse_at + at, mask=inside, other=float("-inf"))
+    at = (b * (H * G) + q) * padded + rows
+    tl.store(delta_at + at, delta, mask=rows < padded)
+    tl.store(lse2_at + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=rows < padded)
+
+
+@triton.jit
+def d_queries_(
+    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, d_out_at, lse2_at, delta_at, d_queries_at,
+    query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
+    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t,
+    d_out_b, d_out_h, d_out_s, d_out_d, d_query_b, d_query_h, d_query_s, d_query_d,
+    H, G, num_queries, num_keys, padded, num_blocks, scaling, scale, cap, protected, window,
+    HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one block of queries of one query head."""
+    block, b, h, member = _place(tl.program_id(0), num_blocks, H, G, True)
+    q = h * G + member
+    keys_at += b * key_b + h * key_h
+    values_at += b * value_b + h * value_h
+    if _has(HAS, GATE):
+        gate_at += b * gate_b + h * gate_h
+    if _has(HAS, DECAY):
+        decay_at += b * decay_b + h * decay_h
+    if _has(HAS, EXISTS):
+        exists_at += b * exists_b
+    s0 = block * BLOCK_S
+    j0 = num_keys - num_queries + s0
+    queries = _load(
+        _row(queries_at + b * query_b + q * query_h, s0, query_s),
+        _offsets(query_s, query_d, BLOCK_S, BLOCK_D), num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST,
+    )  # fmt: skip
+    d_out = _load(
+        _row(d_out_at + b * d_out_b + q * d_out_h, s0, d_out_s),
+        _offsets(d_out_s, d_out_d, BLOCK_S, BLOCK_D), num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST,
+    )  # fmt: skip
+    at = (b * (H * G) + q) * padded + s0 + tl.arange(0, BLOCK_S)
+    lse2 = tl.load(lse2_at + at)
+    delta = tl.load(delta_at + at)
+    key_offsets = _offsets(key_t, key_d, BLOCK_T, BLOCK_D)
+    value_offsets = _offsets(value_t, value_d, BLOCK_T, BLOCK_D)
+    d_queries = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    low, inside, near, open, diagonal, end = _key_bounds(
+        j0, num_keys, protected, window, HAS, BLOCK_S, BLOCK_T
+    )
+    keys_at = _row(keys_at, low, key_t)
+    values_at = _row(values_at, low, value_t)
+    local = tl.arange(0, BLOCK_S)
+    for i0 in range(low, end, BLOCK_T):
+        tested = (i0 < inside) | (i0 >= diagonal)
+        if _has(HAS, GATE | DECAY):
+            tested |= (i0 >= near) & (i0 < open)
+        keys_i = i0 + tl.arange(0, BLOCK_T)
+        keys = _load(keys_at, key_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
+        keys_at += BLOCK_T * key_t
+        product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        gate, decay, absent = _key_bias(
+            gate_at, decay_at, exists_at, gate_t, decay_t, exists_t, keys_i, j0, num_keys, HAS
+        )
+        logits, tanh = _logits(
+            product, (j0 + local)[:, None], keys_i[None, :], local[:, None],
+            gate[None, :], decay[None, :], absent[None, :], tested, i0 < near, scale, cap, protected, window,
+            HAS,
+        )  # fmt: skip
+        weights = tl.exp2(logits - lse2[:, None])
+        values = _load(values_at, value_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
+        values_at += BLOCK_T * value_t
+        d_weights = tl.dot(d_out, tl.trans(values), input_precision=PRECISION)
+        d_logits = weights * (d_weights - delta[:, None])
+        if _has(HAS, CAP):
+            d_logits *= 1.0 - tanh * tanh
+        d_queries = tl.dot(d_logits.to(keys.dtype), keys, d_queries, input_precision=PRECISION)
+    _store(
+        _row(d_queries_at + b * d_query_b + q * d_query_h, s0, d_query_s),
+        _offsets(d_query_s, d_query_d, BLOCK_S, BLOCK_D), num_queries - s0, d_queries * scaling,
+        D, BLOCK_S, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def d_keys_(
+    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, d_out_at, lse2_at, delta_at,
+    d_keys_at, d_values_at, d_gate_at, d_decay_at,
+    query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
+    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t,
+    d_out_b, d_out_h, d_out_s, d_out_d,
+    d_key_b, d_key_h, d_key_t, d_key_d, d_value_b, d_value_h, d_value_t, d_value_d,
+    H, G, num_queries, num_keys, padded, num_blocks, scaling, scale, cap, protected, window,
+    HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one block of keys of one KV head, and of its values, gates and decays."""
+    block, b, h, _ = _place(tl.program_id(0), num_blocks, H, 1, False)
+    i0 = block * BLOCK_T
+    keys_i = i0 + tl.arange(0, BLOCK_T)
+    before = num_keys - num_queries
+    keys = _load(
+        _row(keys_at + b * key_b + h * key_h, i0, key_t), _offsets(key_t, key_d, BLOCK_T, BLOCK_D),
+        num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST,
+    )  # fmt: skip
+    values = _load(
+        _row(values_at + b * value_b + h * value_h, i0, value_t),
+        _offsets(value_t, value_d, BLOCK_T, BLOCK_D), num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST,
+    )  # fmt: skip
+    if _has(HAS, GATE):
+        gate_at += b * gate_b + h * gate_h
+    if _has(HAS, DECAY):
+        decay_at += b * decay_b + h * decay_h
+    if _has(HAS, EXISTS):
+        exists_at += b * exists_b
+    # Blocks of queries that see one of these keys, nearest first: from where all see all, from where one is
+    # gated and from where all are, and from where one lies outside of a window.
+    low = tl.maximum(i0 - before, 0) // BLOCK_S * BLOCK_S
+    last = tl.minimum(i0 + BLOCK_T, num_keys) - 1
+    end = num_queries
+    edge = num_queries
+    if _has(HAS, WINDOW):
+        end = tl.minimum(end, tl.maximum(last + window - before, 0))
+        edge = tl.maximum(i0 + window - before, 0) // BLOCK_S * BLOCK_S
+    diagonal = last - before
+    open = tl.maximum(i0 + protected - before, 0) // BLOCK_S * BLOCK_S
+    far = last + protected - before
+    anchor = before + low
+    gate, decay, absent = _key_bias(
+        gate_at, decay_at, exists_at, gate_t, decay_t, exists_t, keys_i, anchor, num_keys, HAS
+    )
+    query_offsets = _offsets(query_s, query_d, BLOCK_S, BLOCK_D)
+    d_out_offsets = _offsets(d_out_s, d_out_d, BLOCK_S, BLOCK_D)
+    d_keys = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    d_values = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    d_gate = tl.zeros([BLOCK_T], tl.float32)
+    d_decay = tl.zeros([BLOCK_T], tl.float32)
+    for member in range(0, G):
+        q = h * G + member
+        # Pointers that move on take fewer registers than those that are made anew.
+        head_queries_at = _row(queries_at + b * query_b + q * query_h, low, query_s)
+        head_d_out_at = _row(d_out_at + b * d_out_b + q * d_out_h, low, d_out_s)
+        row = (b * (H * G) + q) * padded
+        for s0 in range(low, end, BLOCK_S):
+            tested = s0 < diagonal
+            if _has(HAS, WINDOW):
+                tested |= s0 >= edge
+            gated = s0 >= far
+            if _has(HAS, GATE | DECAY):
+                tested |= (s0 >= open) & (s0 < far)
+            rows = s0 + tl.arange(0, BLOCK_S)
+            queries = _load(
+                head_queries_at, query_offsets, num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST
+            )
+            head_queries_at += BLOCK_S * query_s
+            lse2 = tl.load(lse2_at + row + rows)
+            # Keys are rows here, and queries columns.
+            product = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+            local = rows - low
+            logits, tanh = _logits(
+                product, (before + rows)[None, :], keys_i[:, None], local[None, :],
+                gate[:, None], decay[:, None], absent[:, None], tested, gated, scale, cap, protected, window,
+                HAS,
+            )  # fmt: skip
+            weights = tl.exp2(logits - lse2[None, :])
+            d_out = _load(head_d_out_at, d_out_offsets, num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST)
+            head_d_out_at += BLOCK_S * d_out_s
+            d_values = tl.dot(weights.to(d_out.dtype), d_out, d_values, input_precision=PRECISION)
+            delta = tl.load(delta_at + row + rows)
+            # The product begins at what is subtracted, which so needs no registers beside it.
+            d_weights = tl.zeros([BLOCK_T, BLOCK_S], tl.float32) - delta[None, :]
+            d_logits = weights * tl.dot(values, tl.trans(d_out), d_weights, input_precision=PRECISION)
+            # The decay's sum counts from the anchor too, and is put right by the gate's in the end.
+            if _has(HAS, GATE | DECAY):  # noqa: SIM102
+                if s0 >= open:
+                    part = d_logits
+                    if s0 < far:
+                        outside = (before + rows - protected)[None, :] >= keys_i[:, None]
+                        part = tl.where(outside, part, 0.0)
+                    d_gate += tl.sum(part, 1)
+                    if _has(HAS, DECAY):
+                        d_decay += tl.sum(part * local[None, :].to(tl.float32), 1)
+            if _has(HAS, CAP):
+                d_logits *= 1.0 - tanh * tanh
+            d_keys = tl.dot(d_logits.to(queries.dtype), queries, d_keys, input_precision=PRECISION)
+    _store(
+        _row(d_keys_at + b * d_key_b + h * d_key_h, i0, d_key_t),
+        _offsets(d_key_t, d_key_d, BLOCK_T, BLOCK_D), num_keys - i0, d_keys * scaling, D, BLOCK_T, BLOCK_D,
+    )  # fmt: skip
+    _store(
+        _row(d_values_at + b * d_value_b + h * d_value_h, i0, d_value_t),
+        _offsets(d_value_t, d_value_d, BLOCK_T, BLOCK_D), num_keys - i0, d_values, D, BLOCK_T, BLOCK_D,
+    )  # fmt: skip
+    at = (b * H + h) * num_keys + keys_i
+    if _has(HAS, GATE):
+        tl.store(d_gate_at + at, d_gate, mask=keys_i < num_keys)
+    if _has(HAS, DECAY):
+        d_decay += (anchor - keys_i).to(tl.float32) * d_gate
+        tl.store(d_decay_at + at, d_decay, mask=keys_i < num_keys)
+
+
+# Pointers to float32; those that remain are in the queries' precision.
+_FLOATS = (
+    "gate_at",
+    "decay_at",
+    "sinks_at",
+    "lse_at",
+    "lse2_at",
+    "delta_at",
+    "d_lse_at",
+    "d_gate_at",
+    "d_decay_at",
+)
+_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_KERNELS: dict[Kernel, Any] = {
+    "forward": forward_,
+    "prepare": prepare_,
+    "d_queries": d_queries_,
+    "d_keys": d_keys_,
+}
+
+
+def _build(name: Kernel, dtype: torch.dtype, D: int, has: int, capability: int, whole: bool = True) -> Build:
+    """One kernel as `launch` starts it for contiguous tensors of 4 query heads a KV head."""
+    fuller, block_d, function = bool(has & (DECAY.value | CAP.value)), block_of(D), _KERNELS[name]
+    own = tile(name, dtype, block_d, capability, fuller=fuller)
+    constants: dict[str, Any] = {"HAS": has, "D": D, "BLOCK_D": block_d, "BLOCK_S": own.queries}
+    if name != "prepare":
+        constants |= {"BLOCK_T": own.keys, "WHOLE": whole, "UPCAST": False}
+        constants["PRECISION"] = dot_precision(dtype)
+    signature: dict[str, str] = {}
+    missing = {"gate": GATE, "decay": DECAY, "exists": EXISTS, "sinks": SINKS, "d_lse": D_LSE}
+    absent = {f"{part}_at" for part, bit in missing.items() if not has & bit.value}
+    absent |= {f"d_{part}_at" for part in ("gate", "decay") if f"{part}_at" in absent}
+    for argument in function.arg_names:
+        if argument in constants:
+            continue
+        if argument in absent:
+            constants[argument] = None
+        elif argument.endswith(("_d", "gate_t", "decay_t", "exists_t", "sinks_q")):
+            constants[argument] = 1
+        elif argument.endswith("_at"):
+            kind = "fp32" if argument in _FLOATS else "i1" if argument == "exists_at" else _NAMES[dtype]
+            signature[argument] = f"*{kind}"
+        else:
+            signature[argument] = "fp32" if argument in ("scaling", "scale", "cap") else "i32"
+    strides = ("_b", "_h", "_s", "_t")
+    return Build(
+        name=f"{name} {_NAMES[dtype]} D={D} {_said(has)}",
+        kernel=function,
+        signature=signature,
+        constants=constants,
+        num_warps=own.warps,
+        num_stages=own.stages,
+        aligned=[name for name in signature if name.endswith(("_at", *strides))] if D % 16 == 0 else [],
+        wgmma=dtype != torch.float32 and name != "prepare",
+        archs=(capability,),
+    )
+
+
+def _said(has: int) -> str:
+    """The features in words."""
+    bits = {"gate": GATE, "decay": DECAY, "exists": EXISTS, "window": WINDOW, "cap": CAP, "sinks": SINKS}
+    names = [name for name, bit in bits.items() if has & bit.value]
+    return "all" if len(names) == len(bits) else "+".join(names) or "plain"
+
+
+def builds() -> list[Build]:
+    """Every kernel with every tile that its launcher can choose, in the most frequent call that does."""
+    gate, decay, exists = GATE.value, DECAY.value, EXISTS.value
+    everything = (SINKS.value << 1) - 1
+    made = []
+    for capability in CAPABILITIES:
+        for name in ("forward", "d_queries", "d_keys"):
+            for D in (64, 128, 256):
+                made.append(_build(name, torch.bfloat16, D, gate, capability))
+                made.append(_build(name, torch.float32, D, gate, capability))
+            made.append(_build(name, torch.float16, 128, gate | exists, capability))
+            made.append(_build(name, torch.bfloat16, 33, everything, capability, whole=False))
+            made.append(_build(name, torch.bfloat16, 80, gate | decay, capability, whole=False))
+            made.append(_build(name, torch.bfloat16, 128, everything, capability))
+        for D in (64, 128, 256):
+            made.append(_build("prepare", torch.bfloat16, D, 0, capability))
+    return made

@@ -1,0 +1,173 @@
+"""Gated attention launched: outputs made, strides read, kernels started; nothing waits for the device.
+
+In: what `retain.kernels.gated_attention` has checked. Out: as `reference`. The one decision taken here: the
+inputs are read where they lie, whatever their strides; the output lies as the queries do, and gradients as
+what they are gradients of.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain.kernels.backend import block_of, dot_precision, upcast
+from retain.kernels.gated_attention import kernel
+from retain.kernels.gated_attention.reference import Bias, Gradients, Settings
+from retain.kernels.gated_attention.tiles import ROWS, Kernel, Tile, tile
+
+
+def forward(
+    queries_BQSD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, bias: Bias, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """The output, in the queries' precision, and the natural log-sum-exp of every row, float32."""
+    B, Q, S, _ = queries_BQSD.shape
+    out_BQSD = torch.empty_like(queries_BQSD)
+    lse_BQS = torch.empty(B, Q, S, dtype=torch.float32, device=queries_BQSD.device)
+    own = _tile("forward", queries_BQSD, bias, settings)
+    blocks = -(-S // own.queries)
+    with _on(queries_BQSD.device):
+        kernel.forward_[(B * Q * blocks,)](
+            *(queries_BQSD, keys_BHTD, values_BHTD, *bias, out_BQSD, lse_BQS),
+            *queries_BQSD.stride(),
+            *keys_BHTD.stride(),
+            *values_BHTD.stride(),
+            *_bias_strides(bias),
+            0 if bias.sinks_Q is None else bias.sinks_Q.stride(0),
+            *out_BQSD.stride(),
+            *_sizes(queries_BQSD, keys_BHTD),
+            blocks,
+            *numbers(settings),
+            **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, own),
+        )
+    return out_BQSD, lse_BQS
+
+
+def backward(
+    d_out_BQSD: Tensor,
+    d_lse_BQS: Tensor | None,
+    queries_BQSD: Tensor,
+    keys_BHTD: Tensor,
+    values_BHTD: Tensor,
+    out_BQSD: Tensor,
+    lse_BQS: Tensor,
+    bias: Bias,
+    settings: Settings,
+    *,
+    inner: bool = True,
+) -> Gradients:
+    """The gradients; without `inner`, none of queries, keys and values."""
+    B, Q, S, D = queries_BQSD.shape
+    H, T = keys_BHTD.shape[1:3]
+    device = queries_BQSD.device
+    padded = -(-S // ROWS) * ROWS
+    delta_BQP = torch.empty(B, Q, padded, dtype=torch.float32, device=device)
+    lse2_BQP = torch.empty_like(delta_BQP)
+    d_queries = torch.empty_like(queries_BQSD) if inner else None
+    d_keys, d_values = torch.empty_like(keys_BHTD), torch.empty_like(values_BHTD)
+    d_gate = None if bias.log_gate_BHT is None else delta_BQP.new_empty(B, H, T)
+    d_decay = None if bias.log_decay_BHT is None else delta_BQP.new_empty(B, H, T)
+    common: tuple[Any, ...] = (queries_BQSD, keys_BHTD, values_BHTD, *bias[:3], d_out_BQSD)
+    strides = (
+        *queries_BQSD.stride(),
+        *keys_BHTD.stride(),
+        *values_BHTD.stride(),
+        *_bias_strides(bias),
+        *d_out_BQSD.stride(),
+    )
+    with _on(device):
+        own = _tile("prepare", queries_BQSD, bias, settings)
+        blocks = -(-padded // own.queries)
+        kernel.prepare_[(B * Q * blocks,)](
+            *(out_BQSD, d_out_BQSD, lse_BQS, None if d_lse_BQS is None else d_lse_BQS.float().contiguous()),
+            *(delta_BQP, lse2_BQP, *out_BQSD.stride(), *d_out_BQSD.stride(), H, Q // H, S, padded, blocks),
+            HAS=0 if d_lse_BQS is None else kernel.D_LSE.value,
+            D=D,
+            BLOCK_D=block_of(D),
+            BLOCK_S=own.queries,
+            num_warps=own.warps,
+        )
+        own = _tile("d_keys", queries_BQSD, bias, settings)
+        blocks = -(-T // own.keys)
+        kernel.d_keys_[(B * H * blocks,)](
+            *(*common, lse2_BQP, delta_BQP, d_keys, d_values, d_gate, d_decay, *strides),
+            *(*d_keys.stride(), *d_values.stride(), *_sizes(queries_BQSD, keys_BHTD), padded, blocks),
+            *(settings.scaling, *numbers(settings)),
+            **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, own),
+        )
+        if d_queries is not None:
+            own = _tile("d_queries", queries_BQSD, bias, settings)
+            blocks = -(-S // own.queries)
+            kernel.d_queries_[(B * Q * blocks,)](
+                *(*common, lse2_BQP, delta_BQP, d_queries, *strides, *d_queries.stride()),
+                *(*_sizes(queries_BQSD, keys_BHTD), padded, blocks, settings.scaling, *numbers(settings)),
+                **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, own),
+            )
+    d_sinks = None
+    if bias.sinks_Q is not None:
+        # A sink pays for nothing, so that its share of the gradient is that of the row's sum alone.
+        sinks_Q1 = bias.sinks_Q.float()[:, None]
+        share = torch.exp2(sinks_Q1 * kernel.LOG2E.value - lse2_BQP)
+        d_sinks = -(share * delta_BQP).sum((0, 2)).to(bias.sinks_Q.dtype)
+    return Gradients(
+        d_queries,
+        d_keys if inner else None,
+        d_values if inner else None,
+        None if d_gate is None or bias.log_gate_BHT is None else d_gate.to(bias.log_gate_BHT.dtype),
+        None if d_decay is None or bias.log_decay_BHT is None else d_decay.to(bias.log_decay_BHT.dtype),
+        d_sinks,
+    )
+
+
+def numbers(settings: Settings) -> tuple[float, float, int, int]:
+    """Factor on a product, the soft cap (both make units of log 2), the protected window and the window."""
+    log2e, cap = kernel.LOG2E.value, settings.soft_cap
+    scale = settings.scaling * log2e if cap is None else settings.scaling / cap
+    return scale, (cap or 0.0) * log2e, settings.protected, settings.window or 0
+
+
+def _sizes(queries: Tensor, keys: Tensor) -> tuple[int, int, int, int]:
+    """H, G, S and T."""
+    H = keys.shape[1]
+    return H, queries.shape[1] // H, queries.shape[2], keys.shape[2]
+
+
+def _bias_strides(bias: Bias) -> list[int]:
+    """Strides of gate, decay and existence, zeros for what is not there."""
+    strides: list[int] = []
+    for given, axes in ((bias.log_gate_BHT, 3), (bias.log_decay_BHT, 3), (bias.exists_BT, 2)):
+        strides += [0] * axes if given is None else given.stride()
+    return strides
+
+
+def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, own: Tile) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    there = (*(part is not None for part in bias[:3]), settings.window is not None)
+    there += (settings.soft_cap is not None, bias.sinks_Q is not None)
+    D = queries.shape[-1]
+    return {
+        "HAS": sum(1 << bit for bit, has in enumerate(there) if has),
+        "D": D,
+        "BLOCK_D": block_of(D),
+        "BLOCK_S": own.queries,
+        "BLOCK_T": own.keys,
+        "WHOLE": queries.shape[2] % own.queries == 0 and num_keys % own.keys == 0,
+        "PRECISION": dot_precision(queries.dtype),
+        "UPCAST": upcast(queries.dtype),
+        "num_warps": own.warps,
+        "num_stages": own.stages,
+    }
+
+
+def _tile(name: Kernel, queries: Tensor, bias: Bias, settings: Settings) -> Tile:
+    """The tile of a kernel on the queries' device; the interpreter takes small ones of every kind."""
+    if not queries.is_cuda:
+        return Tile(16, 32, 4, 1) if name == "d_keys" else Tile(32, 16, 4, 1)
+    major, minor = torch.cuda.get_device_capability(queries.device)
+    fuller = bias.log_decay_BHT is not None or settings.soft_cap is not None
+    return tile(name, queries.dtype, block_of(queries.shape[-1]), 10 * major + minor, fuller=fuller)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels start on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

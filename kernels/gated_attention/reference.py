@@ -1,0 +1,310 @@
+"""Gated attention in plain PyTorch, forward and backward: the definition, and the path on a CPU.
+
+In: tensors that `retain.kernels.gated_attention` has checked. Out: the output and the row log-sum-exp; or the
+gradients. The one decision taken here: blocks of queries meet all of their keys at once, so that a block is
+a few large matrix products and its softmax needs no correction later. A block holds `CELLS` logits (`LEAST`
+queries' where keys are many), and what a key's column adds to gradients is summed block
+after block, in one order.
+
+Memory beyond inputs and outputs: float32 copies of the inputs, where they are of another precision or not
+contiguous, and three blocks: linear in T.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Logits of one block, over all of its heads: those of a few heads stay in a core's cache.
+CELLS = 1 << 19
+# Queries of a block: more look at more entries that are not theirs to see, fewer make thin products.
+MOST, LEAST = 64, 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of a call, which `retain.kernels.gated_attention.gated_attention` explains."""
+
+    scaling: float
+    protected: int = 0
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+class Bias(NamedTuple):
+    """What acts on keys and rows rather than through products: any of them may be missing."""
+
+    log_gate_BHT: Tensor | None = None
+    log_decay_BHT: Tensor | None = None
+    exists_BT: Tensor | None = None
+    sinks_Q: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """One a differentiable input; None where it was not there, or not asked for."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+    values: Tensor | None
+    log_gate: Tensor | None
+    log_decay: Tensor | None
+    sinks: Tensor | None
+
+
+def forward(
+    queries_BQSD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, bias: Bias, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """The output, in the queries' precision, and the natural log-sum-exp of every row, `[B, Q, S]`."""
+    call = _Call(queries_BQSD, keys_BHTD, values_BHTD, bias, settings)
+    out_RGSD = torch.empty_like(call.queries_RGSD)
+    lse_RGS = call.queries_RGSD.new_empty(out_RGSD.shape[:3])
+    for block in call.blocks():
+        weights, _ = call.logits(block)
+        top = weights.amax(-1, keepdim=True)
+        if call.sinks_RG is not None:
+            sinks = call.sinks_RG[block.rows, :, None, None]
+            top = torch.maximum(top, sinks)
+        top.masked_fill_(top == float("-inf"), 0.0)
+        total = weights.sub_(top).exp_().sum(-1, keepdim=True)
+        if call.sinks_RG is not None:
+            total = total + (sinks - top).exp()
+        out = torch.bmm(weights.flatten(1, 2), call.values_RTD[block.rows, block.keys]).view(
+            *total.shape[:3], -1
+        )
+        lse = (total.log() + top).squeeze(-1)
+        out.div_(total.masked_fill_(total == 0, 1.0))
+        if (blank := call.blank(block)) is not None:
+            out.masked_fill_(blank[..., None], 0.0)
+            lse.masked_fill_(blank, float("-inf"))
+        out_RGSD[block.rows, :, block.queries] = out
+        lse_RGS[block.rows, :, block.queries] = lse
+    out_BQSD = torch.empty_like(queries_BQSD).copy_(out_RGSD.view(queries_BQSD.shape))
+    return out_BQSD, lse_RGS.view(queries_BQSD.shape[:3])
+
+
+def backward(
+    d_out_BQSD: Tensor,
+    d_lse_BQS: Tensor | None,
+    queries_BQSD: Tensor,
+    keys_BHTD: Tensor,
+    values_BHTD: Tensor,
+    out_BQSD: Tensor,
+    lse_BQS: Tensor,
+    bias: Bias,
+    settings: Settings,
+    *,
+    inner: bool = True,
+) -> Gradients:
+    """The gradients, from probabilities that are made again of logits and log-sum-exp.
+
+    With `p = exp(logit - lse)` and `dp = dO v`: `ds = p (dp - sum_i p dp + d_lse)`, whose sums over queries
+    are the gradients of gate and decay, and whose products with keys and queries those of queries and keys.
+
+    Args:
+        d_out_BQSD: gradient of the output.
+        d_lse_BQS: gradient of the log-sum-exp; None for zeros.
+        queries_BQSD: and what follows: as in the forward, and what came out of it.
+        inner: whether the gradients of queries, keys and values are wanted.
+    """
+    call = _Call(queries_BQSD, keys_BHTD, values_BHTD, bias, settings)
+    like, R, G = call.queries_RGSD, call.num_rows, call.group
+    d_out_RGSD = d_out_BQSD.to(like.dtype).reshape(like.shape)
+    # Of a row that saw nothing, every probability is 0.
+    lse_RGS = lse_BQS.to(like.dtype).reshape(like.shape[:3])
+    lse_RGS = lse_RGS.masked_fill(lse_RGS == float("-inf"), float("inf"))
+    delta_RGS = (d_out_RGSD * out_BQSD.to(like.dtype).reshape(like.shape)).sum(-1)
+    if d_lse_BQS is not None:
+        delta_RGS = delta_RGS - d_lse_BQS.to(like.dtype).reshape(delta_RGS.shape)
+    d_queries = torch.empty_like(like) if inner else None
+    d_keys = torch.zeros_like(call.keys_RTD) if inner else None
+    d_values = torch.zeros_like(call.values_RTD) if inner else None
+    d_gate = None if call.gate_RT is None else torch.zeros_like(call.gate_RT)
+    d_decay = None if call.decay_RT is None else torch.zeros_like(call.decay_RT)
+    for block in call.blocks():
+        rows, at, seen = block.rows, block.queries, block.keys
+        weights, slope = call.logits(block, slope=inner)
+        weights.sub_(lse_RGS[rows, :, at, None]).exp_()
+        d_out = d_out_RGSD[rows, :, at].flatten(1, 2)
+        if d_values is not None:
+            d_values[rows, seen].baddbmm_(weights.flatten(1, 2).transpose(1, 2), d_out)
+        d_logits = torch.bmm(d_out, call.values_RTD[rows, seen].transpose(1, 2)).view_as(weights)
+        d_logits.sub_(delta_RGS[rows, :, at, None]).mul_(weights)
+        if d_gate is not None or d_decay is not None:
+            call.add_bias_gradients_(block, d_logits, d_gate, d_decay)
+        if d_queries is not None and d_keys is not None:
+            if slope is not None:
+                d_logits.mul_(slope)
+            flat = d_logits.flatten(1, 2)
+            d_queries[rows, :, at] = torch.bmm(flat, call.keys_RTD[rows, seen]).view(*weights.shape[:3], -1)
+            # The queries hold the factor on the logits already.
+            d_keys[rows, seen].baddbmm_(flat.transpose(1, 2), call.queries_RGSD[rows, :, at].flatten(1, 2))
+    d_sinks = None
+    if call.sinks_RG is not None:
+        # A sink pays for nothing, so that its `dp` is 0.
+        d_sinks = -((call.sinks_RG[..., None] - lse_RGS).exp() * delta_RGS).sum(-1)
+        d_sinks = d_sinks.view(-1, R // len(queries_BQSD) * G).sum(0)
+
+    def shaped(gradient: Tensor | None, given: Tensor | None) -> Tensor | None:
+        if gradient is None or given is None:
+            return None
+        return gradient.view(given.shape).to(given.dtype)
+
+    def laid_out(gradient: Tensor | None, given: Tensor) -> Tensor | None:
+        """As what it is the gradient of, whose strides are promised to the compiler."""
+        found = shaped(gradient, given)
+        return found if found is None or given.is_contiguous() else torch.empty_like(given).copy_(found)
+
+    return Gradients(
+        laid_out(None if d_queries is None else d_queries.mul_(settings.scaling), queries_BQSD),
+        laid_out(d_keys, keys_BHTD),
+        laid_out(d_values, values_BHTD),
+        shaped(d_gate, bias.log_gate_BHT),
+        shaped(d_decay, bias.log_decay_BHT),
+        shaped(d_sinks, bias.sinks_Q),
+    )
+
+
+class _Block(NamedTuple):
+    """Some queries of some rows, and the keys between the first that one of them sees and the last."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+
+class _Call:
+    """The inputs in one precision and row by row, `R = B H`, and where the blocks are."""
+
+    def __init__(
+        self, queries_BQSD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, bias: Bias, settings: Settings
+    ):
+        B, Q, S, D = queries_BQSD.shape
+        H, T = keys_BHTD.shape[1:3]
+        self.settings, self.num_rows, self.num_heads = settings, B * H, H
+        self.group, self.num_queries, self.num_keys = Q // H, S, T
+        self.dtype = torch.promote_types(queries_BQSD.dtype, torch.float32)
+        rows = queries_BQSD.to(self.dtype).reshape(B * H, Q // H, S, D)
+        self.queries_RGSD = rows * settings.scaling
+        self.keys_RTD = keys_BHTD.to(self.dtype).reshape(B * H, T, D)
+        self.values_RTD = values_BHTD.to(self.dtype).reshape(B * H, T, D)
+        self.gate_RT = self._rows(bias.log_gate_BHT)
+        self.decay_RT = self._rows(bias.log_decay_BHT)
+        self.sinks_RG = None
+        if bias.sinks_Q is not None:
+            self.sinks_RG = bias.sinks_Q.to(self.dtype).view(1, H, -1).expand(B, -1, -1).flatten(0, 1)
+        # Every row's own, up to the last entry that is missing somewhere.
+        self.absent_RT = None
+        if bias.exists_BT is not None and not bool(bias.exists_BT.all()):
+            whole = bias.exists_BT.all(0).flip(0).long().cumprod(0).sum()
+            absent_BT = ~bias.exists_BT[:, : T - int(whole)]
+            self.absent_RT = absent_BT[:, None].expand(-1, H, -1).flatten(0, 1)
+
+    def _rows(self, given_BHT: Tensor | None) -> Tensor | None:
+        return None if given_BHT is None else given_BHT.to(self.dtype).reshape(self.num_rows, -1)
+
+    def blocks(self) -> Iterator[_Block]:
+        """Queries in order, and rows in order for each."""
+        S, T, G, window = self.num_queries, self.num_keys, self.group, self.settings.window
+        width = max(1, min(T, T if window is None else window + MOST))
+        step = max(1, min(S, MOST, max(LEAST, CELLS // (width * G))))
+        for start in range(0, S, step):
+            stop = min(S, start + step)
+            last = T - S + stop
+            first = 0 if window is None else max(0, T - S + start - window + 1)
+            rows = max(1, CELLS // ((last - first) * (stop - start) * G))
+            for row in range(0, self.num_rows, rows):
+                yield _Block(slice(row, row + rows), slice(start, stop), slice(first, last))
+
+    def blank(self, block: _Block) -> Tensor | None:
+        """`[r, 1, s]`, which of a block's queries are padding; None where none is."""
+        if self.absent_RT is None:
+            return None
+        before = self.num_keys - self.num_queries
+        absent = self.absent_RT[block.rows, before + block.queries.start : before + block.queries.stop]
+        short = block.queries.stop - block.queries.start - absent.shape[1]
+        return torch.nn.functional.pad(absent, (0, short), value=False)[:, None]
+
+    def logits(self, block: _Block, *, slope: bool = False) -> tuple[Tensor, Tensor | None]:
+        """`[r, G, s, K]`, -inf on what a query does not see; and, if asked for, the soft cap's derivative."""
+        rows, seen, cap = block.rows, block.keys, self.settings.soft_cap
+        queries = self.queries_RGSD[rows, :, block.queries]
+        flat = torch.bmm(queries.flatten(1, 2), self.keys_RTD[rows, seen].transpose(1, 2))
+        logits, factor = flat.view(*queries.shape[:3], -1), None
+        if cap is not None:
+            logits.div_(cap).tanh_()
+            factor = 1 - logits.square() if slope else None
+            logits.mul_(cap)
+        self._add_bias_(block, logits)
+        j0, j1 = self._entries(block)
+        if j0 + 1 < seen.stop:
+            later = self._distance(block, j0 + 1, seen.stop) < 0
+            logits[..., j0 + 1 - seen.start :].masked_fill_(later, float("-inf"))
+        if self.settings.window is not None and (reach := j1 - self.settings.window + 1) > seen.start:
+            far = self._distance(block, seen.start, reach) >= self.settings.window
+            logits[..., : reach - seen.start].masked_fill_(far, float("-inf"))
+        if self.absent_RT is not None:
+            absent = self.absent_RT[rows, None, None, seen]
+            logits[..., : absent.shape[-1]].masked_fill_(absent, float("-inf"))
+        return logits, factor
+
+    def _entries(self, block: _Block) -> tuple[int, int]:
+        """Entry index of a block's first and last query."""
+        before = self.num_keys - self.num_queries
+        return before + block.queries.start, before + block.queries.stop - 1
+
+    def _distance(self, block: _Block, first: int, last: int) -> Tensor:
+        """`[s, last - first]`, how many entries lie from a key to a query."""
+        j0, j1 = self._entries(block)
+        device = self.keys_RTD.device
+        own = torch.arange(j0, j1 + 1, device=device)[:, None]
+        return own - torch.arange(first, last, device=device)
+
+    def _gated(self, block: _Block) -> tuple[int, int]:
+        """Up to where keys are gated for all queries of a block, and up to where for some of them."""
+        j0, j1 = self._entries(block)
+        low, high = block.keys.start, block.keys.stop
+        every = min(max(j0 - self.settings.protected + 1, low), high)
+        return every, min(max(j1 - self.settings.protected + 1, every), high)
+
+    def _add_bias_(self, block: _Block, logits: Tensor) -> None:
+        """Gate and decay, where they act."""
+        if self.gate_RT is None and self.decay_RT is None:
+            return
+        every, some = self._gated(block)
+        low, rows = block.keys.start, block.rows
+        all_of_them = logits[..., : every - low]
+        if self.gate_RT is not None:
+            all_of_them += self.gate_RT[rows, None, None, low:every]
+        if self.decay_RT is not None:
+            distance = self._distance(block, low, every).to(self.dtype)
+            all_of_them.addcmul_(distance, self.decay_RT[rows, None, None, low:every])
+        if some > every:
+            distance = self._distance(block, every, some)
+            bias = torch.zeros((), dtype=self.dtype, device=logits.device)
+            if self.decay_RT is not None:
+                bias = distance * self.decay_RT[rows, None, None, every:some]
+            if self.gate_RT is not None:
+                bias = bias + self.gate_RT[rows, None, None, every:some]
+            logits[..., every - low : some - low] += torch.where(
+                distance >= self.settings.protected, bias, 0.0
+            )
+
+    def add_bias_gradients_(
+        self, block: _Block, d_logits: Tensor, d_gate: Tensor | None, d_decay: Tensor | None
+    ) -> None:
+        """Sums over a block's queries and group of `ds`, and of `ds` times the distance."""
+        every, some = self._gated(block)
+        low, rows = block.keys.start, block.rows
+        for first, last in ((low, every), (every, some)):
+            if last <= first:
+                continue
+            part = d_logits[..., first - low : last - low].sum(1)
+            distance = self._distance(block, first, last)
+            if first == every:
+                part = part.masked_fill(distance < self.settings.protected, 0.0)
+            if d_gate is not None:
+                d_gate[rows, first:last] += part.sum(1)
+            if d_decay is not None:
+                d_decay[rows, first:last] += (part * distance).sum(1)

@@ -1,0 +1,201 @@
+"""Named shapes of `value_norm`, inputs of them, what is right, and what it is timed against."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain.kernels.measure import Claim, Cost, wrong
+from retain.kernels.value_norm import reference, value_norm
+
+# Elements of the product that the plain rival makes at a time.
+PRODUCT = {"cuda": 2**28, "cpu": 2**20}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape.
+
+    Args:
+        batch: B.
+        kv_heads: H.
+        group_size: G.
+        entries: T.
+        width: D.
+        model_width: E.
+        p: of the norm.
+        via: `direct` or `gram`.
+        group: `mean`, `max` or None.
+        linear: W_O is a view of a linear layer's `[E, Q * D]`, as models have it; else `[Q, D, E]` itself.
+        heads_last: values are a view of `[B, T, H, D]`.
+        dtype: of values and weights, whatever is asked for; None: what is asked for.
+    """
+
+    batch: int = 1
+    kv_heads: int = 2
+    group_size: int = 2
+    entries: int = 70
+    width: int = 64
+    model_width: int = 96
+    p: int = 1
+    via: str = "direct"
+    group: str | None = None
+    linear: bool = True
+    heads_last: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group_size
+
+
+CASES = {
+    "one entry": Case(entries=1),
+    "no entry": Case(entries=0),
+    "G = 1, odd lengths": Case(batch=2, group_size=1, entries=67, model_width=51),
+    "G = 8": Case(kv_heads=1, group_size=8, entries=33),
+    "strided": Case(batch=2, entries=40, linear=False, heads_last=True),
+    "D = 16": Case(width=16, model_width=40),
+    "D = 33": Case(width=33, model_width=66),
+    "D = 80, max": Case(width=80, group="max", heads_last=True),
+    "D = 128, mean, G = 3": Case(batch=2, group_size=3, width=128, entries=50, model_width=130, group="mean"),
+    "D = 256": Case(kv_heads=1, width=256, entries=20, model_width=70),
+    "split columns": Case(kv_heads=1, group_size=1, entries=3, model_width=900, linear=False),
+    "split columns, max": Case(batch=2, entries=2, model_width=400, group="max", p=2),
+    "p = 2": Case(batch=2, p=2, entries=65, group="mean"),
+    "Gram": Case(batch=2, p=2, via="gram", entries=65),
+    "Gram, one entry": Case(entries=1, p=2, via="gram", group="max"),
+    "Gram, D = 33, G = 3": Case(group_size=3, width=33, p=2, via="gram", group="mean", linear=False),
+    "Gram, D = 128, G = 8": Case(width=128, kv_heads=1, group_size=8, entries=30, p=2, via="gram"),
+    "Gram, D = 256": Case(width=256, kv_heads=1, entries=20, p=2, via="gram", heads_last=True),
+}
+
+# What a GPU checks besides: so many entries that tall tiles fill it, and groups are reduced by the program.
+LARGE = {
+    "tall": Case(batch=2, kv_heads=8, entries=4100, width=128, model_width=520),
+    "tall, mean, D = 80": Case(batch=2, kv_heads=8, entries=4100, width=80, group="mean"),
+    "tall, max, p = 2": Case(batch=2, kv_heads=8, entries=4100, p=2, group="max", linear=False),
+    "tall, D = 256": Case(batch=2, kv_heads=8, entries=4100, width=256, heads_last=True),
+    "many sequences of one token": Case(batch=64, kv_heads=8, entries=1, width=128, group="mean"),
+    "tall, Gram": Case(batch=2, kv_heads=8, entries=4100, width=128, p=2, via="gram"),
+    "tall, Gram, max, D = 80": Case(
+        batch=2, kv_heads=8, entries=4100, width=80, p=2, via="gram", group="max"
+    ),
+}
+
+SPEED = {
+    "cpu": {
+        "1K": Case(kv_heads=8, group_size=4, entries=1024, width=128, model_width=1024),
+        "4K, Gram": Case(
+            kv_heads=8, group_size=4, entries=4096, width=128, model_width=1024, p=2, via="gram"
+        ),
+        "bfloat16, E = 4096, Gram": Case(
+            kv_heads=8,
+            group_size=4,
+            entries=256,
+            width=128,
+            model_width=4096,
+            p=2,
+            via="gram",
+            dtype=torch.bfloat16,
+        ),
+        "bfloat16, one new token": Case(
+            kv_heads=8, group_size=4, entries=1, width=128, model_width=4096, dtype=torch.bfloat16
+        ),
+    },
+    "cuda": {
+        "128K": Case(kv_heads=8, group_size=4, entries=2**17, width=128, model_width=4096),
+        "128K, Gram": Case(
+            kv_heads=8, group_size=4, entries=2**17, width=128, model_width=4096, p=2, via="gram"
+        ),
+        "2K of a prompt": Case(kv_heads=8, group_size=4, entries=2048, width=128, model_width=4096),
+        "one new token": Case(batch=8, kv_heads=8, group_size=4, entries=1, width=128, model_width=4096),
+    },
+}
+
+CLAIMS = {
+    "cuda": [
+        Claim("near the rate of a matrix product", "matmul", at_least=0.6, case="128K"),
+        Claim("the [T, E] product never exists", extra_mb_at_most=1, case="128K"),
+    ],
+    "cpu": [Claim("the [T, E] product never exists", extra_mb_at_most=16)],
+}
+
+
+def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+    """Arguments of the op."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = case.dtype or dtype
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    values = normal(case.batch, case.entries, case.kv_heads, case.width).transpose(1, 2)
+    if case.linear:
+        weight = normal(case.model_width, case.heads * case.width).T.unflatten(0, (case.heads, case.width))
+    else:
+        weight = normal(case.heads, case.width, case.model_width)
+    # Heads of unequal size: 1, 4, 16, 1, ...
+    sizes_Q = 4.0 ** (torch.arange(case.heads, device=device) % 3) * case.model_width**-0.5
+    return {
+        "values_BHTD": values if case.heads_last else values.contiguous(),
+        "output_weight_QDE": weight.mul_(sizes_Q[:, None, None]),
+        "p": case.p,
+        "via": case.via if case.p == 2 else None,
+        "group": case.group,
+    }
+
+
+def run(case: Case, kwargs: dict[str, Any]) -> Tensor:
+    """The op."""
+    return value_norm(**kwargs)
+
+
+def cost(case: Case, dtype: torch.dtype) -> Cost:
+    """Of the way that is taken: through the Gram matrix E / D times less, for many entries."""
+    dtype = case.dtype or dtype
+    rows, columns = case.batch * case.heads * case.entries, case.model_width
+    flops = 2.0 * rows * case.width * columns
+    if case.via == "gram":
+        flops = 2.0 * case.width**2 * (rows + case.heads * columns)
+    numbers = case.batch * case.kv_heads * case.entries * case.width + case.heads * case.width * columns
+    norms = case.batch * case.entries * (case.kv_heads if case.group else case.heads)
+    return Cost(flops, numbers * dtype.itemsize + 4.0 * norms)
+
+
+def plain(kwargs: dict[str, Any]) -> Tensor:
+    """The norm as one would write it, of some entries at a time, in the inputs' precision."""
+    values, weight = kwargs["values_BHTD"], kwargs["output_weight_QDE"]
+    (B, H, T, _), (Q, _, E) = values.shape, weight.shape
+    weight_HGDE = weight.unflatten(0, (H, Q // H))
+    step = max(1, PRODUCT[values.device.type] // (B * Q * E))
+    wider = torch.promote_types(values.dtype, torch.float32)
+    norm = values.new_empty(B, Q, T, dtype=wider)
+    for start in range(0, T, step):
+        product = values[:, :, None, start : start + step] @ weight_HGDE
+        sizes = torch.linalg.vector_norm(product, kwargs["p"], -1, dtype=wider)
+        norm[..., start : start + step] = sizes.flatten(1, 2)
+    return reference.grouped(norm, H, kwargs["group"])
+
+
+def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """What one would write without the op; the products are made, but never all at once."""
+    found: dict[str, Callable[[], Any]] = {"chunks of the product": lambda: plain(kwargs)}
+    if case.via == "gram":
+        found["direct"] = lambda: value_norm(**{**kwargs, "via": "direct"})
+    return found
+
+
+def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
+    """What is wrong with the op: it is compared with float64, and allowed float32's error even where its
+    inputs are of half precision, since no product of those is rounded."""
+    kwargs = inputs(case, dtype, device, seed)
+    single, double = ({**kwargs} for _ in range(2))
+    for name in ("values_BHTD", "output_weight_QDE"):
+        single[name], double[name] = kwargs[name].float(), kwargs[name].double()
+    # The definition is the projection, also of what goes through the Gram matrix.
+    double["via"] = "direct"
+    wanted = reference.value_norm(**double)
+    return wrong(run(case, kwargs), wanted, plain(single), ops=2, what="norm")

@@ -1,0 +1,77 @@
+"""What queries pay to entries: what scores, future risk and running statistics are made of.
+
+In: the evidence of one layer, and which of its queries and entries are meant. Out: of what those queries pay
+to each entry the largest, the sum and so on. The one decision taken here: whoever wants numbers an entry asks
+the one op for them (`retain.kernels.attention_stats`), on every device, so that no rows of attention need
+exist. `retain.evidence.attention_probs` is the definition of the rows, for whoever wants those.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from retain.evidence import Evidence
+from retain.kernels.attention_stats import Pool, attention_stats
+
+
+def paid(
+    evidence: Evidence,
+    *wanted: str,
+    start: int = 0,
+    entries: int | None = None,
+    distance: int = 0,
+    pool: Pool | None = None,
+    group: bool = False,
+    lse_BQs: Float[Tensor, "B Q s"] | None = None,
+    least_BQs: Float[Tensor, "B Q s"] | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Statistics of what the queries from `start` on pay to the first entries.
+
+    With `a_qj` the row of `retain.evidence.attention_probs`, over the queries `j >= start` that are there:
+    `max: max_j a_qj[i]`, `sum: sum_j a_qj[i]`, `squares: sum_j a_qj[i]^2`,
+    `scatter: sum_j (a_qj[i] - mean_j a_qj[i])^2` (over all from `start` on; who is not there pays 0),
+    `entropy: - sum_j a_qj[i] log(a_qj[i] + 1e-10)`, `last`: the entry index of the last query that pays at
+    least `least_qj`, -1 for none. An entry that a head does not hold is paid 0.
+
+    Args:
+        evidence: the layer.
+        wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`, `last`; `lse` of the rows; and of rows that
+            are pooled (no `scatter`, no `last`) `plain`, their sum before.
+        start: first query, an index into the S held queries.
+        entries: how many of the first entries are asked about (rows sum to one over all that a query sees);
+            None: all.
+        distance: entries nearer behind a query than this are not paid by it.
+        pool: rows are smoothed along the entries before anything is taken of them.
+        group: of the query heads of a KV head together (the largest, the sum, the last).
+        lse_BQs: of an earlier call for the same queries, which spares a pass over the keys.
+        least_BQs: for `last`.
+        chunk: queries at a time; changes memory, not the result.
+
+    Returns:
+        what is wanted, in its order: `[B, Q, entries]` each (`[B, H, entries]` by group; `lse` `[B, Q, s]`),
+        in float32 (float64 if the evidence is), `last` in int64.
+    """
+    T, S = evidence.num_seen, evidence.num_queries
+    counts_places = evidence.window is not None or pool is not None
+    stats = attention_stats(
+        evidence.queries_BQSD[:, :, start:],
+        evidence.keys_BHTD,
+        scaling=evidence.scaling,
+        wanted=wanted,
+        first_query=T - S + start,
+        keys=None if entries is None else (0, entries),
+        distance=distance,
+        window=evidence.window,
+        # One head stands for all that hold the same.
+        exists_BHT=evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT,
+        asks_BS=evidence.asks_BS[:, start:],
+        place_BT=evidence.place_BT if counts_places else None,
+        soft_cap=evidence.soft_cap,
+        sinks_Q=evidence.sinks_Q,
+        lse_BQS=lse_BQs,
+        least_BQS=least_BQs,
+        pool=pool,
+        group=group,
+        chunk=chunk,
+    )
+    return tuple(getattr(stats, name) for name in wanted)

@@ -1,0 +1,429 @@
+import copy
+import inspect
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import retain
+from retain.gates import GateInputs, build_gates
+from retain.hf.model import base_model, describe
+from retain.hf.soft import SoftGated, above, logistic, soft_gated
+from tests.close import MODEL, assert_close
+from tests.tiny import FAMILIES, PAD, VOCAB, tiny_batch, tiny_model
+
+PADS = (0, 9)
+PROTECTED = 6
+
+
+def gates_of(model, family="linear", *, level=0.0, spread=1.0, dtype=torch.float64, **dims):
+    """Fresh gates whose outputs differ from entry to entry."""
+    specs = describe(model)
+    made = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads, **dims} for spec in specs}
+    gates = build_gates(family, made).to(dtype)
+    for layer in gates.layers:
+        gates[layer].start_at_(torch.full([gates[layer].H], level))
+        torch.nn.init.normal_(gates[layer].out.weight, std=spread * gates[layer].out.weight.shape[1] ** -0.5)
+    return gates
+
+
+@contextmanager
+def dense(model, gates, attention_mask, *, protected, to_log_gate=logistic, decays=False, spared_BHT=None):
+    """The oracle: every evicting module gets the bias of its gate as a 4D mask, T x T a query head; nothing
+    of `retain.hf.soft` or of the kernels runs."""
+    handles, made = [], {}
+    T, valid = attention_mask.shape[1], attention_mask.bool()
+    place = torch.arange(T)
+    distance = place[:, None] - place
+
+    def give_mask(spec):
+        def hook(module, args, kwargs):
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            gate = gates[spec.layer_idx]
+            log_gate = to_log_gate(gate(GateInputs(hidden_BTE=hidden)), gate)
+            if spared_BHT is not None:
+                log_gate = torch.where(spared_BHT, 0.0, log_gate)
+            made[spec.layer_idx] = log_gate
+            bias = log_gate[:, :, None] * (distance if decays else 1.0)
+            bias = torch.where(distance >= protected, bias, 0.0)
+            seen = (distance >= 0) & valid[:, None, None]
+            if spec.window is not None:
+                seen = seen & (distance < spec.window)
+            # A pad's own query may see nothing; let it see itself, nobody looks at what comes out.
+            bias = bias.masked_fill(~(seen | (distance == 0)), float("-inf"))
+            mask = bias.to(hidden.dtype).repeat_interleave(module.num_key_value_groups, dim=1)
+            return args, {**kwargs, "attention_mask": mask}
+
+        return hook
+
+    for spec in describe(model):
+        handles.append(spec.module.register_forward_pre_hook(give_mask(spec), with_kwargs=True))
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def both(model, gates, pads=PADS, num_tokens=34, **settings):
+    """Logits at tokens, log-gates and gate gradients: ours, and the oracle's."""
+    input_ids, mask = tiny_batch(pads, num_tokens)
+    settings = {"protected": PROTECTED, **settings}
+    results = []
+    for context in (
+        lambda: soft_gated(model, gates, **settings),
+        lambda: dense(model, gates, mask, **settings),
+    ):
+        gates.zero_grad()
+        with context() as made:
+            logits = model(input_ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        log_gates = made if isinstance(made, dict) else made.log_gates
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        term = sum(log_gates[layer].exp()[:, :, 9:].mean() for layer in gates.layers)
+        ((logits * weights).sum() / len(weights) + term).backward()
+        found = {name: parameter.grad.clone() for name, parameter in gates.named_parameters()}
+        results.append((logits.detach(), log_gates, found))
+    return results
+
+
+def assert_same(model, gates, **settings):
+    (logits, log_gates, found), (wanted, wanted_gates, wanted_found) = both(model, gates, **settings)
+    assert_close(logits, wanted, dtype=torch.float32)  # norms inside of the model are float32's
+    assert set(log_gates) == set(wanted_gates) == set(gates.layers)
+    for layer, log_gate in log_gates.items():
+        assert_close(log_gate[:, :, 9:], wanted_gates[layer][:, :, 9:], dtype=torch.float32)
+    for name, gradient in found.items():
+        assert gradient.any(), name
+        assert_close(gradient, wanted_found[name], dtype=torch.float32, ops=MODEL)
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_dense_masks(family):
+    model = tiny_model(family, dtype=torch.float64)
+    gates = gates_of(model, "mlp" if family == "qwen3" else "linear")
+    logits = assert_same(model, gates)
+    input_ids, mask = tiny_batch(PADS, 34)
+    free = model(input_ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    assert float((free - logits).abs().max()) > 0.05, "the gates must bite"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"protected": 0},
+        {"protected": 1},
+        {"protected": 0, "decays": True},
+        {"protected": 5, "decays": True},
+        {"to_log_gate": above(-1.0, 0.5)},
+        {"to_log_gate": lambda output, gate: -output.square()},
+        {"spared_BHT": (torch.arange(34) % 5 == 0).expand(2, 2, 34)},
+        {"pads": (0, 0)},
+    ],
+    ids=str,
+)
+def test_every_form_of_gate(settings):
+    assert_same(tiny_model("llama", dtype=torch.float64), gates_of(tiny_model("llama")), **settings)
+
+
+def test_soft_caps():
+    """No family of tests/tiny.py has one: Gemma-2 does, in eager attention."""
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=16,
+        attn_logit_softcapping=1.0,
+        pad_token_id=PAD,
+        attn_implementation="eager",
+    )
+    # In float32: its mask of float64's lowest number would make NaN of padding, since weights are float32's.
+    model = Gemma2ForCausalLM(config).eval().requires_grad_(False)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
+    gates = gates_of(model, dtype=torch.float32)
+    (logits, _, found), (wanted, _, wanted_found) = both(model, gates)
+    assert_close(logits, wanted.double(), ops=MODEL)
+    for name, gradient in found.items():
+        assert_close(gradient, wanted_found[name].double(), ops=4 * MODEL)
+    for spec in describe(model):
+        spec.module.attn_logit_softcapping = None
+    (uncapped, _, _), _ = both(model, gates)
+    assert float((uncapped - logits).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gates_of_zero_leave_the_model_as_it_is(family):
+    model = tiny_model(family, dtype=torch.float64)
+    input_ids, mask = tiny_batch(PADS, 34)
+    with soft_gated(
+        model, gates_of(model), protected=0, to_log_gate=lambda output, gate: torch.zeros_like(output)
+    ):
+        logits = model(input_ids, attention_mask=mask).logits
+    wanted = model(input_ids, attention_mask=mask, use_cache=False).logits
+    assert_close(logits[mask.bool()], wanted[mask.bool()], dtype=torch.float32)
+
+
+def test_a_spared_entry_is_seen_as_it_is():
+    model = tiny_model("qwen3", dtype=torch.float64)
+    input_ids, mask = tiny_batch((0, 0), 30)
+    shut = {"protected": 4, "to_log_gate": lambda output, gate: torch.full_like(output, -50.0)}
+    wanted = model(input_ids, attention_mask=mask, use_cache=False).logits
+    for spared, same in ((torch.ones(2, 30, dtype=torch.bool), True), (None, False)):
+        with soft_gated(model, gates_of(model), spared_BHT=spared, **shut) as soft:
+            logits = model(input_ids, attention_mask=mask).logits
+        assert (float((logits - wanted).abs().max()) < 1e-5) == same
+        assert all(bool((phi == 0).all()) == same for phi in soft.log_gates.values())
+
+
+def test_the_decoder_alone_and_embeddings_do_too():
+    model = tiny_model("qwen3", dtype=torch.float64)
+    gates, (input_ids, mask) = gates_of(model), tiny_batch(PADS, 20)
+    with soft_gated(model, gates, protected=3) as soft:
+        logits = model(input_ids, attention_mask=mask).logits
+        assert torch.equal(soft.valid_BT, mask.bool())
+        hidden = base_model(model)(input_ids, mask).last_hidden_state
+        embeddings = model.get_input_embeddings()(input_ids)
+        again = model(inputs_embeds=embeddings, attention_mask=mask).logits
+    assert torch.equal(model.lm_head(hidden), logits)
+    assert torch.equal(again, logits)
+
+
+def hooks_of(model):
+    return [
+        hook
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for hook in hooks
+    ]
+
+
+@pytest.mark.parametrize("attach", [False, True], ids=["alone", "attached"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_everything_is_undone(family, attach):
+    model = tiny_model(family)
+    input_ids, mask = tiny_batch(PADS, 20)
+    handle = retain.attach(model) if attach else None
+    before = model(input_ids, attention_mask=mask).logits
+    hooks, implementation = hooks_of(model), model.config._attn_implementation
+    gates = gates_of(model, dtype=torch.float32)
+    with soft_gated(model, gates, protected=2):
+        inside = model(input_ids, attention_mask=mask).logits
+    assert not torch.equal(inside, before)
+    with pytest.raises(KeyError, match="thrown"), soft_gated(model, gates, protected=2):
+        model(input_ids, attention_mask=mask)
+        raise KeyError("thrown")
+    assert hooks_of(model) == hooks and model.config._attn_implementation == implementation
+    output = model(input_ids, attention_mask=mask)
+    assert torch.equal(output.logits, before) and output.past_key_values is not None
+    if handle is not None:
+        cache = retain.Cache(model, policy="snapkv", keep_ratio=0.6)
+        input_ids, mask = tiny_batch(PADS, 100)
+        model.generate(input_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+        assert cache.entries_evicted > 0
+        handle.undo()
+        assert not hooks_of(model)
+
+
+def test_no_parameter_of_the_model_gets_a_gradient():
+    model = tiny_model("qwen3")
+    gates, (input_ids, mask) = gates_of(model, dtype=torch.float32), tiny_batch(PADS, 20)
+    with soft_gated(model, gates, protected=2):
+        loss = model(input_ids, attention_mask=mask).logits.logsumexp(-1).sum()
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad.any() for parameter in gates.parameters())
+
+
+def test_without_gradients_nothing_is_kept():
+    model = tiny_model("qwen3")
+    input_ids, mask = tiny_batch(PADS, 20)
+    with torch.no_grad(), soft_gated(model, gates_of(model, dtype=torch.float32), protected=2) as soft:
+        logits = model(input_ids, attention_mask=mask).logits
+    assert not logits.requires_grad and not any(phi.requires_grad for phi in soft.log_gates.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next"])
+def test_gradient_checkpointing_changes_nothing(family):
+    """Two forwards before the first backward: each is computed again with its own padding."""
+    model = tiny_model(family)
+    gates = gates_of(model, dtype=torch.float32)
+    found = []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        gates.zero_grad()
+        losses = []
+        with soft_gated(model, gates, protected=2) as soft:
+            for pads in ((0, 9), (4, 0)):
+                input_ids, mask = tiny_batch(pads, 20)
+                logits = model(input_ids, attention_mask=mask).logits[mask.bool()]
+                open_share = sum(phi.exp().mean() for phi in soft.log_gates.values())
+                losses.append(logits.logsumexp(-1).sum() + open_share)
+            sum(losses).backward()
+        found.append([parameter.grad.clone() for parameter in gates.parameters()])
+    for plain, checkpointed in zip(*found, strict=True):
+        assert_close(checkpointed, plain.double(), ops=MODEL)
+
+
+def test_training_reduces_the_loss():
+    """What the next stage does: KL to the full logits, and a bound on how much stays open."""
+    model = tiny_model("qwen3")
+    gates = gates_of(model, level=3.0, spread=0.1, dtype=torch.float32)
+    trained = SoftGated(model, gates, protected=4)
+    assert {id(one) for one in trained.parameters()} == {id(one) for one in gates.parameters()}
+    assert set(trained.state_dict()) == {f"gates.{name}" for name in gates.state_dict()}
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-2, weight_decay=0.0)
+    input_ids, mask = tiny_batch((0, 7, 0, 3), 48)
+    valid = mask.bool()
+    with torch.no_grad():
+        full = model(input_ids, attention_mask=mask).logits[valid].log_softmax(-1)
+    history = []
+    for _ in range(60):
+        output, log_gates = trained(input_ids, mask)
+        logits = output.logits[valid].log_softmax(-1)
+        divergence = functional.kl_div(logits, full, log_target=True, reduction="batchmean")
+        share = torch.stack([phi.exp().movedim(1, 2)[valid].mean() for phi in log_gates.values()]).mean()
+        loss = divergence + 20.0 * (share - 0.5).relu()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append((float(loss.detach()), float(divergence.detach()), float(share.detach())))
+    losses, divergences, shares = zip(*history, strict=True)
+    assert shares[0] > 0.9 and shares[-1] < 0.52, "gates close to the bound"
+    assert losses[-1] < 0.1 * losses[0], "and the loss falls"
+    assert divergences[-1] < 0.7 * max(divergences), "since they learn which may close"
+
+
+def test_units():
+    gates = gates_of(tiny_model("llama"), dtype=torch.float32)
+    gate = gates[0]
+    output = torch.tensor([[[-2.0, 0.0, 3.0]]])
+    risk = output.exp()
+    assert_close(logistic(output, gate), (risk.double() / (1 + risk.double())).log())
+    assert_close(above(1.0, 2.0)(output, gate), ((output.double() - 1) / 2).sigmoid().log())
+    other = copy.copy(gate)
+    other.unit = "risk"
+    assert_close(logistic(risk, other), (risk.double() / (1 + risk.double())).log())
+    assert logistic(torch.zeros(1, 1, 1), other).isfinite().all()
+    assert logistic(output.bfloat16(), gate).dtype == torch.float32
+    other.unit = "rank"
+    with pytest.raises(ValueError, match="a gate in units of 'rank' says no risk.*pass to_log_gate="):
+        logistic(output, other)
+    with pytest.raises(ValueError, match="temperature=0.0 must be positive"):
+        above(1.0, 0.0)
+
+
+def test_gates_at_half_precision_models():
+    model = tiny_model("qwen3", dtype=torch.bfloat16)
+    gates, (input_ids, mask) = gates_of(model, dtype=torch.float32), tiny_batch(PADS, 20)
+    with soft_gated(model, gates, protected=2) as soft:
+        logits = model(input_ids, attention_mask=mask).logits
+    assert logits.dtype == torch.bfloat16
+    assert {phi.dtype for phi in soft.log_gates.values()} == {torch.float32}
+    logits.float().logsumexp(-1)[mask.bool()].sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in gates.parameters())
+
+
+def test_no_mask_of_all_pairs_is_made():
+    """Layers that evict need none, padded or not, with a window or not; those left alone keep theirs."""
+    seen = {}
+    for family in ("llama", "mistral_window", "gemma3"):
+        model = tiny_model(family)
+        gates, (input_ids, mask) = gates_of(model, dtype=torch.float32), tiny_batch(PADS, 20)
+        evicting = {spec.layer_idx for spec in describe(model)}
+        handles = []
+        for module in model.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
+
+                def look(module, args, kwargs, family=family):
+                    seen[family, module.layer_idx] = kwargs["attention_mask"]
+
+                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
+        with soft_gated(model, gates, protected=2):
+            model(input_ids, attention_mask=mask)
+        for handle in handles:
+            handle.remove()
+        assert all(seen[family, layer] is None for layer in evicting)
+    assert seen["gemma3", 0] is not None
+
+
+INPUT_IDS, MASK = tiny_batch(PADS, 20)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            {"past_key_values": DynamicCache()},
+            "past_key_values was given, and soft gates read whole sequences",
+        ),
+        ({"attention_mask": MASK.flip(1)}, "right padding"),
+        ({"attention_mask": MASK[:, :5]}, r"attention_mask is \(2, 5\)"),
+    ],
+)
+def test_a_forward_that_cannot_be_gated_is_refused(call, said):
+    model = tiny_model("qwen3")
+    with (
+        soft_gated(model, gates_of(model, dtype=torch.float32), protected=2),
+        pytest.raises(ValueError, match=said),
+    ):
+        model(**{"input_ids": INPUT_IDS, "attention_mask": MASK, **call})
+    assert not hooks_of(model)
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes():
+    model = tiny_model("qwen3")
+    gates = gates_of(model, dtype=torch.float32)
+
+    def refuses(said, model=model, gates=gates, **settings):
+        hooks, implementation = hooks_of(model), model.config._attn_implementation
+        with pytest.raises(ValueError, match=said), soft_gated(model, gates, **{"protected": 2, **settings}):
+            raise AssertionError("entered")
+        assert hooks_of(model) == hooks and model.config._attn_implementation == implementation
+
+    refuses("these gates do not fit", gates=gates_of(tiny_model("llama")))
+    refuses("protected=-1 must be at least 0", protected=-1)
+    with soft_gated(model, gates, protected=2):
+        refuses("'retain_soft_sdpa' cannot be gated softly.*leave one `with soft_gated`")
+    tuned = tiny_model("qwen3")
+    tuned.lm_head.requires_grad_(True)
+    refuses("want a gradient .the first is lm_head.weight.*requires_grad_.False", model=tuned)
+    gates[1].inputs = frozenset({"hidden", "keys"})
+    refuses("the gate of layer 1 looks at keys, and here a gate is shown the attention input")
+
+
+@pytest.mark.parametrize("shape", [(2, 19), (1, 20), (2, 3, 20)], ids=["short", "batch", "heads"])
+def test_spared_entries_must_be_the_batchs(shape):
+    model = tiny_model("llama")
+    gates = gates_of(model, dtype=torch.float32)
+    spared = torch.zeros(2, 20, dtype=torch.bool).new_zeros(shape)
+    trained = SoftGated(model, gates, protected=2)
+    with pytest.raises(ValueError, match=r"spared_BHT is .*and the batch is \[2, 20\].*H = 2 KV heads"):
+        trained(INPUT_IDS, MASK, spared_BHT=spared)
+
+
+def test_dropout_is_refused():
+    model = tiny_model("llama", attention_dropout=0.5).train()
+    gates = gates_of(model, dtype=torch.float32)
+    with soft_gated(model, gates, protected=2), pytest.raises(ValueError, match=r"layer 0 drops out .*eval"):
+        model(INPUT_IDS, attention_mask=MASK)
+
+
+def test_our_attention_is_a_function_without_state():
+    model = tiny_model("llama")
+    with soft_gated(model, gates_of(model, dtype=torch.float32), protected=2):
+        name = model.config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    held = [cell.cell_contents for cell in inspect.unwrap(function).__closure__]
+    assert held == ["sdpa"]

@@ -1,0 +1,479 @@
+"""attention_stats: the reference and the kernels against a dense matrix in float64, and what is refused."""
+
+import importlib
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from retain.evidence import Evidence, attention_probs
+from retain.kernels import backend
+from retain.kernels.attention_stats import WANTED, Pool, attention_stats, cases, dispatch, reference, tiles
+from retain.kernels.attention_stats.cases import ALL, CASES, FLOATS, Case, inputs, run, wrong_last
+from retain.kernels.attention_stats.threads import workers
+from retain.kernels.measure import extra_bytes
+from tests.close import assert_close
+
+MB = 10**6
+
+
+def dense(
+    queries_BQSD, keys_BHTD, *, scaling, wanted, queries=None, keys=None, causal=True, distance=0,
+    window=None, exists_BHT=None, asks_BS=None, place_BT=None, soft_cap=None, sinks_Q=None, weight_BQK=None,
+    lse_BQS=None, least_BQS=None, pool=None, group=False,
+):  # fmt: skip
+    """The docstring's formulas over whole matrices in float64; a log-sum-exp that is given is made anew."""
+    (B, Q, S, _), (H, T) = queries_BQSD.shape, keys_BHTD.shape[1:3]
+    G = Q // H
+    logits = torch.einsum("bhgsd,bhtd->bhgst", queries_BQSD.double().unflatten(1, (H, G)), keys_BHTD.double())
+    logits = logits.flatten(1, 2) * scaling
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    own = torch.arange(T - S, T)[:, None]
+    entry = torch.arange(T)[None]
+    place = (torch.arange(T).expand(B, T) if place_BT is None else place_BT)[:, None]
+    sees = torch.ones((B, Q, S, T), dtype=torch.bool)
+    if causal:
+        sees &= entry <= own
+    if window is not None:
+        sees &= (place > place[..., T - S :].mT - window)[:, None]
+    exists = torch.ones((B, H, T), dtype=torch.bool) if exists_BHT is None else exists_BHT.expand(B, H, T)
+    exists = exists.repeat_interleave(G, 1)[:, :, None]
+    sees &= exists
+    if asks_BS is not None:
+        sees &= asks_BS[:, None, :, None]
+    powers = torch.where(sees, logits, -math.inf).exp()
+    total = powers.sum(-1)
+    if sinks_Q is not None:
+        asked = 1 if asks_BS is None else asks_BS[:, None]
+        total = total + sinks_Q.double().exp()[:, None] * asked
+    probs = torch.where(sees, powers / total[..., None], 0.0)
+    if pool is not None:
+        before = probs
+        probs = pooled(probs, exists, place[:, 0], pool)
+    probs = torch.where(own - entry >= distance, probs, 0.0) if distance else probs
+    (q0, q1), (k0, k1) = queries or (0, S), keys or (0, T)
+    before = (before if pool is not None else probs)[:, :, q0:q1, k0:k1]
+    probs, sees = probs[:, :, q0:q1, k0:k1], sees[:, :, q0:q1, k0:k1]
+    if weight_BQK is not None:
+        probs, before = (part * weight_BQK.double()[:, :, None] for part in (probs, before))
+    found = {
+        "max": probs.amax(2),
+        "sum": probs.sum(2),
+        "squares": probs.square().sum(2),
+        "scatter": (probs - probs.mean(2, keepdim=True)).square().sum(2),
+        "plain": before.sum(2),
+        "entropy": -(probs * (probs + 1e-10).log()).sum(2),
+        "lse": total.log()[:, :, q0:q1],
+    }
+    if group:
+        for name in ("max", "sum", "squares", "scatter", "entropy", "plain"):
+            each = found[name].unflatten(1, (H, G))
+            found[name] = each.amax(2) if name == "max" else each.sum(2)
+    return found
+
+
+def pooled(probs, exists, place_BT, pool):
+    """Neighbour by neighbour, entry by entry."""
+    (B, _, _, T), after = probs.shape, torch.zeros_like(probs)
+    for b in range(B):
+        for i in range(T):
+            same = range(pool.split) if i < pool.split else range(pool.split, T)
+            near = [k for k in same if abs(int(place_BT[b, k] - place_BT[b, i])) <= pool.size // 2]
+            part = probs[b, ..., near]
+            after[b, ..., i] = part.sum(-1) / pool.size if pool.kind == "avg" else part.amax(-1)
+    after = torch.where(exists, after, 0.0)
+    if pool.keep_mass:
+        for side in (slice(0, pool.split), slice(pool.split, None)):
+            mass = after[..., side].sum(-1, keepdim=True)
+            after[..., side] *= probs[..., side].sum(-1, keepdim=True) / torch.where(mass > 0, mass, 1.0)
+    return after
+
+
+def assert_right(found, kwargs, ops=4):
+    """What is wanted, to float32's floor: also of half precision, whose products are exact."""
+    exact = dense(**kwargs)
+    for name in kwargs["wanted"]:
+        own = getattr(found, name)
+        if name == "last":
+            assert own.dtype == torch.int64
+            assert wrong_last(own, kwargs) is None
+            continue
+        # The entropy of a certainty is nothing, but its rounding is that of the probability, 1.
+        least = exact["sum"] if name == "entropy" else 0.0
+        kind = torch.promote_types(kwargs["keys_BHTD"].dtype, torch.float32)
+        assert own.dtype == kind, name
+        assert_close(own + least, exact[name] + least, dtype=kind, ops=ops)
+    for name in {*WANTED} - {*kwargs["wanted"]}:
+        assert getattr(found, name) is None
+
+
+def interpreted(kwargs):
+    with backend.using("triton"):
+        return attention_stats(**kwargs)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_reference_is_the_formula(name, dtype, chunk):
+    kwargs = inputs(CASES[name], dtype, "cpu")
+    assert_right(attention_stats(**kwargs, chunk=chunk), kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_the_formula(name, dtype):
+    kwargs = inputs(CASES[name], dtype, "cpu", seed=1)
+    assert_right(interpreted(kwargs), kwargs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_last_is_the_last_of_a_loop(name):
+    """The oracle of last accesses, which `wrong_last` takes from the reference in float64."""
+    case = CASES[name]
+    if "last" not in case.wanted:
+        assert case.pool is not None
+        return
+    kwargs = inputs(case, torch.float64, "cpu")
+    (B, Q, S, _), (H, T) = kwargs["queries_BQSD"].shape, kwargs["keys_BHTD"].shape[1:3]
+    least = kwargs.pop("least_BQS")
+    (q0, q1), (k0, k1) = kwargs["queries"] or (0, S), kwargs["keys"] or (0, T)
+    wanted = torch.full((B, Q, k1 - k0), -1)
+    for s in range(q0, q1):
+        probs = dense(**{**kwargs, "queries": (s, s + 1), "group": False})["max"]
+        wanted[(probs >= least[:, :, s, None]) & (probs > 0)] = T - S + s
+    if case.group:
+        wanted = wanted.unflatten(1, (H, -1)).amax(2)
+    assert torch.equal(attention_stats(**{**kwargs, "wanted": "last"}, least_BQS=least).last, wanted)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_zero_is_enough_of_what_is_seen_and_of_nothing_else(path):
+    kwargs = inputs(Case(batch=2, entries=40, padding=7, held=0.6, window=9, width=16), torch.float32, "cpu")
+    kwargs["least_BQS"] = torch.zeros_like(kwargs["least_BQS"])
+    with backend.using(path):
+        last = attention_stats(**kwargs).last
+    asks, exists = kwargs["asks_BS"], kwargs["exists_BHT"].repeat_interleave(2, 1)
+    for entry in range(40):
+        for b in range(2):
+            seers = [j for j in range(entry, min(40, entry + 9)) if asks[b, j]]
+            wanted = torch.where(exists[b, :, entry], max(seers, default=-1), -1)
+            assert torch.equal(last[b, :, entry], wanted)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_same_as_attention_probs(path):
+    """Against the definition that scores were written on, with all that an evidence can hold."""
+    torch.manual_seed(3)
+    B, Q, H, T, S, D = 2, 4, 2, 70, 30, 16
+    valid = torch.ones((B, T), dtype=torch.bool)
+    valid[1, :45] = False
+    evidence = Evidence(
+        layer_idx=0,
+        queries_BQSD=torch.randn(B, Q, S, D),
+        keys_BHTD=torch.randn(B, H, T, D),
+        values_BHTD=torch.randn(B, H, T, D),
+        output_weight_QDE=torch.randn(Q, D, 8),
+        scaling=D**-0.5,
+        positions_BT=torch.arange(T).expand(B, T),
+        valid_BT=valid,
+        soft_cap=3.0,
+        window=25,
+        sinks_Q=torch.randn(Q),
+        held_BHT=torch.rand(B, H, T) < 0.7,
+        place_BT=(1 + 2 * torch.rand(B, T)).long().cumsum(-1),
+        queried_BS=torch.rand(B, S) < 0.8,
+    )
+    probs = attention_probs(evidence, 0, S)
+    with backend.using(path):
+        found = attention_stats(
+            evidence.queries_BQSD,
+            evidence.keys_BHTD,
+            scaling=evidence.scaling,
+            wanted=("max", "sum", "squares"),
+            window=evidence.window,
+            exists_BHT=evidence.exists_BHT,
+            asks_BS=evidence.asks_BS,
+            place_BT=evidence.place_BT,
+            soft_cap=evidence.soft_cap,
+            sinks_Q=evidence.sinks_Q,
+        )
+    assert_close(found.max, probs.amax(2).double(), ops=4)
+    assert_close(found.sum, probs.sum(2).double(), ops=4)
+    assert_close(found.squares, probs.square().sum(2).double(), ops=4)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_what_lies_where_nothing_exists_reaches_nothing(path):
+    kwargs = inputs(Case(batch=2, entries=50, padding=8, held=0.6, width=16), torch.float32, "cpu")
+    with backend.using(path):
+        before = attention_stats(**kwargs)
+        kwargs["keys_BHTD"][~kwargs["exists_BHT"]] = math.nan
+        after = attention_stats(**kwargs)
+    for name in ALL:
+        assert torch.equal(getattr(before, name), getattr(after, name)), name
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["plain", "held per head", "pool avg", "few queries, many keys"])
+def test_the_same_twice(name, path):
+    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    with backend.using(path):
+        first, second = (attention_stats(**kwargs) for _ in range(2))
+    assert all(torch.equal(getattr(first, each), getattr(second, each)) for each in kwargs["wanted"])
+
+
+@pytest.mark.parametrize("name", ["few queries, many keys", "window, few queries", "soft cap and sinks"])
+def test_rows_in_parts(name, monkeypatch):
+    """Few rows are split over keys on a GPU; parts may be empty, or see nothing."""
+    monkeypatch.setattr(tiles, "PART_KEYS", 8)
+    launch = importlib.import_module("retain.kernels.attention_stats.launch")
+    parts = []
+    monkeypatch.setattr(launch, "parts_of", lambda *given: parts.append(tiles.parts_of(*given)) or parts[-1])
+    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    assert_right(interpreted(kwargs), kwargs)
+    assert parts[0] > 1
+
+
+@pytest.mark.parametrize("name", ["plain", "weight", "window, few queries"])
+def test_the_group_in_one_program(name, monkeypatch):
+    monkeypatch.setattr(tiles, "PROGRAMS", 0)
+    launch = importlib.import_module("retain.kernels.attention_stats.launch")
+    heads = []
+    monkeypatch.setattr(launch, "heads_of", lambda *given: heads.append(tiles.heads_of(*given)) or heads[-1])
+    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    assert_right(interpreted(kwargs), kwargs)
+    assert heads == [2]
+
+
+def test_first_query_moves_the_queries():
+    """Queries that are not the last ones are what they would be if nothing came after."""
+    kwargs = inputs(Case(entries=50, num_queries=20, wanted=FLOATS, width=16), torch.float32, "cpu")
+    keys = kwargs.pop("keys_BHTD")
+    for path in ("reference", "triton"):
+        with backend.using(path):
+            found = attention_stats(**kwargs, keys_BHTD=keys, first_query=11)
+            alone = attention_stats(**kwargs, keys_BHTD=keys[:, :, :31])
+        for name in ("max", "sum", "squares", "entropy"):
+            every = getattr(found, name)
+            assert_close(every[..., :31], getattr(alone, name).double())
+            assert not every[..., 31:].any()
+        assert_close(found.lse, alone.lse.double())
+
+
+def test_no_gradient_flows():
+    kwargs = inputs(CASES["plain"], torch.float32, "cpu")
+    kwargs["queries_BQSD"].requires_grad_()
+    found = run(CASES["plain"], kwargs)
+    assert not any(getattr(found, name).requires_grad for name in ALL)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("threads", [2, 3])
+def test_heads_are_spread_over_workers(name, threads):
+    """Where there are enough of them; a worker computes alone, and whoever asked keeps its threads."""
+    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    torch.set_num_threads(threads)
+    walk = reference._Walk(_call_of(kwargs))
+    found = [attention_stats(**kwargs, chunk=chunk) for chunk in (None, 7, 7)]
+    assert torch.get_num_threads() == threads
+    pairs = CASES[name].batch * CASES[name].kv_heads
+    assert walk.workers == (min(threads, pairs) if 2 * min(threads, pairs) > threads else 1)
+    for one in found:
+        assert_right(one, kwargs)
+    assert all(torch.equal(getattr(found[1], each), getattr(found[2], each)) for each in kwargs["wanted"])
+
+
+def test_workers_compute_alone_and_are_kept():
+    torch.set_num_threads(2)
+    pool = workers(2)
+    assert workers(2) is pool
+    assert list(pool.map(lambda _: torch.get_num_threads(), range(8))) == [1] * 8
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as fresh:
+        assert fresh.submit(torch.get_num_threads).result() == 2
+
+
+def test_what_breaks_in_a_worker_is_heard(monkeypatch):
+    monkeypatch.setattr(reference._Walk, "fold", lambda walk, rows: torch.zeros(2) + torch.zeros(3))
+    torch.set_num_threads(2)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        attention_stats(**inputs(CASES["plain"], torch.float32, "cpu"))
+
+
+def _call_of(kwargs):
+    """What the reference is called with."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "run", lambda call: calls.append(call) or {})
+        attention_stats(**kwargs)
+    return calls[0]
+
+
+@pytest.mark.parametrize("case", cases.SPEED["cpu"].values(), ids=list(cases.SPEED["cpu"]))
+def test_reference_holds_little(case):
+    kwargs = inputs(case, torch.float32, "cpu")
+    for threads in (1, 2, 16):
+        torch.set_num_threads(threads)
+        assert extra_bytes(lambda: run(case, kwargs), torch.device("cpu")) <= 64 * MB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reference_holds_little_at_any_length(dtype):
+    """128K entries, whose keys alone are 67 MB in float32: also they are made a tile at a time."""
+    case = Case(kv_heads=1, group_size=8, entries=2**17, num_queries=16, width=128, wanted=("max", "lse"))
+    kwargs = inputs(case, dtype, "cpu")
+    assert extra_bytes(lambda: run(case, kwargs), torch.device("cpu")) <= 64 * MB
+
+
+@pytest.mark.parametrize("many", [1, cases.MANY])
+@pytest.mark.parametrize("name", ["plain", "weight, grouped", "known lse", "soft cap and sinks"])
+def test_checks_see_what_is_wrong(name, many, monkeypatch):
+    """Also where they look at the first head alone."""
+    case = CASES[name]
+    monkeypatch.setattr(cases, "MANY", many)
+    assert cases.check(case, torch.float32, "cpu") is None
+    monkeypatch.setattr(cases, "run", lambda case, kwargs: attention_stats(**{**kwargs, "scaling": 0.2}))
+    assert "error" in cases.check(case, torch.float32, "cpu")
+
+
+def test_rivals_run():
+    case = Case(entries=40, wanted=("max",))
+    kwargs = inputs(case, torch.float32, "cpu")
+    found = {name: call() for name, call in cases.rivals(case, kwargs).items()}
+    assert set(found) == {"chunks of rows", "sdpa"}
+    assert_close(found["chunks of rows"], dense(**kwargs)["max"])
+    assert found["sdpa"].shape == kwargs["queries_BQSD"].shape
+    assert cases.cost(case, torch.float32).flops == 2 * 4 * 64 * (40 * 41 // 2)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_compiles_in_one_graph(compiler):
+    kwargs = inputs(CASES["held per head"], torch.float32, "cpu")
+
+    def doubled(queries, keys):
+        return 2 * attention_stats(**{**kwargs, "queries_BQSD": queries, "keys_BHTD": keys}).max
+
+    given = kwargs["queries_BQSD"], kwargs["keys_BHTD"]
+    compiled = torch.compile(doubled, fullgraph=True, backend=compiler)
+    assert torch.equal(compiled(*given), doubled(*given))
+
+
+@pytest.mark.parametrize("name", ["plain", "pool avg", "known lse"])
+def test_the_operator_is_registered_well(name, monkeypatch):
+    """opcheck over the arguments that a compiled call passes."""
+    calls = []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    operator = dispatch._operator
+    monkeypatch.setattr(dispatch, "_operator", lambda *given: calls.append(given) or operator(*given))
+    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    attention_stats(**kwargs)
+    monkeypatch.undo()
+    torch.library.opcheck(operator, calls[-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"queries_BQSD": torch.zeros(1, 3, 20, 8)}, r"Q is a multiple of H; got queries \[1, 3, 20, 8\]"),
+        ({"queries_BQSD": torch.zeros(4, 20, 8)}, r"takes queries \[B, Q, S, D\]"),
+        ({"queries_BQSD": torch.zeros(1, 4, 0, 8)}, "at least one query and one key"),
+        ({"queries_BQSD": torch.zeros(1, 4, 20, 8).half()}, "cast one to the other's precision"),
+        ({"wanted": ("max", "mean")}, "wanted is one or more of max, sum, squares, .*; got mean"),
+        ({"wanted": ()}, "got nothing"),
+        ({"first_query": 21}, "query 0 sits at entry 21, and 20 queries end at 41, of 40 entries"),
+        ({"queries": (3, 3)}, r"queries 3\.\.3 are not inside 0\.\.20: pass 0 <= start < stop <= 20"),
+        ({"keys": (0, 41)}, r"keys 0\.\.41 are not inside 0\.\.40"),
+        ({"distance": -1}, "distance is 0 or more"),
+        ({"distance": 2, "causal": False}, "which only causal attention has"),
+        ({"window": 0}, "window is 1 entry or more"),
+        ({"soft_cap": 0.0}, "soft_cap is more than 0"),
+        ({"chunk": 0}, "chunk is 1 query or more"),
+        (
+            {"exists_BHT": torch.ones(1, 3, 40).bool()},
+            r"exists_BHT is \[1, 2, 40\] or \[1, 1, 40\] here; got",
+        ),
+        ({"exists_BHT": torch.ones(1, 2, 40)}, "exists_BHT is torch.bool; got torch.float32"),
+        ({"asks_BS": torch.ones(1, 40).bool()}, r"asks_BS is \[1, 20\] here; got \[1, 40\]"),
+        ({"weight_BQK": torch.ones(1, 4, 40), "keys": (0, 9)}, r"weight_BQK is \[1, 4, 9\] here"),
+        ({"wanted": "last"}, "pass both or neither"),
+        ({"least_BQS": torch.ones(1, 4, 20)}, "pass both or neither"),
+        ({"pool": Pool("mean", 3, 20)}, "pool kind is 'avg' or 'max'; got 'mean'"),
+        ({"pool": Pool("avg", 4, 20)}, "odd number of places"),
+        ({"pool": Pool("avg", 5, 41)}, "pool split is one of the 40 entries"),
+        ({"pool": Pool("avg", 5, 20), "distance": 1}, "leave out 'last' and distance, or the pool"),
+        ({"pool": Pool("avg", 5, 20), "wanted": "scatter"}, "pooled rows have no 'scatter' here"),
+        ({"wanted": ("max", "plain")}, "'plain' is the sum before rows are pooled: name a pool"),
+    ],
+)
+def test_what_is_refused(change, text):
+    given = {"queries_BQSD": torch.zeros(1, 4, 20, 8), "keys_BHTD": torch.zeros(1, 2, 40, 8), "scaling": 1.0}
+    with pytest.raises(ValueError, match=text):
+        attention_stats(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    "width, scaling, why", [(257, 0.1, "a head width of 257"), (16, -0.1, "scaling of -0.1")]
+)
+def test_what_the_kernels_leave_to_the_reference(width, scaling, why):
+    queries, keys = torch.randn(1, 2, 4, width), torch.randn(1, 2, 4, width)
+    found = attention_stats(queries, keys, scaling=scaling, wanted="sum").sum
+    assert_close(found, dense(queries, keys, scaling=scaling, wanted=("sum",))["sum"])
+    with backend.using("triton"), pytest.raises(ValueError, match=why):
+        attention_stats(queries, keys, scaling=scaling)
+
+
+def test_the_kernels_leave_very_wide_strides_to_the_reference():
+    keys = torch.randn(16).as_strided((1, 1, 16, 1), (0, 0, 1, 2**22))
+    queries = keys.clone()
+    assert attention_stats(queries, keys, scaling=1.0).max.isfinite().all()
+    with backend.using("triton"), pytest.raises(ValueError, match="rows 4194304 elements apart"):
+        attention_stats(queries, keys, scaling=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", backend.DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name, dtype):
+    assert cases.check(CASES[name], dtype, "cuda") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["held per head", "pool avg", "window in places"])
+def test_nothing_waits_for_the_gpu(name):
+    kwargs = inputs(CASES[name], torch.bfloat16, "cuda")
+    run(CASES[name], kwargs)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(CASES[name], kwargs)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_on_a_gpu():
+    extra = []
+    for entries in (2**14, 2**15):
+        case = Case(kv_heads=8, group_size=4, entries=entries, width=128, wanted=("max",), group=True)
+        kwargs = inputs(case, torch.bfloat16, "cuda")
+        extra.append(extra_bytes(lambda case=case, kwargs=kwargs: run(case, kwargs), torch.device("cuda")))
+    assert extra[1] <= 2.1 * extra[0] <= 64 * MB
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_what_hardly_scatters_keeps_its_digits(path, chunk):
+    """Queries that are nearly the same: the squares less what the mean explains would have none left."""
+    wanted = ("sum", "squares", "scatter")
+    case = Case(entries=200, num_queries=40, width=16, causal=False, wanted=wanted)
+    kwargs = inputs(case, torch.float32, "cpu")
+    kwargs["queries_BQSD"] = kwargs["queries_BQSD"][:, :, :1] + 1e-3 * kwargs["queries_BQSD"]
+    exact = dense(**kwargs)["scatter"]
+    with backend.using(path):
+        found = attention_stats(**kwargs, chunk=chunk)
+    explained = found.squares - found.sum.square() / 40
+    worst = [float(((own - exact) / exact).abs().max()) for own in (found.scatter, explained)]
+    assert worst[0] < 3e-3 < 0.1 < worst[1], worst

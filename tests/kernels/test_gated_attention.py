@@ -1,0 +1,387 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.kernels import backend
+from retain.kernels.gated_attention import gated_attention, gated_attention_with_lse, reference
+from retain.kernels.gated_attention.cases import (
+    CASES,
+    DIFFERENTIABLE,
+    ROUNDINGS,
+    SPEED,
+    Case,
+    check,
+    cost,
+    gradients,
+    inputs,
+    plain,
+    run,
+    seen_pairs,
+)
+from retain.kernels.measure import extra_bytes
+from tests.close import assert_close
+
+OTHERS = [torch.float16, torch.bfloat16]
+
+
+def doubled(kwargs):
+    """The same arguments in float64, leaves again."""
+    return {
+        name: given.detach().double().requires_grad_()
+        if isinstance(given, torch.Tensor) and given.is_floating_point()
+        else given
+        for name, given in kwargs.items()
+    }
+
+
+def loops(kwargs):
+    """The docstring's formula in float64, one query at a time; `[B, Q, S, D]` and `[B, Q, S]`."""
+    given = [None if kwargs[name] is None else kwargs[name].detach() for name in DIFFERENTIABLE]
+    (queries, keys, values, gate, decay, sinks), exists = given, kwargs["exists_BT"]
+    (B, Q, S, D), (H, T) = queries.shape, keys.shape[1:3]
+    out = torch.zeros(B, Q, S, D, dtype=torch.float64)
+    lse = torch.full((B, Q, S), -math.inf, dtype=torch.float64)
+    for b in range(B):
+        for q in range(Q):
+            h = q // (Q // H)
+            for s in range(S):
+                j, logits, seen = T - S + s, [], []
+                if exists is not None and not exists[b, j]:
+                    continue
+                for i in range(j + 1):
+                    if exists is not None and not exists[b, i]:
+                        continue
+                    if kwargs["window"] is not None and j - i >= kwargs["window"]:
+                        continue
+                    logit = float(queries[b, q, s] @ keys[b, h, i]) * kwargs["scaling"]
+                    if kwargs["soft_cap"] is not None:
+                        logit = kwargs["soft_cap"] * math.tanh(logit / kwargs["soft_cap"])
+                    if j - i >= kwargs["protected"]:
+                        logit += 0.0 if gate is None else float(gate[b, h, i])
+                        logit += 0.0 if decay is None else (j - i) * float(decay[b, h, i])
+                    logits.append(logit)
+                    seen.append(i)
+                pays_nothing = [] if sinks is None else [float(sinks[q])]
+                total = sum(math.exp(logit) for logit in logits + pays_nothing)
+                if not any(logit > -math.inf for logit in logits) and not pays_nothing:
+                    continue
+                lse[b, q, s] = math.log(total)
+                for logit, i in zip(logits, seen, strict=True):
+                    out[b, q, s] += math.exp(logit) / total * values[b, h, i]
+    return out, lse
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.width <= 64])
+def test_the_reference_is_the_formula_of_the_docstring(name):
+    kwargs = doubled(inputs(replace(CASES[name], width=5), torch.float32, "cpu"))
+    out, lse = gated_attention_with_lse(**kwargs)
+    wanted, wanted_lse = loops(kwargs)
+    assert_close(out, wanted, ops=4)
+    assert_close(lse, wanted_lse, ops=4)
+    assert_close(gated_attention(**kwargs), wanted, ops=4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_the_reference_are_those_of_the_formula(name):
+    kwargs = doubled(inputs(CASES[name], torch.float32, "cpu"))
+    out, lse = plain(kwargs)
+    found = run(CASES[name], kwargs)
+    for actual, wanted in zip(found, [out, lse, *gradients(kwargs, out)], strict=True):
+        assert_close(actual, wanted, ops=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *OTHERS], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_is_right_in_every_precision(name, dtype):
+    assert check(CASES[name], dtype, "cpu") is None
+
+
+def kernel(case, kwargs):
+    """The op on the Triton path: here in the interpreter."""
+    with backend.using("triton"):
+        return run(case, kwargs)
+
+
+# The interpreter's bfloat16 goes through float32: a few cases show that it does.
+KERNEL = [(name, dtype) for name in CASES for dtype in (torch.float32, torch.float16)]
+KERNEL += [(name, torch.bfloat16) for name in ("one entry", "strided", "D = 128")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), KERNEL, ids=str)
+def test_the_kernel_is_right(name, dtype):
+    kwargs = inputs(CASES[name], dtype, "cpu", seed=2)
+    double = doubled(kwargs)
+    out, lse = plain(kwargs)
+    rough = [out, lse, *gradients(kwargs, out)]
+    found = kernel(CASES[name], kwargs)
+    wanted = run(CASES[name], double)
+    assert len(found) == len(wanted) == len(rough)
+    for actual, reference_of_it, beside in zip(found, wanted, rough, strict=True):
+        assert actual.isfinite().all() or torch.equal(actual.isinf(), reference_of_it.isinf())
+        assert_close(actual, reference_of_it, beside, dtype=dtype, ops=ROUNDINGS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *OTHERS], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_right_on_a_gpu(name, dtype):
+    assert check(CASES[name], dtype, torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_results_do_not_change_from_run_to_run(path):
+    kwargs = inputs(CASES["sinks"], torch.float32, "cpu")
+    with backend.using(path):
+        first, second = (run(CASES["sinks"], kwargs) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_padding_gets_zeros_and_gives_none(path):
+    case = Case(batch=2, pads=(7,), entries=20, sinks=True, decay=True)
+    kwargs = inputs(case, torch.float32, "cpu")
+    with torch.no_grad():  # what lies at padding reaches nothing
+        kwargs["values_BHTD"][0, :, :7] = 1e30
+        kwargs["keys_BHTD"][0, :, :7] = 1e3
+    with backend.using(path):
+        out, lse, *grads = run(case, kwargs)
+    assert not out[0, :, :7].any() and (lse[0, :, :7] == -math.inf).all()
+    assert lse[0, :, 7:].isfinite().all() and lse[1].isfinite().all()
+    for name, gradient in zip((n for n in DIFFERENTIABLE if kwargs[n] is not None), grads, strict=True):
+        assert gradient.isfinite().all()
+        if name != "sinks_Q":
+            assert not gradient[0, :, :7].any(), name
+            assert gradient[0, :, 7:].any(), name
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_hidden_entries_get_no_gradient(path):
+    case = CASES["hidden entries"]
+    kwargs = inputs(case, torch.float32, "cpu")
+    with backend.using(path):
+        d_gate = run(case, kwargs)[-1]
+    hidden = kwargs["log_gate_BHT"] == -math.inf
+    assert hidden.any() and not d_gate[hidden].any() and d_gate[~hidden].any()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_one_entry_alone_is_copied(path):
+    case = Case(entries=1)
+    kwargs = inputs(case, torch.float32, "cpu")
+    with backend.using(path):
+        out, _, d_queries, d_keys, d_values, d_gate = run(case, kwargs)
+    assert torch.equal(out, kwargs["values_BHTD"].repeat_interleave(2, 1))
+    # What cancels here are sums of 64 products.
+    assert max(float(one.abs().max()) for one in (d_queries, d_keys)) < 1e-4
+    assert d_values.any() and not d_gate.any()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_the_window_that_is_protected_holds_so_many_queries(path):
+    """An entry's own query and the `protected - 1` after it do not meet its gate."""
+    kwargs = inputs(Case(entries=12, protected=3, heads=1, group=1), torch.float32, "cpu")
+    with torch.no_grad():
+        kwargs["log_gate_BHT"].fill_(-math.inf)
+    for protected in (1, 3, 12):
+        with backend.using(path):
+            out, lse = gated_attention_with_lse(**{**kwargs, "protected": protected, "window": None})
+            windowed = gated_attention_with_lse(
+                **{**kwargs, "log_gate_BHT": None, "protected": 0, "window": protected}
+            )
+        assert_close(out, windowed[0].double())
+        assert_close(lse, windowed[1].double())
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_decay_is_added_and_not_multiplied(path):
+    """One key of logit 2 at distance 3, decay log(0.5): 2 + 3 log 0.5, and not 2 * 0.5 ** 3."""
+    keys = torch.zeros(1, 1, 4, 16)
+    keys[0, 0, 0, 0] = 1.0
+    queries = torch.zeros(1, 1, 1, 16)
+    queries[..., 0] = 2.0
+    values = torch.zeros(1, 1, 4, 16)
+    values[0, 0, 0, 0] = 1.0
+    decay = torch.zeros(1, 1, 4)
+    decay[0, 0, 0] = math.log(0.5)
+    with backend.using(path):
+        out = gated_attention(queries, keys, values, None, decay, scaling=1.0)
+    weight = math.exp(2 + 3 * math.log(0.5))
+    assert float(out[0, 0, 0, 0]) == pytest.approx(weight / (weight + 3), rel=1e-6)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_only_gates_are_asked_for(path):
+    """A frozen first layer: nothing but the gate needs a gradient, and it is the same."""
+    case = CASES["gate and decay"]
+    kwargs = inputs(case, torch.float32, "cpu")
+    frozen = {name: given.detach() if name in DIFFERENTIABLE[:3] else given for name, given in kwargs.items()}
+    with backend.using(path):
+        *_, d_gate, d_decay = run(case, kwargs)
+        out = gated_attention(**frozen)
+        found = torch.autograd.grad(
+            out, [frozen["log_gate_BHT"], frozen["log_decay_BHT"]], torch.ones_like(out)
+        )
+        both = gated_attention(**kwargs)
+        wanted = torch.autograd.grad(
+            both, [kwargs["log_gate_BHT"], kwargs["log_decay_BHT"]], torch.ones_like(out)
+        )
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    assert found[0].shape == d_gate.shape and found[1].shape == d_decay.shape
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_the_log_sum_exp_passes_gradients(path):
+    kwargs = inputs(CASES["everything"], torch.float32, "cpu")
+    names = [name for name in DIFFERENTIABLE if kwargs[name] is not None and name != "values_BHTD"]
+
+    def of(arguments):
+        _, lse = gated_attention_with_lse(**arguments)
+        return torch.autograd.grad(lse[lse.isfinite()].square().sum(), [arguments[n] for n in names])
+
+    wanted = of(doubled(kwargs))
+    with backend.using(path):
+        found = of(kwargs)
+    for actual, reference_of_it in zip(found, wanted, strict=True):
+        assert_close(actual, reference_of_it, ops=8)
+
+
+SMALL = {
+    "all of it": Case(
+        batch=2, entries=6, width=3, decay=True, protected=2, window=4, pads=(2,), soft_cap=2.0, sinks=True
+    ),
+    "the last queries": Case(entries=6, queries=3, width=2, group=3, heads=1, protected=1),
+    "decay alone": Case(entries=5, width=2, gate=False, decay=True, protected=0),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradcheck(name):
+    kwargs = doubled(inputs(SMALL[name], torch.float32, "cpu"))
+    names = [given for given in DIFFERENTIABLE if kwargs[given] is not None]
+
+    def attention(*tensors):
+        out, lse = gated_attention_with_lse(**{**kwargs, **dict(zip(names, tensors, strict=True))})
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+    assert torch.autograd.gradcheck(attention, [kwargs[given] for given in names])
+
+
+@pytest.mark.parametrize("name", ["gate and decay", "everything", "no gate"])
+def test_it_compiles_as_one_operation(name):
+    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    names = [given for given in DIFFERENTIABLE if kwargs[given] is not None]
+
+    def loss(*tensors):
+        own = {**kwargs, **dict(zip(names, tensors, strict=True))}
+        out, lse = gated_attention_with_lse(**{**own, "queries_BQSD": own["queries_BQSD"] * 2})
+        return (out * out).sum() + lse[lse > 0].sum()
+
+    leaves = [kwargs[given] for given in names]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    own, theirs = loss(*leaves), compiled(*leaves)
+    assert torch.equal(own, theirs)
+    for one, other in zip(torch.autograd.grad(own, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["strided", "everything", "the last queries", "decay"])
+def test_the_operation_is_registered_as_it_should_be(name):
+    kwargs = inputs(replace(CASES[name], width=16), torch.float32, "cpu")
+    tensors = [kwargs[given] for given in (*DIFFERENTIABLE[:5], "exists_BT", "sinks_Q")]
+    numbers = [kwargs[given] for given in ("scaling", "protected", "window", "soft_cap")]
+    torch.library.opcheck(torch.ops.retain.gated_attention.default, (*tensors, *numbers))
+    plainly = [None if given is None else given.detach() for given in tensors]
+    out, lse = torch.ops.retain.gated_attention(*plainly, *numbers)
+    for inner in (True, False):
+        arguments = (torch.ones_like(out), None, *plainly[:3], out, lse, *plainly[3:], *numbers, inner)
+        torch.library.opcheck(torch.ops.retain.gated_attention_backward.default, arguments)
+
+
+def test_a_second_gradient_is_refused():
+    kwargs = inputs(Case(entries=5), torch.float32, "cpu")
+    out = gated_attention(**kwargs)
+    (first,) = torch.autograd.grad(out.square().sum(), [kwargs["log_gate_BHT"]], create_graph=True)
+    with pytest.raises(RuntimeError, match="gated_attention_backward.* no autograd formula"):
+        torch.autograd.grad(first.sum(), [kwargs["log_gate_BHT"]])
+
+
+def test_half_precision_gates_and_mixed_ones():
+    kwargs = inputs(Case(entries=30, decay=True), torch.float32, "cpu")
+    half = {**kwargs, "log_gate_BHT": kwargs["log_gate_BHT"].detach().to(torch.float16).requires_grad_()}
+    with backend.using("triton"):
+        *_, d_gate, d_decay = run(CASES["decay"], half)
+    assert d_gate.dtype == torch.float16 and d_decay.dtype == torch.float32
+    assert_close(d_gate, run(CASES["decay"], doubled(half))[-2])
+
+
+def test_blocks_change_nothing(monkeypatch):
+    case = CASES["everything"]
+    kwargs = doubled(inputs(case, torch.float32, "cpu"))
+    wanted = run(case, kwargs)
+    for cells, most, least in ((1, 5, 1), (400, 16, 3), (10**9, 10**9, 1)):
+        for name, value in (("CELLS", cells), ("MOST", most), ("LEAST", least)):
+            monkeypatch.setattr(reference, name, value)
+        for actual, expected in zip(run(case, kwargs), wanted, strict=True):
+            assert_close(actual, expected, ops=20)
+
+
+def test_memory_is_linear_in_the_entries():
+    """Far below the T x T logits of a head, at twice the entries no more than about twice as much."""
+    held = []
+    for entries in (2048, 4096):
+        case = Case(heads=1, group=2, entries=entries, width=16)
+        kwargs = inputs(case, torch.float32, "cpu")
+        held.append(extra_bytes(lambda case=case, kwargs=kwargs: run(case, kwargs), torch.device("cpu")))
+    assert held[1] < 2.5 * held[0] < 4 * 2048**2
+
+
+def test_wider_heads_than_a_tile_take_the_reference():
+    case = Case(width=300, entries=6, heads=1)
+    assert check(case, torch.float32, "cpu") is None
+    with backend.using("triton"), pytest.raises(ValueError, match="a head width of 300 is more than 256"):
+        run(case, inputs(case, torch.float32, "cpu"))
+
+
+def test_nothing_at_all():
+    empty = torch.zeros(2, 4, 0, 16), torch.zeros(2, 2, 0, 16), torch.zeros(2, 2, 0, 16)
+    assert gated_attention(*empty, scaling=1.0).shape == (2, 4, 0, 16)
+    assert gated_attention(*(one[:0] for one in empty), scaling=1.0).shape == (0, 4, 0, 16)
+
+
+Q, K = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"queries": Q[0]}, r"pass queries \[B, Q, S, D\], keys and values \[B, H, T, D\]"),
+        ({"values": K[:, :1]}, r"keys and values must have one shape \[1, H, T, 16\]"),
+        ({"keys": K[..., :8], "values": K[..., :8]}, "with the queries' batch and head width"),
+        ({"queries": Q[:, :3]}, "3 query heads are no multiple of 2 KV heads; pass the keys of KV heads"),
+        ({"queries": torch.zeros(1, 4, 6, 16)}, "6 queries cannot be the last of 5 entries"),
+        ({"log_gate": torch.zeros(1, 4, 5)}, r"log_gate is \(1, 4, 5\) .* wanted \(1, 2, 5\)"),
+        ({"log_decay": torch.zeros(1, 2, 3)}, r"log_decay is \(1, 2, 3\) .* one a KV head and entry"),
+        ({"exists_BT": torch.ones(1, 3, dtype=torch.bool)}, r"exists is \(1, 3\) .* wanted \(1, 5\)"),
+        ({"exists_BT": torch.ones(1, 5)}, r"exists is torch.float32: pass a boolean mask"),
+        ({"sinks_Q": torch.zeros(2)}, r"sinks is \(2,\) .* wanted \(4,\), that is \[Q\]"),
+        ({"log_gate": torch.zeros(1, 2, 5, dtype=torch.int64)}, "log_gate is torch.int64: pass floating"),
+        ({"protected": -1}, "protected=-1 must be at least 0"),
+        ({"window": 0}, "window=0 must be at least 1 entry, or None"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0 must be positive, or None"),
+        ({"log_gate": torch.zeros(1, 2, 5, device="meta")}, "lie on cpu, meta: move gates"),
+    ],
+)
+def test_what_does_not_fit_is_said(given, said):
+    tensors = {"queries": Q, "keys": K, "values": K, "log_gate": None, "log_decay": None}
+    settings = {"scaling": 1.0} | {name: value for name, value in given.items() if name not in tensors}
+    with pytest.raises(ValueError, match=said):
+        gated_attention(*{**tensors, **{n: g for n, g in given.items() if n in tensors}}.values(), **settings)
+
+
+def test_the_least_work_counts_what_is_seen():
+    case = Case(batch=2, heads=3, group=2, entries=10, queries=4, width=16, window=3)
+    assert seen_pairs(case) == 12 and seen_pairs(Case(entries=10)) == 55
+    assert cost(case, torch.float32).flops == 14 * 2 * 6 * 16 * 12
+    assert all(set(SPEED) == {"cpu", "cuda"} and shapes for shapes in SPEED.values())
