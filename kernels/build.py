@@ -5,8 +5,8 @@
 In: the `builds()` of each op's `kernel` file: every kernel with every tile that its launcher can choose. Out:
 a table of shared memory, registers and spilled bytes, and exit status 1 if any kernel needs more shared
 memory than a block of that architecture may have, or if a kernel that should use Hopper's matrix
-instructions does not. The one decision taken here: launchers and builds read the same tile tables, so that
-what is compiled here is what runs there.
+instructions does not, or waits after each of them. The one decision taken here: launchers and builds read
+the same tile tables, so that what is compiled here is what runs there.
 """
 
 import argparse
@@ -111,20 +111,38 @@ def compile_build(build: Build, arch: int) -> Built:
     problems = []
     if compiled.metadata.shared > SHARED_LIMIT[arch]:
         problems.append(f"{compiled.metadata.shared} bytes of shared memory, {SHARED_LIMIT[arch]} exist")
-    if build.wgmma and arch == 90 and not wgmma:
-        problems.append("no wgmma instruction")
+    if build.wgmma and arch == 90:
+        if not wgmma:
+            problems.append("no wgmma instruction")
+        elif _serialised(compiled.asm["ptx"], arch):
+            problems.append("waits after every wgmma")
     return Built(build, arch, compiled.metadata.shared, registers, spilled, wgmma, tuple(problems))
+
+
+def _serialised(ptx: str, arch: int) -> bool:
+    """Whether the assembler gave up keeping matrix products in flight (its notes C7510 and following): two
+    loops in a row that multiply, or results that are read too early, make it wait after each of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx, encoding="utf-8")
+        command = [str(_tool("ptxas")), "-v", f"--gpu-name=sm_{arch}a", str(source), "-o", f"{source}.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return "wgmma.mma_async instructions are serialized" in said.stdout + said.stderr
+
+
+def _tool(name: str) -> Path:
+    """A program of NVIDIA's that comes with Triton."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and local bytes of a thread, read by the tool that comes with Triton."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
+        command = [str(_tool("cuobjdump")), "--dump-resource-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", said)
     assert found, f"cuobjdump said {said!r}"

@@ -22,15 +22,15 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 # Not `retain.kernels`: Triton compiles the source of a kernel, and a checking wrapper is no part of it.
 _CHECKED = sorted(f"retain.{path.stem}" for path in (ROOT / "retain").iterdir() if path.stem.isidentifier())
 jaxtyping.install_import_hook([*_CHECKED, "retain.train", "retain.eval"], "beartype.beartype")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # One process either interprets kernels or compiles them: which, Triton reads once. `-m gpu` compiles.
+    if not torch.cuda.is_available() or config.option.markexpr != "gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     early = sorted(name for name in sys.modules if name.startswith("retain."))
     assert not early, f"imported before the shape-checking hook was installed: {early}"
 
@@ -40,11 +40,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return
+    reason = (
+        "kernels are interpreted here: run -m gpu" if torch.cuda.is_available() else "needs a CUDA device"
+    )
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,11 @@
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from retain.cache import RaggedStore
+from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
+from tests.kernels.device import DEVICE
 from tests.memory import Watch
 
 B, H, T, D, G = 3, 2, 150, 4, 2
@@ -27,9 +29,10 @@ def side(T=T, seed=1):
     }
 
 
-def make(slack=32, seed=0, T=T):
+def make(slack=32, seed=0, T=T, device="cpu"):
     """A store with side columns, and what it was made of."""
-    inputs, beside = dense(seed, T), side(T)
+    inputs = tuple(x.to(device) for x in dense(seed, T))
+    beside = {name: column.to(device) for name, column in side(T).items()}
     return RaggedStore.from_dense(*inputs, slack=slack, beside=beside), inputs, beside
 
 
@@ -73,7 +76,7 @@ def assert_counts(store):
     assert all(x.shape[0] == store.capacity == int(store.offsets_R1[-1]) for x in columns)
     assert store.offsets_R1.dtype == torch.int64 and store.lengths_R.dtype == torch.int32
     room = store.offsets_R1.diff() - store.lengths_R
-    free = torch.ones(store.capacity, dtype=torch.bool)
+    free = torch.ones(store.capacity, dtype=torch.bool, device=store.keys_CD.device)
     free[store.index_N()] = False
     assert not any(column[free].any() for column in (store.values_CD, *store.beside.values()))
     assert store.free <= int(room.min()) and not (store.offsets_R1 % PAGE).any()
@@ -346,36 +349,81 @@ def test_refusals():
 
 
 class RunsOut(TorchDispatchMode):
-    """Memory runs out at the n-th operation inside, whatever it is."""
+    """Memory runs out at the n-th operation inside, whatever it is; launches of kernels count."""
+
+    inside = None
 
     def __init__(self, number):
         super().__init__()
         self.left = number
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __enter__(self):
+        RunsOut.inside = self
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        RunsOut.inside = None
+        return super().__exit__(*args)
+
+    def step(self):
         self.left -= 1
         if self.left == 0:
             raise torch.OutOfMemoryError("out of memory")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.step()
         return func(*args, **(kwargs or {}))
 
 
-def two_of_three(store):
-    return torch.arange(store.entries_held) % 3 > 0
+class Launched:
+    """A kernel whose launch is one operation, as it is on a GPU: the interpreter makes it of many."""
+
+    def __init__(self, kernel):
+        self.kernel, self.number = kernel, 0
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            if RunsOut.inside is not None:
+                RunsOut.inside.step()
+            self.number += 1
+            with _disable_current_modes():
+                self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def two_of_three(store, device="cpu"):
+    return torch.arange(store.entries_held, device=device) % 3 > 0
+
+
+def fresh(num_new, device):
+    """Keys, values and positions of new tokens."""
+    keys, values, positions = (x.to(device) for x in NEW)
+    return keys[:, :, :num_new], values[:, :, :num_new], positions[:, :num_new]
 
 
 NEW = (torch.full((B, H, 90, D), 2.0), torch.full((B, H, 90, D), 3.0), 900 + torch.arange(90).expand(B, 90))
 PADDED = torch.arange(90) >= torch.tensor([[0], [40], [90]])
 # What changes a store in place, and whether it may come to a point from which there is no way back.
 CHANGES = {
-    "filter": (lambda store: store.filter_(two_of_three(store)), True),
-    "compact": (lambda store: store.compact_(two_of_three(store)), True),
-    "crop": (lambda store: store.crop_(torch.tensor([10, 125, 0])), True),
-    "drop": (lambda store: store.drop_(torch.arange(400) >= torch.tensor([[10], [125], [0]])), True),
-    "grow": (lambda store: store.append_(*NEW), True),
-    "grow, padded": (lambda store: store.append_(*NEW, PADDED), True),
-    "append": (lambda store: store.append_(*(x[:, :, :9] for x in NEW[:2]), NEW[2][:, :9]), False),
-    "write beside": (lambda store: store.set_beside_("last_access", torch.ones(B, H, 3)), False),
-    "a new column": (lambda store: store.set_beside_("mass", torch.ones(B, H, 3)), False),
+    "filter": (lambda store, on="cpu": store.filter_(two_of_three(store, on)), True),
+    "compact": (lambda store, on="cpu": store.compact_(two_of_three(store, on)), True),
+    "crop": (lambda store, on="cpu": store.crop_(torch.tensor([10, 125, 0])), True),
+    "drop": (
+        lambda store, on="cpu": store.drop_(torch.arange(400) >= torch.tensor([[10], [125], [0]])),
+        True,
+    ),
+    "grow": (lambda store, on="cpu": store.append_(*fresh(90, on)), True),
+    "grow, padded": (lambda store, on="cpu": store.append_(*fresh(90, on), PADDED.to(on)), True),
+    "append": (lambda store, on="cpu": store.append_(*fresh(9, on)), False),
+    "append, padded": (lambda store, on="cpu": store.append_(*fresh(9, on), PADDED[:, 35:44].to(on)), False),
+    "write beside": (lambda store, on="cpu": store.set_beside_("last_access", torch.ones(B, H, 3)), False),
+    "a new column": (lambda store, on="cpu": store.set_beside_("mass", torch.ones(B, H, 3)), False),
+}
+# What launches kernels where there are any.
+KERNELS = {
+    "compact": ("_count", "_move"),
+    **dict.fromkeys(("grow", "grow, padded", "append", "append, padded"), ("_append",)),
 }
 USES = {
     "keys_CD": lambda store: store.keys_CD,
@@ -395,14 +443,32 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_that_runs_out_of_memory_leaves_a_store_as_it_was_or_refuses_every_use(name):
-    change, may_lose = CHANGES[name]
-    want, _, _ = make()
+@pytest.mark.parametrize(
+    ("name", "path"), [*((name, "reference") for name in CHANGES), *((name, "triton") for name in KERNELS)]
+)
+def test_a_change_that_runs_out_of_memory_leaves_a_store_as_it_was_or_refuses_every_use(
+    name, path, monkeypatch
+):
+    launched = []
+    for entry in KERNELS[name] if path == "triton" else ():
+        from retain.kernels.compact import kernel
+
+        launched.append(Launched(getattr(kernel, entry)))
+        monkeypatch.setattr(kernel, entry, launched[-1])
+    with backend.using(path):
+        runs_out(*CHANGES[name], DEVICE if path == "triton" else "cpu")
+    assert all(kernel.number > 0 for kernel in launched)
+
+
+def runs_out(on_device, may_lose, device):
+    def change(store):
+        on_device(store, device)
+
+    want, _, _ = make(device=device)
     change(want)
     outcomes = []
     for number in range(1, 1000):
-        store, inputs, beside = make()
+        store, inputs, beside = make(device=device)
         aside = store.fork()
         try:
             with RunsOut(number):

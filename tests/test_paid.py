@@ -1,6 +1,6 @@
 """What queries pay to entries, against attention by plain loops; and by kernels what it is without them."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from retain.kernels.attention_stats import Pool
 from retain.paid import paid
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention, naive_place_pool, single
+from tests.kernels.device import DEVICE
 from tests.naive import LAYERS, random_evidence, special_layer
 
 # The interpreter takes its time, and the op has tests of its own.
@@ -28,6 +29,15 @@ def evidences(layer: str | None) -> list[Evidence]:
         replace(filled(held_evidence(seed=4), float("inf")), queried_BS=queried),
     ]
     return [single(one if layer is None else special_layer(one, layer)) for one in shown]
+
+
+def on_device(part):
+    """Evidence, and whatever else holds tensors, where kernels run; loops stay on the CPU."""
+    if torch.is_tensor(part):
+        return part.to(DEVICE)
+    if is_dataclass(part):
+        return replace(part, **{each.name: on_device(getattr(part, each.name)) for each in fields(part)})
+    return part
 
 
 def naive(evidence: Evidence, start: int, entries: int, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,12 +68,13 @@ def test_statistics_are_their_formulas(path, layer, start, entries, distance):
             "last": torch.where((attention >= 0.11) & counts, entry_s, -1).amax(2),
         }
         assert not ((attention - 0.11).abs() < 1e-6).any()  # or else rounding would say what an access is
-        where = {"start": start, "entries": entries, "distance": distance, "least_BQs": least}
+        where = {"start": start, "entries": entries, "distance": distance, "least_BQs": least.to(DEVICE)}
+        there = on_device(evidence)
         for group in (False, True):
             with backend.using(path):
-                stats = paid(evidence, *want, group=group, **where)
+                stats = [one.cpu() for one in paid(there, *want, group=group, **where)]
             with backend.using("reference"):
-                plain = paid(evidence, *want, group=group, **where)
+                plain = [one.cpu() for one in paid(there, *want, group=group, **where)]
             for (name, naive_BQT), got, other in zip(want.items(), stats, plain, strict=True):
                 if group:
                     naive_BHGT = naive_BQT.unflatten(1, (evidence.num_heads, -1))
@@ -98,12 +109,13 @@ def test_rows_are_pooled_by_place_and_keep_their_mass(path, layer, kind):
                         if pooled[side].sum() > 0:
                             kept[b, q, s, side] = pooled[side] * row[side].sum() / pooled[side].sum()
         for want, keep_mass in ((pooled_rows, False), (kept, True)):
-            pool = Pool(kind, 5, split, keep_mass)
+            pool, there = Pool(kind, 5, split, keep_mass), on_device(evidence)
             with backend.using("reference"):
-                other = paid(evidence, "max", "sum", pool=pool)
+                other = [one.cpu() for one in paid(there, "max", "sum", pool=pool)]
             with backend.using(path):
-                (lse,) = paid(evidence, "lse")
-                stats = paid(evidence, "max", "sum", pool=pool, lse_BQs=lse if keep_mass else None)
+                (lse,) = paid(there, "lse")
+                stats = paid(there, "max", "sum", pool=pool, lse_BQs=lse if keep_mass else None)
+            stats = [one.cpu() for one in stats]
             plain_max, plain_sum = (None, None) if path == "reference" else other
             assert_close(stats[0], want.amax(2), plain_max)
             assert_close(stats[1], want.sum(2), plain_sum)

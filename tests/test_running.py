@@ -7,7 +7,7 @@ import torch
 
 from retain.attention_chunks import truncate
 from retain.evidence import Running, visible
-from retain.running import advance
+from retain.running import _entries_seen, advance
 from retain.scores import h2o, lru
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention
@@ -93,14 +93,21 @@ def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts):
     assert torch.equal(lru(last).values_BHT, lru(evidence).values_BHT)
 
 
-@pytest.mark.parametrize("garbage", [-7, 10**6])
-def test_places_of_padding_mean_nothing(garbage):
-    evidence = special_layer(held_evidence((3, 4, 1), own=False), "window")
-    place_BT = evidence.place_BT.masked_fill(~evidence.valid_BT, garbage)
-    want, exists = advance(evidence, evidence.running), evidence.exists_BHT
-    got = advance(replace(evidence, place_BT=place_BT), evidence.running)
-    assert torch.equal(got.mass_BHT[exists], want.mass_BHT[exists])
-    assert torch.equal(got.last_access_BHT[exists], want.last_access_BHT[exists])
+@pytest.mark.parametrize("window", [None, 1, 4, 14, 100])
+@pytest.mark.parametrize("garbage", [0, -7, 10**6])
+def test_how_many_entries_a_query_sees_is_counted_without_looking_at_pairs(window, garbage):
+    """Places of padding mean nothing."""
+    evidences = [
+        random_evidence((0, 3, 5), num_queries=ASKED),
+        *(held_evidence(own=own) for own in (True, False)),
+    ]
+    for plain in (replace(evidence, window=window) for evidence in evidences):
+        evidence = plain
+        if plain.place_BT is not None:
+            place_BT = plain.place_BT.masked_fill(~plain.valid_BT, garbage)
+            evidence = replace(plain, place_BT=place_BT)
+        want = visible(plain, 0, ASKED).sum(-1).expand(-1, 2, -1).repeat_interleave(2, dim=1)
+        assert torch.equal(_entries_seen(evidence), want)
 
 
 def test_what_was_known_is_left_alone():

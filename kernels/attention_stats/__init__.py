@@ -20,6 +20,10 @@ from retain.kernels.attention_stats.reference import WANTED, Call, Pool
 __all__ = ["WANTED", "Pool", "Stats", "attention_stats"]
 
 
+# More places than any sequence has, and few enough to be added in 32 bits.
+_MANY_PLACES = 2**30
+
+
 @dataclass(frozen=True)
 class Stats:
     """What was found of K keys, float32 (float64 if the inputs are); None what was not wanted.
@@ -99,7 +103,7 @@ def attention_stats(
         distance: entries that a query must lie behind a key for the pair to be counted.
         window: a query sees only the last `window` places (entries, without `place_BT`), itself included.
         exists_BHT: which head holds which entry; one head stands for all; None: all hold all.
-        asks_BS: False where there is no such query (what lies there is finite); None: all are there.
+        asks_BS: False where there is no such query (what lies there may be anything); None: all are there.
         place_BT: number of the sequence's own tokens before each entry, ascending where entries exist;
             windows and pools are counted in it. None: no place is missing.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
@@ -204,6 +208,14 @@ def _checked(
             "on that is: pass both or neither."
         )
     _check_pool(pool, T, wanted, distance)
+    given = (queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, weight_BQK, lse_BQS, least_BQS)
+    devices = {tensor.device for tensor in given if tensor is not None}
+    if len(devices) > 1:
+        places = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"attention_stats: the tensors lie on {places}; move them to one device.")
+    if window is not None:
+        # No further than there is anything, so that sums with it fit 32 bits.
+        window = min(window, T if place_BT is None else _MANY_PLACES)
     return Call(
         queries_BQSD[:, :, q0:q1],
         keys_BHTD,
@@ -212,7 +224,7 @@ def _checked(
         first + q0,
         (k0, k1),
         causal=causal,
-        distance=distance,
+        distance=min(distance, T),
         window=window,
         exists_BHT=exists_BHT,
         asks_BS=None if asks_BS is None else asks_BS[:, q0:q1],

@@ -30,16 +30,11 @@ def run(call: Call) -> dict[str, Tensor]:
     if not torch.compiler.is_compiling():
         return _run(call)
     pool = call.pool or Pool("", 1, 0)
+    tensors = (call.queries_BQSD, call.keys_BHTD, call.exists_BHT, call.asks_BS, call.place_BT, call.sinks_Q,
+               call.weight_BQK, call.lse_BQS, call.least_BQS)  # fmt: skip
     found = _operator(
-        call.queries_BQSD.detach(),
-        call.keys_BHTD.detach(),
-        call.exists_BHT,
-        call.asks_BS,
-        call.place_BT,
-        call.sinks_Q,
-        call.weight_BQK,
-        call.lse_BQS,
-        call.least_BQS,
+        # No gradient flows through it, and none is defined: sinks, say, are a model's parameters.
+        *(None if tensor is None else tensor.detach() for tensor in tensors),
         call.scaling,
         ",".join(call.wanted),
         call.first,

@@ -218,8 +218,11 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
                  BH, H, G, S, stride_row, T, first, k0, k1, scale, soft_cap, window, distance,
                  D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr,
-                 HEADS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+                 HEADS: tl.constexpr, BLANKS: tl.constexpr, PRECISION: tl.constexpr,
+                 UPCAST: tl.constexpr):  # fmt: skip
     """Statistics of `BLOCK_N` keys of a KV head over the queries of `HEADS` of its query heads.
+
+    `BLANKS`: some queries may not be there, where anything may lie.
 
     Rows of `SHIFT` and `LEAST` are longer than S by what fills a block: with -inf, and with inf.
     """
@@ -291,6 +294,10 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
             products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
             logits, factor = capped(products, scale, soft_cap, HAS_CAP)
             logits = logits * factor + shift[None, :]
+            if BLANKS:
+                # What lies where no query is may be NaN. It is read all the same: loads that wait for no
+                # other load are under way early, and a query spoils no column but its own.
+                logits = tl.where(shift[None, :] > float("-inf"), logits, float("-inf"))
             if (j < whole) | (j >= ragged):
                 if CAUSAL:
                     logits = tl.where(s[None, :] >= earliest[:, None], logits, float("-inf"))
@@ -303,7 +310,8 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
                 worst = tl.maximum(worst, tl.max(logits, 1))
             several = SUM is not None or SQUARES is not None or SCATTER is not None
             if several or ENTROPY is not None or LAST is not None:
-                probs = tl.exp2(logits)
+                # A log-sum-exp has the digits of a number as large as the logits: never more than 1.
+                probs = tl.exp2(tl.minimum(logits, 0.0))
                 if SUM is not None:
                     mass += tl.sum(probs, 1)
                 if SQUARES is not None:
@@ -326,7 +334,8 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
                     accessed = (probs >= least[None, :]) & (logits > float("-inf"))
                     when = tl.maximum(when, tl.max(tl.where(accessed, first + s[None, :], -1), 1))
         # The weight is the same for every query: most of it may wait until they are one.
-        worst, mass, squares = tl.exp2(worst) * weight, mass * weight, squares * weight * weight
+        worst, mass = tl.exp2(tl.minimum(worst, 0.0)) * weight, mass * weight
+        squares = squares * weight * weight
         if SCATTER is not None:
             # Queries behind the last block pay nothing.
             seen = tl.minimum(S, start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M) * BLOCK_M)

@@ -15,7 +15,7 @@ from torch import Tensor
 from retain.kernels import backend
 from retain.kernels.attention_stats import kernel, pooled_kernel
 from retain.kernels.attention_stats.reference import Call, empty_outputs
-from retain.kernels.attention_stats.tiles import WHOLE, Tile, arch_of, heads_of, parts_of, tile
+from retain.kernels.attention_stats.tiles import WHOLE, Tile, heads_of, parts_of, tile
 from retain.kernels.build import Build
 
 _LOG2E = 1.4426950408889634
@@ -144,7 +144,7 @@ def _tile_of(name: str, call: Call, num_queries: int, heads: int = 1) -> Tile:
     if name != "lse":
         busy = busy or "entropy" in call.wanted or "last" in call.wanted
     block = backend.block_of(keys.shape[3])
-    return tile(name, keys.dtype, block, arch_of(keys.device), num_queries, busy=busy, heads=heads)
+    return tile(name, keys.dtype, block, backend.architecture(keys), num_queries, busy=busy, heads=heads)
 
 
 def _options(cut: Tile) -> dict[str, int | None]:
@@ -234,6 +234,7 @@ def _stats(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
         **_counted(call),
         SHIFT=shift_BQS,
         LEAST=least_BQS,
+        BLANKS=call.asks_BS is not None,
         **_outputs(found, ("max", "sum", "squares", "scatter", "entropy", "last")),
         distance=call.distance,
         HEADS=heads,
@@ -277,23 +278,30 @@ def builds() -> list[Build]:
     plain: dict[str, Any] = {}
     every_head = {"HEADS": 4}
     every = {"EXISTS": "*u8", "ASKS": "*u8", "PLACE": "*i64", "SINKS": "*fp32", "WEIGHT": "*fp32",
-             "LEAST": "*fp32", "HEADS": 4, "HAS_CAP": True, "WINDOW": int(kernel.BY_PLACE), "SPLIT": True,
+             "LEAST": "*fp32", "BLANKS": True, "HEADS": 4, "HAS_CAP": True,
+             "WINDOW": int(kernel.BY_PLACE), "SPLIT": True,
              "wanted": ("MAX", "SUM", "SQUARES", "SCATTER", "ENTROPY", "LAST", "PLAIN")}  # fmt: skip
-    masked = {"EXISTS": "*u8", "ASKS": "*u8", "WINDOW": int(kernel.BY_ENTRY)}
+    masked = {"EXISTS": "*u8", "ASKS": "*u8", "BLANKS": True, "WINDOW": int(kernel.BY_ENTRY)}
+    largest = {**every, "AVERAGE": False, "GROUP": True}
+    open_ended = {"CAUSAL": False}
     sums = {"EXISTS": "*u8", "wanted": ("MAX", "SUM", "SQUARES"), "GROUP": True, "HEADS": 4}
     many, few = 4096, 32
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     calls: list[tuple[str, torch.dtype, int, int, str, dict[str, Any]]] = []
     for name in ("lse", "stats"):
         calls += [(name, bf16, width, many, "", plain) for width in (64, 128, 256)]
-        calls += [(name, bf16, width, few, "", every_head) for width in (128, 256)]
-        calls += [(name, bf16, 128, many, "masked", masked), (name, bf16, 128, many, "every", every)]
-        calls += [(name, fp16, 80, many, "", plain), (name, fp32, 128, many, "", plain)]
-        calls += [(name, fp32, 256, many, "", plain)]
+        calls += [(name, bf16, width, few, "", every_head) for width in (64, 128, 256)]
+        calls += [(name, bf16, width, many, "every", every) for width in (128, 256)]
+        calls += [(name, bf16, 128, many, "masked", masked), (name, bf16, 128, many, "all", open_ended)]
+        calls += [(name, fp16, 80, many, "", plain)]
+        calls += [(name, fp32, width, number, "", plain) for width in (128, 256) for number in (few, many)]
     calls += [("stats", bf16, 128, many, "sums", sums), ("stats", bf16, 128, few, "sums", sums)]
     for name in ("mass", "pooled"):
-        calls += [(name, bf16, 128, few, "", plain), (name, bf16, 128, few, "every", every)]
-        calls += [(name, bf16, 256, few, "", plain), (name, fp32, 128, few, "", plain)]
+        calls += [(name, bf16, width, few, "", plain) for width in (64, 128, 256)]
+        calls += [(name, bf16, 128, few, "every", every), (name, bf16, 256, few, "largest", largest)]
+        calls += [(name, bf16, 128, few, "masked", masked)]
+        calls += [(name, fp32, width, number, "", plain) for width in (128, 256) for number in (few, many)]
+    calls += [("pooled", bf16, 64, few, "largest", largest), ("pooled", bf16, 256, few, "every", every)]
     return [build for call in calls for build in _builds_of(*call)] + [_combine_build()]
 
 
@@ -328,7 +336,7 @@ def _builds_of(
         constants: dict[str, Any] = {
             "D": D, "BLOCK_D": block, "BLOCK_M": cut.m, "BLOCK_N": cut.n, "CAUSAL": True, "WINDOW": 0,
             "HAS_CAP": False, "SPLIT": False, "GROUP": False, "AVERAGE": True, "UPCAST": False,
-            "HEADS": 1, "PRECISION": backend.dot_precision(dtype), **dict.fromkeys(_ONES, 1),
+            "BLANKS": False, "HEADS": 1, "PRECISION": backend.dot_precision(dtype), **dict.fromkeys(_ONES, 1),
         }  # fmt: skip
         constants |= {key: value for key, value in switches.items() if key in constants}
         pointers = {"Q": f"*{_TYPES[dtype]}", "K": f"*{_TYPES[dtype]}", "SHIFT": "*fp32", "MASS": "*fp32"}

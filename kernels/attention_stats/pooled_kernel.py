@@ -42,14 +42,17 @@ def _pooled(queries, shift_of, own, own_place, entry, place, K, EXISTS, PLACE, T
             keys = keys.to(tl.float32)
         products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
         logits, factor = capped(products, scale, soft_cap, HAS_CAP)
-        seen = near[:, None] & (own >= 0)[None, :]
+        # What lies where no query is may be NaN, and reaches no key.
+        seen = near[:, None] & (shift_of > float("-inf"))[None, :]
         if CAUSAL:
             seen = seen & (other[:, None] <= own[None, :])
         if WINDOW == BY_ENTRY:
             seen = seen & (other[:, None] > own[None, :] - window)
         if WINDOW == BY_PLACE:
             seen = seen & (other_place[:, None] > own_place[None, :] - window)
-        probs = tl.exp2(tl.where(seen, logits * factor + shift_of[None, :], float("-inf")))
+        # A log-sum-exp has the digits of a number as large as the logits: never more than 1.
+        logits = tl.minimum(logits * factor + shift_of[None, :], 0.0)
+        probs = tl.exp2(tl.where(seen, logits, float("-inf")))
         if AVERAGE:
             pooled += probs
         else:

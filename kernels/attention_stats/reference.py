@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from retain.kernels.attention_stats.threads import workers
+from retain.kernels.attention_stats.threads import spread
 
 # Inside the logarithm of an entropy, as CAKE's released code has it.
 LOG_EPS = 1e-10
@@ -141,7 +141,6 @@ def attention_stats(call: Call) -> dict[str, Tensor]:
     for rows in walk.slabs():
         waiting.put(rows)
 
-    @torch.no_grad()
     def work(walk: _Walk) -> None:
         # Who takes which heads changes nothing: no two write the same numbers.
         while True:
@@ -151,7 +150,7 @@ def attention_stats(call: Call) -> dict[str, Tensor]:
                 return
 
     walks = [walk, *(walk.beside() for _ in range(walk.workers - 1))]
-    list(workers(walk.workers).map(work, walks))
+    spread(work, walks)
     return walk.found
 
 
@@ -324,7 +323,8 @@ class _Walk:
             lse = call.lse_BQS[rows.batch, heads, start:stop].to(call.dtype)
             # A row that sees nothing pays nothing.
             lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-            probs = logits.sub_(lse.unflatten(1, (-1, self.G))[..., None]).exp_()
+            # No more than 1, whatever digits a log-sum-exp is short of.
+            probs = logits.sub_(lse.unflatten(1, (-1, self.G))[..., None]).clamp_max_(0.0).exp_()
         elif (
             call.sinks_Q is None
             and "lse" not in call.wanted

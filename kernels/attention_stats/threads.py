@@ -1,44 +1,103 @@
 """Threads that each compute alone: one worker a core instead of one operation on all cores.
 
-In: how many. Out: a pool whose threads run every PyTorch operation on themselves. The one decision taken
-here: many small operations are better spread over cores whole. Cut into pieces, each of them waits for its
-slowest piece, which on a machine that others use too is a thread that has been put aside.
+In: work, and who does which part of it. Out: all of it done. The one decision taken here: many small
+operations are better spread over cores whole. Cut into pieces, each of them waits for its slowest piece,
+which on a machine that others use too is a thread that has been put aside.
 """
 
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from threading import Barrier, Lock
+from threading import Barrier, BrokenBarrierError, Lock
+from typing import TypeVar
 
 import torch
+from torch._C import _len_torch_function_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+Part = TypeVar("Part")
+
+# Seconds until threads that do not begin are given up.
+_PATIENCE = 30.0
 
 _lock = Lock()
+_pool: ThreadPoolExecutor | None = None
+_size = 0
 
 
-def workers(number: int) -> ThreadPoolExecutor:
-    """The pool of so many workers, made once a process; gradients are recorded in them unless told otherwise.
+def spread(work: Callable[[Part], None], parts: Sequence[Part]) -> None:
+    """Do each part in a thread of its own that computes alone; one after another where that cannot be.
+
+    What PyTorch keeps for each thread holds in the workers too: whether inference mode is on. Gradients are
+    not recorded. Modes that look at every operation exist in the calling thread only: under one, and where no
+    thread can be started, the parts are done in it.
 
     Args:
-        number: of workers.
+        work: what to do.
+        parts: with what.
     """
+    watched = _get_current_dispatch_mode() is not None or _len_torch_function_stack() > 0
+    pool = None if watched else _workers(len(parts))
+    if pool is None:
+        for part in parts:
+            work(part)
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def alone(part: Part) -> None:
+        # Leaving inference mode switches gradients on: they are switched off inside.
+        with torch.inference_mode(inference), torch.no_grad():
+            work(part)
+
+    list(pool.map(alone, parts))
+
+
+def _workers(number: int) -> ThreadPoolExecutor | None:
+    """The process's one pool, of so many threads at least; None if they cannot be started."""
+    global _pool, _size
     with _lock:
-        return _pool(os.getpid(), number)
+        if _pool is None or _size < number:
+            grown = _begun(number)
+            if grown is None:
+                return None
+            # The threads of the smaller one end with its last call.
+            _pool, _size = grown, number
+        return _pool
 
 
-@lru_cache
-def _pool(process: int, number: int) -> ThreadPoolExecutor:
-    """Of this process: threads do not survive a fork."""
-    before, begun = torch.get_num_threads(), Barrier(number + 1)
-    pool = ThreadPoolExecutor(number, "attention_stats", initializer=_alone)
-    for _ in range(number):
-        pool.submit(begun.wait)
-    begun.wait()
-    # What is set is a thread's own number, and also the default of threads that are still to come.
-    torch.set_num_threads(before)
+def _begun(number: int) -> ThreadPoolExecutor | None:
+    """A pool whose threads all run, each with one thread to compute with."""
+    before, together = torch.get_num_threads(), Barrier(number + 1, timeout=_PATIENCE)
+
+    def begin() -> None:
+        # A thread takes the process's default when it is first asked, and would then forget what it was told.
+        torch.get_num_threads()
+        together.wait()
+        torch.set_num_threads(1)
+        together.wait()
+
+    pool = ThreadPoolExecutor(number, "attention_stats")
+    try:
+        for _ in range(number):
+            pool.submit(begin)
+        together.wait()
+        together.wait()
+    except (RuntimeError, BrokenBarrierError):
+        together.abort()
+        pool.shutdown(wait=False, cancel_futures=True)
+        return None
+    finally:
+        # What a thread sets is also the default of threads to come: for the moment between the two meetings
+        # it was 1.
+        torch.set_num_threads(before)
     return pool
 
 
-def _alone() -> None:
-    # A thread takes the default when it is first asked, and would then forget what it was told.
-    torch.get_num_threads()
-    torch.set_num_threads(1)
+def _forget() -> None:
+    """In a forked process: threads do not survive it, and the lock may have been anybody's."""
+    global _lock, _pool, _size
+    _lock, _pool, _size = Lock(), None, 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

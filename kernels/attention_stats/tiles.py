@@ -10,8 +10,6 @@ from functools import lru_cache
 
 import torch
 
-# Compute capabilities with as much shared memory as the large tiles want.
-_LARGE = (90, 100, 103)
 # So many queries, or keys, are a whole number of tiles.
 WHOLE = 128
 # Keys that a part of a row has at least, and programs for each multiprocessor below which rows are parted.
@@ -57,12 +55,12 @@ def tile(
         kernel: `lse`, `stats`, or `pooled` (which `mass` shares).
         dtype: of queries and keys.
         block: the head width, as a power of two.
-        arch: compute capability, 90 for 9.0.
+        arch: whose table: 90 for Hopper, 80 for all others (`backend.architecture`).
         num_queries: S, in the first pass rows of a KV head, G * S.
         busy: whether much more than a maximum is made of a probability: then registers are short.
         heads: query heads that a program of the second pass takes.
     """
-    few, large = num_queries <= 32, arch in _LARGE
+    few, large = num_queries <= 32, arch == 90
     if dtype == torch.float32:
         # Products by plain multiply-adds, whose operands are registers.
         return Tile(16 if few else 32, 32 if block <= 128 else 16, 4, 2)
@@ -83,15 +81,6 @@ def tile(
             return Tile(128, 128, 8, 2, 128)
         return Tile(64, 128, 8, 3)
     return Tile(64, 128, 8, 2) if large else Tile(64, 64, 8, 1)
-
-
-@lru_cache
-def arch_of(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0 (as which the interpreter counts)."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 @lru_cache

@@ -5,7 +5,8 @@ where each row's room begins and how many entries it holds. Out: the same storag
 entries.
 The decision taken here: entries are copied as whole numbers of their size, never as what they mean, so that
 every bit of every type comes through, and all columns are changed by one plan, made before any of them is
-touched. On a GPU nothing waits for the device.
+touched. Where kernels run, nothing waits for the device; the reference, which on a GPU takes columns that
+scatter an entry's numbers, does.
 
 Row `r`'s entries lie at `offsets[r] .. offsets[r] + lengths[r]`; what lies behind them up to `offsets[r + 1]`
 is free. `keep_N` is packed: `lengths[0]` elements of row 0, then those of row 1, ...
@@ -50,8 +51,8 @@ def compact_(
 
     Args:
         columns: `[C, ...]`, of any types, each entry's numbers one behind another.
-        keep_N: True = kept, row after row. (On a GPU its length is not compared with the rows' lengths, which
-            would wait for the device; what it lacks counts as evicted.)
+        keep_N: True = kept, row after row. (A kernel does not compare its length with those of the rows: it
+            would wait for the device. What it lacks counts as evicted.)
         offsets_R1: int64, where each row's room begins and ends.
         lengths_R: int32, entries that each row holds; not changed.
 
@@ -59,7 +60,7 @@ def compact_(
         int32, entries that each row keeps: its new length.
 
     Raises:
-        ValueError: shapes or types do not fit together.
+        ValueError: shapes or types do not fit together, or tensors are on several devices.
 
     Example:
         >>> keys, positions = torch.tensor([[1.0], [2.0], [3.0], [0.0]]), torch.tensor([7, 8, 9, 0])
@@ -90,6 +91,7 @@ def planned(
             f"compact_: the keep mask is {keep_N.dtype} {tuple(keep_N.shape)}: pass a bool tensor of one "
             "element an entry, row after row, True = kept."
         )
+    _check_devices("compact", lengths_R, offsets_R1, keep_N, *columns)
     # What only a kernel minds is not looked at elsewhere.
     why = _scattered(columns) if backend.which(lengths_R) == "triton" else None
     path = backend.path_for("compact", lengths_R, unsupported=why)
@@ -142,7 +144,7 @@ def append_(
         padding.
 
     Raises:
-        ValueError: shapes or types do not fit together.
+        ValueError: shapes or types do not fit together, or tensors are on several devices.
 
     Example:
         >>> keys, lengths = torch.zeros(4, 1), torch.tensor([1], dtype=torch.int32)
@@ -155,8 +157,10 @@ def append_(
         return _append_(list(columns), list(new), offsets_R1, lengths_R, valid_BS)
     _check(columns, offsets_R1, lengths_R)
     _check_new(columns, new, lengths_R, valid_BS)
-    # On a CPU, where a step is short, what only a kernel minds is not looked at.
-    why = _scattered(columns) if lengths_R.is_cuda else None
+    _check_devices(
+        "append", lengths_R, offsets_R1, *columns, *new, *(() if valid_BS is None else (valid_BS,))
+    )
+    why = _scattered(columns) if backend.which(lengths_R) == "triton" else None
     if backend.path_for("append", lengths_R, unsupported=why) == "triton":
         from retain.kernels.compact import kernel
 
@@ -223,10 +227,19 @@ def _check_new(
         )
 
 
+def _check_devices(op: str, first: Tensor, *others: Tensor) -> None:
+    """As `path_for` does, which is not given columns: it would refuse numbers that are only moved here."""
+    device = first.device
+    for other in others:
+        if other.device != device:
+            places = ", ".join(sorted({str(tensor.device) for tensor in (first, *others)}))
+            raise ValueError(f"{op}: the tensors lie on {places}; move them to one device.")
+
+
 def _scattered(columns: Sequence[Tensor]) -> str | None:
     """Why the kernel cannot move these columns, if one of them does not hold its entries in one piece."""
     for column in columns:
-        if reference.as_words(column) is None:
+        if not column.is_contiguous() and reference.as_words(column) is None:
             return (
                 f"a column {tuple(column.shape)} with strides {column.stride()} scatters an entry's numbers"
             )

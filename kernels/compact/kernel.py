@@ -12,6 +12,7 @@ and the next block is on its way meanwhile: it lies behind everything that is wr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -52,7 +53,8 @@ def tile(what: str, width: int, num_bytes: int) -> Tile:
     if what == "append":
         return Tile(TOKENS, min(triton.next_power_of_2(width), 256 // num_bytes), 4)
     words = min(triton.next_power_of_2(width), SLICE_BYTES // num_bytes)
-    return Tile(min(MAX_ENTRIES, BLOCK_BYTES // (words * num_bytes)), words, 8)
+    # Each word of a byte waits in a register of its own.
+    return Tile(min(MAX_ENTRIES, BLOCK_BYTES // (words * max(2, num_bytes))), words, 8)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_entries"])
@@ -384,7 +386,7 @@ def _pair(column: Tensor, values: Tensor) -> tuple[tuple[Tensor | int | None, ..
         b, h, s = values.stride()[:3]
     # The widest word that divides every address and every step, axes of one entry included: they are powers
     # of two, so it is the lowest bit that is set in any of them.
-    offsets = column.storage_offset() | values.storage_offset() | c | b | h | s | width
+    offsets = int(column.storage_offset()) | int(values.storage_offset()) | c | b | h | s | width
     common = column.data_ptr() | values.data_ptr() | offsets * size | 8
     common &= -common
     if common != size or kind not in _WHOLE:
@@ -396,10 +398,9 @@ def _pair(column: Tensor, values: Tensor) -> tuple[tuple[Tensor | int | None, ..
 
 
 def _viewed(tensor: Tensor, word: torch.dtype) -> Tensor:
-    """The same memory as words, of which only the address is read afterwards: an axis of the entry's numbers
-    is there, and it is what becomes shorter or longer."""
-    if tensor.dtype.itemsize != word.itemsize and (tensor.ndim in (1, 3) or tensor.stride(-1) != 1):
-        tensor = tensor[..., None] if tensor.ndim in (1, 3) else tensor.as_strided(tensor.shape, tensor.stride())
+    """The same memory as words; only its address is read afterwards."""
+    if tensor.dtype.itemsize > word.itemsize:  # numbers of 16 bytes, or at an odd address
+        tensor = tensor.unsqueeze(-1)
     return tensor.view(word)
 
 
@@ -429,7 +430,9 @@ def builds() -> list[Build]:
             aligned=("keep_ptr", "lengths_ptr", "begins_ptr", "firsts_ptr", "kept_ptr", "order_ptr"),
         )
     ]
-    shapes = ((8, 64), (8, 32), (8, 16), (8, 12), (8, 1), (4, 33), (4, 4), (4, 1), (2, 33), (1, 1))
+    # Every tile of `move`, then entries longer than a slice, of which some end within one.
+    shapes = [(size, 1 << log) for size in (8, 4, 2, 1) for log in range((SLICE_BYTES // size).bit_length())]
+    shapes += [(8, 64), (8, 32), (8, 12), (4, 33), (2, 33)]
     for num_bytes, width in shapes:
         chosen = tile("move", width, num_bytes)
         columns = [f"{name}_ptr" for name in "abcd"]
@@ -457,32 +460,66 @@ def builds() -> list[Build]:
         )
     for tokens in (1, TOKENS):
         for padded in (False, True):
-            found.append(_built_append(tokens, padded, (32, 32, 1), (8, 8, 4)))
+            # Keys and values of 128 numbers of half precision, and positions.
+            found.append(_built_append(tokens, padded, (32, 32, 1), (8, 8, 4), positions=True))
         found.append(_built_append(tokens, True, (33, 1, 0), (2, 1, 0)))
+    # Every tile of `append`.
+    widths = [(size, 1 << log) for size in (8, 4, 2, 1) for log in range((256 // size).bit_length())]
+    for first in range(0, len(widths), APPENDED):
+        some = widths[first : first + APPENDED]
+        some += [(0, 0)] * (APPENDED - len(some))
+        sizes, words = zip(*some, strict=True)
+        found.append(_built_append(TOKENS, False, words, sizes))
     return found
 
 
-def _built_append(tokens: int, padded: bool, widths: tuple[int, ...], num_bytes: tuple[int, ...]) -> Build:
+def _built_append(
+    tokens: int,
+    padded: bool,
+    widths: tuple[int, ...],
+    num_bytes: tuple[int, ...],
+    *,
+    positions: bool = False,
+) -> Build:
+    """One configuration; `positions`: what is new for the last column are positions, of 8 bytes, the same for
+    all heads."""
     signature = {"offsets_ptr": "*i64", "lengths_ptr": "*i32", "seen_ptr": "*i64", "H": "i32", "S": "i32"}
-    constants: dict[str, int | bool | None] = {"PADDED": padded, "RAISE": True}
+    # More tokens than one program writes are counted afterwards.
+    constants: dict[str, int | bool | None] = {"PADDED": padded, "RAISE": tokens == 1 or not positions}
     constants |= {"BLOCK_S": tokens, "BLOCK_V": NUMBERED}
+    signature |= {"stride_vb": "i32"}
+    aligned = ["offsets_ptr", "lengths_ptr", "seen_ptr"]
     if padded:
-        signature |= {"valid_ptr": "*u8", "stride_vb": "i32"}
+        signature |= {"valid_ptr": "*u8"}
         constants |= {"stride_vs": 1}
+        aligned.append("valid_ptr")
     else:
-        constants |= {"valid_ptr": None, "stride_vb": 0, "stride_vs": 0}
-    aligned = ["offsets_ptr", "seen_ptr"]
+        signature |= {"stride_vs": "i32"}
+        constants |= {"valid_ptr": None}
+        aligned.append("stride_vs")  # it is 0
     for name, width, size in zip("abc", widths, num_bytes, strict=True):
         pointers, strides = [f"{name}_ptr", f"new_{name}_ptr"], [f"{name}_{axis}" for axis in "cbhs"]
         constants |= {f"{name.upper()}_WIDTH": width}
-        constants |= {f"{name.upper()}_BLOCK": tile("append", width, size).words if width else 1}
-        if width:
-            signature |= {**dict.fromkeys(pointers, f"*i{8 * size}"), **dict.fromkeys(strides, "i32")}
-            aligned += [*pointers, *strides] if width % 16 == 0 else pointers
-        else:
-            constants |= {**dict.fromkeys(pointers), **dict.fromkeys(strides, 0)}
+        whole = 8 if positions and name == "c" else size
+        constants |= {f"{name.upper()}_BLOCK": _words(width, max(size, whole)) if width else 1}
+        signature |= dict.fromkeys(strides, "i32")
+        if not width:
+            constants |= dict.fromkeys(pointers)
+            aligned += strides  # they are 0
+            continue
+        signature |= {pointers[0]: f"*i{8 * size}", pointers[1]: f"*i{8 * whole}"}
+        aligned += pointers
+        if width % 16 == 0:
+            aligned += strides
+        if width == 1:  # one entry lies behind another, and so do positions
+            ones = strides[:1] if whole == size else ["c_c", "c_s", *(["c_b"] if tokens == 1 else [])]
+            constants |= dict.fromkeys(ones, 1)
+            signature = {argument: kind for argument, kind in signature.items() if argument not in ones}
+        if whole > size:
+            aligned.append("c_h")  # it is 0
+    shape = "/".join(f"{width}x{size}" for width, size in zip(widths, num_bytes, strict=True) if width)
     return Build(
-        name=f"append {tokens} of {'/'.join(map(str, widths))}{' padded' if padded else ''}",
+        name=f"append {tokens} of {shape}{' positions' if positions else ''}{' padded' if padded else ''}",
         kernel=_append,
         signature=signature,
         constants=constants,

@@ -16,6 +16,17 @@ from torch.nn.functional import pad
 # Bytes that are copied at a time: on a CPU what stays in a core's cache; elsewhere every piece is a launch.
 PIECE, LARGE_PIECE = 1 << 20, 1 << 26
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+# What PyTorch copies along indices; other types are copied as whole numbers of their size.
+_COPIED = {
+    *WORDS.values(),
+    torch.bool,
+    torch.uint8,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+_COPIED |= {torch.complex64, torch.complex128}
 
 
 def spans(starts_R: Int[Tensor, " R"], lengths_R: Int[Tensor, " R"]) -> Int[Tensor, " N"]:
@@ -172,4 +183,8 @@ def write_(
         values = values.detach().flatten(0, 2)
         if valid_RS is not None:
             values = values.index_select(0, real)
-        column.index_copy_(0, index_N, values.to(column.dtype))
+        values = values.to(column.dtype)
+        if column.dtype not in _COPIED:
+            word = WORDS[column.dtype.itemsize]
+            column, values = column.view(word), values.view(word)
+        column.index_copy_(0, index_N, values)

@@ -45,7 +45,7 @@ def value_norm(
         output_weight_QDE: W_O viewed per query head, any strides: a view of a linear layer's weight will do.
         p: 1 or 2.
         via: p = 2 only. `gram`: E / D times cheaper for `B * T` well above D; squares are what is rounded, so
-            a norm that is 3e-4 of the largest possible, `||v_i||_2 ||W[q]||_2`, or less, has no correct digit.
+            a norm that is 3e-4 of the largest possible, `||v_i||_2 ||W[q]||_2`, or less has no correct digit.
             `direct`: from the projected values, like p = 1. None: whichever is fewer operations, which is
             `direct` for up to about D entries; so the last digits of an entry's norm depend on how many come
             with it, as within a batch.
@@ -88,9 +88,7 @@ def _run(
     if backend.path_for("value_norm", values_BHTD, weight_QDE, unsupported=unsupported) == "triton":
         from retain.kernels.value_norm import kernel
 
-        return kernel.value_norm(
-            values_BHTD, weight_QDE, p=p, via=via, group=group, floats_at_once=floats
-        )
+        return kernel.value_norm(values_BHTD, weight_QDE, p=p, via=via, group=group, floats_at_once=floats)
     return reference.value_norm(values_BHTD, weight_QDE, p=p, via=via, group=group, floats_at_once=floats)
 
 

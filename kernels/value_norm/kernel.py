@@ -50,7 +50,7 @@ class Tile:
 
 
 def tile(what: str, dtype: torch.dtype, block_d: int, architecture: int, *, short: bool = False) -> Tile:
-    """The tile of `direct` or `gram`; `short`: where tall ones would be too few to fill a GPU, or too tall for
+    """The tile of `direct` or `gram`; `short`: where tall ones would be too few to fill a GPU, or higher than
     what there is. Those of architecture 80 fit the 99 KiB of the smallest GPUs that it stands for."""
     if dtype == torch.float32:  # without tensor cores: operands wait in registers
         return Tile(64, 64, min(32, block_d), 8, 2)
@@ -414,7 +414,10 @@ def builds() -> list[Build]:
     found += [_built(what, single, D) for what in ("direct", "gram") for D in (16, 32, 64, 128, 256)]
     found += [_built(what, torch.float16, 128) for what in ("direct", "gram")]
     # Odd widths, W_O's other layout, types that differ, groups reduced by the program.
-    found += [_built("direct", half, 128, p=2, split=True, short=True), _built("direct", half, 128, even=False)]
+    found += [
+        _built("direct", half, 128, p=2, split=True, short=True),
+        _built("direct", half, 128, even=False),
+    ]
     found += [_built("direct", half, 128, inner="stride_we"), _built("direct", half, 128, mixed=True)]
     found += [_built("direct", half, 128, group="mean"), _built("direct", half, 128, p=2, group="max")]
     found += [_built("direct", half, 128, group="mean", short=True), _built("gram", half, 128, group="max")]

@@ -6,9 +6,9 @@ are still in the processor's cache: written to memory and read back it would cos
 and outputs it holds a block of the product, of the entries and of W_O in float32, of `floats_at_once` floats
 each at most, and through the Gram matrix Q x D x D more.
 
-Autocast changes nothing here. PyTorch's setting for products of float32 (`torch.backends.cuda.matmul`: TF32) is
-followed, but for the Gram matrix, which the kernel also reads and which loses its smallest directions first:
-where that setting allows less than float32, it is made in float64.
+Autocast changes nothing here. PyTorch's setting for products of float32 (`torch.backends.cuda.matmul`: TF32)
+is followed, but for the Gram matrix, which the kernel also reads and which loses its smallest directions
+first: where that setting allows less than float32, it is made in float64.
 """
 
 import math
@@ -65,7 +65,7 @@ def projected(
     G = Q // H
     floats_at_once = floats_at_once or _bound(values_BHTD)
     dtype = torch.promote_types(values_BHTD.dtype, torch.float32)
-    # As many whole rows as fit; where that are too few, fewer columns of more rows. And of values and weights,
+    # As many whole rows as fit; where that are too few, fewer columns of more rows. And of values and W_O,
     # which are copied too, no more than of the product.
     rows = max(floats_at_once // (Q * max(1, E)), min(ROWS, floats_at_once // Q))
     rows = min(rows, floats_at_once // (H * max(1, D)))
@@ -76,9 +76,9 @@ def projected(
     # One buffer for all blocks: fresh memory would cost more than the product.
     buffer = values_BHTD.new_empty(B * Q * entries * columns, dtype=dtype)
     for left in range(0, E, columns):
-        weight = weight_HDGE[..., left : left + columns].to(dtype).flatten(2)
+        weight = _dense(weight_HDGE[..., left : left + columns], dtype).flatten(2)
         for start in range(0, T, entries):
-            part = values_BHTD[:, :, start : start + entries].transpose(0, 1).to(dtype)
+            part = _dense(values_BHTD[:, :, start : start + entries].transpose(0, 1), dtype)
             shape = (H, B, part.shape[2], G, weight.shape[-1] // G)
             product = buffer[: math.prod(shape)].view(H, B * part.shape[2], weight.shape[-1])
             torch.bmm(part.flatten(1, 2), weight, out=product)
@@ -102,13 +102,18 @@ def through_gram(
     norm_BQT = values_BHTD.new_empty((B, Q, T), dtype=dtype)
     chunk = max(1, (floats_at_once or _bound(values_BHTD)) // max(1, B * Q * D))
     for start in range(0, T, chunk):
-        part_HBTD = values_BHTD[:, :, start : start + chunk].transpose(0, 1).to(dtype)
+        part_HBTD = _dense(values_BHTD[:, :, start : start + chunk].transpose(0, 1), dtype)
         product = torch.bmm(part_HBTD.flatten(1, 2), gram_HDN)
         product = product.view(*part_HBTD.shape[:3], Q // H, D).mul_(part_HBTD[..., None, :])
         square = product.sum(-1).permute(1, 0, 3, 2)
         # Rounding may leave a square of nothing below zero.
         norm_BQT[..., start : start + chunk] = square.clamp_min_(0.0).sqrt_().flatten(1, 2)
     return norm_BQT
+
+
+def _dense(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """In this precision, and one number behind another if that takes a copy: or else there would be two."""
+    return part.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _bound(values: Tensor) -> int:

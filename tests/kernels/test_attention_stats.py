@@ -1,19 +1,30 @@
 """attention_stats: the reference and the kernels against a dense matrix in float64, and what is refused."""
 
 import importlib
+import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from retain.evidence import Evidence, attention_probs
 from retain.kernels import backend
-from retain.kernels.attention_stats import WANTED, Pool, attention_stats, cases, dispatch, reference, tiles
+from retain.kernels.attention_stats import (
+    WANTED,
+    Pool,
+    attention_stats,
+    cases,
+    dispatch,
+    tiles,
+)
 from retain.kernels.attention_stats.cases import ALL, CASES, FLOATS, Case, inputs, run, wrong_last
-from retain.kernels.attention_stats.threads import workers
 from retain.kernels.measure import extra_bytes
+from retain.scores.window import window_paid
 from tests.close import assert_close
+from tests.kernels.device import DEVICE
+from tests.naive import random_evidence
 
 MB = 10**6
 
@@ -93,9 +104,10 @@ def pooled(probs, exists, place_BT, pool):
 
 def assert_right(found, kwargs, ops=4):
     """What is wanted, to float32's floor: also of half precision, whose products are exact."""
+    kwargs = moved(kwargs, "cpu")
     exact = dense(**kwargs)
     for name in kwargs["wanted"]:
-        own = getattr(found, name)
+        own = getattr(found, name).cpu()
         if name == "last":
             assert own.dtype == torch.int64
             assert wrong_last(own, kwargs) is None
@@ -109,7 +121,12 @@ def assert_right(found, kwargs, ops=4):
         assert getattr(found, name) is None
 
 
-def interpreted(kwargs):
+def moved(kwargs, device):
+    """The same arguments elsewhere: the oracle reckons on the CPU."""
+    return {name: one.to(device) if torch.is_tensor(one) else one for name, one in kwargs.items()}
+
+
+def by_kernels(kwargs):
     with backend.using("triton"):
         return attention_stats(**kwargs)
 
@@ -125,17 +142,14 @@ def test_reference_is_the_formula(name, dtype, chunk):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_the_formula(name, dtype):
-    kwargs = inputs(CASES[name], dtype, "cpu", seed=1)
-    assert_right(interpreted(kwargs), kwargs)
+    kwargs = inputs(CASES[name], dtype, DEVICE, seed=1)
+    assert_right(by_kernels(kwargs), kwargs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "last" in case.wanted])
 def test_last_is_the_last_of_a_loop(name):
     """The oracle of last accesses, which `wrong_last` takes from the reference in float64."""
     case = CASES[name]
-    if "last" not in case.wanted:
-        assert case.pool is not None
-        return
     kwargs = inputs(case, torch.float64, "cpu")
     (B, Q, S, _), (H, T) = kwargs["queries_BQSD"].shape, kwargs["keys_BHTD"].shape[1:3]
     least = kwargs.pop("least_BQS")
@@ -151,11 +165,11 @@ def test_last_is_the_last_of_a_loop(name):
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_zero_is_enough_of_what_is_seen_and_of_nothing_else(path):
-    kwargs = inputs(Case(batch=2, entries=40, padding=7, held=0.6, window=9, width=16), torch.float32, "cpu")
+    kwargs = inputs(Case(batch=2, entries=40, padding=7, held=0.6, window=9, width=16), torch.float32, DEVICE)
     kwargs["least_BQS"] = torch.zeros_like(kwargs["least_BQS"])
     with backend.using(path):
-        last = attention_stats(**kwargs).last
-    asks, exists = kwargs["asks_BS"], kwargs["exists_BHT"].repeat_interleave(2, 1)
+        last = attention_stats(**kwargs).last.cpu()
+    asks, exists = kwargs["asks_BS"].cpu(), kwargs["exists_BHT"].cpu().repeat_interleave(2, 1)
     for entry in range(40):
         for b in range(2):
             seers = [j for j in range(entry, min(40, entry + 9)) if asks[b, j]]
@@ -189,37 +203,52 @@ def test_same_as_attention_probs(path):
     probs = attention_probs(evidence, 0, S)
     with backend.using(path):
         found = attention_stats(
-            evidence.queries_BQSD,
-            evidence.keys_BHTD,
+            evidence.queries_BQSD.to(DEVICE),
+            evidence.keys_BHTD.to(DEVICE),
             scaling=evidence.scaling,
             wanted=("max", "sum", "squares"),
             window=evidence.window,
-            exists_BHT=evidence.exists_BHT,
-            asks_BS=evidence.asks_BS,
-            place_BT=evidence.place_BT,
+            exists_BHT=evidence.exists_BHT.to(DEVICE),
+            asks_BS=evidence.asks_BS.to(DEVICE),
+            place_BT=evidence.place_BT.to(DEVICE),
             soft_cap=evidence.soft_cap,
-            sinks_Q=evidence.sinks_Q,
+            sinks_Q=evidence.sinks_Q.to(DEVICE),
         )
-    assert_close(found.max, probs.amax(2).double(), ops=4)
-    assert_close(found.sum, probs.sum(2).double(), ops=4)
-    assert_close(found.squares, probs.square().sum(2).double(), ops=4)
+    assert_close(found.max.cpu(), probs.amax(2).double(), ops=4)
+    assert_close(found.sum.cpu(), probs.sum(2).double(), ops=4)
+    assert_close(found.squares.cpu(), probs.square().sum(2).double(), ops=4)
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
-def test_what_lies_where_nothing_exists_reaches_nothing(path):
-    kwargs = inputs(Case(batch=2, entries=50, padding=8, held=0.6, width=16), torch.float32, "cpu")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"given_lse": True},
+        {"wanted": ("max",)},
+        {"window": 19, "gaps": True},
+        {"num_queries": 46, "wanted": cases.POOLED, "pool": Pool("avg", 3, 20, True)},
+        {"num_queries": 46, "wanted": cases.POOLED, "pool": Pool("max", 3, 20), "group": True},
+    ],
+)
+def test_what_lies_where_nothing_exists_reaches_nothing(path, changed):
+    """Neither keys that a head does not hold nor queries that are not there, whatever lies before them."""
+    case = replace(Case(batch=2, entries=50, padding=8, held=0.6, width=16), **changed)
+    kwargs = inputs(case, torch.float32, DEVICE)
+    kwargs["asks_BS"][:, 1::3] = False
     with backend.using(path):
         before = attention_stats(**kwargs)
         kwargs["keys_BHTD"][~kwargs["exists_BHT"]] = math.nan
+        kwargs["queries_BQSD"].transpose(1, 2)[~kwargs["asks_BS"]] = math.nan
         after = attention_stats(**kwargs)
-    for name in ALL:
+    for name in kwargs["wanted"]:
         assert torch.equal(getattr(before, name), getattr(after, name)), name
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 @pytest.mark.parametrize("name", ["plain", "held per head", "pool avg", "few queries, many keys"])
 def test_the_same_twice(name, path):
-    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    kwargs = inputs(CASES[name], torch.float32, DEVICE)
     with backend.using(path):
         first, second = (attention_stats(**kwargs) for _ in range(2))
     assert all(torch.equal(getattr(first, each), getattr(second, each)) for each in kwargs["wanted"])
@@ -232,8 +261,8 @@ def test_rows_in_parts(name, monkeypatch):
     launch = importlib.import_module("retain.kernels.attention_stats.launch")
     parts = []
     monkeypatch.setattr(launch, "parts_of", lambda *given: parts.append(tiles.parts_of(*given)) or parts[-1])
-    kwargs = inputs(CASES[name], torch.float32, "cpu")
-    assert_right(interpreted(kwargs), kwargs)
+    kwargs = inputs(CASES[name], torch.float32, DEVICE)
+    assert_right(by_kernels(kwargs), kwargs)
     assert parts[0] > 1
 
 
@@ -243,14 +272,14 @@ def test_the_group_in_one_program(name, monkeypatch):
     launch = importlib.import_module("retain.kernels.attention_stats.launch")
     heads = []
     monkeypatch.setattr(launch, "heads_of", lambda *given: heads.append(tiles.heads_of(*given)) or heads[-1])
-    kwargs = inputs(CASES[name], torch.float32, "cpu")
-    assert_right(interpreted(kwargs), kwargs)
+    kwargs = inputs(CASES[name], torch.float32, DEVICE)
+    assert_right(by_kernels(kwargs), kwargs)
     assert heads == [2]
 
 
 def test_first_query_moves_the_queries():
     """Queries that are not the last ones are what they would be if nothing came after."""
-    kwargs = inputs(Case(entries=50, num_queries=20, wanted=FLOATS, width=16), torch.float32, "cpu")
+    kwargs = inputs(Case(entries=50, num_queries=20, wanted=FLOATS, width=16), torch.float32, DEVICE)
     keys = kwargs.pop("keys_BHTD")
     for path in ("reference", "triton"):
         with backend.using(path):
@@ -264,68 +293,10 @@ def test_first_query_moves_the_queries():
 
 
 def test_no_gradient_flows():
-    kwargs = inputs(CASES["plain"], torch.float32, "cpu")
+    kwargs = inputs(CASES["plain"], torch.float32, DEVICE)
     kwargs["queries_BQSD"].requires_grad_()
     found = run(CASES["plain"], kwargs)
     assert not any(getattr(found, name).requires_grad for name in ALL)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("threads", [2, 3])
-def test_heads_are_spread_over_workers(name, threads):
-    """Where there are enough of them; a worker computes alone, and whoever asked keeps its threads."""
-    kwargs = inputs(CASES[name], torch.float32, "cpu")
-    torch.set_num_threads(threads)
-    walk = reference._Walk(_call_of(kwargs))
-    found = [attention_stats(**kwargs, chunk=chunk) for chunk in (None, 7, 7)]
-    assert torch.get_num_threads() == threads
-    pairs = CASES[name].batch * CASES[name].kv_heads
-    assert walk.workers == (min(threads, pairs) if 2 * min(threads, pairs) > threads else 1)
-    for one in found:
-        assert_right(one, kwargs)
-    assert all(torch.equal(getattr(found[1], each), getattr(found[2], each)) for each in kwargs["wanted"])
-
-
-def test_workers_compute_alone_and_are_kept():
-    torch.set_num_threads(2)
-    pool = workers(2)
-    assert workers(2) is pool
-    assert list(pool.map(lambda _: torch.get_num_threads(), range(8))) == [1] * 8
-    assert torch.get_num_threads() == 2
-    with ThreadPoolExecutor(1) as fresh:
-        assert fresh.submit(torch.get_num_threads).result() == 2
-
-
-def test_what_breaks_in_a_worker_is_heard(monkeypatch):
-    monkeypatch.setattr(reference._Walk, "fold", lambda walk, rows: torch.zeros(2) + torch.zeros(3))
-    torch.set_num_threads(2)
-    with pytest.raises(RuntimeError, match="must match the size"):
-        attention_stats(**inputs(CASES["plain"], torch.float32, "cpu"))
-
-
-def _call_of(kwargs):
-    """What the reference is called with."""
-    calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "run", lambda call: calls.append(call) or {})
-        attention_stats(**kwargs)
-    return calls[0]
-
-
-@pytest.mark.parametrize("case", cases.SPEED["cpu"].values(), ids=list(cases.SPEED["cpu"]))
-def test_reference_holds_little(case):
-    kwargs = inputs(case, torch.float32, "cpu")
-    for threads in (1, 2, 16):
-        torch.set_num_threads(threads)
-        assert extra_bytes(lambda: run(case, kwargs), torch.device("cpu")) <= 64 * MB
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_reference_holds_little_at_any_length(dtype):
-    """128K entries, whose keys alone are 67 MB in float32: also they are made a tile at a time."""
-    case = Case(kv_heads=1, group_size=8, entries=2**17, num_queries=16, width=128, wanted=("max", "lse"))
-    kwargs = inputs(case, dtype, "cpu")
-    assert extra_bytes(lambda: run(case, kwargs), torch.device("cpu")) <= 64 * MB
 
 
 @pytest.mark.parametrize("many", [1, cases.MANY])
@@ -334,9 +305,9 @@ def test_checks_see_what_is_wrong(name, many, monkeypatch):
     """Also where they look at the first head alone."""
     case = CASES[name]
     monkeypatch.setattr(cases, "MANY", many)
-    assert cases.check(case, torch.float32, "cpu") is None
+    assert cases.check(case, torch.float32, DEVICE) is None
     monkeypatch.setattr(cases, "run", lambda case, kwargs: attention_stats(**{**kwargs, "scaling": 0.2}))
-    assert "error" in cases.check(case, torch.float32, "cpu")
+    assert "error" in cases.check(case, torch.float32, DEVICE)
 
 
 def test_rivals_run():
@@ -351,7 +322,9 @@ def test_rivals_run():
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiles_in_one_graph(compiler):
-    kwargs = inputs(CASES["held per head"], torch.float32, "cpu")
+    kwargs = inputs(replace(CASES["held per head"], sinks=True), torch.float32, DEVICE)
+    # As a model has them; no gradient flows to them.
+    kwargs["sinks_Q"] = torch.nn.Parameter(kwargs["sinks_Q"])
 
     def doubled(queries, keys):
         return 2 * attention_stats(**{**kwargs, "queries_BQSD": queries, "keys_BHTD": keys}).max
@@ -368,7 +341,7 @@ def test_the_operator_is_registered_well(name, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     operator = dispatch._operator
     monkeypatch.setattr(dispatch, "_operator", lambda *given: calls.append(given) or operator(*given))
-    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    kwargs = inputs(CASES[name], torch.float32, DEVICE)
     attention_stats(**kwargs)
     monkeypatch.undo()
     torch.library.opcheck(operator, calls[-1])
@@ -418,15 +391,15 @@ def test_what_is_refused(change, text):
     "width, scaling, why", [(257, 0.1, "a head width of 257"), (16, -0.1, "scaling of -0.1")]
 )
 def test_what_the_kernels_leave_to_the_reference(width, scaling, why):
-    queries, keys = torch.randn(1, 2, 4, width), torch.randn(1, 2, 4, width)
+    queries, keys = (torch.randn(1, 2, 4, width, device=DEVICE) for _ in range(2))
     found = attention_stats(queries, keys, scaling=scaling, wanted="sum").sum
-    assert_close(found, dense(queries, keys, scaling=scaling, wanted=("sum",))["sum"])
+    assert_close(found.cpu(), dense(queries.cpu(), keys.cpu(), scaling=scaling, wanted=("sum",))["sum"])
     with backend.using("triton"), pytest.raises(ValueError, match=why):
         attention_stats(queries, keys, scaling=scaling)
 
 
 def test_the_kernels_leave_very_wide_strides_to_the_reference():
-    keys = torch.randn(16).as_strided((1, 1, 16, 1), (0, 0, 1, 2**22))
+    keys = torch.randn(16, device=DEVICE).as_strided((1, 1, 16, 1), (0, 0, 1, 2**22))
     queries = keys.clone()
     assert attention_stats(queries, keys, scaling=1.0).max.isfinite().all()
     with backend.using("triton"), pytest.raises(ValueError, match="rows 4194304 elements apart"):
@@ -440,17 +413,41 @@ def test_on_a_gpu(name, dtype):
     assert cases.check(CASES[name], dtype, "cuda") is None
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["held per head", "pool avg", "window in places"])
-def test_nothing_waits_for_the_gpu(name):
-    kwargs = inputs(CASES[name], torch.bfloat16, "cuda")
-    run(CASES[name], kwargs)
+@contextmanager
+def never_waiting():
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(CASES[name], kwargs)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("held per head", "pool avg", "window in places", "known lse", "soft cap and sinks"),
+        "few queries, many keys",
+    ],
+)
+def test_nothing_waits_for_the_gpu(name, monkeypatch):
+    monkeypatch.setattr(tiles, "PART_KEYS", 8)  # rows are split where they are few
+    kwargs = inputs(CASES[name], torch.bfloat16, "cuda")
+    run(CASES[name], kwargs)
+    with never_waiting():
+        run(CASES[name], kwargs)
+
+
+@pytest.mark.gpu
+def test_no_window_waits_for_the_gpu():
+    evidence = random_evidence((0, 4), num_tokens=60, num_queries=16, head_width=16)
+    evidence = replace(
+        evidence, **{name: one.cuda() for name, one in vars(evidence).items() if torch.is_tensor(one)}
+    )
+    for waiting in (nullcontext, never_waiting):  # what is made once a process may wait
+        with waiting():
+            window_paid(evidence, 16, "max", "plain", pool="avg", pool_size=5, keep_mass=True)
 
 
 @pytest.mark.gpu
@@ -469,11 +466,89 @@ def test_what_hardly_scatters_keeps_its_digits(path, chunk):
     """Queries that are nearly the same: the squares less what the mean explains would have none left."""
     wanted = ("sum", "squares", "scatter")
     case = Case(entries=200, num_queries=40, width=16, causal=False, wanted=wanted)
-    kwargs = inputs(case, torch.float32, "cpu")
+    kwargs = inputs(case, torch.float32, DEVICE)
     kwargs["queries_BQSD"] = kwargs["queries_BQSD"][:, :, :1] + 1e-3 * kwargs["queries_BQSD"]
-    exact = dense(**kwargs)["scatter"]
+    exact = dense(**moved(kwargs, "cpu"))["scatter"].to(DEVICE)
     with backend.using(path):
         found = attention_stats(**kwargs, chunk=chunk)
     explained = found.squares - found.sum.square() / 40
     worst = [float(((own - exact) / exact).abs().max()) for own in (found.scatter, explained)]
     assert worst[0] < 3e-3 < 0.1 < worst[1], worst
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("places", [None, torch.int64, torch.int32])
+def test_the_largest_numbers_are_no_limits(path, places):
+    """A window of everything, as a config may say it; and nothing is as far away as the largest distance."""
+    case = Case(entries=40, num_queries=30, width=16, gaps=places is not None, wanted=("max", "sum"))
+    kwargs = inputs(case, torch.float32, DEVICE)
+    if places is not None:
+        kwargs["place_BT"] = kwargs["place_BT"].to(places) - 3
+    with backend.using(path):
+        plain = attention_stats(**kwargs)
+        wide = attention_stats(**{**kwargs, "window": 2**31 - 1})
+        wider = attention_stats(**{**kwargs, "window": 2**40})
+        far = attention_stats(**{**kwargs, "distance": 2**31 - 1})
+    for name in case.wanted:
+        assert torch.equal(getattr(wide, name), getattr(wider, name))
+        assert_close(getattr(wide, name).cpu(), getattr(plain, name).double().cpu())
+        assert not getattr(far, name).any()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("pool", [None, Pool("max", 3, 20)], ids=str)
+@pytest.mark.parametrize("given", [False, True])
+def test_no_probability_is_more_than_one(path, pool, given):
+    """Where logits are so large that a log-sum-exp in float32 is short of digits after the point."""
+    wanted = ("max", "sum", "squares", "lse")
+    case = Case(entries=40, num_queries=20, width=16, wanted=wanted, pool=pool, heads_last=True)
+    kwargs = {**inputs(case, torch.float32, DEVICE), "scaling": 3e4}
+    with backend.using(path):
+        found = attention_stats(**kwargs)
+        if given:
+            found = attention_stats(**kwargs, lse_BQS=found.lse * (1 - 1e-6))
+        first = attention_stats(**{**kwargs, "wanted": "sum", "queries": (0, 1)})
+    assert found.lse.abs().max() > 1e4
+    assert found.max.max() == 1
+    assert first.sum.max() <= 1
+    assert (found.squares <= found.sum * (1 + 1e-6)).all()
+    assert found.sum.max() <= 20
+
+
+@pytest.mark.parametrize(
+    "name", ["exists_BHT", "asks_BS", "place_BT", "sinks_Q", "weight_BQK", "lse_BQS", "least_BQS"]
+)
+def test_tensors_elsewhere_are_refused(name):
+    case = Case(entries=20, padding=3, gaps=True, sinks=True, weight=True, width=16, given_lse=True)
+    kwargs = inputs(case, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="the tensors lie on cpu, meta; move them to one device"):
+        attention_stats(**{**kwargs, name: kwargs[name].to("meta")})
+
+
+def test_every_tile_that_can_be_chosen_is_built():
+    built = set()
+    for build in importlib.import_module("retain.kernels.attention_stats.launch").builds():
+        if "D" not in build.constants:
+            continue
+        name, kind, *_ = build.name.split()
+        cut = tiles.Tile(
+            build.constants["BLOCK_M"],
+            build.constants["BLOCK_N"],
+            build.num_warps,
+            build.num_stages,
+            build.registers,
+        )
+        built |= {(name, kind == "fp32", build.constants["BLOCK_D"] > 128, arch, cut) for arch in build.archs}
+    ways = itertools.product(
+        ("lse", "stats", "mass", "pooled"),
+        backend.DTYPES,
+        (16, 32, 64, 128, 256),
+        (80, 90),
+        (1, 32, 33, 200, 5000),
+        (False, True),
+        (1, 4),
+    )
+    for name, dtype, block, arch, number, busy, heads in ways:
+        of = "pooled" if name == "mass" else name
+        cut = tiles.tile(of, dtype, block, arch, number, busy=busy, heads=heads)
+        assert (name, dtype == torch.float32, block > 128, arch, cut) in built

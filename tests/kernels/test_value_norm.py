@@ -2,9 +2,11 @@ import pytest
 import torch
 
 from retain.kernels import backend
+from retain.kernels.measure import extra_bytes
 from retain.kernels.value_norm import reference, value_norm
-from retain.kernels.value_norm.cases import CASES, Case, check, inputs, run
-from tests.close import assert_close
+from retain.kernels.value_norm.cases import CASES, LARGE, SPEED, Case, check, inputs, run
+from tests.close import assert_close, error
+from tests.kernels.device import DEVICE
 
 HALF = [torch.float16, torch.bfloat16]
 
@@ -37,15 +39,16 @@ def assert_norms(norms, kwargs):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_formula(name, dtype):
-    kwargs = inputs(CASES[name], dtype, "cpu")
-    assert_norms(run(CASES[name], kwargs), kwargs)
-    assert check(CASES[name], dtype, "cpu") is None
+    kwargs = inputs(CASES[name], dtype, DEVICE)
+    with backend.using("reference"):
+        assert_norms(run(CASES[name], kwargs), kwargs)
+        assert check(CASES[name], dtype, DEVICE) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_the_formula(name, dtype):
-    kwargs = inputs(CASES[name], dtype, "cpu", seed=1)
+    kwargs = inputs(CASES[name], dtype, DEVICE, seed=1)
     with backend.using("triton"):
         norms = run(CASES[name], kwargs)
     assert_norms(norms, kwargs)
@@ -57,29 +60,94 @@ def test_the_kernel_is_the_formula(name, dtype):
 def test_the_kernel_is_the_formula_as_it_runs_on_many_values(name, dtype, monkeypatch):
     """Tall tiles, no columns split off, and groups reduced by the program itself."""
     monkeypatch.setattr("retain.kernels.value_norm.kernel.PROGRAMS", 1)
-    kwargs = inputs(CASES[name], dtype, "cpu", seed=2)
+    kwargs = inputs(CASES[name], dtype, DEVICE, seed=2)
     with backend.using("triton"):
         norms = run(CASES[name], kwargs)
     assert_norms(norms, kwargs)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("programs", [None, 1], ids=["short if few", "tall"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_right_on_a_gpu(name, dtype):
-    assert check(CASES[name], dtype, torch.device("cuda")) is None
+@pytest.mark.parametrize("name", [*CASES, *LARGE])
+def test_the_kernel_is_right_on_a_gpu(name, dtype, programs, monkeypatch):
+    if programs is not None:
+        monkeypatch.setattr("retain.kernels.value_norm.kernel.PROGRAMS", programs)
+    assert check({**CASES, **LARGE}[name], dtype, torch.device("cuda")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["split columns, max", *LARGE])
+def test_results_do_not_change_from_run_to_run_on_a_gpu(name):
+    case = {**CASES, **LARGE}[name]
+    kwargs = inputs(case, torch.bfloat16, "cuda")
+    first = run(case, kwargs)
+    for _ in range(5):
+        assert torch.equal(run(case, kwargs), first)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_tall_tiles_are_for_many_entries_and_short_ones_for_few(architecture):
+    from retain.kernels.value_norm import kernel
+
+    def chosen(what, case):
+        rows = case.batch * (case.kv_heads if case.group else case.heads)
+        block = backend.block_of(case.width)
+        return kernel.chosen(what, torch.bfloat16, block, architecture, case.entries, rows)
+
+    for name, case in {**LARGE, "128K": SPEED["cuda"]["128K"]}.items():
+        few = case.entries == 1
+        what = "gram" if case.via == "gram" else "direct"
+        tall, short = (
+            kernel.tile(what, torch.bfloat16, backend.block_of(case.width), architecture, short=short)
+            for short in (False, True)
+        )
+        assert chosen(what, case) == (short if few else tall, True), name
+        assert tall.entries >= 2 * short.entries
+    # Decoding: one row of a tile is in use, however many sequences there are.
+    for batch in (1, 3, 4, 8, 64):
+        one = Case(batch=batch, kv_heads=8, group_size=4, entries=1, width=128)
+        of, full = chosen("direct", one)
+        assert of.entries == 64 and full == (32 * batch >= kernel.PROGRAMS)
+        assert chosen("gram", one)[0].entries == 64
+    # Many entries of few heads do not fill a GPU.
+    assert not chosen("direct", Case(entries=200, kv_heads=1))[1]
+
+
+def test_every_tile_is_built():
+    from retain.kernels.value_norm import kernel
+
+    kinds = {torch.float32: {"*fp32"}, torch.float16: {"*fp16", "*bf16"}, torch.bfloat16: {"*bf16"}}
+    built = set()
+    for build in kernel.builds():
+        at = [build.constants[name] for name in ("BLOCK_T", "BLOCK_E", "BLOCK_K")]
+        what = build.kernel.fn.__name__.removeprefix("_")
+        for architecture in build.archs:
+            tile = kernel.Tile(*at, build.num_warps, build.num_stages)
+            whole = build.constants.get("BLOCK_D", None)
+            built.add((what, build.signature["values_ptr"], architecture, tile, whole))
+    for what in ("direct", "gram"):
+        for dtype, names in kinds.items():
+            for width in range(1, 257):
+                for architecture in (80, 90):
+                    for short in (False, True):
+                        block = backend.block_of(width)
+                        tile = kernel.tile(what, dtype, block, architecture, short=short)
+                        whole = block if what == "direct" else None
+                        wanted = {(what, name, architecture, tile, whole) for name in names}
+                        assert wanted & built, (what, dtype, block, architecture, short)
 
 
 @pytest.mark.parametrize("name", ["strided", "split columns", "Gram, D = 33, G = 3"])
 def test_results_do_not_change_from_run_to_run(name):
-    kwargs = inputs(CASES[name], torch.float16, "cpu")
+    kwargs = inputs(CASES[name], torch.float16, DEVICE)
     with backend.using("triton"):
         assert torch.equal(run(CASES[name], kwargs), run(CASES[name], kwargs))
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_a_group_is_reduced_as_its_heads_are(path):
-    kwargs = inputs(Case(group_size=4, entries=65), torch.float32, "cpu")
+    kwargs = inputs(Case(group_size=4, entries=65), torch.float32, DEVICE)
     with backend.using(path):
         each = value_norm(**kwargs).unflatten(1, (2, 4))
         for group, want in (("mean", each.mean(2)), ("max", each.amax(2))):
@@ -90,7 +158,7 @@ def test_a_group_is_reduced_as_its_heads_are(path):
 def test_what_is_not_a_number_stays_that(path):
     for p, via in ((1, None), (2, "direct"), (2, "gram")):
         for group in (None, "mean", "max"):
-            kwargs = {**inputs(Case(entries=66), torch.float32, "cpu"), "p": p, "via": via, "group": group}
+            kwargs = {**inputs(Case(entries=66), torch.float32, DEVICE), "p": p, "via": via, "group": group}
             kwargs["values_BHTD"][0, 1, 65, 3] = float("nan")
             with backend.using(path):
                 norms = value_norm(**kwargs)
@@ -100,7 +168,8 @@ def test_what_is_not_a_number_stays_that(path):
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_what_the_projection_drops_is_nothing_and_never_nan(path):
-    values, weight = torch.randn(1, 2, 50, 24).repeat(1, 1, 1, 2), torch.randn(4, 24, 30)
+    values = torch.randn(1, 2, 50, 24, device=DEVICE).repeat(1, 1, 1, 2)
+    weight = torch.randn(4, 24, 30, device=DEVICE)
     # Rows that cancel: rounding makes some squares negative, of a form that is 0.
     weight = torch.cat([weight, -weight], dim=1)
     for p, via in ((1, None), (2, "direct"), (2, "gram")):
@@ -112,20 +181,113 @@ def test_what_the_projection_drops_is_nothing_and_never_nan(path):
 def test_a_gram_matrix_in_pieces_is_that_matrix():
     from retain.kernels.value_norm import kernel
 
-    matrix = torch.randn(3, 40, 40) * torch.tensor([1e-6, 1.0, 3e7])[:, None, None]
+    sizes = torch.tensor([1e-36, 1e-6, 1.0, 3e7, 1e36], device=DEVICE)
+    matrix = torch.randn(5, 40, 40, device=DEVICE) * sizes[:, None, None]
     matrix[0, 0, 0] = 0.0
-    for dtype, error in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-23), (torch.float16, 2.0**-21)):
-        pieces, scale = kernel.split(matrix, dtype)
-        assert pieces.dtype == dtype and pieces.isfinite().all()
-        together = pieces.double().sum(0) * scale[:, None, None]
-        assert float(((together - matrix).abs() / matrix.abs().amax((1, 2), True)).max()) <= error
-        assert torch.equal(scale.frexp().mantissa, torch.full((3,), 0.5)), "a power of two rounds nothing"
-    pieces, scale = kernel.split(torch.zeros(1, 4, 4), torch.float16)
-    assert not pieces.any() and scale.isfinite().all()
+    for dtype, least in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-23), (torch.float16, 2.0**-21)):
+        pieces, root = kernel.split(matrix, dtype)
+        assert pieces.dtype == dtype and pieces.isfinite().all() and root.dtype == torch.float32
+        together = pieces.double().sum(0) * root.double().square()[:, None, None]
+        assert float(((together - matrix).abs() / matrix.abs().amax((1, 2), True)).max()) <= least
+        assert torch.equal(root.frexp().mantissa, torch.full_like(root, 0.5)), "it rounds nothing"
+    pieces, root = kernel.split(torch.zeros(1, 4, 4, device=DEVICE), torch.float16)
+    assert not pieces.any() and root.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_as_small_or_large_as_their_squares_allow(dtype, size):
+    kwargs = inputs(CASES["Gram"], dtype, DEVICE)
+    kwargs["output_weight_QDE"] = kwargs["output_weight_QDE"] * size
+    for path in ("reference", "triton"):
+        with backend.using(path):
+            norms = run(CASES["Gram"], kwargs)
+        wanted = oracle(**kwargs)
+        assert float(wanted.max()) > 0.1 * size
+        assert error(norms / size, wanted / size) <= 1e-5 * float((wanted / size).max())
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["G = 1, odd lengths", "p = 2", "Gram", "Gram, D = 128, G = 8"])
+def test_autocast_changes_nothing(name, path):
+    kwargs = inputs(CASES[name], torch.float32, DEVICE)
+    with backend.using(path):
+        want = run(CASES[name], kwargs)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            norms = run(CASES[name], kwargs)
+    assert torch.equal(norms, want)
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_a_gram_matrix_is_float32_whatever_products_are_set_to(path, monkeypatch):
+    kwargs = inputs(CASES["Gram, D = 128, G = 8"], torch.float32, DEVICE)
+    weight, wanted = kwargs["output_weight_QDE"], kwargs["output_weight_QDE"].double()
+    wanted = wanted @ wanted.mT
+    library = torch.backends.cuda if DEVICE == "cuda" else torch.backends.mkldnn
+    before, products = library.matmul.fp32_precision, []
+    product = torch.Tensor.baddbmm_
+    monkeypatch.setattr(
+        torch.Tensor, "baddbmm_", lambda *x: (products.append(x[0].dtype), product(*x))[1], raising=True
+    )
+    try:
+        for setting, dtype in (("ieee", torch.float32), ("tf32", torch.float64)):
+            library.matmul.fp32_precision = setting
+            gram = reference.gram(weight, torch.float32)
+            assert gram.dtype == torch.float32 and set(products) == {dtype}
+            assert_close(gram, wanted)
+            products.clear()
+            with backend.using(path):
+                run(CASES["Gram, D = 128, G = 8"], kwargs)
+            assert set(products) == {dtype}
+            products.clear()
+    finally:
+        library.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_the_cheaper_way_is_taken_unless_one_is_asked_for(path, monkeypatch):
+    ways, gram = [], reference.gram
+    monkeypatch.setattr(reference, "gram", lambda *args: (ways.append("gram"), gram(*args))[1])
+    # Operations of a head: B T D E = 24 B T E, or D^2 (B T + E) = 576 (B T + E); E = 96: 32 entries.
+    for batch, entries, model_width, way in (
+        (1, 32, 96, []),
+        (1, 33, 96, ["gram"]),
+        (2, 16, 96, []),
+        (2, 17, 96, ["gram"]),
+        (1, 500, 24, []),
+    ):
+        case = Case(batch=batch, entries=entries, width=24, model_width=model_width, p=2)
+        kwargs = inputs(case, torch.float32, DEVICE) | {"via": None}
+        with backend.using(path):
+            norms = value_norm(**kwargs)
+            assert ways == way
+            ways.clear()
+            value_norm(**kwargs | {"via": "gram"})
+            assert ways == ["gram"]
+            ways.clear()
+        assert_norms(norms, kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("entries", [1, 40, 256])
+def test_what_is_held_is_bounded(entries, dtype):
+    """The product, entries and W_O of float32, and through the Gram matrix that too."""
+    case = Case(kv_heads=2, group_size=2, entries=entries, width=64, model_width=2048, dtype=dtype)
+    floats = 2**16
+    for p, via in ((1, None), (2, "direct"), (2, "gram")):
+        kwargs = inputs(case, dtype, DEVICE) | {"p": p, "via": via, "floats_at_once": floats}
+        with backend.using("reference"):
+            extra = extra_bytes(lambda arguments=kwargs: value_norm(**arguments), torch.device(DEVICE))
+        # Sums of a block, and norms before they are roots.
+        small = 4 * (4 * floats // 64 + 3 * 4 * entries)
+        gram = 4 * case.heads * case.width**2 if via == "gram" else 0
+        assert extra <= 3 * 4 * floats + 2 * gram + small, (p, via)
+    whole = 4 * case.heads * case.width * case.model_width
+    assert 3 * 4 * floats + 2 * 4 * case.heads * case.width**2 < whole / 2  # or else W_O would go unseen
 
 
 def test_values_of_another_precision_than_the_weights():
-    kwargs = inputs(CASES["p = 2"], torch.float16, "cpu")
+    kwargs = inputs(CASES["p = 2"], torch.float16, DEVICE)
     kwargs["output_weight_QDE"] = kwargs["output_weight_QDE"].float() / 3
     for via in ("direct", "gram"):
         for path in ("reference", "triton"):
@@ -134,7 +296,7 @@ def test_values_of_another_precision_than_the_weights():
 
 
 def test_wider_heads_than_a_tile_take_the_reference():
-    kwargs = inputs(Case(width=300, entries=4), torch.float32, "cpu")
+    kwargs = inputs(Case(width=300, entries=4), torch.float32, DEVICE)
     assert_norms(value_norm(**kwargs), kwargs)
     with backend.using("triton"), pytest.raises(ValueError, match="a head width of 300 is more than 256"):
         value_norm(**kwargs)
@@ -143,13 +305,13 @@ def test_wider_heads_than_a_tile_take_the_reference():
 @pytest.mark.parametrize("floats_at_once", [1, 200, 2**24])
 def test_the_bound_on_memory_changes_no_result(floats_at_once):
     for name in ("G = 1, odd lengths", "p = 2", "Gram"):
-        kwargs = inputs(CASES[name], torch.float32, "cpu")
+        kwargs = inputs(CASES[name], torch.float32, DEVICE)
         assert_norms(value_norm(**kwargs, floats_at_once=floats_at_once), kwargs)
 
 
 def test_no_gradient_passes():
     for via, p in ((None, 1), ("direct", 2), ("gram", 2)):
-        kwargs = inputs(Case(entries=3), torch.float32, "cpu")
+        kwargs = inputs(Case(entries=3), torch.float32, DEVICE)
         for name in ("values_BHTD", "output_weight_QDE"):
             kwargs[name] = kwargs[name].requires_grad_()
         assert not value_norm(**{**kwargs, "p": p, "via": via}).requires_grad
@@ -157,7 +319,7 @@ def test_no_gradient_passes():
 
 @pytest.mark.parametrize("name", ["G = 8", "D = 80, max", "Gram"])
 def test_it_compiles_as_one_operation(name):
-    kwargs = inputs(CASES[name], torch.float32, "cpu")
+    kwargs = inputs(CASES[name], torch.float32, DEVICE)
 
     def norm(values, weight):
         settings = {setting: kwargs[setting] for setting in ("p", "via", "group")}
@@ -188,3 +350,5 @@ def test_refusals():
         value_norm(values, weight[:3])
     with pytest.raises(ValueError, match=r"torch.int8.* made dense first"):
         value_norm(values, weight.to(torch.int8))
+    with pytest.raises(ValueError, match="the tensors lie on cpu, meta; move them to one device"):
+        value_norm(values, weight.to("meta"))

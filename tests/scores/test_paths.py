@@ -16,6 +16,7 @@ from tests.held import filled, held_evidence, single
 from tests.memory import Watch
 from tests.naive import assert_heads_close, random_evidence, special_layer
 from tests.scores.test_scores import VARIANTS, WINDOWED
+from tests.test_paid import on_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -52,7 +53,7 @@ WAYS = [
 @pytest.mark.parametrize(("path", "held", "special"), WAYS)
 def test_a_score_is_the_same_by_either_path(path, held, special, name, settings):
     exact = shown(held, special, name)
-    evidence = single(exact)
+    evidence = on_device(single(exact))
     want = score_of(exact, name, settings)
     with backend.using(path):
         got = score_of(evidence, name, settings)
@@ -60,13 +61,14 @@ def test_a_score_is_the_same_by_either_path(path, held, special, name, settings)
     for own, other in ((got.values_BHT, want.values_BHT), (got.first_BHT, want.first_BHT)):
         assert (own is None) == (other is None)
         if own is not None:
+            own = own.cpu()
             assert torch.equal(own > float("-inf"), other > float("-inf"))
             # Attention, a norm, their product, means: an operation each.
             assert_heads_close(own, other.double(), ops=4)
     assert (got.layer_weight_B is None) == (want.layer_weight_B is None)
     if want.layer_weight_B is not None:
         for own, other in zip(got.layer_weight_B, want.layer_weight_B, strict=True):
-            assert_close(own, other, dtype=torch.float32, ops=4)
+            assert_close(own.cpu(), other, dtype=torch.float32, ops=4)
 
 
 @pytest.mark.parametrize("name", ["observed_risk", "defensive", "lava"])
@@ -74,6 +76,7 @@ def test_kernels_hold_no_rows_of_a_window(name):
     """A few numbers an entry and query head, where rows would be as many as the window has queries."""
     tokens, window = 128, 64
     evidence = random_evidence((0, 5), num_tokens=tokens, num_queries=window, group=4, model_width=16)
+    evidence = on_device(evidence)
     line = 2 * 8 * tokens * 4  # sequences x query heads x tokens x bytes
     peaks = {}
     for path in ("reference", "triton"):
