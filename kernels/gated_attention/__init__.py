@@ -21,8 +21,8 @@ from retain.kernels.gated_attention.reference import Bias, Settings
 
 __all__ = ["gated_attention", "gated_attention_with_lse"]
 
-# What a kernel's tiles cover.
-MAX_WIDTH = 256
+# What a kernel's tiles cover: numbers of a head, and rows.
+MAX_WIDTH, MAX_ROWS = 256, 128
 
 
 def gated_attention(
@@ -160,7 +160,10 @@ def _gated_attention(
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
-    return _home(queries, keys, values).forward(queries, keys, values, bias, settings)
+    home = _home(queries, keys, values, *bias)
+    with _as_given(queries):
+        out, lse = home.forward(queries, keys, values, bias, settings)
+    return out, lse
 
 
 @_gated_attention.register_fake
@@ -190,9 +193,9 @@ def _gated_attention_backward(
 ) -> list[Tensor]:
     """Gradients of queries, keys and values (`inner`), gate, decay and sinks: of those that are there."""
     bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
-    found = _home(queries, keys, values).backward(
-        d_out, d_lse, queries, keys, values, out, lse, bias, settings, inner=inner
-    )
+    home = _home(queries, keys, values, *bias)
+    with _as_given(queries):
+        found = home.backward(d_out, d_lse, queries, keys, values, out, lse, bias, settings, inner=inner)
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -227,7 +230,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
     # The backward may run on a thread that knows nothing of a path that is forced here.
-    ctx.path = _path(*tensors[:3])
+    ctx.path = _path(*tensors)
 
 
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -261,25 +264,40 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Ten
 _gated_attention.register_autograd(_backward, setup_context=_setup)
 
 
-def _home(queries: Tensor, keys: Tensor, values: Tensor) -> Any:
+def _as_given(queries: Tensor) -> torch.autocast:
+    """Autocast off: what is inside says itself in which precision it multiplies."""
+    return torch.autocast(queries.device.type, enabled=False)
+
+
+def _home(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -> Any:
     """The module whose `forward` and `backward` a call takes."""
-    if _path(queries, keys, values) == "reference":
+    if _path(queries, keys, values, *bias) == "reference":
         return reference
     from retain.kernels.gated_attention import launch
 
     return launch
 
 
-def _path(queries: Tensor, keys: Tensor, values: Tensor) -> backend.Path:
-    width = queries.shape[-1]
-    unsupported = None
+def _path(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -> backend.Path:
+    width, unsupported = queries.shape[-1], None
+    # Offsets inside of a tile are 32 bits wide; where its sequence and head begin, 64.
+    reach = max(MAX_ROWS * row + MAX_WIDTH * one for row, one in _inner_strides(queries, keys, values))
     if width > MAX_WIDTH:
         unsupported = f"a head width of {width} is more than {MAX_WIDTH}"
-    elif any(MAX_WIDTH * stride >= 2**31 for one in (queries, keys, values) for stride in one.stride()):
-        unsupported = "neighbouring entries lie 2^23 numbers apart"
+    elif reach >= 2**31:
+        unsupported = f"a tile's {MAX_ROWS} entries lie over {reach} numbers (less than 2^31)"
     elif not queries.dtype == keys.dtype == values.dtype:
         unsupported = "queries, keys and values differ in precision"
-    return backend.path_for("gated_attention", queries, keys, values, unsupported=unsupported)
+    there = [given for given in bias if given is not None]
+    return backend.path_for("gated_attention", queries, keys, values, *there, unsupported=unsupported)
+
+
+def _inner_strides(*tensors: Tensor) -> list[tuple[int, int]]:
+    """Numbers from entry to entry, and from one number of a head to the next, of axes that are walked."""
+    return [
+        (one.stride(2) if one.shape[2] > 1 else 0, one.stride(3) if one.shape[3] > 1 else 0)
+        for one in tensors
+    ]
 
 
 def _check(

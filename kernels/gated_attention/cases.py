@@ -3,6 +3,7 @@
 Timed is what training pays: the forward and the backward, to queries, keys, values and gates.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +44,10 @@ class Case:
         protected: entries of the recent window that is not gated.
         window: of a query; None: all.
         pads: padding on the left of each sequence; beyond the last, none.
+        holes: share of entries that do not exist, wherever they lie.
         soft_cap: of the logits.
         sinks: whether query heads have sinks.
+        silent: query heads, from the first on, whose sink is -inf.
         hidden: share of entries whose log-gate is -inf.
         heads_last: tensors are views of `[B, T, heads, D]`, and gates of `[B, T, H]`.
     """
@@ -60,8 +63,10 @@ class Case:
     protected: int = 8
     window: int | None = None
     pads: tuple[int, ...] = ()
+    holes: float = 0.0
     soft_cap: float | None = None
     sinks: bool = False
+    silent: int = 0
     hidden: float = 0.0
     heads_last: bool = False
 
@@ -93,6 +98,8 @@ CASES = {
     "window inside of the protected": Case(entries=60, window=7, protected=9),
     "soft cap": Case(soft_cap=2.0, entries=40),
     "sinks": Case(sinks=True, entries=40),
+    "a sink of nothing": Case(sinks=True, silent=2, hidden=1.0, protected=0, entries=40),
+    "holes": Case(batch=2, heads=1, entries=70, holes=0.3, window=40),
     "hidden entries": Case(hidden=0.4, protected=0, entries=45),
     "everything": Case(
         batch=2,
@@ -171,6 +178,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     if case.hidden and kwargs["log_gate_BHT"] is not None:
         dropped = torch.rand(B, H, T, generator=generator, device=device) < case.hidden
         kwargs["log_gate_BHT"] = kwargs["log_gate_BHT"].masked_fill(dropped, -math.inf)
+    if case.silent:
+        kwargs["sinks_Q"][: case.silent] = -math.inf
     for name in DIFFERENTIABLE:
         if kwargs[name] is not None:
             kwargs[name].requires_grad_()
@@ -178,6 +187,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     if case.pads:
         pads = torch.tensor([*case.pads, *[0] * (B - len(case.pads))], device=device)
         exists = torch.arange(T, device=device) >= pads[:, None]
+    if case.holes:
+        exists = torch.rand(B, T, generator=generator, device=device) >= case.holes
     return {
         **kwargs,
         "exists_BT": exists,
@@ -194,10 +205,12 @@ def run(case: Case, kwargs: dict[str, Any]) -> list[Tensor]:
     return [out, lse, *gradients(kwargs, out)]
 
 
-def gradients(kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, ...]:
+def gradients(kwargs: dict[str, Any], out: Tensor, d_out: Tensor | None = None) -> tuple[Tensor, ...]:
     """Of everything differentiable, in the order of `DIFFERENTIABLE`, for one gradient of the output."""
     leaves = [kwargs[name] for name in DIFFERENTIABLE if kwargs[name] is not None]
-    return torch.autograd.grad(out, leaves, _d_out(out.shape, out.dtype, out.device))
+    return torch.autograd.grad(
+        out, leaves, _d_out(out.shape, out.dtype, out.device) if d_out is None else d_out
+    )
 
 
 @cache
@@ -275,7 +288,11 @@ def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int 
     if case.batch * case.heads * case.group * case.asked * case.entries <= PLAIN_CELLS:
         out, lse = plain(kwargs)
         rough = [out, lse, *gradients(kwargs, out)]
-    for place, (name, found, reference) in enumerate(zip(names, run(case, kwargs), wanted, strict=True)):
+    # On a GPU it is the kernel that is checked, and nothing else in its place.
+    on_gpu = torch.device(device).type == "cuda"
+    with backend.using("triton") if on_gpu else contextlib.nullcontext():
+        results = run(case, kwargs)
+    for place, (name, found, reference) in enumerate(zip(names, results, wanted, strict=True)):
         beside = None if rough is None else rough[place]
         if (problem := wrong(found, reference, beside, dtype=dtype, ops=ROUNDINGS, what=name)) is not None:
             return problem

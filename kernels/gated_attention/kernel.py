@@ -92,14 +92,14 @@ def _store(at, offsets, left, part, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_
 
 @triton.jit
 def _key_bias(
-    gate_at, decay_at, exists_at, gate_t, decay_t, exists_t, keys_i, anchor, limit,
+    gate_at, decay_at, gate_t, decay_t, keys_i, anchor, limit,
     HAS: tl.constexpr,
 ):  # fmt: skip
     """Of a block of keys: `gate_i + (anchor - i) decay_i` and `decay_i`, in units of log 2 (the anchor is
-    near by, so that distances stay exact), and -inf on those that do not exist."""
+    near by, so that distances stay exact). Keys that do not exist come with a gate of +inf, and only blocks
+    that are tested hold any."""
     gate = tl.zeros_like(keys_i).to(tl.float32)
     decay = gate
-    absent = gate
     inside = keys_i < limit
     if _has(HAS, GATE):
         at = gate_at + keys_i.to(tl.int64) * gate_t
@@ -108,15 +108,12 @@ def _key_bias(
         at = decay_at + keys_i.to(tl.int64) * decay_t
         decay = tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E
         gate += (anchor - keys_i).to(tl.float32) * decay
-    if _has(HAS, EXISTS):
-        exists = tl.load(exists_at + keys_i.to(tl.int64) * exists_t, mask=inside, other=0)
-        absent = tl.where(exists != 0, 0.0, float("-inf"))
-    return gate, decay, absent
+    return gate, decay
 
 
 @triton.jit
 def _logits(
-    product, own, keys_i, local, gate, decay, absent, tested, gated, scale, cap, protected, window,
+    product, own, keys_i, local, gate, decay, tested, gated, scale, cap, protected, window,
     HAS: tl.constexpr,
 ):  # fmt: skip
     """Logits in units of log 2 of a tile, whichever way it lies, and the tanh of the soft cap.
@@ -145,9 +142,9 @@ def _logits(
         seen = own >= keys_i
         if _has(HAS, WINDOW):
             seen &= own - window < keys_i
+        if _has(HAS, EXISTS):
+            seen &= gate != float("inf")
         logits = tl.where(seen, logits, float("-inf"))
-    if _has(HAS, EXISTS):
-        logits += absent
     return logits, tanh
 
 
@@ -183,7 +180,7 @@ def _key_bounds(
 
 @triton.jit
 def forward_(
-    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, sinks_at, out_at, lse_at,
+    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, clear_at, sinks_at, out_at, lse_at,
     query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
     gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t, sinks_q,
     out_b, out_h, out_s, out_d,
@@ -200,8 +197,10 @@ def forward_(
         gate_at += b * gate_b + h * gate_h
     if _has(HAS, DECAY):
         decay_at += b * decay_b + h * decay_h
+    clear = 0
     if _has(HAS, EXISTS):
         exists_at += b * exists_b
+        clear = tl.load(clear_at + b)
     s0 = block * BLOCK_S
     j0 = num_keys - num_queries + s0
     rows = s0 + tl.arange(0, BLOCK_S)
@@ -209,6 +208,10 @@ def forward_(
         _row(queries_at + b * query_b + q * query_h, s0, query_s),
         _offsets(query_s, query_d, BLOCK_S, BLOCK_D), num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST,
     )  # fmt: skip
+    if _has(HAS, EXISTS):
+        # Read here and not where it is used: a load behind the loop makes ptxas wait for every product in it.
+        at = exists_at + (num_keys - num_queries + rows).to(tl.int64) * exists_t
+        own = tl.load(at, mask=rows < num_queries, other=0)
     key_offsets = _offsets(key_t, key_d, BLOCK_T, BLOCK_D)
     value_offsets = _offsets(value_t, value_d, BLOCK_T, BLOCK_D)
     out = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
@@ -224,17 +227,16 @@ def forward_(
         tested = (i0 < inside) | (i0 >= diagonal)
         if _has(HAS, GATE | DECAY):
             tested |= (i0 >= near) & (i0 < open)
+        if _has(HAS, EXISTS):
+            tested |= i0 < clear
         keys_i = i0 + tl.arange(0, BLOCK_T)
         keys = _load(keys_at, key_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
         keys_at += BLOCK_T * key_t
         product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        gate, decay, absent = _key_bias(
-            gate_at, decay_at, exists_at, gate_t, decay_t, exists_t, keys_i, j0, num_keys, HAS
-        )
+        gate, decay = _key_bias(gate_at, decay_at, gate_t, decay_t, keys_i, j0, num_keys, HAS)
         logits, _ = _logits(
             product, (j0 + local)[:, None], keys_i[None, :], local[:, None],
-            gate[None, :], decay[None, :], absent[None, :], tested, i0 < near, scale, cap, protected, window,
-            HAS,
+            gate[None, :], decay[None, :], tested, i0 < near, scale, cap, protected, window, HAS,
         )  # fmt: skip
         above = tl.maximum(top, tl.max(logits, 1))
         finite = tl.where(above == float("-inf"), 0.0, above)
@@ -249,13 +251,12 @@ def forward_(
     if _has(HAS, SINKS):
         sink = tl.load(sinks_at + q * sinks_q).to(tl.float32) * LOG2E
         above = tl.maximum(top, sink)
-        fade = tl.exp2(top - above)
-        total = total * fade + tl.exp2(sink - above)
+        finite = tl.where(above == float("-inf"), 0.0, above)
+        fade = tl.exp2(top - finite)
+        total = total * fade + tl.exp2(sink - finite)
         out = out * fade[:, None]
         top = above
     if _has(HAS, EXISTS):
-        at = exists_at + (num_keys - num_queries + rows).to(tl.int64) * exists_t
-        own = tl.load(at, mask=rows < num_queries, other=0)
         total = tl.where(own != 0, total, 0.0)
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
@@ -301,7 +302,8 @@ def prepare_(
 
 @triton.jit
 def d_queries_(
-    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, d_out_at, lse2_at, delta_at, d_queries_at,
+    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, clear_at, d_out_at, lse2_at, delta_at,
+    d_queries_at,
     query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
     gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t,
     d_out_b, d_out_h, d_out_s, d_out_d, d_query_b, d_query_h, d_query_s, d_query_d,
@@ -318,8 +320,10 @@ def d_queries_(
         gate_at += b * gate_b + h * gate_h
     if _has(HAS, DECAY):
         decay_at += b * decay_b + h * decay_h
+    clear = 0
     if _has(HAS, EXISTS):
         exists_at += b * exists_b
+        clear = tl.load(clear_at + b)
     s0 = block * BLOCK_S
     j0 = num_keys - num_queries + s0
     queries = _load(
@@ -346,17 +350,16 @@ def d_queries_(
         tested = (i0 < inside) | (i0 >= diagonal)
         if _has(HAS, GATE | DECAY):
             tested |= (i0 >= near) & (i0 < open)
+        if _has(HAS, EXISTS):
+            tested |= i0 < clear
         keys_i = i0 + tl.arange(0, BLOCK_T)
         keys = _load(keys_at, key_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
         keys_at += BLOCK_T * key_t
         product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        gate, decay, absent = _key_bias(
-            gate_at, decay_at, exists_at, gate_t, decay_t, exists_t, keys_i, j0, num_keys, HAS
-        )
+        gate, decay = _key_bias(gate_at, decay_at, gate_t, decay_t, keys_i, j0, num_keys, HAS)
         logits, tanh = _logits(
             product, (j0 + local)[:, None], keys_i[None, :], local[:, None],
-            gate[None, :], decay[None, :], absent[None, :], tested, i0 < near, scale, cap, protected, window,
-            HAS,
+            gate[None, :], decay[None, :], tested, i0 < near, scale, cap, protected, window, HAS,
         )  # fmt: skip
         weights = tl.exp2(logits - lse2[:, None])
         values = _load(values_at, value_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
@@ -375,7 +378,7 @@ def d_queries_(
 
 @triton.jit
 def d_keys_(
-    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, d_out_at, lse2_at, delta_at,
+    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, clear_at, d_out_at, lse2_at, delta_at,
     d_keys_at, d_values_at, d_gate_at, d_decay_at,
     query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
     gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t,
@@ -402,8 +405,10 @@ def d_keys_(
         gate_at += b * gate_b + h * gate_h
     if _has(HAS, DECAY):
         decay_at += b * decay_b + h * decay_h
+    clear = 0
     if _has(HAS, EXISTS):
         exists_at += b * exists_b
+        clear = tl.load(clear_at + b)
     # Blocks of queries that see one of these keys, nearest first: from where all see all, from where one is
     # gated and from where all are, and from where one lies outside of a window.
     low = tl.maximum(i0 - before, 0) // BLOCK_S * BLOCK_S
@@ -417,9 +422,7 @@ def d_keys_(
     open = tl.maximum(i0 + protected - before, 0) // BLOCK_S * BLOCK_S
     far = last + protected - before
     anchor = before + low
-    gate, decay, absent = _key_bias(
-        gate_at, decay_at, exists_at, gate_t, decay_t, exists_t, keys_i, anchor, num_keys, HAS
-    )
+    gate, decay = _key_bias(gate_at, decay_at, gate_t, decay_t, keys_i, anchor, num_keys, HAS)
     query_offsets = _offsets(query_s, query_d, BLOCK_S, BLOCK_D)
     d_out_offsets = _offsets(d_out_s, d_out_d, BLOCK_S, BLOCK_D)
     d_keys = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -439,6 +442,8 @@ def d_keys_(
             gated = s0 >= far
             if _has(HAS, GATE | DECAY):
                 tested |= (s0 >= open) & (s0 < far)
+            if _has(HAS, EXISTS):
+                tested |= i0 < clear
             rows = s0 + tl.arange(0, BLOCK_S)
             queries = _load(
                 head_queries_at, query_offsets, num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST
@@ -450,8 +455,7 @@ def d_keys_(
             local = rows - low
             logits, tanh = _logits(
                 product, (before + rows)[None, :], keys_i[:, None], local[None, :],
-                gate[:, None], decay[:, None], absent[:, None], tested, gated, scale, cap, protected, window,
-                HAS,
+                gate[:, None], decay[:, None], tested, gated, scale, cap, protected, window, HAS,
             )  # fmt: skip
             weights = tl.exp2(logits - lse2[None, :])
             d_out = _load(head_d_out_at, d_out_offsets, num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST)
@@ -490,6 +494,7 @@ def d_keys_(
         tl.store(d_decay_at + at, d_decay, mask=keys_i < num_keys)
 
 
+_KINDS = {"exists_at": "i1", "clear_at": "i32"}
 # Pointers to float32; those that remain are in the queries' precision.
 _FLOATS = (
     "gate_at",
@@ -520,7 +525,8 @@ def _build(name: Kernel, dtype: torch.dtype, D: int, has: int, capability: int, 
         constants |= {"BLOCK_T": own.keys, "WHOLE": whole, "UPCAST": False}
         constants["PRECISION"] = dot_precision(dtype)
     signature: dict[str, str] = {}
-    missing = {"gate": GATE, "decay": DECAY, "exists": EXISTS, "sinks": SINKS, "d_lse": D_LSE}
+    missing = {"gate": GATE, "decay": DECAY, "exists": EXISTS, "clear": EXISTS, "sinks": SINKS}
+    missing |= {"d_lse": D_LSE}
     absent = {f"{part}_at" for part, bit in missing.items() if not has & bit.value}
     absent |= {f"d_{part}_at" for part in ("gate", "decay") if f"{part}_at" in absent}
     for argument in function.arg_names:
@@ -531,13 +537,13 @@ def _build(name: Kernel, dtype: torch.dtype, D: int, has: int, capability: int, 
         elif argument.endswith(("_d", "gate_t", "decay_t", "exists_t", "sinks_q")):
             constants[argument] = 1
         elif argument.endswith("_at"):
-            kind = "fp32" if argument in _FLOATS else "i1" if argument == "exists_at" else _NAMES[dtype]
+            kind = "fp32" if argument in _FLOATS else _KINDS.get(argument, _NAMES[dtype])
             signature[argument] = f"*{kind}"
         else:
             signature[argument] = "fp32" if argument in ("scaling", "scale", "cap") else "i32"
     strides = ("_b", "_h", "_s", "_t")
     return Build(
-        name=f"{name} {_NAMES[dtype]} D={D} {_said(has)}",
+        name=f"{name} {_NAMES[dtype]} D={D} {_said(has)}{'' if whole else ', masked'}",
         kernel=function,
         signature=signature,
         constants=constants,
@@ -567,6 +573,12 @@ def builds() -> list[Build]:
                 made.append(_build(name, torch.bfloat16, D, gate, capability))
                 made.append(_build(name, torch.float32, D, gate, capability))
             made.append(_build(name, torch.float16, 128, gate | exists, capability))
+            for D in (64, 128):
+                made.append(_build(name, torch.bfloat16, D, gate, capability, whole=False))
+                if capability == 90:
+                    made.append(_build(name, torch.bfloat16, D, gate | exists, capability))
+                    made.append(_build(name, torch.bfloat16, D, gate | exists, capability, whole=False))
+            made.append(_build(name, torch.bfloat16, 256, gate | decay, capability))
             made.append(_build(name, torch.bfloat16, 33, everything, capability, whole=False))
             made.append(_build(name, torch.bfloat16, 80, gate | decay, capability, whole=False))
             made.append(_build(name, torch.bfloat16, 128, everything, capability))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.kernels.backend import block_of, dot_precision, upcast
+from retain.kernels.backend import architecture, block_of, dot_precision, upcast
 from retain.kernels.gated_attention import kernel
 from retain.kernels.gated_attention.reference import Bias, Gradients, Settings
 from retain.kernels.gated_attention.tiles import ROWS, Kernel, Tile, tile
@@ -24,21 +24,23 @@ def forward(
     B, Q, S, _ = queries_BQSD.shape
     out_BQSD = torch.empty_like(queries_BQSD)
     lse_BQS = torch.empty(B, Q, S, dtype=torch.float32, device=queries_BQSD.device)
+    own_bias, clear_B = _marked(bias)
     own = _tile("forward", queries_BQSD, bias, settings)
     blocks = -(-S // own.queries)
     with _on(queries_BQSD.device):
         kernel.forward_[(B * Q * blocks,)](
-            *(queries_BQSD, keys_BHTD, values_BHTD, *bias, out_BQSD, lse_BQS),
+            *(queries_BQSD, keys_BHTD, values_BHTD, *own_bias[:3], clear_B, bias.sinks_Q),
+            *(out_BQSD, lse_BQS),
             *queries_BQSD.stride(),
             *keys_BHTD.stride(),
             *values_BHTD.stride(),
-            *_bias_strides(bias),
+            *_bias_strides(own_bias),
             0 if bias.sinks_Q is None else bias.sinks_Q.stride(0),
             *out_BQSD.stride(),
             *_sizes(queries_BQSD, keys_BHTD),
             blocks,
-            *numbers(settings),
-            **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, own),
+            *numbers(settings, keys_BHTD.shape[2]),
+            **_constants(queries_BQSD, keys_BHTD.shape[2], own_bias, settings, own),
         )
     return out_BQSD, lse_BQS
 
@@ -65,14 +67,15 @@ def backward(
     lse2_BQP = torch.empty_like(delta_BQP)
     d_queries = torch.empty_like(queries_BQSD) if inner else None
     d_keys, d_values = torch.empty_like(keys_BHTD), torch.empty_like(values_BHTD)
-    d_gate = None if bias.log_gate_BHT is None else delta_BQP.new_empty(B, H, T)
+    own_bias, clear_B = _marked(bias)
+    d_gate = None if own_bias.log_gate_BHT is None else delta_BQP.new_empty(B, H, T)
     d_decay = None if bias.log_decay_BHT is None else delta_BQP.new_empty(B, H, T)
-    common: tuple[Any, ...] = (queries_BQSD, keys_BHTD, values_BHTD, *bias[:3], d_out_BQSD)
+    common: tuple[Any, ...] = (queries_BQSD, keys_BHTD, values_BHTD, *own_bias[:3], clear_B, d_out_BQSD)
     strides = (
         *queries_BQSD.stride(),
         *keys_BHTD.stride(),
         *values_BHTD.stride(),
-        *_bias_strides(bias),
+        *_bias_strides(own_bias),
         *d_out_BQSD.stride(),
     )
     with _on(device):
@@ -92,16 +95,17 @@ def backward(
         kernel.d_keys_[(B * H * blocks,)](
             *(*common, lse2_BQP, delta_BQP, d_keys, d_values, d_gate, d_decay, *strides),
             *(*d_keys.stride(), *d_values.stride(), *_sizes(queries_BQSD, keys_BHTD), padded, blocks),
-            *(settings.scaling, *numbers(settings)),
-            **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, own),
+            *(settings.scaling, *numbers(settings, T)),
+            **_constants(queries_BQSD, keys_BHTD.shape[2], own_bias, settings, own),
         )
         if d_queries is not None:
             own = _tile("d_queries", queries_BQSD, bias, settings)
             blocks = -(-S // own.queries)
             kernel.d_queries_[(B * Q * blocks,)](
                 *(*common, lse2_BQP, delta_BQP, d_queries, *strides, *d_queries.stride()),
-                *(*_sizes(queries_BQSD, keys_BHTD), padded, blocks, settings.scaling, *numbers(settings)),
-                **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, own),
+                *(*_sizes(queries_BQSD, keys_BHTD), padded, blocks),
+                *(settings.scaling, *numbers(settings, T)),
+                **_constants(queries_BQSD, keys_BHTD.shape[2], own_bias, settings, own),
             )
     d_sinks = None
     if bias.sinks_Q is not None:
@@ -119,11 +123,33 @@ def backward(
     )
 
 
-def numbers(settings: Settings) -> tuple[float, float, int, int]:
-    """Factor on a product, the soft cap (both make units of log 2), the protected window and the window."""
+def numbers(settings: Settings, num_keys: int) -> tuple[float, float, int, int]:
+    """Factor on a product, the soft cap (both make units of log 2), the protected window and the window: no
+    longer than there are keys, so that an entry plus a window is a 32-bit number."""
     log2e, cap = kernel.LOG2E.value, settings.soft_cap
     scale = settings.scaling * log2e if cap is None else settings.scaling / cap
-    return scale, (cap or 0.0) * log2e, settings.protected, settings.window or 0
+    protected, window = min(settings.protected, num_keys), min(settings.window or 0, num_keys)
+    return scale, (cap or 0.0) * log2e, protected, window
+
+
+def _marked(bias: Bias) -> tuple[Bias, Tensor | None]:
+    """The same with a gate of +inf on keys that do not exist, and from which entry on each sequence has no
+    padding, `[B]`: blocks of keys from there on are not tested. Both are made on the device, which nothing
+    waits for; where there is no gate, one of zeros
+    carries the mark."""
+    exists_BT = bias.exists_BT
+    if exists_BT is None:
+        return bias, None
+    gate_BHT = bias.log_gate_BHT
+    if gate_BHT is None:
+        zeros_BT = torch.zeros(exists_BT.shape, dtype=torch.float32, device=exists_BT.device)
+        gate_BHT = zeros_BT[:, None]
+    gate_BHT = gate_BHT.masked_fill(~exists_BT[:, None], float("inf"))
+    if not exists_BT.shape[1]:
+        return bias, torch.zeros(len(exists_BT), dtype=torch.int32, device=exists_BT.device)
+    ends_T = torch.arange(1, exists_BT.shape[1] + 1, dtype=torch.int32, device=exists_BT.device)
+    clear_B = ends_T.expand(exists_BT.shape).masked_fill(exists_BT, 0).amax(1)
+    return bias._replace(log_gate_BHT=gate_BHT), clear_B
 
 
 def _sizes(queries: Tensor, keys: Tensor) -> tuple[int, int, int, int]:
@@ -137,6 +163,8 @@ def _bias_strides(bias: Bias) -> list[int]:
     strides: list[int] = []
     for given, axes in ((bias.log_gate_BHT, 3), (bias.log_decay_BHT, 3), (bias.exists_BT, 2)):
         strides += [0] * axes if given is None else given.stride()
+    if bias.log_gate_BHT is not None and bias.log_gate_BHT.shape[1] == 1:
+        strides[1] = 0  # of one KV head, or of all that there are
     return strides
 
 
@@ -163,9 +191,8 @@ def _tile(name: Kernel, queries: Tensor, bias: Bias, settings: Settings) -> Tile
     """The tile of a kernel on the queries' device; the interpreter takes small ones of every kind."""
     if not queries.is_cuda:
         return Tile(16, 32, 4, 1) if name == "d_keys" else Tile(32, 16, 4, 1)
-    major, minor = torch.cuda.get_device_capability(queries.device)
     fuller = bias.log_decay_BHT is not None or settings.soft_cap is not None
-    return tile(name, queries.dtype, block_of(queries.shape[-1]), 10 * major + minor, fuller=fuller)
+    return tile(name, queries.dtype, block_of(queries.shape[-1]), architecture(queries), fuller=fuller)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -14,7 +14,9 @@ adds `log sigmoid(z)` and DMS (arXiv 2506.05345) `log sigmoid(-z)` outside of a 
 2512.03324) `(j - i) log sigmoid(z)` everywhere.
 
 With gradient checkpointing, pass transformers `gradient_checkpointing_kwargs={"use_reentrant": False}`: the
-re-entrant kind finds nothing of a frozen model that needs a gradient.
+re-entrant kind finds nothing of a frozen model that needs a gradient. Layers are then computed again while
+the backward runs, which must meet the gates: `SoftGated` sees to that wherever the backward is called; with
+`soft_gated`, call it before the `with` is left.
 """
 
 import inspect
@@ -49,6 +51,8 @@ PREVIOUS = ("sdpa", "eager", "retain_sdpa", "retain_eager")
 SOFT = "retain_soft"
 
 ToLogGate = Callable[[Tensor, Gate], Tensor]
+# What a pre-hook gives back: the arguments of the forward.
+Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def logistic(output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
@@ -122,9 +126,11 @@ class _Pass:
     """One forward of the decoder: it travels in the arguments, so that what is computed again while the
     gradient is (gradient checkpointing) meets its own forward's."""
 
+    owner: "_Hooks"
     exists_BT: Tensor | None
     spared_BHT: Tensor | None
     log_gates: dict[int, Tensor]
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,10 +189,11 @@ def soft_gated(
         >>> open = torch.stack([phi.exp().mean() for phi in soft.log_gates.values()]).mean()  # doctest: +SKIP
         >>> (kl(full_logits, logits) + weight * (open - target).relu()).backward()  # doctest: +SKIP
     """
-    hooks = _Hooks(model, gates, protected, to_log_gate, decays, spared_BHT)
+    hooks = _Hooks(model, gates, protected, to_log_gate, decays)
     try:
         hooks.connect()
-        yield hooks.soft
+        with hooks.gating(model, spared_BHT) as soft:
+            yield soft
     finally:
         hooks.undo()
 
@@ -194,6 +201,10 @@ def soft_gated(
 class SoftGated(nn.Module):
     """`soft_gated` as a module whose parameters are the gates' alone: what an optimiser, DDP and accelerate
     are given.
+
+    Its hooks stay in the model from the first forward on, so that gradient checkpointing can compute a layer
+    again whenever the backward runs. They do nothing in other forwards of the model (its own logits, say),
+    and `close()`, the end of a `with`, or the end of this object take them out.
 
     Args:
         model: the frozen model; it is not registered, so it is in no state dict, and stays where it is.
@@ -218,6 +229,24 @@ class SoftGated(nn.Module):
             "to_log_gate": to_log_gate,
             "decays": decays,
         }
+        self._hooks: _Hooks | None = None
+
+    def close(self) -> None:
+        """Take the hooks out of the model; what was computed by gradient checkpointing and not yet
+        differentiated cannot be any more. A further forward puts them back."""
+        if self._hooks is not None:
+            self._hooks.undo()
+            self._hooks = None
+
+    def __enter__(self) -> "SoftGated":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_hooks") is not None:
+            self.close()
 
     def forward(
         self,
@@ -236,41 +265,48 @@ class SoftGated(nn.Module):
             **given: further arguments of the model.
         """
         model = self._model[0]
-        with soft_gated(model, self.gates, spared_BHT=spared_BHT, **self.settings) as soft:
+        if self._hooks is None:
+            hooks = _Hooks(model, self.gates, **self.settings)
+            hooks.connect()
+            self._hooks = hooks
+        with self._hooks.gating(model, spared_BHT) as soft:
             output = model(input_ids=input_ids, attention_mask=attention_mask, **given)
         return output, soft.log_gates
 
 
 class _Hooks:
-    """The hooks of one `with`, and how to undo them."""
+    """Hooks in a model, which gate its forwards inside of `gating` and leave others alone."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        gates: GateSet,
-        protected: int,
-        to_log_gate: ToLogGate,
-        decays: bool,
-        spared_BHT: Tensor | None,
+        self, model: nn.Module, gates: GateSet, protected: int, to_log_gate: ToLogGate, decays: bool
     ):
         self.base = base_model(model)
         self.specs = describe(model)
         self.gates: GateSet = gates_for(model, gates)
         self.protected, self.to_log_gate, self.decays = protected, to_log_gate, decays
-        self.spared_BHT = spared_BHT
-        self.previous = str(self.base.config._attn_implementation)
-        self.name = f"retain_soft_{self.previous}"
+        self.configs = {
+            id(part.config): part.config for part in self.base.modules() if hasattr(part, "config")
+        }
         self.arguments = list(inspect.signature(self.base.forward).parameters)
-        self.soft = Soft()
+        self.soft: Soft | None = None  # of the forwards that are gated now
+        self.spared_BHT: Tensor | None = None
+        self.checked = False
+        self.before: list[tuple[Any, str]] = []  # what each of the configurations said outside
+        self.again = False  # whether one layer is computed again, for the backward
         self.hooks: list[RemovableHandle] = []
         self._check(model)
 
     def _check(self, model: nn.Module) -> None:
-        if self.previous not in PREVIOUS:
+        others = (getattr(hook, "__self__", None) for hook in self.base._forward_pre_hooks.values())
+        if any(isinstance(other, _Hooks) and other.soft is not None for other in others):
             raise ValueError(
-                f"attention implementation {self.previous!r} cannot be gated softly: call "
-                "model.set_attn_implementation('sdpa') (or 'eager') before, and leave one `with soft_gated` "
-                "before the next."
+                "soft gates are at work in this model: leave one `with soft_gated` before the next."
+            )
+        previous = str(self.base.config._attn_implementation)
+        if previous not in PREVIOUS:
+            raise ValueError(
+                f"attention implementation {previous!r} cannot be gated softly: call "
+                "model.set_attn_implementation('sdpa') (or 'eager') before."
             )
         own = {id(parameter) for parameter in self.gates.parameters()}
         wants = [
@@ -294,30 +330,49 @@ class _Hooks:
                 )
 
     def connect(self) -> None:
-        """Point the model to our attention, and put the hooks in place."""
-        if self.name not in ALL_ATTENTION_FUNCTIONS:
-            AttentionInterface.register(self.name, _attention_function(self.previous))
-        if self.name not in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(self.name, _mask_function(self.previous))
-        self.base.set_attn_implementation(self.name)
-        self.hooks = [self.base.register_forward_pre_hook(self.before_model, with_kwargs=True)]
+        """Put the hooks in place."""
+        register = self.base.register_forward_pre_hook
+        self.hooks = [register(self.before_model, with_kwargs=True)]
+        self.hooks.append(self.base.register_forward_hook(self.after_model, always_call=True))
         for spec in self.specs:
-            self.hooks.append(
-                spec.module.register_forward_pre_hook(self.before_attention(spec), with_kwargs=True)
-            )
+            register = spec.module.register_forward_pre_hook
+            self.hooks.append(register(self.before_attention(spec), with_kwargs=True))
+            after = spec.module.register_forward_hook(self.after_attention, always_call=True)
+            self.hooks.append(after)
 
     def undo(self) -> None:
-        """Put the model back as it was."""
+        """Take them out."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
-        if self.base.config._attn_implementation == self.name:
-            self.base.set_attn_implementation(self.previous)
 
-    def before_model(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    @contextmanager
+    def gating(self, model: nn.Module, spared_BHT: Tensor | None) -> Iterator[Soft]:
+        """Inside, forwards are gated."""
+        self._check(model)
+        self.soft, self.spared_BHT = Soft(), spared_BHT
+        try:
+            yield self.soft
+        finally:
+            self.soft = self.spared_BHT = None
+
+    def _point(self, name: str) -> None:
+        """Point the model to our attention: for as long as a forward runs, or one of its layers again."""
+        self.before = [(config, config._attn_implementation) for config in self.configs.values()]
+        for config in self.configs.values():
+            if config._attn_implementation in PREVIOUS:
+                config._attn_implementation = name
+
+    def _point_back(self) -> None:
+        for config, previous in self.before:
+            if config._attn_implementation != previous:
+                config._attn_implementation = previous
+        self.before = []
+
+    def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
         """Decoder pre-hook: reads the padding, and sends this forward's state along."""
+        if self.soft is None:
+            return None
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         if given.get("past_key_values") is not None:
             raise ValueError(
@@ -344,21 +399,40 @@ class _Hooks:
             spared_BHT = spared_BHT[:, None] if spared_BHT.ndim == 2 else spared_BHT
         self.soft.log_gates, self.soft.valid_BT = {}, valid_BT
         exists_BT = None if call.valid_BS is None else valid_BT
-        own = _Pass(exists_BT, spared_BHT, self.soft.log_gates)
+        name = _registered(str(self.base.config._attn_implementation))
+        own = _Pass(self, exists_BT, spared_BHT, self.soft.log_gates, name)
+        self._point(name)
         return (), {**given, "use_cache": False, SOFT: own}
 
-    def before_attention(self, spec: LayerSpec) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Decoder hook, which runs after an error too."""
+        self._point_back()
+
+    def after_attention(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook of an attention module: ends what a layer that is computed again began."""
+        if self.again:
+            self.again = False
+            self._point_back()
+
+    def before_attention(self, spec: LayerSpec) -> Callable[..., Hooked | None]:
         """Pre-hook of one attention module: makes its log-gates from the attention input."""
 
-        def hook(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            own: _Pass = kwargs[SOFT]
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
+            own = kwargs.get(SOFT)
+            if not isinstance(own, _Pass) or own.owner is not self:
+                return None
+            if not self.before:
+                self.again = True
+                self._point(own.name)
             hidden_BTE = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             gate = self.gates[spec.layer_idx]
             if gate.input_mean_E.device != hidden_BTE.device:
                 gate.to(hidden_BTE.device)  # in place: the optimiser's parameters stay the same ones
             log_gate_BHT = self.to_log_gate(gate(GateInputs(hidden_BTE=hidden_BTE)), gate)
+            if not self.checked:
+                shape = (len(hidden_BTE), spec.num_kv_heads, hidden_BTE.shape[1])
+                _check_log_gate(log_gate_BHT, shape, own.exists_BT, spec.layer_idx)
+                self.checked = True
             if own.spared_BHT is not None:
                 log_gate_BHT = log_gate_BHT.masked_fill(own.spared_BHT.to(log_gate_BHT.device), 0.0)
             own.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
@@ -366,6 +440,34 @@ class _Hooks:
             return args, {**kwargs, SOFT: step}
 
         return hook
+
+
+def _registered(previous: str) -> str:
+    """Our attention and mask beside those of the model, under a name of theirs."""
+    name = f"retain_soft_{previous}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, _attention_function(previous))
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, _mask_function(previous))
+    return name
+
+
+def _check_log_gate(given: Any, shape: tuple[int, int, int], exists_BT: Tensor | None, layer: int) -> None:
+    """That `to_log_gate` gives logarithms of at most 0: asked of one layer, since it waits for the device."""
+    said = f"to_log_gate, in layer {layer}, "
+    if not isinstance(given, Tensor) or tuple(given.shape) != shape or not given.is_floating_point():
+        found = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"{said}gave {found}: wanted floating point {shape}, that is [B, H, T].")
+    known = given.detach()
+    if exists_BT is not None:  # what a model makes of padding is nobody's concern
+        known = known.masked_fill(~exists_BT[:, None].to(given.device), 0.0)
+    if known.numel() and bool(known.isnan().any()):
+        raise ValueError(f"{said}gave NaN: wanted logarithms of at most 0.")
+    if known.numel() and float(known.max()) > 0:
+        raise ValueError(
+            f"{said}gave {float(known.max()):.4g}: wanted natural logarithms, of at most 0, of how far "
+            "entries are open (an openness of 0 .. 1 is not one: return its log)."
+        )
 
 
 def _no_positions() -> Tensor:
@@ -400,12 +502,17 @@ def _gated(step: _Step, query: Tensor, key: Tensor, value: Tensor, given: Mappin
         )
     scaling = given.get("scaling")
     exists_BT = None if step.exists_BT is None else step.exists_BT.to(query.device)
+    # As autocast would multiply: a rotation in float32 leaves queries and keys wider than values.
+    dtype, kind = value.dtype, query.device.type
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    log_gate_BHT = step.log_gate_BHT.to(torch.promote_types(dtype, torch.float32))
     out = gated_attention(
-        query,
-        key,
-        value,
-        None if step.decays else step.log_gate_BHT,
-        step.log_gate_BHT if step.decays else None,
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        None if step.decays else log_gate_BHT,
+        log_gate_BHT if step.decays else None,
         scaling=step.spec.scaling if scaling is None else scaling,
         protected=step.protected,
         window=step.spec.window,

@@ -1,6 +1,6 @@
 import copy
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -9,14 +9,19 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import retain
+import retain.hf.soft as soft_module
 from retain.gates import GateInputs, build_gates
 from retain.hf.model import base_model, describe
 from retain.hf.soft import SoftGated, above, logistic, soft_gated
+from retain.kernels import backend
+from retain.kernels.gated_attention import gated_attention
 from tests.close import MODEL, assert_close
+from tests.kernels.device import DEVICE
 from tests.tiny import FAMILIES, PAD, VOCAB, tiny_batch, tiny_model
 
 PADS = (0, 9)
 PROTECTED = 6
+INPUT_IDS, MASK = tiny_batch(PADS, 20)
 
 
 def gates_of(model, family="linear", *, level=0.0, spread=1.0, dtype=torch.float64, **dims):
@@ -198,6 +203,21 @@ def test_the_decoder_alone_and_embeddings_do_too():
     assert torch.equal(again, logits)
 
 
+def test_kernels_give_the_same():
+    """In Triton's interpreter, forward and backward."""
+    model = tiny_model("llama").to(DEVICE)
+    gates, batch = gates_of(model, dtype=torch.float32).to(DEVICE), tiny_batch(PADS, 20)
+    (input_ids, mask), found = (one.to(DEVICE) for one in batch), []
+    for path in ("reference", "triton"):
+        gates.zero_grad()
+        with backend.using(path), soft_gated(model, gates, protected=3):
+            logits = model(input_ids, attention_mask=mask).logits[mask.bool()]
+            logits.logsumexp(-1).sum().backward()
+        found.append([logits.detach(), *(parameter.grad.clone() for parameter in gates.parameters())])
+    for reference, kernel in zip(*found, strict=True):
+        assert_close(kernel, reference.double(), ops=MODEL)
+
+
 def hooks_of(model):
     return [
         hook
@@ -252,11 +272,15 @@ def test_without_gradients_nothing_is_kept():
     assert not logits.requires_grad and not any(phi.requires_grad for phi in soft.log_gates.values())
 
 
+@pytest.mark.parametrize("module", [False, True], ids=["soft_gated", "SoftGated"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next"])
-def test_gradient_checkpointing_changes_nothing(family):
-    """Two forwards before the first backward: each is computed again with its own padding."""
+def test_gradient_checkpointing_changes_nothing(family, module):
+    """Two forwards before the first backward, which a module need not be told of: each is computed again
+    with its own padding, and a forward without gates between them has none."""
     model = tiny_model(family)
     gates = gates_of(model, dtype=torch.float32)
+    batches = [tiny_batch(pads, 20) for pads in ((0, 9), (4, 0))]
+    free = model(*batches[0], use_cache=False).logits
     found = []
     for again in (False, True):
         if again:
@@ -264,16 +288,101 @@ def test_gradient_checkpointing_changes_nothing(family):
             model.train()
         gates.zero_grad()
         losses = []
-        with soft_gated(model, gates, protected=2) as soft:
-            for pads in ((0, 9), (4, 0)):
-                input_ids, mask = tiny_batch(pads, 20)
-                logits = model(input_ids, attention_mask=mask).logits[mask.bool()]
-                open_share = sum(phi.exp().mean() for phi in soft.log_gates.values())
-                losses.append(logits.logsumexp(-1).sum() + open_share)
+        trained = SoftGated(model, gates, protected=2) if module else None
+        with soft_gated(model, gates, protected=2) if trained is None else nullcontext() as soft:
+            for input_ids, mask in batches:
+                if trained is None:
+                    output = model(input_ids, attention_mask=mask)
+                    log_gates = soft.log_gates
+                else:
+                    output, log_gates = trained(input_ids, mask)
+                    assert torch.equal(model(*batches[0], use_cache=False).logits, free)
+                open_share = sum(phi.exp().mean() for phi in log_gates.values())
+                losses.append(output.logits[mask.bool()].logsumexp(-1).sum() + open_share)
             sum(losses).backward()
+        assert model.config._attn_implementation == "sdpa"
         found.append([parameter.grad.clone() for parameter in gates.parameters()])
     for plain, checkpointed in zip(*found, strict=True):
+        assert plain.any()
         assert_close(checkpointed, plain.double(), ops=MODEL)
+
+
+@pytest.mark.parametrize("end", ["close", "with", "del", "error"])
+def test_a_module_leaves_nothing_behind(end):
+    model = tiny_model("qwen3")
+    gates = gates_of(model, dtype=torch.float32)
+    free = model(INPUT_IDS, attention_mask=MASK).logits
+    trained = SoftGated(model, gates, protected=2)
+    first, _ = trained(INPUT_IDS, MASK)
+    assert hooks_of(model) and not torch.equal(first.logits, free)
+    other = SoftGated(model, gates, protected=2)  # two of them are in nobody's way
+    assert torch.equal(other(INPUT_IDS, MASK)[0].logits, first.logits)
+    other.close()
+    assert torch.equal(model(INPUT_IDS, attention_mask=MASK).logits, free)
+    assert model.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=2).shape == (2, 22)
+    if end == "error":
+        with pytest.raises(ValueError, match="past_key_values was given"):
+            trained(INPUT_IDS, MASK, past_key_values=DynamicCache())
+        assert torch.equal(model(INPUT_IDS, attention_mask=MASK).logits, free)
+        assert torch.equal(trained(INPUT_IDS, MASK)[0].logits, first.logits)
+        trained.close()
+    elif end == "close":
+        trained.close()
+        assert torch.equal(trained(INPUT_IDS, MASK)[0].logits, first.logits)
+        trained.close()
+    elif end == "with":
+        with trained:
+            pass
+    del trained
+    assert not hooks_of(model) and model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_is_given_one_precision(dtype, autocast, monkeypatch):
+    """A rotation in float32 makes queries and keys wider than values, which no kernel takes."""
+    model, seen = tiny_model("llama", dtype=dtype), []
+    gates = gates_of(model, dtype=torch.float32)
+
+    def look(*tensors, **settings):
+        seen.append([None if given is None else given.dtype for given in tensors])
+        return gated_attention(*tensors, **settings)
+
+    monkeypatch.setattr(soft_module, "gated_attention", look)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), soft_gated(model, gates, protected=2):
+        logits = model(INPUT_IDS, attention_mask=MASK).logits
+    narrow = torch.bfloat16 if autocast else dtype
+    assert seen == [[narrow, narrow, narrow, torch.float32, None]] * len(gates.layers)
+    logits.float()[MASK.bool()].logsumexp(-1).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in gates.parameters())
+
+
+@pytest.mark.parametrize(
+    ("to_log_gate", "said"),
+    [
+        (
+            lambda output, gate: output.sigmoid(),
+            r"layer 0, gave 0\.\d+: wanted natural logarithms, of at most 0",
+        ),
+        (lambda output, gate: output * float("nan"), "layer 0, gave NaN: wanted logarithms"),
+        (
+            lambda output, gate: output[:, :1],
+            r"layer 0, gave torch.float32 \(2, 1, 20\): wanted .*\(2, 2, 20\)",
+        ),
+        (lambda output, gate: output.long(), "layer 0, gave torch.int64 .*: wanted floating point"),
+        (lambda output, gate: 0.0, "layer 0, gave float: wanted floating point"),
+    ],
+    ids=["openness", "nan", "shape", "whole numbers", "a number"],
+)
+def test_what_is_no_logarithm_is_refused(to_log_gate, said):
+    model = tiny_model("llama")
+    gates = gates_of(model, dtype=torch.float32)
+    with (
+        pytest.raises(ValueError, match=said),
+        soft_gated(model, gates, protected=2, to_log_gate=to_log_gate),
+    ):
+        model(INPUT_IDS, attention_mask=MASK)
+    assert not hooks_of(model) and model.config._attn_implementation == "sdpa"
 
 
 def test_training_reduces_the_loss():
@@ -358,9 +467,6 @@ def test_no_mask_of_all_pairs_is_made():
     assert seen["gemma3", 0] is not None
 
 
-INPUT_IDS, MASK = tiny_batch(PADS, 20)
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -395,7 +501,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes():
     refuses("these gates do not fit", gates=gates_of(tiny_model("llama")))
     refuses("protected=-1 must be at least 0", protected=-1)
     with soft_gated(model, gates, protected=2):
-        refuses("'retain_soft_sdpa' cannot be gated softly.*leave one `with soft_gated`")
+        refuses("soft gates are at work in this model: leave one `with soft_gated` before the next")
+    model.config._attn_implementation = "flash_attention_2"
+    refuses("attention implementation 'flash_attention_2' cannot be gated softly")
+    model.config._attn_implementation = "sdpa"
     tuned = tiny_model("qwen3")
     tuned.lm_head.requires_grad_(True)
     refuses("want a gradient .the first is lm_head.weight.*requires_grad_.False", model=tuned)
@@ -423,7 +532,7 @@ def test_dropout_is_refused():
 def test_our_attention_is_a_function_without_state():
     model = tiny_model("llama")
     with soft_gated(model, gates_of(model, dtype=torch.float32), protected=2):
-        name = model.config._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS[name]
+        model(INPUT_IDS, attention_mask=MASK)
+    function = ALL_ATTENTION_FUNCTIONS["retain_soft_sdpa"]
     held = [cell.cell_contents for cell in inspect.unwrap(function).__closure__]
     assert held == ["sdpa"]

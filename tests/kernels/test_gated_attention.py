@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from retain.kernels import backend
-from retain.kernels.gated_attention import gated_attention, gated_attention_with_lse, reference
+from retain.kernels.gated_attention import _path, gated_attention, gated_attention_with_lse, reference
 from retain.kernels.gated_attention.cases import (
     CASES,
     DIFFERENTIABLE,
@@ -20,8 +20,10 @@ from retain.kernels.gated_attention.cases import (
     run,
     seen_pairs,
 )
+from retain.kernels.gated_attention.tiles import CAPABILITIES, Tile, tile
 from retain.kernels.measure import extra_bytes
 from tests.close import assert_close
+from tests.kernels.device import DEVICE
 
 OTHERS = [torch.float16, torch.bfloat16]
 
@@ -65,7 +67,7 @@ def loops(kwargs):
                     seen.append(i)
                 pays_nothing = [] if sinks is None else [float(sinks[q])]
                 total = sum(math.exp(logit) for logit in logits + pays_nothing)
-                if not any(logit > -math.inf for logit in logits) and not pays_nothing:
+                if not total:
                     continue
                 lse[b, q, s] = math.log(total)
                 for logit, i in zip(logits, seen, strict=True):
@@ -98,6 +100,23 @@ def test_the_reference_is_right_in_every_precision(name, dtype):
     assert check(CASES[name], dtype, "cpu") is None
 
 
+def on_cpu(kwargs):
+    """The same arguments where oracles run, leaves again."""
+    return {
+        name: given.detach().cpu().requires_grad_(given.requires_grad)
+        if isinstance(given, torch.Tensor)
+        else given
+        for name, given in kwargs.items()
+    }
+
+
+def d_out_of(kwargs):
+    """A gradient of the output, the same on every device."""
+    queries = kwargs["queries_BQSD"]
+    made = torch.randn(queries.shape, generator=torch.Generator().manual_seed(1))
+    return made.to(queries.dtype).to(queries.device)
+
+
 def kernel(case, kwargs):
     """The op on the Triton path: here in the interpreter."""
     with backend.using("triton"):
@@ -111,12 +130,22 @@ KERNEL += [(name, torch.bfloat16) for name in ("one entry", "strided", "D = 128"
 
 @pytest.mark.parametrize(("name", "dtype"), KERNEL, ids=str)
 def test_the_kernel_is_right(name, dtype):
-    kwargs = inputs(CASES[name], dtype, "cpu", seed=2)
-    double = doubled(kwargs)
-    out, lse = plain(kwargs)
-    rough = [out, lse, *gradients(kwargs, out)]
-    found = kernel(CASES[name], kwargs)
-    wanted = run(CASES[name], double)
+    compare(CASES[name], dtype)
+
+
+def compare(case, dtype, seed=2):
+    """The kernel against float64 on the CPU, allowed the error of plain PyTorch there."""
+    kwargs = inputs(case, dtype, DEVICE, seed=seed)
+    own = on_cpu(kwargs)
+    out, lse = plain(own)
+    given = d_out_of(kwargs)
+    rough = [out, lse, *gradients(own, out, given.cpu())]
+    with backend.using("triton"):
+        out, lse = gated_attention_with_lse(**kwargs)
+        found = [one.cpu() for one in (out, lse, *gradients(kwargs, out, given))]
+    double = doubled(own)
+    out, lse = gated_attention_with_lse(**double)
+    wanted = [out, lse, *gradients(double, out, given.cpu().double())]
     assert len(found) == len(wanted) == len(rough)
     for actual, reference_of_it, beside in zip(found, wanted, rough, strict=True):
         assert actual.isfinite().all() or torch.equal(actual.isinf(), reference_of_it.isinf())
@@ -127,12 +156,113 @@ def test_the_kernel_is_right(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, *OTHERS], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_right_on_a_gpu(name, dtype):
-    assert check(CASES[name], dtype, torch.device("cuda")) is None
+    with backend.using("triton"):
+        assert check(CASES[name], dtype, torch.device("cuda")) is None
+
+
+TILED = {
+    "windowed": Case(
+        batch=2, heads=1, group=1, entries=150, decay=True, window=70, protected=40, pads=(20,), width=16,
+        soft_cap=3.0, sinks=True,
+    ),
+    "whole": Case(heads=1, group=1, entries=256, queries=128, protected=17, width=16),
+}  # fmt: skip
+TILES = {f"{n} and {n}": lambda name, n=n: Tile(n, n, 4, 1) for n in (16, 64)}
+for number in CAPABILITIES:
+    for more in (False, True):
+        TILES[f"sm_{number}{', fuller' if more else ''}"] = lambda name, number=number, more=more: tile(
+            name, torch.float16, 64, number, fuller=more
+        )
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("name", TILED)
+def test_every_tile_gives_the_same(name, tiles, monkeypatch):
+    """What is launched on GPUs, whose tiles are not those of the interpreter."""
+    from retain.kernels.gated_attention import launch
+
+    used = []
+
+    def chosen(kernel, queries, bias, settings):
+        used.append(tile(kernel, torch.float16, 64, 80) if kernel == "prepare" else TILES[tiles](kernel))
+        return used[-1]
+
+    monkeypatch.setattr(launch, "_tile", chosen)
+    compare(TILED[name], torch.float32)
+    assert len(used) == 4
+
+
+def test_long_contexts_take_the_kernel():
+    """Where a sequence and a head begin is no reason against it, and what is timed is what would run."""
+    for case in (Case(heads=8, group=4, entries=4096, width=128), *SPEED["cuda"].values()):
+        B, H, T, D = case.batch, case.heads, case.entries, case.width
+        with backend.using("triton"):
+            for last in (False, True):
+                shapes = [(B, H * case.group, case.asked, D), (B, H, T, D), (B, H, T, D)]
+                tensors = [laid_out(shape, strides_of(shape, last)) for shape in shapes]
+                assert _path(*tensors) == "triton"
+    with backend.using("triton"), pytest.raises(ValueError, match="a tile's 128 entries lie over"):
+        _path(*(laid_out((1, 1, 2, 16), (2, 2, 2**24, 1)) for _ in range(3)))
+
+
+def strides_of(shape, last):
+    B, heads, length, D = shape
+    return (heads * length * D, D, heads * D, 1) if last else (heads * length * D, length * D, D, 1)
+
+
+def laid_out(shape, strides):
+    """A tensor of no memory, which says that it lies on `DEVICE`."""
+    return Laid(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta"))
+
+
+class Laid:
+    """What a path is chosen by."""
+
+    def __init__(self, tensor):
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride, tensor.dtype
+        self.device, self.is_cuda = torch.device(DEVICE), DEVICE == "cuda"
+
+
+@pytest.mark.parametrize(
+    "huge", [{"window": 2**31 - 1}, {"protected": 2**31 - 1}, {"protected": 2**40}], ids=str
+)
+def test_windows_beyond_all_entries(huge):
+    """Longer than a 32-bit number holds, with an entry beside it."""
+    kwargs = {**inputs(Case(entries=20, heads=1), torch.float32, DEVICE), **huge}
+    found = kernel(Case(), kwargs)
+    wanted = kernel(Case(), {**kwargs, **dict.fromkeys(huge, 20)})
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert found[3].any() and found[4].any()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_autocast_changes_nothing(path):
+    """The forward inside and the backward outside of it, and both inside."""
+    kwargs = inputs(Case(entries=40, sinks=True), torch.float32, DEVICE)
+    given = d_out_of(kwargs)
+    with backend.using(path):
+        out, lse = gated_attention_with_lse(**kwargs)
+        wanted = [out, lse, *gradients(kwargs, out, given)]
+        for inside in (False, True):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                out, lse = gated_attention_with_lse(**kwargs)
+                found = [*gradients(kwargs, out, given)] if inside else []
+            found = [out, lse, *(found or gradients(kwargs, out, given))]
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_every_tensor_counts_where_the_path_is_chosen():
+    """A gate in float64 is not for the kernel."""
+    kwargs = inputs(Case(entries=5), torch.float32, DEVICE)
+    kwargs["log_gate_BHT"] = kwargs["log_gate_BHT"].detach().double()
+    with backend.using("triton"), pytest.raises(ValueError, match="not float64"):
+        gated_attention(**kwargs)
+    assert gated_attention(**kwargs).dtype == torch.float32
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_results_do_not_change_from_run_to_run(path):
-    kwargs = inputs(CASES["sinks"], torch.float32, "cpu")
+    kwargs = inputs(CASES["sinks"], torch.float32, DEVICE)
     with backend.using(path):
         first, second = (run(CASES["sinks"], kwargs) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -141,7 +271,7 @@ def test_results_do_not_change_from_run_to_run(path):
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_padding_gets_zeros_and_gives_none(path):
     case = Case(batch=2, pads=(7,), entries=20, sinks=True, decay=True)
-    kwargs = inputs(case, torch.float32, "cpu")
+    kwargs = inputs(case, torch.float32, DEVICE)
     with torch.no_grad():  # what lies at padding reaches nothing
         kwargs["values_BHTD"][0, :, :7] = 1e30
         kwargs["keys_BHTD"][0, :, :7] = 1e3
@@ -159,7 +289,7 @@ def test_padding_gets_zeros_and_gives_none(path):
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_hidden_entries_get_no_gradient(path):
     case = CASES["hidden entries"]
-    kwargs = inputs(case, torch.float32, "cpu")
+    kwargs = inputs(case, torch.float32, DEVICE)
     with backend.using(path):
         d_gate = run(case, kwargs)[-1]
     hidden = kwargs["log_gate_BHT"] == -math.inf
@@ -169,7 +299,7 @@ def test_hidden_entries_get_no_gradient(path):
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_one_entry_alone_is_copied(path):
     case = Case(entries=1)
-    kwargs = inputs(case, torch.float32, "cpu")
+    kwargs = inputs(case, torch.float32, DEVICE)
     with backend.using(path):
         out, _, d_queries, d_keys, d_values, d_gate = run(case, kwargs)
     assert torch.equal(out, kwargs["values_BHTD"].repeat_interleave(2, 1))
@@ -181,7 +311,7 @@ def test_one_entry_alone_is_copied(path):
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_the_window_that_is_protected_holds_so_many_queries(path):
     """An entry's own query and the `protected - 1` after it do not meet its gate."""
-    kwargs = inputs(Case(entries=12, protected=3, heads=1, group=1), torch.float32, "cpu")
+    kwargs = inputs(Case(entries=12, protected=3, heads=1, group=1), torch.float32, DEVICE)
     with torch.no_grad():
         kwargs["log_gate_BHT"].fill_(-math.inf)
     for protected in (1, 3, 12):
@@ -197,13 +327,13 @@ def test_the_window_that_is_protected_holds_so_many_queries(path):
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_decay_is_added_and_not_multiplied(path):
     """One key of logit 2 at distance 3, decay log(0.5): 2 + 3 log 0.5, and not 2 * 0.5 ** 3."""
-    keys = torch.zeros(1, 1, 4, 16)
+    keys = torch.zeros(1, 1, 4, 16, device=DEVICE)
     keys[0, 0, 0, 0] = 1.0
-    queries = torch.zeros(1, 1, 1, 16)
+    queries = torch.zeros(1, 1, 1, 16, device=DEVICE)
     queries[..., 0] = 2.0
-    values = torch.zeros(1, 1, 4, 16)
+    values = torch.zeros(1, 1, 4, 16, device=DEVICE)
     values[0, 0, 0, 0] = 1.0
-    decay = torch.zeros(1, 1, 4)
+    decay = torch.zeros(1, 1, 4, device=DEVICE)
     decay[0, 0, 0] = math.log(0.5)
     with backend.using(path):
         out = gated_attention(queries, keys, values, None, decay, scaling=1.0)
@@ -215,7 +345,7 @@ def test_decay_is_added_and_not_multiplied(path):
 def test_only_gates_are_asked_for(path):
     """A frozen first layer: nothing but the gate needs a gradient, and it is the same."""
     case = CASES["gate and decay"]
-    kwargs = inputs(case, torch.float32, "cpu")
+    kwargs = inputs(case, torch.float32, DEVICE)
     frozen = {name: given.detach() if name in DIFFERENTIABLE[:3] else given for name, given in kwargs.items()}
     with backend.using(path):
         *_, d_gate, d_decay = run(case, kwargs)
@@ -233,7 +363,7 @@ def test_only_gates_are_asked_for(path):
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_the_log_sum_exp_passes_gradients(path):
-    kwargs = inputs(CASES["everything"], torch.float32, "cpu")
+    kwargs = inputs(CASES["everything"], torch.float32, DEVICE)
     names = [name for name in DIFFERENTIABLE if kwargs[name] is not None and name != "values_BHTD"]
 
     def of(arguments):
@@ -308,7 +438,7 @@ def test_a_second_gradient_is_refused():
 
 
 def test_half_precision_gates_and_mixed_ones():
-    kwargs = inputs(Case(entries=30, decay=True), torch.float32, "cpu")
+    kwargs = inputs(Case(entries=30, decay=True), torch.float32, DEVICE)
     half = {**kwargs, "log_gate_BHT": kwargs["log_gate_BHT"].detach().to(torch.float16).requires_grad_()}
     with backend.using("triton"):
         *_, d_gate, d_decay = run(CASES["decay"], half)
@@ -341,7 +471,7 @@ def test_wider_heads_than_a_tile_take_the_reference():
     case = Case(width=300, entries=6, heads=1)
     assert check(case, torch.float32, "cpu") is None
     with backend.using("triton"), pytest.raises(ValueError, match="a head width of 300 is more than 256"):
-        run(case, inputs(case, torch.float32, "cpu"))
+        run(case, inputs(case, torch.float32, DEVICE))
 
 
 def test_nothing_at_all():
