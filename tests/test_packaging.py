@@ -16,6 +16,7 @@ import retain
 ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 DATA = {".json", ".md", ".safetensors", ".typed", ".yaml"}
+MEASURED = {"findings", "benchmarks"}
 
 
 def folder_of(package: str) -> Path:
@@ -64,7 +65,7 @@ def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
         files += [path for data in data_folders for path in data.rglob("*") if path.suffix in DATA]
         for path in files:
             # What was measured is read in the repository; it is no part of the package.
-            if path.name not in {"README.md", "FINDINGS.md"} and path.parent.name != "findings":
+            if path.name not in {"README.md", "FINDINGS.md"} and path.parent.name not in MEASURED:
                 expected.add(f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}")
     assert expected - wheel_names == set()
     assert {"retain/py.typed", "retain/kernels/__init__.py", "retain/policies/fused.yaml"} <= wheel_names

@@ -128,7 +128,7 @@ def test_logits_and_gradients_are_those_of_dense_masks(family):
         {"spared_BHT": (torch.arange(34) % 5 == 0).expand(2, 2, 34)},
         {"pads": (0, 0)},
     ],
-    ids=str,
+    ids=["all", "all but itself", "decays", "late decays", "above", "own form", "spared", "no padding"],
 )
 def test_every_form_of_gate(settings):
     assert_same(tiny_model("llama", dtype=torch.float64), gates_of(tiny_model("llama")), **settings)
