@@ -31,8 +31,8 @@ class Work:
     """
 
     entries: int
-    items_3I: Int[Tensor, "3 I"]
-    cut_2X: Int[Tensor, "2 X"]
+    items_3I: Int[Tensor, "3 items"]
+    cut_2X: Int[Tensor, "2 cut"]
     num_slots: int
 
     @property
