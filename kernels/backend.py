@@ -61,9 +61,7 @@ def path_for(op: str, *tensors: Tensor, unsupported: str | None = None) -> Path:
         ValueError: `using("triton")` asks for a kernel that cannot run here, or the tensors are on several
             devices.
     """
-    if len({tensor.device for tensor in tensors}) > 1:
-        places = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
-        raise ValueError(f"{op}: the tensors lie on {places}; move them to one device.")
+    check_devices(op, *tensors)
     forced = _forced.get()
     why = _why_not(tensors, unsupported, anywhere=forced == "triton" and interpreting())
     if forced == "triton":
@@ -75,6 +73,18 @@ def path_for(op: str, *tensors: Tensor, unsupported: str | None = None) -> Path:
     path: Path = "triton" if why is None else "reference"
     _say(op, path, why, warn=tensors[0].is_cuda)
     return path
+
+
+def check_devices(op: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors of several devices (None is no tensor): a kernel would read one at another's address.
+
+    Raises:
+        ValueError: they are not on one device.
+    """
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        places = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"{op}: the tensors lie on {places}; move them to one device.")
 
 
 def which(*tensors: Tensor, unsupported: str | None = None) -> Path:

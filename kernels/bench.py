@@ -141,7 +141,7 @@ def measure(
                 calls[name]()
             extra[name] = extra_bytes(calls[name], device)
             synchronise(device)
-        except Exception as error:
+        except Exception as error:  # a rival is somebody else's code, and may miss anything; it is named
             if name == op:
                 raise
             not_run[name] = _short(error)
@@ -319,7 +319,7 @@ def benchmark(
         except Wrong as error:
             lines += [*(f"- wrong: {problem}" for problem in error.args), ""]
             lines.append(f"**WRONG** in {len(error.args)} cases: no speed is shown.")
-        except Exception as error:
+        except Exception as error:  # the other ops are still wanted; this one is said, and the status is 1
             traceback.print_exc(file=sys.stderr)
             lines += ["", f"**BROKE**: {_short(error)}"]
         yield "\n".join([*lines, "", ""]), right

@@ -158,10 +158,11 @@ def compile_all(ops: Sequence[str], archs: Sequence[int]) -> Iterator[tuple[str,
                 if arch not in build.archs:
                     continue
                 try:
-                    yield op, compile_build(build, arch)
-                except Exception:
+                    built = compile_build(build, arch)
+                except Exception:  # whatever a compiler raises is a row of the table, and the status is 1
                     traceback.print_exc(file=sys.stderr)
-                    yield op, Built(build, arch, 0, 0, 0, False, ("does not compile",))
+                    built = Built(build, arch, 0, 0, 0, False, ("does not compile",))
+                yield op, built
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

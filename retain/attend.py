@@ -37,31 +37,9 @@ def attend(
 ) -> Float[Tensor, "B Q S D"]:
     """Softmax attention of each query over the first `seen` entries of its row.
 
-    `out_s = sum_{i < seen_s} exp(l_si) v_i / (exp(sink) + sum_{i < seen_s} exp(l_si))`, with
-    `l_si = cap(scaling * q_s . k_i)`, and no `exp(sink)` without sinks; the softmax is float32 at least. A
-    query that sees nothing (padding) gives zeros.
-
-    Args:
-        queries_BQSD: after norm and RoPE; the G = Q / H query heads of a KV head are adjacent.
-        keys_CD: the store's keys.
-        values_CD: the store's values; those of unused room must be finite.
-        offsets_R1: int64, where each row's room begins and ends.
-        lengths_R: entries held in each row.
-        seen_RS: entries that query `s` of each row may see, 0 .. lengths.
-        scaling: factor on the logits.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-        sinks_Q: one more logit per query head, which takes its share of the softmax and gives no value.
-        window: a query at position p sees positions above `p - window` only; needs both positions.
-        positions_C: RoPE positions of the store's entries.
-        query_positions_BS: RoPE positions of the queries.
-        pages: the layout, if the caller knows it; else it is read from the offsets, which waits for the
-            device.
-
-    Returns:
-        attention output, in the queries' precision.
-
-    Raises:
-        ValueError: a window without positions, or a window, cap or shapes that cannot be.
+    The op `retain.kernels.ragged_attention`, asked for its output alone: there stand the formula, the
+    arguments, and what is refused. Pass a store's own `pages`, or the offsets are read, which waits for the
+    device.
     """
     out_BQSD = ragged_attention(
         queries_BQSD,

@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = (
         "kernels are interpreted here: run -m gpu" if torch.cuda.is_available() else "needs a CUDA device"
     )
+    # How many is printed in the end (above), so that nobody takes them for passed.
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))

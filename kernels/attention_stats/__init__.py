@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
+from retain.kernels import backend
 from retain.kernels.attention_stats import dispatch
 from retain.kernels.attention_stats.reference import WANTED, Call, Pool
 
@@ -209,10 +210,8 @@ def _checked(
         )
     _check_pool(pool, T, wanted, distance)
     given = (queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, weight_BQK, lse_BQS, least_BQS)
-    devices = {tensor.device for tensor in given if tensor is not None}
-    if len(devices) > 1:
-        places = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"attention_stats: the tensors lie on {places}; move them to one device.")
+    # Not left to `path_for`, which is not given all of them: float64 beside half precision is fine here.
+    backend.check_devices("attention_stats", *given)
     if window is not None:
         # No further than there is anything, so that sums with it fit 32 bits.
         window = min(window, T if place_BT is None else _MANY_PLACES)

@@ -23,6 +23,8 @@ _PATIENCE = 30.0
 _lock = Lock()
 _pool: ThreadPoolExecutor | None = None
 _size = 0
+# So many threads could not be started: they are not asked for again.
+_too_many: int | None = None
 
 
 def spread(work: Callable[[Part], None], parts: Sequence[Part]) -> None:
@@ -54,11 +56,12 @@ def spread(work: Callable[[Part], None], parts: Sequence[Part]) -> None:
 
 def _workers(number: int) -> ThreadPoolExecutor | None:
     """The process's one pool, of so many threads at least; None if they cannot be started."""
-    global _pool, _size
+    global _pool, _size, _too_many
     with _lock:
         if _pool is None or _size < number:
-            grown = _begun(number)
+            grown = _begun(number) if _too_many is None or number < _too_many else None
             if grown is None:
+                _too_many = min(number, _too_many or number)
                 return None
             # The threads of the smaller one end with its last call.
             _pool, _size = grown, number
@@ -95,8 +98,8 @@ def _begun(number: int) -> ThreadPoolExecutor | None:
 
 def _forget() -> None:
     """In a forked process: threads do not survive it, and the lock may have been anybody's."""
-    global _lock, _pool, _size
-    _lock, _pool, _size = Lock(), None, 0
+    global _lock, _pool, _size, _too_many
+    _lock, _pool, _size, _too_many = Lock(), None, 0, None
 
 
 if hasattr(os, "register_at_fork"):

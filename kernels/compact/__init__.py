@@ -91,7 +91,8 @@ def planned(
             f"compact_: the keep mask is {keep_N.dtype} {tuple(keep_N.shape)}: pass a bool tensor of one "
             "element an entry, row after row, True = kept."
         )
-    _check_devices("compact", lengths_R, offsets_R1, keep_N, *columns)
+    # Not left to `path_for`, which is not given columns: it would refuse numbers that are only moved here.
+    backend.check_devices("compact", lengths_R, offsets_R1, keep_N, *columns)
     # What only a kernel minds is not looked at elsewhere.
     why = _scattered(columns) if backend.which(lengths_R) == "triton" else None
     path = backend.path_for("compact", lengths_R, unsupported=why)
@@ -157,9 +158,7 @@ def append_(
         return _append_(list(columns), list(new), offsets_R1, lengths_R, valid_BS)
     _check(columns, offsets_R1, lengths_R)
     _check_new(columns, new, lengths_R, valid_BS)
-    _check_devices(
-        "append", lengths_R, offsets_R1, *columns, *new, *(() if valid_BS is None else (valid_BS,))
-    )
+    backend.check_devices("append", lengths_R, offsets_R1, valid_BS, *columns, *new)
     why = _scattered(columns) if backend.which(lengths_R) == "triton" else None
     if backend.path_for("append", lengths_R, unsupported=why) == "triton":
         from retain.kernels.compact import kernel
@@ -225,15 +224,6 @@ def _check_new(
             f"validity is {valid.dtype} {tuple(valid.shape)}, but {first[2]} new tokens of {first[0]} "
             f"sequences came: pass bool [{first[0]}, {first[2]}], True = real, or None."
         )
-
-
-def _check_devices(op: str, first: Tensor, *others: Tensor) -> None:
-    """As `path_for` does, which is not given columns: it would refuse numbers that are only moved here."""
-    device = first.device
-    for other in others:
-        if other.device != device:
-            places = ", ".join(sorted({str(tensor.device) for tensor in (first, *others)}))
-            raise ValueError(f"{op}: the tensors lie on {places}; move them to one device.")
 
 
 def _scattered(columns: Sequence[Tensor]) -> str | None:

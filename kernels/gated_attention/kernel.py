@@ -466,6 +466,7 @@ def d_keys_(
             d_weights = tl.zeros([BLOCK_T, BLOCK_S], tl.float32) - delta[None, :]
             d_logits = weights * tl.dot(values, tl.trans(d_out), d_weights, input_precision=PRECISION)
             # The decay's sum counts from the anchor too, and is put right by the gate's in the end.
+            # Two ifs: the first is decided when the kernel is compiled, the second when it runs.
             if _has(HAS, GATE | DECAY):  # noqa: SIM102
                 if s0 >= open:
                     part = d_logits

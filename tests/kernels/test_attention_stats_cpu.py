@@ -108,13 +108,18 @@ class _Forgets(ThreadPoolExecutor):
 def test_without_threads_the_caller_does_it(broken, monkeypatch):
     monkeypatch.setattr(threads, "_pool", None)
     monkeypatch.setattr(threads, "_size", 0)
+    monkeypatch.setattr(threads, "_too_many", None)
     monkeypatch.setattr(threads, "_PATIENCE", 0.2)
-    monkeypatch.setattr(threads, "ThreadPoolExecutor", broken)
+    made = []
+    monkeypatch.setattr(threads, "ThreadPoolExecutor", lambda *given: made.append(given) or broken(*given))
     kwargs = inputs(CASES["plain"], torch.float32, "cpu")
     torch.set_num_threads(2)
     assert_right(attention_stats(**kwargs), kwargs)
     assert threads._pool is None
     assert torch.get_num_threads() == 2
+    # Nobody waits a second time for threads that did not come.
+    assert_right(attention_stats(**kwargs), kwargs)
+    assert len(made) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
