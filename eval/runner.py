@@ -44,6 +44,7 @@ from retain.evidence import Evidence
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
+from retain.hf.lookahead import look_ahead
 from retain.hf.model import fingerprint
 from retain.policy import Policy, decide_layers, score_entries
 from retain.scores import Score
@@ -198,7 +199,8 @@ def run_alike(
     """Measure items of equal lengths, by index, in all regimes."""
     whole = Cache(subject.model, policy=None, slack=0)  # concat gives what decoding needs
     ids_BT = torch.tensor([[*i.context_ids, *i.question_ids, *read_back(i)] for i in items.values()])
-    whole.prefill(ids_BT, evict=False, hold_evidence=True)
+    wanted = () if subject.gates is None else subject.gates.inputs
+    whole.prefill(ids_BT, evict=False, hold_evidence=True, wanted=wanted)
     assert whole.evidence is not None
     teacher = whole.evidence
     first = next(iter(items.values()))
@@ -211,6 +213,10 @@ def run_alike(
         base.crop(num_seen)
         evidence = [truncate(layer, num_seen) for layer in teacher]
         observed = [truncate(layer, observed_tokens(first, regime)) for layer in teacher]
+        if getattr(subject.gates, "extension", None) is not None:
+            asked_behind = whole.fork()
+            asked_behind.crop(observed_tokens(first, regime))
+            observed = look_ahead(subject.model, subject.gates, asked_behind.read_only(), observed)
         scores = score_all(config, subject, teacher, observed, num_seen, seeds)
         for ratio in (1.0, *config.keep_ratios):
             names = (FULL,) if ratio == 1.0 else config.policies

@@ -17,10 +17,10 @@ from retain.evidence import Evidence, attention_probs, padded_columns
 
 def truncate(evidence: Evidence, stop: int) -> Evidence:
     """The same layer when only its first `stop` entries had been seen (views)."""
-    fields = ("keys_BHTD", "values_BHTD", "held_BHT", "learned_BHT", "value_norm_BQT")
-    seen: dict[str, Any] = {name: _cut(getattr(evidence, name), stop, axis=2) for name in fields}
-    fields = ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "place_BT")
-    seen |= {name: _cut(getattr(evidence, name), stop, axis=1) for name in fields}
+    by_head = ("keys_BHTD", "values_BHTD", "held_BHT", "learned_BHT", "value_norm_BQT")
+    seen: dict[str, Any] = {name: _cut(getattr(evidence, name), stop, axis=2) for name in by_head}
+    by_token = ("positions_BT", "valid_BT", "hidden_BTE", "stream_BTE", "token_ids_BT", "place_BT")
+    seen |= {name: _cut(getattr(evidence, name), stop, axis=1) for name in by_token}
     queries = evidence.num_queries - (evidence.num_seen - stop)
     return replace(
         evidence,

@@ -54,6 +54,7 @@ class Evidence:
         positions_BT: int64 RoPE position of each entry.
         valid_BT: False on padding. Only left padding exists here.
         hidden_BTE: attention input, after the input layer norm; None when the caller had none.
+        stream_BTE: the same before that norm, the residual stream; None when nobody asked for it.
         token_ids_BT: int64 token ids; None when the caller passed embeddings.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None for no cap.
         window: a query sees only the last `window` entries, itself included; None for all.
@@ -67,8 +68,11 @@ class Evidence:
             included; None: nothing was evicted, and the valid entries are counted.
         queried_BS: False where a sequence has no such query: it came with fewer than S. None: a query for
             each valid entry of the last S.
-        learned_BHT: the gate's risk of each entry, made when it came; None when there was no gate.
+        learned_BHT: what the gate noted of each entry when it came (`GateSet.noted`: its score, or the
+            logarithm of its decay); None when there was no gate.
         value_norm_BQT: `||v_i W_O^q||_1` of each entry, made when it came; None: made when it is asked for.
+        lookahead_BQSD: queries of a gate's own lookahead tokens, which come after all entries and are none.
+        lookahead_keys_BHSD: keys of the same.
     """
 
     layer_idx: int
@@ -91,6 +95,9 @@ class Evidence:
     queried_BS: Bool[Tensor, "B S"] | None = None
     learned_BHT: Float32[Tensor, "B H T"] | None = None
     value_norm_BQT: Float[Tensor, "B Q T"] | None = None
+    stream_BTE: Float[Tensor, "B T E"] | None = None
+    lookahead_BQSD: Float[Tensor, "B Q lookahead D"] | None = None
+    lookahead_keys_BHSD: Float[Tensor, "B H lookahead D"] | None = None
 
     @property
     def num_seen(self) -> int:
@@ -141,7 +148,8 @@ class Evidence:
 # The fields whose first axis is the batch.
 _OF_SEQUENCES = (
     *("queries_BQSD", "keys_BHTD", "values_BHTD", "positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT"),
-    *("held_BHT", "place_BT", "queried_BS", "learned_BHT", "value_norm_BQT"),
+    *("held_BHT", "place_BT", "queried_BS", "learned_BHT", "value_norm_BQT", "stream_BTE", "lookahead_BQSD"),
+    "lookahead_keys_BHSD",
 )
 
 

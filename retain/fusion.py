@@ -15,9 +15,13 @@ from retain.ranking import rank_entries
 from retain.registry import lookup
 from retain.scores.score import Score
 
+# Fusions that read a weight, and the word that stands for the one that gates bring.
+WEIGHTED = ("log_linear", "rank_blend")
+CALIBRATED = "calibrated"
+
 
 def fuse(
-    observed: Score | None, learned: Score | None, how: str = "max", *, weight: float | Tensor = 0.5
+    observed: Score | None, learned: Score | None, how: str = "max", *, weight: float | str | Tensor = 0.5
 ) -> Score:
     """One score from two.
 
@@ -34,13 +38,15 @@ def fuse(
         learned: a gate's score; None if there is none.
         how: which fusion.
         weight: of the learned side in `log_linear` and `rank_blend`, in [0, 1]: one number, or one per KV
-            head `[H]`.
+            head `[H]`; `calibrated`: the one per KV head that the learned score brings
+            (`train/calibration.py`).
 
     Returns:
         the fused score.
 
     Raises:
-        ValueError: if a score is missing, or the units do not fit the fusion.
+        ValueError: if a score is missing, the units do not fit the fusion, or weights are to be the
+            calibrated ones and there are none.
     """
     function = lookup(how, FUSIONS, what="fusion")
     for side, given, alone in (("observed", observed, "learned"), ("learned", learned, "observed")):
@@ -55,9 +61,23 @@ def fuse(
             f"observed scores {shapes[0]} and learned scores {shapes[1]} are not of the same entries [B, H, "
             f"T]."
         )
+    if isinstance(weight, str) and observed is not None and learned is not None and how in WEIGHTED:
+        weight = _calibrated(learned, how, weight)
     if isinstance(weight, Tensor) and weight.dim() == 1:
         weight = weight[:, None]
     return function(observed, learned, weight)
+
+
+def _calibrated(learned: Score, how: str, weight: str) -> Tensor:
+    """The weights that a learned score brings for a fusion."""
+    known = learned.fusion_weights or {}
+    if weight != CALIBRATED or how not in known:
+        raise ValueError(
+            f"weight {weight!r} for fusion {how!r}: it is a number in 0..1, or {CALIBRATED!r} where the "
+            f"gates were given weights for it (these have them for: {', '.join(known) or 'none'}); train "
+            "them with calibration.fusion_weights true."
+        )
+    return known[how]
 
 
 def floor(score: Score, kind: str | None) -> Score:

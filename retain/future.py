@@ -1,26 +1,230 @@
-"""Future risk: what a perfect gate would say. The one definition, for targets and for the oracle.
+"""Future use of an entry: what a perfect gate would say. The one definition, for targets and for the oracle.
 
-In: the evidence of a whole sequence, `[document; appendix]`, in which the appendix (question and answer) was
-run after the document with nothing evicted. Out: for each of the document's entries, the largest
-value-weighted attention that any query which can still come after the entry's eviction pays it. The decision
-taken here: which queries those are. Of the document's own tokens, those at distance `horizon` or more (nearer
-ones always find the entry, which is protected while recent); of the appendix, all. Only `train/` and `eval/`
-may import this file: at inference, the future is not known.
+In: the evidence of a document with nothing evicted, and of whatever was run after it: question and answer, a
+repetition of the document, the model's own continuation. Out: for each of the document's entries, how much of
+the attention of queries that can still come after the entry's eviction it will be paid. The decision taken
+here: which queries those are. Of the document's own tokens, those at distance `horizon` or more (nearer ones
+always find the entry, which is protected while recent); of what comes after the document, all. Only `train/`
+and `eval/` may import this file: at inference, the future is not known.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from retain.attention_chunks import truncate
 from retain.evidence import Evidence
 from retain.paid import paid
 from retain.registry import lookup
-from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm import value_norms
 
-SOURCES = {"own": "the document's own tokens", "appendix": "the tokens appended after the document"}
+SOURCES = {
+    "own": "the document's own tokens",
+    "appendix": "the tokens appended after the document",
+    "repeat": "the document once more, after a prompt that asks for it",
+    "continuation": "what the model itself writes after the document",
+}
+AGGREGATES = {
+    "max": "the largest",
+    "mean": "the mean over queries",
+    "block_max": "the largest of the means over blocks of queries",
+    "mass": "the sum over queries",
+}
+WEIGHTS = {
+    "none": "attention alone",
+    "value_norm": "times the norm of the projected value",
+    "value_norm_over_hidden": "the same over the norm of the query's attention input",
+}
+
+
+@torch.no_grad()
+def future_use(
+    document: Evidence,
+    branches: Iterable[tuple[str, Evidence]] = (),
+    *,
+    sources: Mapping[str, float],
+    aggregate: str = "max",
+    weight: str = "value_norm",
+    horizon: int = 32,
+    block: int = 128,
+    chunk: int | None = None,
+) -> tuple[Float32[Tensor, "B H T"], Bool[Tensor, "B H T"]]:
+    """How much the queries that can come after an entry's eviction will make of it.
+
+    With `a_qj` the softmax of query j of head q over all valid keys up to itself, a query pays entry i
+
+        p_qj[i] = a_qj[i]                                        weight `none`
+        p_qj[i] = a_qj[i] ||v_i W_O^q||_1                        `value_norm`
+        p_qj[i] = a_qj[i] ||v_i W_O^q||_1 / ||h_j||_1            `value_norm_over_hidden`
+
+    with `h_j` the query's attention input. The queries `J_s(i)` of a source s are those that are there, see
+    i, and lie behind it: of `own`, at distance `horizon` or more; of any other source, all in its branches.
+    With the G query heads q of KV head h, and w_s the weight of a source,
+
+        max:        r_s[h, i] = max_{j in J_s(i), q} p_qj[i]                        r = max_s w_s r_s
+        mean:       r_s[h, i] = 1 / (G |J_s(i)|) sum_{j in J_s(i), q} p_qj[i]       r = sum_s w_s r_s
+        block_max:  r_s[h, i] = max_b 1 / (G |b|) sum_{j in b and J_s(i), q} p_qj[i]      r = max_s w_s r_s
+        mass:       r_s[h, i] = 1 / G sum_{j in J_s(i), q} p_qj[i]                  r = sum_s w_s r_s
+
+    where the blocks b are `block` consecutive queries of the document, or of one branch (the last is shorter;
+    those of its queries that are not in `J_s(i)` pay 0 and are counted in |b|).
+
+    Published, with sources: `max` of `repeat`, weight `none`: KVzip (arXiv 2505.23416; it normalises within
+    the chunk that is repeated, here rows are over everything that is seen). `max` of `repeat`,
+    `value_norm_over_hidden`: KVzip+ of KVzap (arXiv 2601.07891; its norms are Euclidean, here both are L1, as
+    everywhere in this project). `max` of `appendix`, `none`: Locret (arXiv 2410.01805). `mean` of
+    `continuation`, `none`: LookaheadKV (arXiv 2603.10899; the loss normalises). `block_max` of `own`, `none`:
+    ForesightKV (arXiv 2602.03203). `mass` of `own`, `none`: KVpop (arXiv 2607.05061), the horizon being its
+    protected window. The mean over heads and layers of `mean`, of `appendix`, `none`: DynTS (arXiv
+    2601.18383).
+
+    No rows of attention are held beyond `chunk` queries at a time, and on CUDA none: memory is linear in T.
+    `value_norm_over_hidden` costs a second pass.
+
+    Args:
+        document: one layer over the document; with a query for each entry if `own` is a source.
+        branches: source -> evidence over `[document | branch]`, of which all held queries are the branch's;
+            a source may have several or none. Taken one at a time, and only those of `sources`.
+        sources: of `SOURCES`, with a positive weight.
+        aggregate: of `AGGREGATES`.
+        weight: of `WEIGHTS`.
+        horizon: least distance of a document query, in entries; the protected recent window.
+        block: queries of a block, for `block_max`.
+        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
+
+    Returns:
+        the use, float32, 0 where no such query exists; and whether one exists: entries that no query can
+        reach (padding, and without a branch the last `horizon` ones) belong in no loss.
+
+    Raises:
+        ValueError: names that are not known, numbers that make no sense, or evidence that holds too little.
+    """
+    _check_names(sources, aggregate, weight)
+    if horizon < 0 or block < 1 or (chunk is not None and chunk < 1):
+        raise ValueError(
+            f"horizon is 0 or more, block and chunk 1 or more; got horizon {horizon}, block {block}, chunk "
+            f"{chunk}."
+        )
+    T, H = document.num_seen, document.num_heads
+    if "own" in sources and document.num_queries < T:
+        raise ValueError(
+            f"the source 'own' needs a query for each of the document's {T} entries, the evidence holds "
+            f"{document.num_queries}: record more queries."
+        )
+    B = len(document.valid_BT)
+    device = document.valid_BT.device
+    norm_BQT = None if weight == "none" else value_norms(document)
+    found: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    for source, part, distance in _parts(document, branches, sources, horizon):
+        if source not in found:
+            found[source] = torch.zeros((B, H, T), device=device)
+            counts[source] = torch.zeros((B, T), dtype=torch.int64, device=device)
+        for use_BHT in _uses(part, distance, T, aggregate, weight, norm_BQT, block, chunk):
+            first_BHT = found[source][..., : use_BHT.shape[-1]]
+            if aggregate in ("mean", "mass"):
+                first_BHT += use_BHT
+            else:
+                torch.maximum(first_BHT, use_BHT, out=first_BHT)
+        counts[source] += _count(part, distance, T)
+    use_BHT = torch.zeros((B, H, T), device=device)
+    reached_BT = torch.zeros((B, T), dtype=torch.bool, device=device)
+    for source, found_BHT in found.items():
+        own_BHT = found_BHT * sources[source]
+        if aggregate == "mean":
+            own_BHT /= counts[source].clamp_min(1)[:, None]
+        if aggregate in ("mean", "mass"):
+            use_BHT += own_BHT
+        else:
+            use_BHT = torch.maximum(use_BHT, own_BHT)
+        reached_BT |= counts[source] > 0
+    reached_BT &= document.valid_BT
+    reached_BHT = reached_BT[:, None].expand(B, H, T)
+    return use_BHT.masked_fill(~reached_BHT, 0.0), reached_BHT
+
+
+def _parts(
+    document: Evidence,
+    branches: Iterable[tuple[str, Evidence]],
+    sources: Mapping[str, float],
+    horizon: int,
+) -> Iterator[tuple[str, Evidence, int]]:
+    """(source, evidence whose held queries are that source's, least distance)."""
+    if "own" in sources:
+        yield "own", document, horizon
+    for source, evidence in branches:
+        if source in sources:
+            if evidence.num_seen - evidence.num_queries < document.num_seen:
+                raise ValueError(
+                    f"a branch of source {source!r} holds {evidence.num_queries} queries over "
+                    f"{evidence.num_seen} entries, of which {document.num_seen} are the document's: pass the "
+                    "branch's own queries only."
+                )
+            yield source, evidence, 0
+
+
+def _uses(
+    part: Evidence,
+    distance: int,
+    T: int,
+    aggregate: str,
+    weight: str,
+    norm_BQT: Tensor | None,
+    block: int,
+    chunk: int | None,
+) -> Iterator[Float32[Tensor, "B H entries"]]:
+    """Largest, sum, or means of blocks of what the held queries pay the first entries, group reduced."""
+    S, H = part.num_queries, part.num_heads
+    lse_BQS, least_B = None, None
+    if weight == "value_norm_over_hidden":
+        lse_BQS, least_B = _over_hidden(part, chunk)
+    blocks = [(0, S)]
+    if aggregate == "block_max":
+        blocks = [(start, min(S, start + block)) for start in range(0, S, block)]
+    for start, stop in blocks:
+        own = part if stop == S else truncate(part, part.num_seen - S + stop)
+        entries = min(T, own.num_seen)
+        (paid_BQT,) = paid(
+            own,
+            "max" if aggregate == "max" else "sum",
+            start=start,
+            entries=entries,
+            distance=distance,
+            lse_BQs=None if lse_BQS is None else lse_BQS[:, :, start:stop],
+            chunk=chunk,
+        )
+        if norm_BQT is not None:
+            paid_BQT = paid_BQT * norm_BQT[..., :entries]
+        paid_BHGT = paid_BQT.unflatten(1, (H, -1))
+        use_BHT = paid_BHGT.amax(2) if aggregate == "max" else paid_BHGT.mean(2)
+        if aggregate == "block_max":
+            use_BHT = use_BHT / part.asks_BS[:, start:stop].sum(-1).clamp_min(1)[:, None, None]
+        if least_B is not None:
+            use_BHT = use_BHT / least_B[:, None, None]
+        yield use_BHT.float()
+
+
+def _over_hidden(part: Evidence, chunk: int | None) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps with which a row of attention comes out over the norm of its query's attention input, in
+    units of the smallest such norm: `a_qj / ||h_j||_1 = exp(l_qj - lse_qj - log(||h_j||_1 / least)) / least`.
+
+    In these units no row pays more than its attention: a probability above 1 would be cut off.
+    """
+    if part.hidden_BTE is None:
+        raise ValueError(
+            "weight='value_norm_over_hidden' looks at the attention input, and the evidence has none "
+            "(hidden_BTE): record it, or pass weight='value_norm'."
+        )
+    (lse_BQS,) = paid(part, "lse", chunk=chunk)
+    hidden_BSE = part.hidden_BTE[:, part.num_seen - part.num_queries :]
+    norm_BS = torch.linalg.vector_norm(hidden_BSE, 1, dim=-1, dtype=lse_BQS.dtype)
+    norm_BS = norm_BS.clamp_min(torch.finfo(norm_BS.dtype).tiny)
+    least_B = norm_BS.masked_fill(~part.asks_BS, float("inf")).amin(-1)
+    least_B = least_B.masked_fill(least_B.isinf(), 1.0)  # of a sequence without such queries
+    return lse_BQS + (norm_BS / least_B[:, None]).log()[:, None], least_B
 
 
 @torch.no_grad()
@@ -36,11 +240,11 @@ def future_risk(
 
     `risk[b, h, i] = max_{j in J(i), q in group(h)} a_qj[i] * ||v_i W_O^q||_1`, where `a_qj` is the softmax of
     query j over all valid keys of the whole sequence up to itself, and `J(i)` holds the valid queries
-    `{j in document: j - i >= horizon}` (source `own`) and `{j in appendix}` (source `appendix`).
+    `{j in document: j - i >= horizon}` (source `own`) and `{j in appendix}` (source `appendix`): `future_use`
+    of one sequence `[document; appendix]`, aggregate `max`, weight `value_norm`.
 
     The first `document_tokens` entries are the document, the others the appendix; both may contain padding,
-    anywhere, and distance is counted in entries. No rows of attention are held beyond `chunk` queries at a
-    time, and on CUDA none: memory is linear in T.
+    anywhere, and distance is counted in entries.
 
     Args:
         evidence: one layer over the whole sequence; the queries of the chosen sources must be held.
@@ -58,56 +262,52 @@ def future_risk(
     """
     T = evidence.num_seen
     _check(evidence, document_tokens, horizon, sources, chunk)
-    B, Q = evidence.queries_BQSD.shape[:2]
-    H = evidence.num_heads
-    valid_BT = evidence.valid_BT
-    worst_BQT = torch.zeros((B, Q, document_tokens), device=valid_BT.device)
-    reached_BT = torch.zeros((B, document_tokens), dtype=torch.bool, device=valid_BT.device)
-
-    # (evidence, first query, distance): the document alone is enough for its own queries, which cannot see
-    # the appendix.
-    walks = []
-    if "own" in sources:
-        walks.append((truncate(evidence, document_tokens) if document_tokens < T else evidence, 0, horizon))
-    if "appendix" in sources:
-        walks.append((evidence, document_tokens, 0))
-    for part, first, distance in walks:
-        start = first - (part.num_seen - part.num_queries)
-        (most_BQT,) = paid(part, "max", start=start, entries=document_tokens, distance=distance, chunk=chunk)
-        worst_BQT = torch.maximum(worst_BQT, most_BQT)
-        reached_BT |= _reached(part, first, distance, document_tokens)
-
-    reached_BT &= valid_BT[:, :document_tokens]
-    norm_BQT = value_norm_l1(evidence.values_BHTD[:, :, :document_tokens], evidence.output_weight_QDE)
-    risk_BHT = (worst_BQT * norm_BQT).unflatten(1, (H, Q // H)).amax(2).float()
-    reached_BHT = reached_BT[:, None].expand(B, H, document_tokens)
-    return risk_BHT.masked_fill(~reached_BHT, 0.0), reached_BHT
+    document, branches = evidence, []
+    if document_tokens < T:
+        # The document alone is enough for its own queries, which cannot see the appendix.
+        document = truncate(evidence, document_tokens)
+        start = document_tokens - (T - evidence.num_queries)
+        queried_BS = None if evidence.queried_BS is None else evidence.queried_BS[:, start:]
+        appended = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, start:], queried_BS=queried_BS)
+        branches = [("appendix", appended)]
+    return future_use(document, branches, sources=dict.fromkeys(sources, 1.0), horizon=horizon, chunk=chunk)
 
 
-def _reached(
-    evidence: Evidence, first: int, distance: int, document_tokens: int
-) -> Bool[Tensor, "B document_tokens"]:
-    """Whether a valid query at `first` or later lies `distance` or more behind the entry and sees it."""
-    T = evidence.num_seen
+def _count(part: Evidence, distance: int, T: int) -> Int[Tensor, "B T"]:
+    """How many held valid queries lie `distance` or more behind each of the first T entries and see it."""
+    seen = part.num_seen
+    first = seen - part.num_queries
     # counted[j] = number of valid queries in first..j-1
-    counted_BT = torch.zeros(
-        (evidence.valid_BT.shape[0], T + 1), dtype=torch.int64, device=evidence.valid_BT.device
-    )
-    counted_BT[:, first + 1 :] = evidence.valid_BT[:, first:].cumsum(-1)
-    entry = torch.arange(document_tokens, device=evidence.valid_BT.device)
-    earliest = (entry + distance).clamp_max(T)
-    latest = torch.full_like(entry, T) if evidence.window is None else (entry + evidence.window).clamp_max(T)
-    return counted_BT[:, torch.maximum(latest, earliest)] > counted_BT[:, earliest]
+    counted_BT = torch.zeros((len(part.valid_BT), seen + 1), dtype=torch.int64, device=part.valid_BT.device)
+    counted_BT[:, first + 1 :] = part.asks_BS.cumsum(-1)
+    entry = torch.arange(T, device=part.valid_BT.device)
+    earliest = (entry + distance).clamp_max(seen)
+    latest = torch.full_like(entry, seen) if part.window is None else (entry + part.window).clamp_max(seen)
+    return counted_BT[:, torch.maximum(latest, earliest)] - counted_BT[:, earliest]
+
+
+def _check_names(sources: Mapping[str, float], aggregate: str, weight: str) -> None:
+    for source, factor in sources.items():
+        lookup(source, SOURCES, what="source of future queries")
+        if not 0 < factor < float("inf"):
+            raise ValueError(
+                f"the source {source!r} has weight {factor}: pass a positive one, or leave it out."
+            )
+    if not sources:
+        raise ValueError(f"the future needs a source of queries: pass some of {', '.join(SOURCES)}.")
+    lookup(aggregate, AGGREGATES, what="aggregate of the future")
+    lookup(weight, WEIGHTS, what="weight of attention")
 
 
 def _check(
     evidence: Evidence, document_tokens: int, horizon: int, sources: Collection[str], chunk: int | None
 ) -> None:
     T, S = evidence.num_seen, evidence.num_queries
+    known = {name: SOURCES[name] for name in ("own", "appendix")}
     for source in sources:
-        lookup(source, SOURCES, what="source of future queries")
+        lookup(source, known, what="source of future queries")
     if not sources:
-        raise ValueError(f"future risk needs a source of queries: pass one or both of {', '.join(SOURCES)}.")
+        raise ValueError(f"future risk needs a source of queries: pass one or both of {', '.join(known)}.")
     if not 1 <= document_tokens <= T:
         raise ValueError(f"document_tokens is 1..{T}, the entries of the sequence; got {document_tokens}.")
     if horizon < 0 or (chunk is not None and chunk < 1):

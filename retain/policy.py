@@ -311,7 +311,9 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     Args:
         policy: the stages' settings.
         budget: what was stated.
-        unit: of the score (`policy.unit`, unless another stands in for it); None if it is not known yet.
+        unit: of the score (`policy.unit`, unless another stands in for it); None if it is not known yet, or
+            does not matter: a gate alone may be held against a number in whatever unit it was trained in (KV
+            Admission and DMS are).
 
     Raises:
         ValueError: everything that is in the way, at once.
@@ -364,7 +366,7 @@ def candidates_of(
     held_BH = exists_BHT.sum(-1)
     protected_BT = plan.protected_BT if protected_BT is None else protected_BT
     protected_BHT = protected_BT.to(score_BHT.device)[:, None].expand(score_BHT.shape)
-    check_budget(policy, plan.budget, score.unit)
+    check_budget(policy, plan.budget, None if policy.gate_alone else score.unit)
     kept_BHT = protected_BHT
     least_BH = torch.minimum(held_BH, torch.tensor(shares.least_B, device=held_BH.device)[:, None])
     if stage is not None and stage.by != "budget":

@@ -8,13 +8,13 @@ exclude each other) is found when it is made, all at once, and not when a budget
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from retain import config
 from retain.allocation import Allocation
 from retain.budget import SCOPES
 from retain.cascade import Split
-from retain.fusion import FUSIONS
+from retain.fusion import CALIBRATED, FUSIONS, WEIGHTED
 from retain.protection import Protection
 from retain.registry import lookup, suggest
 from retain.scores import SCORES, Score
@@ -34,7 +34,8 @@ class Policy:
         observed_settings: settings of that score.
         learned: whether it takes a gate's score.
         fusion: how the two become one; None is `max` with both, and the one that there is with one.
-        fusion_weight: of the learned side, for `log_linear` and `rank_blend`.
+        fusion_weight: of the learned side, for `log_linear` and `rank_blend`: a number in 0..1, or
+            `calibrated`, one per head that was fitted for the gates (`train/calibration.py`).
         floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
         first_stage: entries that are kept before the score ranks the rest; None for one stage.
         protection: what is never evicted.
@@ -53,7 +54,7 @@ class Policy:
     observed_settings: dict[str, Any] = field(default_factory=dict)
     learned: bool = False
     fusion: str | None = None
-    fusion_weight: float = 0.5
+    fusion_weight: float | Literal["calibrated"] = 0.5
     floor: str | None = None
     first_stage: FirstStage | None = None
     protection: Protection = Protection()
@@ -75,8 +76,14 @@ class Policy:
         if self.fusion is not None and self.fusion not in FUSIONS:
             hint = suggest(self.fusion, FUSIONS)
             problems.append(f"unknown fusion {self.fusion!r}{hint}, known: {', '.join(FUSIONS)}")
-        if not 0 <= self.fusion_weight <= 1:
-            problems.append(f"fusion_weight lies in 0..1, got {self.fusion_weight}")
+        if self.fusion_weight == CALIBRATED:
+            if self.fusion not in WEIGHTED:
+                problems.append(
+                    f"fusion_weight 'calibrated' would not be read by fusion {self.fusion!r}: take "
+                    f"{' or '.join(map(repr, WEIGHTED))}"
+                )
+        elif isinstance(self.fusion_weight, str) or not 0 <= self.fusion_weight <= 1:
+            problems.append(f"fusion_weight lies in 0..1 or is {CALIBRATED!r}, got {self.fusion_weight!r}")
         if self.floor not in (None, "mean"):
             problems.append(f"floor is 'mean' or null, got {self.floor!r}")
         if self.scope not in SCOPES:
@@ -151,6 +158,12 @@ class Policy:
     def split(self) -> Split:
         """How it splits a budget."""
         return Split(self.scope, self.allocation, self.first_stage)
+
+    @property
+    def gate_alone(self) -> bool:
+        """Whether a gate's score is all that it goes by, as the gate gives it."""
+        how = self.fusion or ("learned" if self.observed is None else "max")
+        return self.learned and how == "learned"
 
     @property
     def keeps_all(self) -> bool:

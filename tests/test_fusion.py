@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from retain.fusion import FUSIONS, floor, fuse
+from retain.presets import Policy
 from retain.scores import Score, masked_score
 from tests.close import assert_close
 
@@ -83,3 +86,28 @@ def test_missing_scores_unknown_fusions_and_other_shapes_are_refused():
     other = Score(torch.zeros(2, 3, 8), "risk")
     with pytest.raises(ValueError, match=r"observed scores \[2, 3, 9\] and learned scores \[2, 3, 8\]"):
         fuse(_score(0), other)
+
+
+def test_calibrated_weights_are_those_that_the_gate_brings():
+    observed, learned = _score(0), _score(1)
+    weight = torch.tensor([0.1, 0.5, 0.9])
+    for how in ("log_linear", "rank_blend"):
+        bringing = replace(learned, fusion_weights={how: weight})
+        fused = fuse(observed, bringing, how, weight="calibrated")
+        assert torch.equal(fused.values_BHT, fuse(observed, learned, how, weight=weight).values_BHT)
+        other = "rank_blend" if how == "log_linear" else "log_linear"
+        with pytest.raises(
+            ValueError, match=f"for fusion '{other}'.*these have them for: {how}.; train them"
+        ):
+            fuse(observed, bringing, other, weight="calibrated")
+        with pytest.raises(ValueError, match="weight 'fitted'.*a number in 0..1, or 'calibrated'"):
+            fuse(observed, bringing, how, weight="fitted")
+    with pytest.raises(ValueError, match="these have them for: none"):
+        fuse(observed, learned, "log_linear", weight="calibrated")
+
+
+def test_weights_that_nobody_reads_are_refused_with_the_policy():
+    with pytest.raises(ValueError, match="'calibrated' would not be read by fusion 'max': take 'log_linear'"):
+        Policy("own", "observed_risk", learned=True, fusion="max", fusion_weight="calibrated")
+    with pytest.raises(ValueError, match="lies in 0..1 or is 'calibrated', got 1.5"):
+        Policy("own", "observed_risk", learned=True, fusion="log_linear", fusion_weight=1.5)

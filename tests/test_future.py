@@ -1,9 +1,12 @@
 """Future risk against its definition, at the edges, in chunks, and behind its fence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from retain.future import future_risk
+from retain.attention_chunks import truncate
+from retain.future import AGGREGATES, WEIGHTS, future_risk, future_use
 from tests.close import assert_close
 from tests.memory import Watch
 from tests.naive import naive_attention, naive_norm, random_evidence
@@ -136,3 +139,200 @@ def test_no_more_than_a_chunk_of_attention_exists(sources):
 def test_what_makes_no_sense_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         future_risk(_evidence(), **{"document_tokens": DOCUMENT, **settings})
+
+
+def _parts(**settings):
+    """A document of 11 entries (the second behind 3 pads), and branches of 4, 3 and 1 tokens after it."""
+    whole = random_evidence(pads=(0, 3), num_tokens=DOCUMENT, hidden_BTE=_hidden(DOCUMENT, 0), **settings)
+    branches = []
+    for number, (source, length) in enumerate([("appendix", 4), ("repeat", 3), ("repeat", 1)], start=1):
+        longer = random_evidence(
+            pads=(0, 3), num_tokens=DOCUMENT + length, num_queries=length, seed=number,
+            hidden_BTE=_hidden(DOCUMENT + length, number), **settings,
+        )  # fmt: skip
+        longer.keys_BHTD[:, :, :DOCUMENT] = whole.keys_BHTD
+        longer.values_BHTD[:, :, :DOCUMENT] = whole.values_BHTD
+        branches.append((source, replace(longer, output_weight_QDE=whole.output_weight_QDE)))
+    return whole, branches
+
+
+def _hidden(length, seed):
+    return torch.randn(2, length, 5, generator=torch.Generator().manual_seed(seed + 100)) * 0.2
+
+
+def _naive_use(document, branches, sources, aggregate, weight, horizon, block):
+    """By loops in float64, as the docstring of `future_use` says."""
+    B, H, G = len(document.valid_BT), document.num_heads, document.group
+    norm = {
+        (b, q, i): naive_norm(document, b, q, i)
+        for b in range(B)
+        for q in range(H * G)
+        for i in range(DOCUMENT)
+    }
+    parts = [("own", document, horizon), *((source, evidence, 0) for source, evidence in branches)]
+    attentions = [naive_attention(evidence) for _, evidence, _ in parts]
+    use = torch.zeros(B, H, DOCUMENT, dtype=torch.float64)
+    reached = torch.zeros(B, H, DOCUMENT, dtype=torch.bool)
+    for b in range(B):
+        for i in range(DOCUMENT):
+            if not document.valid_BT[b, i]:
+                continue
+            for h in range(H):
+                by_source = {}
+                for source, factor in sources.items():
+                    largest, means, total, count = [0.0], [0.0], 0.0, 0
+                    for (name, evidence, distance), attention in zip(parts, attentions, strict=True):
+                        if name != source:
+                            continue
+                        S, T = evidence.num_queries, evidence.num_seen
+                        blocks = {}
+                        for s in range(S):
+                            j = T - S + s
+                            if not evidence.valid_BT[b, j]:
+                                continue
+                            in_block = blocks.setdefault(s // block, [0.0, 0])
+                            in_block[1] += 1
+                            reach = T if evidence.window is None else evidence.window
+                            if not distance <= j - i < reach or j < i:
+                                continue
+                            count += 1
+                            for q in range(h * G, h * G + G):
+                                paid = float(attention[b, q, s, i])
+                                if weight != "none":
+                                    paid *= norm[b, q, i]
+                                if weight == "value_norm_over_hidden":
+                                    paid /= float(evidence.hidden_BTE[b, j].double().abs().sum())
+                                largest.append(paid)
+                                total += paid / G
+                                in_block[0] += paid / G
+                        means += [mass / size for mass, size in blocks.values()]
+                    if count:
+                        reached[b, h, i] = True
+                        by_source[source] = (
+                            factor
+                            * {
+                                "max": max(largest),
+                                "mean": total / count,
+                                "block_max": max(means),
+                                "mass": total,
+                            }[aggregate]
+                        )
+                combine = max if aggregate in ("max", "block_max") else sum
+                use[b, h, i] = combine(by_source.values()) if by_source else 0.0
+    return use, reached
+
+
+SOURCE_SETS = {
+    "own": {"own": 1.0},
+    "repeat": {"repeat": 2.0},
+    "all": {"own": 1.0, "appendix": 0.25, "repeat": 0.5},
+}
+
+
+@pytest.mark.parametrize("sources", sorted(SOURCE_SETS))
+@pytest.mark.parametrize("weight", sorted(WEIGHTS))
+@pytest.mark.parametrize("aggregate", sorted(AGGREGATES))
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_future_use_is_its_definition(aggregate, weight, sources, chunk):
+    document, branches = _parts()
+    settings = {"aggregate": aggregate, "weight": weight, "horizon": 4, "block": 3}
+    use, reached = future_use(document, branches, sources=SOURCE_SETS[sources], chunk=chunk, **settings)
+    wanted, wanted_reached = _naive_use(document, branches, SOURCE_SETS[sources], **settings)
+    assert use.dtype == torch.float32 and wanted.abs().sum() > 0
+    assert torch.equal(reached, wanted_reached)
+    assert_close(use, wanted)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"group": 1}, {"window": 6}, {"soft_cap": 2.0}, {"sinks": True}], ids=str
+)
+@pytest.mark.parametrize("weight", sorted(WEIGHTS))
+@pytest.mark.parametrize("aggregate", sorted(AGGREGATES))
+def test_future_use_with_groups_windows_caps_and_sinks(aggregate, weight, settings):
+    if "sinks" in settings:
+        settings = {"sinks_Q": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+    document, branches = _parts(**settings)
+    given = {"aggregate": aggregate, "weight": weight, "horizon": 2, "block": 4}
+    use, reached = future_use(document, branches, sources=SOURCE_SETS["all"], **given)
+    wanted, wanted_reached = _naive_use(document, branches, SOURCE_SETS["all"], **given)
+    assert torch.equal(reached, wanted_reached)
+    assert_close(use, wanted)
+
+
+def test_future_risk_is_future_use_of_one_sequence():
+    evidence = _evidence()
+    risk, reached = future_risk(evidence, document_tokens=DOCUMENT, horizon=4)
+    document = truncate(evidence, DOCUMENT)
+    appended = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, DOCUMENT:])
+    use, use_reached = future_use(
+        document, [("appendix", appended)], sources={"own": 1.0, "appendix": 1.0}, horizon=4
+    )
+    assert torch.equal(risk, use) and torch.equal(reached, use_reached)
+
+
+def test_branches_of_other_sources_are_not_looked_at():
+    document, branches = _parts()
+    own, _ = future_use(document, branches, sources={"own": 1.0}, horizon=4)
+    alone, _ = future_use(document, (), sources={"own": 1.0, "continuation": 3.0}, horizon=4)
+    assert torch.equal(own, alone)
+
+
+def test_a_source_that_no_branch_has_reaches_nothing():
+    document, branches = _parts()
+    use, reached = future_use(document, branches, sources={"continuation": 1.0})
+    assert not reached.any() and not use.any()
+
+
+@pytest.mark.parametrize("aggregate", sorted(AGGREGATES))
+@pytest.mark.parametrize("weight", sorted(WEIGHTS))
+def test_future_use_holds_no_more_than_a_chunk_of_attention(aggregate, weight):
+    peaks = []
+    for tokens in (256, 512, 1024):
+        evidence = random_evidence((0,), num_tokens=tokens, hidden_BTE=torch.ones(1, tokens, 5))
+        with Watch() as watch:
+            future_use(
+                evidence,
+                sources={"own": 1.0},
+                horizon=4,
+                aggregate=aggregate,
+                weight=weight,
+                block=64,
+                chunk=8,
+            )
+        peaks.append(watch.peak)
+    assert peaks[2] - peaks[1] <= 2.1 * (peaks[1] - peaks[0])
+    assert peaks[2] < 4 * 1024**2 * 4 / 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"sources": {"own": 1.0, "repeats": 1.0}},
+            "unknown source of future queries 'repeats': did you mean",
+        ),
+        ({"sources": {}}, "the future needs a source of queries: pass some of own, appendix, repeat"),
+        ({"sources": {"own": 0.0}}, "the source 'own' has weight 0.0: pass a positive one"),
+        ({"aggregate": "maximum"}, "unknown aggregate of the future 'maximum': did you mean 'max'"),
+        ({"weight": "norm"}, "unknown weight of attention 'norm'"),
+        ({"block": 0}, "horizon is 0 or more, block and chunk 1 or more; got horizon 32, block 0"),
+        ({"horizon": -1}, "got horizon -1"),
+    ],
+    ids=str,
+)
+def test_a_future_that_makes_no_sense_is_refused(settings, message):
+    document, branches = _parts()
+    with pytest.raises(ValueError, match=message):
+        future_use(document, branches, **{"sources": {"own": 1.0}, **settings})
+
+
+def test_evidence_that_holds_too_little_is_refused():
+    document, branches = _parts()
+    few = replace(document, queries_BQSD=document.queries_BQSD[:, :, -3:])
+    with pytest.raises(ValueError, match="needs a query for each of the document's 11 entries, .* holds 3"):
+        future_use(few, sources={"own": 1.0})
+    with pytest.raises(ValueError, match="'appendix' holds 11 queries over 11 entries, of which 11"):
+        future_use(document, [("appendix", document)], sources={"appendix": 1.0})
+    with pytest.raises(ValueError, match="looks at the attention input, and the evidence has none"):
+        bare = replace(document, hidden_BTE=None)
+        future_use(bare, sources={"own": 1.0}, weight="value_norm_over_hidden")

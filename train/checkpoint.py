@@ -6,28 +6,43 @@ be resumed, or finished; checkpoints; the log.
     run.json                hashes of the base model and of the documents, written before the config
     config.yaml             the resolved config, written before the first step
     log.jsonl               one line a step, one more whenever the held-out documents are looked at
-    checkpoints/step-N/     gates, optimiser and random states after step N; removed when the run is finished
+    checkpoints/step-N/     the state after step N, the last two of them; removed when the run is finished
+        gates.safetensors       the gates, with what is not trained of them
+        optimizer.safetensors   what AdamW remembers of each parameter, whole, whoever held which part of it
+        state.json              steps, optimiser steps, and what the loop wants to find again
+        manifest.json           bytes and sha256 of the other three, written last
     gates.safetensors, gates.json    the artifact; there only once a run has finished
 
 The one decision taken here: a run is known by its config, and by the model and the documents that the config
 named when it began. The same run goes on where it stopped, or has nothing left to do; another one never
 touches the folder unless `overwrite=true` is said.
+
+A checkpoint says nothing about processes: state is saved whole, documents and draws are functions of the
+step, so that a run may go on with another number of processes, under DDP, FSDP or DeepSpeed alike. Nothing in
+it is pickled. It is written beside, synced, and renamed; what does not match its manifest is not a
+checkpoint, and the one before it is taken.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from retain.gates.store import METADATA_FILE, write_beside
-from retain.train.data import Corpus
+from retain.train.data import AnyCorpus
+from retain.train.parallel import Synchroniser
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -36,6 +51,21 @@ CHECKPOINTS = "checkpoints"
 # What is being deleted is renamed to this first: a kill in the middle leaves no half of a checkpoint that
 # looks whole.
 DELETED = "checkpoints.deleted"
+GATES_FILE, OPTIMIZER_FILE, STATE_FILE = "gates.safetensors", "optimizer.safetensors", "state.json"
+MANIFEST_FILE = "manifest.json"
+# The last one, and one to fall back on.
+KEPT = 2
+# Of a checkpoint's format.
+CHECKPOINT_VERSION = 1
+# What a disk says that takes no more, and what to do about it.
+DISK_ADVICE = {
+    errno.ENOSPC: "free some space there, or move the folder to a larger disk and set `output` to it",
+    errno.EDQUOT: "free some of your quota, or move the folder to another disk and set `output` to it",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or set `output` to a disk that has none",
+    errno.EROFS: "the disk is mounted read-only: have it repaired, or move the folder and set `output` to it",
+    errno.EIO: "the disk fails: move the folder to another one and set `output` to it",
+    errno.EACCES: "make the folder writable, or set `output` to one that is",
+}
 # Keys that say how to start, not what is trained.
 START_KEYS = ("overwrite", "resume")
 
@@ -94,23 +124,18 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: value}
 
 
-def describe_inputs(model_sha256: str, corpus: Corpus) -> dict[str, str]:
+def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
     """What a run is trained on, as hashes.
 
     Args:
         model_sha256: of the base model's fingerprint.
-        corpus: hashed token by token, in its order, which decides what each step reads.
+        corpus: in memory: hashed token by token, in its order, which decides what each step reads; a stream
+            by its files, its settings and its first documents.
 
     Returns:
         `{"base model": sha256, "documents": sha256}`.
     """
-    digest = hashlib.sha256()
-    for side in (corpus.train, corpus.held_out):
-        digest.update(np.int64(len(side)).tobytes())
-        for document in side:
-            for ids in (document.context_ids, document.appendix_ids):
-                digest.update(np.array([len(ids), *ids], dtype="<i8").tobytes())
-    return {"base model": model_sha256, "documents": digest.hexdigest()}
+    return {"base model": model_sha256, "documents": corpus.describe()}
 
 
 def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
@@ -158,37 +183,251 @@ def finish_(folder: Path) -> None:
         shutil.rmtree(deleted)
 
 
+class DiskError(OSError):
+    """A file could not be written; the message says why, what to do, and where the run can go on."""
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Inside, an error of the disk becomes one that says what to do.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        DiskError: for an OSError of `DISK_ADVICE`; others pass.
+    """
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        if error.errno not in DISK_ADVICE:
+            raise
+        kept = latest(folder)
+        raise DiskError(
+            error.errno,
+            f"cannot write {error.filename or folder}: {os.strerror(error.errno)}. Next step: "
+            f"{DISK_ADVICE[error.errno]}. "
+            + (
+                f"The last good checkpoint, {kept[1]}, is untouched, and the same command goes on from it."
+                if kept
+                else "There is no checkpoint yet: the same command starts anew."
+            ),
+        ) from error
+
+
 def latest(folder: Path) -> tuple[int, Path] | None:
-    """The newest complete checkpoint: (steps done, its folder)."""
-    complete = [
+    """The newest whole checkpoint, its manifest checked: (steps done, its folder)."""
+    return next((found for found in _named(folder) if _is_whole(found[1])), None)
+
+
+def _named(folder: Path) -> list[tuple[int, Path]]:
+    """What has the name of a checkpoint, newest first."""
+    named = [
         (int(path.name.removeprefix("step-")), path)
         for path in (folder / CHECKPOINTS).glob("step-*")
         if path.name.removeprefix("step-").isdigit()
     ]
-    return max(complete, default=None)
+    return sorted(named, reverse=True)
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, steps_done: int) -> None:
-    """Write the state of all processes beside, rename it, and only then remove the one before it."""
-    final = folder / CHECKPOINTS / f"step-{steps_done:06d}"
-    beside = final.with_name(f"{final.name}.new")
-    if accelerator.is_main_process:
-        shutil.rmtree(beside, ignore_errors=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(beside))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        os.replace(beside, final)
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint's files are those that its manifest was written for."""
+    try:
+        manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        return manifest["files"].keys() == {GATES_FILE, OPTIMIZER_FILE, STATE_FILE} and all(
+            _described(_read(path / name)) == described for name, described in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def _described(payload: bytes) -> dict[str, Any]:
+    return {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    folder: Path,
+    step: int,
+    synchroniser: Synchroniser,
+    extra: Mapping[str, Any],
+) -> Path:
+    """Write the state beside, rename it, and only then remove all but the last `KEPT`; on every process.
+
+    Args:
+        accelerator: of this process; the first one writes.
+        folder: of the run.
+        step: steps done.
+        synchroniser: gates and optimiser.
+        extra: what the loop wants to find again, plain JSON: data position, seconds, best so far.
+
+    Returns:
+        the checkpoint's folder.
+
+    Raises:
+        DiskError: on every process, if the first one could not write; the last good checkpoint is untouched.
+    """
+    # Gathering what is sharded takes every process; writing takes one.
+    optimizer = synchroniser.optimizer_tensors()
+    final = folder / CHECKPOINTS / f"step-{step:06d}"
+
+    def write() -> None:
+        gates = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _state_of(synchroniser)}
+        state = {
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "step": step,
+            "num_updates": synchroniser.num_updates,
+            "num_processes": accelerator.num_processes,
+            "extra": dict(extra.items()),
+        }
+        files = {
+            GATES_FILE: save_tensors({name: tensor.contiguous() for name, tensor in gates.items()}),
+            OPTIMIZER_FILE: save_tensors({name: tensor.contiguous() for name, tensor in optimizer.items()}),
+            STATE_FILE: (json.dumps(state, indent=2) + "\n").encode(),
+        }
+        manifest = {"files": {name: _described(payload) for name, payload in files.items()}}
+        files[MANIFEST_FILE] = (json.dumps(manifest, indent=2) + "\n").encode()
+        beside = final.with_name(f"{final.name}.new")
+        with disk_errors(folder):
+            shutil.rmtree(beside, ignore_errors=True)
+            try:
+                beside.mkdir(parents=True)
+                for name, payload in files.items():
+                    _write_synced(beside / name, payload)
+                _sync_folder(beside)
+            except OSError:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise
+            if final.exists():
+                # Torn, or it would have been gone on from.
+                _drop(final)
+            os.replace(beside, final)
+            _sync_folder(final.parent)
+        kept = [path for _, path in _named(folder)[:KEPT]]
         for path in (folder / CHECKPOINTS).iterdir():
-            if path != final:
-                shutil.rmtree(path)
-    accelerator.wait_for_everyone()
+            if path not in kept:
+                _drop(path)
+
+    _by_the_first(accelerator, write)
+    return final
+
+
+def _drop(path: Path) -> None:
+    """Delete a checkpoint, under another name: a kill in the middle leaves no half of one."""
+    if path.suffix != ".old":
+        path = path.replace(path.with_name(f"{path.name}.old"))
+    shutil.rmtree(path)
+
+
+def _by_the_first(accelerator: Accelerator, write: Callable[[], None]) -> None:
+    """Let the first process write, and all of them fail if it does: none waits for one that has gone."""
+    error: OSError | None = None
+    if accelerator.is_main_process:
+        try:
+            write()
+        except OSError as raised:
+            error = raised
+    said = gather_object([None if error is None else (error.errno, error.strerror or str(error))])[0]
+    if error is not None:
+        raise error
+    if said is not None:
+        raise DiskError(*said)
+
+
+def _state_of(synchroniser: Synchroniser) -> list[tuple[str, Tensor]]:
+    return list(synchroniser.gates.state_dict().items())
+
+
+def _write_synced(path: Path, payload: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """What was renamed in a folder is on disk once the folder is."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load_checkpoint(
+    accelerator: Accelerator, path: Path, synchroniser: Synchroniser
+) -> tuple[int, dict[str, Any]]:
+    """Put gates and optimiser where a checkpoint left them; every process calls it.
+
+    Args:
+        accelerator: of this process.
+        path: the checkpoint (`latest`), on a disk that every process sees.
+        synchroniser: of gates of the same make, under any backend and number of processes.
+
+    Returns:
+        (steps done, `extra` of then).
+
+    Raises:
+        ValueError: it is not whole, of a newer format, of other gates, or not what other processes see.
+    """
+    whole = _is_whole(path)
+    manifest = _read(path / MANIFEST_FILE) if whole else b""
+    seen = gather_object([hashlib.sha256(manifest).hexdigest() if whole else None])
+    if not whole:
+        raise ValueError(
+            f"{path} is not a whole checkpoint (its files do not match {MANIFEST_FILE}): remove it, and the "
+            "run goes on from the one before it."
+        )
+    if len(set(seen)) > 1:
+        raise ValueError(
+            f"the processes do not see the same checkpoint at {path}: set `output` to a folder on a disk "
+            "that all machines share."
+        )
+    state = json.loads(_read(path / STATE_FILE))
+    if state["checkpoint_version"] > CHECKPOINT_VERSION:
+        raise ValueError(
+            f"{path} has checkpoint version {state['checkpoint_version']}, this retain reads up to "
+            f"{CHECKPOINT_VERSION}: upgrade retain to go on with it."
+        )
+    gates, optimizer = (load_tensors(_read(path / name)) for name in (GATES_FILE, OPTIMIZER_FILE))
+    wanted = {name: tuple(tensor.shape) for name, tensor in _state_of(synchroniser)}
+    found = {name: tuple(tensor.shape) for name, tensor in gates.items()}
+    names = {name.partition("/")[2] for name in optimizer}
+    if wanted != found or names != synchroniser.parameters.keys():
+        differ = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        differ = differ or sorted(names ^ synchroniser.parameters.keys())
+        first = differ[0]
+        raise ValueError(
+            f"{path} is a checkpoint of other gates: {len(differ)} tensors differ, the first is {first!r} "
+            f"({found.get(first, 'not there')} in the checkpoint, {wanted.get(first, 'not there')} here). "
+            "Set `gate` to what the run began with, or choose another `output`."
+        )
+    synchroniser.load_(gates, optimizer, state["num_updates"])
+    return state["step"], state["extra"]
 
 
 def append_log(folder: Path, record: Mapping[str, Any]) -> None:
-    """One line more; what is on disk is complete up to the last step."""
-    with open(folder / LOG_FILE, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    """One line more, or none at all: what is on disk is complete up to the last step.
+
+    Raises:
+        DiskError: the line could not be written.
+    """
+    line = (json.dumps(record) + "\n").encode()
+    with disk_errors(folder), open(folder / LOG_FILE, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError as error:
+            file.truncate(before)
+            error.filename = error.filename or str(folder / LOG_FILE)
+            raise
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,11 @@ step, not an object with a state, so that resuming and several processes need no
 
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+# Shares of the steps after the warm-up: where `halving` halves, and where `decay` begins to fall.
+HALVED_AT = (0.5, 0.75)
+STABLE = 0.9
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,10 @@ class TrainingSettings:
         micro_batch: documents of one forward pass of one process; bounds the memory, changes no number but by
             rounding.
         lr: peak learning rate of AdamW.
-        final_lr: share of `lr` that the cosine ends at.
+        schedule: after the warm-up: `cosine` down to `final_lr`; `constant`; `halving` at a half and at three
+            quarters of the steps (Fast KVzip, arXiv 2601.17668); `decay`, constant but for the last tenth,
+            which falls linearly to `final_lr` (warm-up, stable, decay: WG-KV, arXiv 2512.17452).
+        final_lr: share of `lr` that `cosine` and `decay` end at.
         weight_decay: of AdamW.
         betas: of AdamW.
         warmup_steps: linear warm-up.
@@ -31,6 +39,7 @@ class TrainingSettings:
     batch_documents: int = 8
     micro_batch: int = 4
     lr: float = 5e-3
+    schedule: Literal["cosine", "constant", "halving", "decay"] = "cosine"
     final_lr: float = 0.05
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.99)
@@ -63,8 +72,15 @@ def check_training(settings: TrainingSettings, num_processes: int) -> None:
 
 
 def learning_rate(step: int, settings: TrainingSettings) -> float:
-    """Linear warm-up, then half a cosine down to `final_lr * lr`; `step` counts from 0."""
+    """Linear warm-up, then as `settings.schedule` says; `step` counts from 0."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
-    return settings.lr * (settings.final_lr + (1 - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+    fallen = {
+        "cosine": 0.5 * (1 - math.cos(math.pi * done)),
+        "constant": 0.0,
+        "halving": 0.0,
+        "decay": max(0.0, (done - STABLE) / (1 - STABLE)),
+    }[settings.schedule]
+    halvings = sum(done >= share for share in HALVED_AT) if settings.schedule == "halving" else 0
+    return settings.lr * (1 - (1 - settings.final_lr) * fallen) * 0.5**halvings

@@ -1,24 +1,28 @@
-"""What the gates are asked to predict: the logarithm of future risk, on the entries where it is defined.
+"""What the gates are asked to predict: how much the future makes of each of a document's entries.
 
-In: the evidence of one layer over `[context; appendix]`. Out: risk `[B, H, T]` over the context's entries and
-which of them count. The one decision taken here: which queries stand for the future (the context's own,
-at the distance from which an entry can have been evicted; the question and answer appended after it; or
-both). What risk *is* is said in one place only, `retain/future.py`.
+In: what one layer showed of a document and of the branches behind it. Out: a number per KV head and entry,
+and which of them count. The one decision taken here: which queries stand for the future (the document's own,
+at the distance from which an entry can have been evicted; a question and its answer; the document repeated;
+the model's own continuation), and with which weight each. What is made of their attention is said in one
+place only, `retain/future.py`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
-from retain.evidence import Evidence
-from retain.future import future_risk
+from retain.future import AGGREGATES, SOURCES, WEIGHTS, future_use
+from retain.registry import lookup
 from retain.scores import value_norm_l1
-from retain.train.data import Batch
+from retain.train.branches import Reading
 from retain.train.losses import keyed_generator, top_overlap
+from retain.train.teacher import Frozen, View, walk
+
+Granularity = Literal["head", "layer", "token"]
 
 
 @dataclass(frozen=True)
@@ -26,19 +30,41 @@ class TargetSettings:
     """Which future the gates learn.
 
     Args:
-        sources: `own` (the context's later tokens), `appendix` (question and answer), or both.
+        sources: weight of each kind of query: `own` (the context's later tokens), `appendix` (question and
+            answer), `repeat` (the context once more, after a prompt that asks for it), `continuation` (what
+            the model writes greedily after the context).
+        aggregate: of the queries' attention: `max`, `mean`, `block_max` (the largest of the means over blocks
+            of queries) or `mass` (the sum).
+        block: queries of a block, for `block_max`.
+        weight: of the attention paid: `none`, `value_norm` (times the norm of the projected value), or
+            `value_norm_over_hidden` (that over the norm of the query's attention input).
+        granularity: `head` (each KV head its own), `layer` (the mean over heads, for all heads of a layer) or
+            `token` (the mean over heads and layers, for all).
         horizon: distance in tokens from which an own query counts; the recent window that is protected at
             inference.
-        floor: added to the risk before the logarithm, as a share of the head's mean risk; below it all risks
+        floor: added to the target before the logarithm, as a share of the head's mean; below it all targets
             are alike.
         chunk: queries at a time; bounds the memory, changes no number. None: as many as are quick, in bounded
             memory.
+        repeat_prompt: what asks for the context once more (KVzip's words).
+        repeat_next_prompt: the same for every chunk but the first, followed by the last tokens of the chunk
+            before (KVzip's).
+        repeat_chunk: tokens of the context that are repeated at once.
+        continuation_tokens: how many the model writes at most.
     """
 
-    sources: tuple[Literal["own", "appendix"], ...] = ("own", "appendix")
+    sources: dict[str, float] = field(default_factory=lambda: {"own": 1.0, "appendix": 1.0})
+    aggregate: Literal["max", "mean", "block_max", "mass"] = "max"
+    block: int = 128
+    weight: Literal["none", "value_norm", "value_norm_over_hidden"] = "value_norm"
+    granularity: Granularity = "head"
     horizon: int = 32
     floor: float = 2e-3
     chunk: int | None = None
+    repeat_prompt: str = "\n\nRepeat the previous context exactly."
+    repeat_next_prompt: str = "\n\nRepeat the part of the previous context exactly, starting with"
+    repeat_chunk: int = 2048
+    continuation_tokens: int = 64
 
 
 def check_targets(settings: TargetSettings) -> None:
@@ -49,12 +75,24 @@ def check_targets(settings: TargetSettings) -> None:
     """
     problems = []
     if not settings.sources:
-        problems.append("target.sources is empty: name own, appendix, or both")
+        problems.append(f"target.sources is empty: name some of {', '.join(SOURCES)}")
+    for source, weight in settings.sources.items():
+        problems += _unknown("target.sources", source, SOURCES)
+        if not 0 < weight < float("inf"):
+            problems.append(
+                f"target.sources.{source}={weight} must be positive: leave out a source that does not count"
+            )
+    problems += _unknown("target.aggregate", settings.aggregate, AGGREGATES)
+    problems += _unknown("target.weight", settings.weight, WEIGHTS)
+    problems += _unknown("target.granularity", settings.granularity, dict.fromkeys(get_args(Granularity)))
     if settings.horizon < 1 or (settings.chunk is not None and settings.chunk < 1):
         problems.append(
             f"target.horizon={settings.horizon} and target.chunk={settings.chunk} must be at least 1"
         )
-    if settings.floor <= 0:
+    least = {name: getattr(settings, name) for name in ("block", "repeat_chunk", "continuation_tokens")}
+    if low := [f"target.{name}={value}" for name, value in least.items() if value < 1]:
+        problems.append(f"{', '.join(low)} must be at least 1 token")
+    if not 0 < settings.floor < float("inf"):
         problems.append(
             f"target.floor={settings.floor} must be positive: the logarithm of a risk of 0 is not finite"
         )
@@ -62,66 +100,120 @@ def check_targets(settings: TargetSettings) -> None:
         raise ValueError("; ".join(problems) + ".")
 
 
-def layer_target(
-    evidence: Evidence, batch: Batch, settings: TargetSettings
-) -> tuple[Float[Tensor, "B H T"], Bool[Tensor, "B H T"]]:
-    """Future risk of one layer's context entries.
+def _unknown(where: str, name: str, table: Mapping[str, str | None]) -> list[str]:
+    try:
+        lookup(name, table, what=where)
+    except ValueError as error:
+        return [str(error).removesuffix(".")]
+    return []
 
-    The boundary between context and appendix lies elsewhere in every row of a left-padded batch, so rows are
-    taken one at a time; the result is as wide as the longest reach of a context.
+
+def target_unit(settings: TargetSettings) -> str:
+    """Unit of the target, as scores name units: `mass` (attention alone, 1 a query at most), `risk` (times
+    the norm of the projected value), or `rank` (over the norm of the query's input too: only the order says
+    anything beside other layers)."""
+    return {"none": "mass", "value_norm": "risk"}.get(settings.weight, "rank")
+
+
+def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, "H T"], Bool[Tensor, "H T"]]:
+    """The target of one layer's entries of one document: `retain.future.future_use` of what the view shows.
+
+    With granularity `layer`, the mean over KV heads, the same for all; with `token` likewise, and
+    `token_target` takes the mean over layers of it.
+
+    Args:
+        view: the document, and the branches behind it; sources that it has no branch of are left out.
+        settings: which future.
 
     Returns:
-        risk, 0 where it is not defined; and whether some query of the chosen sources can reach the entry.
+        the target, 0 where it is not defined; and whether some query of the chosen sources can reach the
+        entry.
     """
-    ends = [evidence.num_seen - int(length) for length in batch.appendix_length_B]
-    B, H = evidence.keys_BHTD.shape[:2]
-    risk_BHT = torch.zeros((B, H, max(ends)), device=evidence.keys_BHTD.device)
-    reached_BHT = torch.zeros(risk_BHT.shape, dtype=torch.bool, device=risk_BHT.device)
-    for row, end in enumerate(ends):
-        sources = [source for source in settings.sources if source != "appendix" or end < evidence.num_seen]
-        if not sources:
-            continue
-        risk_BHT[row, :, :end], reached_BHT[row, :, :end] = (
-            part[0]
-            for part in future_risk(
-                evidence.select_batch(slice(row, row + 1)),
-                document_tokens=end,
-                horizon=settings.horizon,
-                sources=sources,
-                chunk=settings.chunk,
-            )
-        )
-    return risk_BHT, reached_BHT
+    use_BHT, reached_BHT = future_use(
+        view.document,
+        view.branches,
+        sources=settings.sources,
+        aggregate=settings.aggregate,
+        weight=settings.weight,
+        horizon=settings.horizon,
+        block=settings.block,
+        chunk=settings.chunk,
+    )
+    use_HT, reached_HT = use_BHT[0], reached_BHT[0]
+    if settings.granularity != "head":
+        use_HT = use_HT.mean(0, keepdim=True).expand_as(use_HT)
+    return use_HT, reached_HT
 
 
-def log_risk(risk_BHT: Float[Tensor, "B H T"], floor_H: Float[Tensor, " H"]) -> Float[Tensor, "B H T"]:
+def token_target(
+    layers: Sequence[tuple[Float[Tensor, "H T"], Bool[Tensor, "H T"]]],
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
+    """Mean over layers and KV heads: `r_i = 1/L sum_l 1/H sum_h r_lh[i]`; an entry that any layer reaches is
+    reached.
+
+    DynTS (arXiv 2601.18383): one number a token, by which all heads of all layers can evict alike.
+
+    Args:
+        layers: `layer_target` of every layer, of one document.
+
+    Returns:
+        on the device of the first layer, where layers lie on several.
+    """
+    device = layers[0][0].device
+    means_LT = torch.stack([use_HT.mean(0).to(device) for use_HT, _ in layers])
+    reached_LT = torch.stack([reached_HT.any(0).to(device) for _, reached_HT in layers])
+    return means_LT.mean(0), reached_LT.any(0)
+
+
+def token_targets(
+    frozen: Frozen, readings: Sequence[Reading], settings: TargetSettings
+) -> list[tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]]:
+    """`token_target` of every reading, by a walk of its own: no layer's target is known before the last.
+
+    Args:
+        frozen: the model.
+        readings: documents and their branches.
+        settings: which future.
+    """
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in readings]
+
+    def see(views: list[View]) -> None:
+        for view in views:
+            use_HT, reached_HT = layer_target(view, settings)
+            # One row of each layer: as much as a token's own number.
+            found[view.row].append((use_HT.mean(0, keepdim=True), reached_HT[:1]))
+
+    walk(frozen, readings, see)
+    return [token_target(layers) for layers in found]
+
+
+def log_risk(risk_BHT: Float[Tensor, "*B H T"], floor_H: Float[Tensor, " H"]) -> Float[Tensor, "*B H T"]:
     """`log(risk + floor)`, the floor per head."""
     return (risk_BHT + floor_H[:, None]).log()
 
 
-def baseline_overlaps(
-    evidences: Sequence[Evidence], batch: Batch, settings: TargetSettings, seed: int
-) -> dict[str, float]:
-    """Overlap with the target's top fifth that costs no training, summed over the documents, mean over
-    layers.
+def baseline_overlaps(view: View, settings: TargetSettings, seed: int) -> dict[str, float]:
+    """Overlap with the target's top fifth that costs no training, of one layer and one document.
 
     `overlap_random` (chance), `overlap_recency` (later is better), `overlap_value_norm` (`||v W_O||_1` alone,
     largest of the group).
+
+    Args:
+        view: what the layer showed.
+        settings: which future.
+        seed: of chance, with the document's key and the layer.
     """
-    sums: dict[str, float] = {}
-    for evidence in evidences:
-        risk_BHT, reached_BHT = layer_target(evidence, batch, settings)
-        B, H, T = risk_BHT.shape
-        draws = [keyed_generator((seed, key, evidence.layer_idx)) for key in batch.keys]
-        norm_BQT = value_norm_l1(evidence.values_BHTD[:, :, :T], evidence.output_weight_QDE)
-        scores = {
-            "overlap_random": torch.stack([torch.rand(H, T, generator=draw) for draw in draws]).to(
-                risk_BHT.device
-            ),
-            "overlap_recency": torch.arange(T, device=risk_BHT.device).float().expand(B, H, T),
-            "overlap_value_norm": norm_BQT.unflatten(1, (H, -1)).amax(2),
-        }
-        for name, score_BHT in scores.items():
-            overlap = float(top_overlap(score_BHT, risk_BHT, reached_BHT).sum())
-            sums[name] = sums.get(name, 0.0) + overlap / len(evidences)
-    return sums
+    use_HT, reached_HT = layer_target(view, settings)
+    H, T = use_HT.shape
+    document = view.document
+    draw = keyed_generator((seed, view.key, view.layer_idx))
+    norm_BQT = value_norm_l1(document.values_BHTD, document.output_weight_QDE)
+    scores = {
+        "overlap_random": torch.rand(H, T, generator=draw).to(use_HT.device),
+        "overlap_recency": torch.arange(T, device=use_HT.device).float().expand(H, T),
+        "overlap_value_norm": norm_BQT[0].unflatten(0, (H, -1)).amax(1),
+    }
+    return {
+        name: float(top_overlap(score_HT[None], use_HT[None], reached_HT[None]))
+        for name, score_HT in scores.items()
+    }

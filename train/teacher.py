@@ -1,21 +1,31 @@
-"""The frozen model: loaded by name, checked against the documents, and looked at.
+"""The frozen model: loaded by name, checked against the documents, and walked through.
 
-In: a name, or a padded batch. Out: a model without gradients and its tokenizer's `encode`, or the evidence of
-each attention layer over `[context; appendix]`. The one decision taken here: everything that a gate
-learns from comes out of one forward pass; nothing is generated and nothing is patched.
+In: a name, or documents with what is read after them. Out: a model without gradients and its tokenizer; or
+what each layer shows of each document, one layer at a time. The one decision taken here: a visitor looks at a
+layer while the model runs, and nothing is kept for it; so memory is linear in the tokens of a batch, and does
+not grow with the number of layers.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from retain.evidence import Evidence
-from retain.hf.model import observe
-from retain.train.data import Batch, Document, Encode
+from retain.gates.base import INPUTS
+from retain.hf.blocks import Shown, Text, read_texts
+from retain.hf.layout import Layout
+from retain.hf.model import layout_of, rotary_of
+from retain.rotary import Rotary
+from retain.train.branches import Reading
+from retain.train.chat import Chat, chat_of
+from retain.train.data import Document, Encode
 
 REFERENCE = "reference:"
+# Tokens that feed-forward parts take at a time: more are no faster, and are held at once.
+CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -26,11 +36,121 @@ class Frozen:
         model: the language model, in eval mode, no parameter requires a gradient.
         encode: text -> token ids; None if there is no tokenizer.
         pad_id: token id under the padding (never attended to).
+        tokenizer: as transformers loads it; None if there is none.
+        chunk: tokens that token-wise parts of the model take at a time, which bounds memory and changes
+            nothing else; None: all.
+        written: continuations that the model wrote before, by document and length: it would write the same.
     """
 
     model: Any
     encode: Encode | None
     pad_id: int
+    tokenizer: Any = None
+    chunk: int | None = CHUNK
+    written: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The model's layers, looked at once."""
+        return layout_of(self.model)
+
+    @cached_property
+    def rotary(self) -> Rotary | None:
+        """Its rotary embedding, where it is understood, looked at once."""
+        return rotary_of(self.model)
+
+    @cached_property
+    def chat(self) -> Chat | None:
+        """Messages -> token ids of context and appendix; None if there is no tokenizer."""
+        return None if self.tokenizer is None else chat_of(self.tokenizer)
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What one layer shows of one document and its branches. It holds parts of the running forward: look at
+    it, and keep nothing of it.
+
+    Args:
+        layer_idx: index of the layer in the model.
+        row: index of the reading in what is walked over.
+        key: of its document, for keyed draws.
+        document: over the document, a query for each entry.
+        branches: (source, evidence over `[document | branch]` with the branch's queries), made whenever they
+            are asked for: of all branches but the first, keys and values of the document are copied.
+    """
+
+    layer_idx: int
+    row: int
+    key: int
+    document: Evidence
+    branches: Sequence[tuple[str, Evidence]]
+
+
+class _Named(Sequence[tuple[str, Evidence]]):
+    """Branches and their sources, as lazy as the branches."""
+
+    def __init__(self, sources: Sequence[str], branches: Sequence[Evidence]):
+        self.sources, self.branches = sources, branches
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, idx: Any) -> Any:
+        if isinstance(idx, slice):
+            return _Named(self.sources[idx], self.branches[idx])
+        return self.sources[idx], self.branches[idx]
+
+
+def walk(
+    frozen: Frozen,
+    readings: Sequence[Reading],
+    visit: Callable[[list[View]], None],
+    *,
+    wanted: Collection[str] = (),
+) -> None:
+    """Run the frozen model over documents and their branches, and show every evicting layer once.
+
+    One forward of the decoder, without its head, over the packed row `[document | branch | branch | document
+    | ...]` in which attention goes block by block (`retain.hf.blocks`); what is shown equals separate
+    forwards of each `[document; branch]`. `visit` is called with the views of one layer, of all readings,
+    layers in order. Models with recurrent layers, which cannot be packed, run a forward for each branch, and
+    `visit` is called for every layer and reading, with one view that has all branches: `row` says whose. What
+    comes after the last evicting layer's keys and values is not run.
+
+    Args:
+        frozen: the model.
+        readings: at least one.
+        visit: looks at a layer; called without gradients, and may enable them.
+        wanted: of `retain.gates.base.INPUTS`, what gates will look at; `stream` is recorded only if it is
+            here, all else always.
+
+    Raises:
+        ValueError: nothing to read, or a model that is not understood.
+    """
+    if strange := sorted(set(wanted) - set(INPUTS)):
+        raise ValueError(f"wanted={strange}: gates look at {', '.join(INPUTS)}.")
+
+    def show(shown: list[Shown]) -> None:
+        views = []
+        for one in shown:
+            reading = readings[one.row]
+            sources = tuple(branch.source for branch in reading.branches)
+            named = _Named(sources, one.branches)
+            views.append(View(one.document.layer_idx, one.row, reading.key, one.document, named))
+        visit(views)
+
+    read_texts(
+        frozen.model,
+        [
+            Text(reading.document.context_ids, tuple(branch.ids for branch in reading.branches))
+            for reading in readings
+        ],
+        show,
+        wanted=[name for name in ("stream",) if name in wanted],
+        chunk=frozen.chunk,
+        layout=frozen.layout,
+        rotary=frozen.rotary,
+    )
 
 
 def load_frozen(
@@ -39,27 +159,50 @@ def load_frozen(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
+    chunk: int | None = CHUNK,
 ) -> Frozen:
     """Load `reference:<seed>`, a local path or a hub name.
 
+    Args:
+        name: which model.
+        dtype: of its weights; `auto`: as the checkpoint says.
+        revision: of a hub model.
+        trust_remote_code: run code that comes with the checkpoint.
+        device_map: as transformers takes it (`auto`, `balanced`, `cuda:0`, module -> device): a model on
+            several devices. None: the CPU, for whoever moves it.
+        quantization: transformers' quantisation config as a mapping (`{load_in_4bit: true}` for bitsandbytes,
+            `{quant_method: torchao, quant_type: ...}` for torchao); None: as the checkpoint is.
+        chunk: as in `Frozen`.
+
     Raises:
-        ValueError: the name cannot be resolved.
+        ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
     """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"model chunk={chunk} is in tokens: pass 1 or more, or None for all at once.")
     if name.startswith(REFERENCE):
+        if device_map is not None or quantization is not None:
+            raise ValueError(
+                f"model={name!r} is a small model made on the spot, which is neither quantised nor spread "
+                "over devices: leave out device_map and quantization."
+            )
         model, tokenizer = _load_reference(name, dtype)
     else:
-        model, tokenizer = _load_hub(name, dtype, revision, trust_remote_code)
+        model, tokenizer = _load_hub(name, dtype, revision, trust_remote_code, device_map, quantization)
     model.eval().requires_grad_(False)
     pad_id = next(
         (i for i in (model.config.pad_token_id, model.config.eos_token_id) if isinstance(i, int)), 0
     )
-    if tokenizer is None:
-        return Frozen(model, None, pad_id)
 
     def encode(text: str, special: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    return Frozen(model, encode, pad_id)
+    frozen = Frozen(model, None if tokenizer is None else encode, pad_id, tokenizer, chunk)
+    # Looked at now, while every weight is whole: later the model may be in parts (FSDP, ZeRO-3).
+    for part in ("layout", "rotary"):
+        getattr(frozen, part)
+    return frozen
 
 
 def _load_reference(name: str, dtype: str) -> tuple[Any, Any]:
@@ -72,17 +215,29 @@ def _load_reference(name: str, dtype: str) -> tuple[Any, Any]:
     return model if dtype == "auto" else model.to(getattr(torch, dtype)), load_tokenizer()
 
 
-def _load_hub(name: str, dtype: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load_hub(
+    name: str,
+    dtype: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    device_map: str | Mapping[str, Any] | None,
+    quantization: Mapping[str, Any] | None,
+) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     origin = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    if device_map is not None:
+        how["device_map"] = device_map if isinstance(device_map, str) else {**device_map}
+    if quantization is not None:
+        how["quantization_config"] = {**quantization}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **origin
-        )
-    except (OSError, ValueError) as error:
+        model = AutoModelForCausalLM.from_pretrained(name, **how, **origin)
+    except (OSError, ValueError, ImportError) as error:
+        asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
         raise ValueError(
-            f"model={name!r} cannot be loaded: {error} Pass a local folder, a hub name, or reference:0."
+            f"model={name!r} cannot be loaded{asked}: {error} Pass a local folder, a hub name, or "
+            "reference:0."
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **origin)
@@ -97,25 +252,32 @@ def check_documents(config: Any, documents: Iterable[Document]) -> None:
     Raises:
         ValueError: naming the first of them.
     """
+    for number, document in enumerate(documents):
+        check_document(config, document, f"document {number}")
+
+
+def check_document(config: Any, document: Document, name: str | None = None) -> None:
+    """Refuse token ids that the model does not have, and a document longer than it can take.
+
+    Args:
+        config: of the model.
+        document: with its appendix.
+        name: what the message calls it; None: its origin.
+
+    Raises:
+        ValueError: saying which.
+    """
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(text_config, "max_position_embeddings", None)
-    for number, document in enumerate(documents):
-        largest = max(document.context_ids + document.appendix_ids)
-        if largest >= text_config.vocab_size:
-            raise ValueError(
-                f"document {number} holds token id {largest} and the model knows {text_config.vocab_size} "
-                "tokens: it was "
-                "encoded with another model's tokenizer. Give text instead of ids, or the right model."
-            )
-        if longest is not None and document.num_tokens > longest:
-            raise ValueError(
-                f"document {number} has {document.num_tokens} tokens with its appendix and the model takes "
-                f"{longest}: lower "
-                "data.max_tokens, or use shorter documents."
-            )
-
-
-@torch.no_grad()
-def look(model: Any, batch: Batch) -> list[Evidence]:
-    """The evidence of every attention layer, over `[context; appendix]`, from one forward pass."""
-    return observe(model, batch.input_ids_BT, attention_mask=batch.valid_BT.long())
+    name = name or document.origin or "a document"
+    largest = max(document.context_ids + document.appendix_ids)
+    if largest >= text_config.vocab_size:
+        raise ValueError(
+            f"{name} holds token id {largest} and the model knows {text_config.vocab_size} tokens: it was "
+            "encoded with another model's tokenizer. Give text instead of ids, or the right model."
+        )
+    if longest is not None and document.num_tokens > longest:
+        raise ValueError(
+            f"{name} has {document.num_tokens} tokens with its appendix and the model takes {longest}: lower "
+            "data.max_tokens, or use shorter documents."
+        )

@@ -1,26 +1,46 @@
-"""What a gate is: a small trained module that looks at one layer's entries and predicts the risk of evicting
-each.
+"""What a gate is: a small trained module that looks at one layer's entries and says how much each is worth.
 
-In: `GateInputs` of one attention layer. Out: one score per entry and KV head. The one decision taken here: a
-gate says in `unit` what its number means, and `GateSet.score` turns it into a `Score` in units of risk,
-so that fusion and selection never meet a logarithm. A `GateSet` holds one gate per attention layer, under
-that layer's index in the model; layers that retain leaves alone (sliding window, linear attention) simply
-have none.
+In: `GateInputs` of one attention layer. Out: one number per entry and KV head. The one decision taken here: a
+gate says in `unit` what its number means, in `inputs` what it looks at, and in `ages` whether its number is
+a decay per token of age; `GateSet.score` turns it into a `Score`, so that fusion and selection never meet a
+logarithm. A `GateSet` holds one gate per attention layer, under that layer's index in the model; layers that
+retain leaves alone (sliding window, linear attention) simply have none.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from retain.evidence import Evidence
+from retain.gates.calibrate import threshold_at
 from retain.scores.score import Score, masked_score
 
 # A standard deviation below this is a dead input channel: it is centred, never blown up.
 SMALLEST_SCALE = 1e-4
+
+# A log-risk at which a soft gate is open but for a hundredth: where end-to-end training begins.
+OPEN = 5.0
+
+# What the number of a gate can mean -> the unit of the score that is made of it.
+UNITS = {"risk": "risk", "log_risk": "risk", "mass": "mass", "rank": "rank"}
+
+# Name in `Gate.inputs` -> where it comes from, for whoever misses it.
+INPUTS = {
+    "hidden": "the attention input, after the input layer norm",
+    "stream": "the residual stream, before the input layer norm",
+    "queries": "queries after norm and RoPE",
+    "queries_before": "queries after norm, before RoPE",
+    "keys": "keys after norm and RoPE",
+    "keys_before": "keys after norm, before RoPE",
+    "values": "values",
+    "token_ids": "token ids",
+    "lookahead": "queries of the gate's own lookahead tokens (retain.hf.lookahead)",
+}
 
 
 @dataclass(frozen=True)
@@ -29,16 +49,61 @@ class GateInputs:
 
     Args:
         hidden_BTE: attention input, after the input layer norm.
+        stream_BTE: the same before the norm: the residual stream.
+        queries_BQTD: a query per entry, after norm and RoPE.
+        queries_before_BQTD: the same before RoPE.
+        keys_BHTD: keys after norm and RoPE.
+        keys_before_BHTD: the same before RoPE.
+        values_BHTD: values.
+        token_ids_BT: token ids.
+        lookahead_BQSD: queries of the lookahead tokens that `extend` added, after norm and RoPE.
+        lookahead_keys_BHSD: their keys.
+        valid_BT: False on padding; None: none. For gates that look from one entry at another.
+        scaling: factor on the layer's attention logits, for gates that ask what it would pay; so are
+        soft_cap, window, sinks_Q: of the layer (`retain.evidence.Evidence`).
     """
 
     hidden_BTE: Float[Tensor, "B T E"] | None = None
+    stream_BTE: Float[Tensor, "B T E"] | None = None
+    queries_BQTD: Float[Tensor, "B Q T D"] | None = None
+    queries_before_BQTD: Float[Tensor, "B Q T D"] | None = None
+    keys_BHTD: Float[Tensor, "B H T D"] | None = None
+    keys_before_BHTD: Float[Tensor, "B H T D"] | None = None
+    values_BHTD: Float[Tensor, "B H T D"] | None = None
+    token_ids_BT: Int[Tensor, "B T"] | None = None
+    lookahead_BQSD: Float[Tensor, "B Q lookahead D"] | None = None
+    lookahead_keys_BHSD: Float[Tensor, "B H lookahead D"] | None = None
+    valid_BT: Bool[Tensor, "B T"] | None = None
+    scaling: float | None = None
+    soft_cap: float | None = None
+    window: int | None = None
+    sinks_Q: Float[Tensor, " Q"] | None = None
+
+    def entries(self, idx: Int[Tensor, " N"] | slice) -> "GateInputs":
+        """The same for some of the entries (a slice gives views); lookahead tokens belong to all."""
+        along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
+        chosen = {}
+        for part in fields(self):
+            tensor = getattr(self, part.name)
+            if isinstance(tensor, Tensor) and part.name not in _OF_THE_LAYER:
+                axis = along.get(part.name, 2)
+                chosen[part.name] = tensor[(slice(None),) * axis + (idx,)]
+        return replace(self, **chosen)
+
+
+# Tensors of `GateInputs` that have no axis of entries.
+_OF_THE_LAYER = ("lookahead_BQSD", "lookahead_keys_BHSD", "sinks_Q")
 
 
 class Gate(nn.Module):
-    """Interface of a family, and the numbers that calibration leaves in it.
+    """Interface of a family.
 
-    The input is standardised by two buffers, `(x - input_mean_E) / input_scale_E`, estimated on the first
-    documents of a training run; they cost nothing at inference and take the place of a layer norm.
+    Class attributes: `family`, its name; `inputs`, of `INPUTS`, what it looks at; `unit`, of `UNITS`, what
+    its number means; `sizes`, of E, H, Q, D, which sizes of the layer its constructor takes (its other
+    keyword arguments are the family's own settings, with defaults); `ages`, whether its number is the
+    logarithm of a decay, at most 0, by which an entry's worth is multiplied with every token of age;
+    `contextual`, whether the number of an entry depends on other entries (then it cannot be asked about a
+    part of them); `extension`, what the family adds to the model for a prefill.
 
     Args:
         E: model width.
@@ -46,54 +111,136 @@ class Gate(nn.Module):
     """
 
     family: ClassVar[str]
-    inputs: ClassVar[frozenset[str]] = frozenset({"hidden"})
+    # A family's settings may choose it for each gate; the class says what it is by default.
+    inputs: frozenset[str] = frozenset({"hidden"})
     unit: ClassVar[str] = "log_risk"
+    sizes: ClassVar[tuple[str, ...]] = ("E", "H")
+    ages: ClassVar[bool] = False
+    contextual: ClassVar[bool] = False
+    extension: ClassVar["type[Extension] | None"] = None
 
-    input_mean_E: Tensor
-    input_scale_E: Tensor
     risk_floor_H: Tensor
 
     def __init__(self, *, E: int, H: int):
         super().__init__()
         self.E, self.H = E, H
-        self.register_buffer("input_mean_E", torch.zeros(E))
-        self.register_buffer("input_scale_E", torch.ones(E))
         self.register_buffer("risk_floor_H", torch.zeros(H))
 
-    def dims(self) -> dict[str, int]:
+    def dims(self) -> dict[str, Any]:
         """The keyword arguments that build this gate again."""
         return {"E": self.E, "H": self.H}
 
-    def standardise(self, hidden_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        """The input in the gate's own precision, centred and scaled by the calibration buffers."""
-        return (hidden_BTE.to(self.input_mean_E.dtype) - self.input_mean_E) / self.input_scale_E
+    @property
+    def device(self) -> torch.device:
+        return self.risk_floor_H.device
 
-    def calibrate_(
+    @classmethod
+    def tie_(cls, gates: "Sequence[Gate]") -> None:
+        """Make the gates of all layers share what the family shares between layers; most share nothing.
+
+        Args:
+            gates: of all layers, ascending; what is shared becomes the first one's.
+        """
+
+    def prepare_(
         self,
-        input_mean_E: Float[Tensor, " E"],
-        input_scale_E: Float[Tensor, " E"],
+        inputs: GateInputs,
+        counted_BT: Bool[Tensor, "B T"],
         floor_H: Float[Tensor, " H"],
         mean_H: Float[Tensor, " H"],
     ) -> None:
-        """Set the input statistics, remember the target's floor, and start the output at the mean target.
+        """Before a layer-local training: remember the target's floor, and start the output at its mean.
 
         Args:
-            input_mean_E: mean attention input over valid entries.
-            input_scale_E: its standard deviation.
-            floor_H: what is added to the risk before the logarithm, per head.
-            mean_H: mean of log(risk + floor), per head.
+            inputs: of some documents of the first step.
+            counted_BT: entries of them that the loss will count.
+            floor_H: what is added to a risk before its logarithm, per head (zeros in other units).
+            mean_H: mean target in the gate's own unit, per head: of log(risk + floor), of risk, of mass.
         """
-        self.input_mean_E.copy_(input_mean_E)
-        self.input_scale_E.copy_(input_scale_E.clamp_min(SMALLEST_SCALE))
         self.risk_floor_H.copy_(floor_H)
         self.start_at_(mean_H)
 
     def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
-        """Set the output bias, so that training begins at the mean target."""
-        raise NotImplementedError
+        """Set the output bias, so that training begins near this output."""
+
+    def open_(self) -> None:
+        """Set the output bias as the family's paper does, so that end-to-end training begins with (almost)
+        all entries open."""
+        raise ValueError(
+            f"gates of family {self.family!r} are not trained end to end; choose stage `local`, or a family "
+            "that has an openness (log_gate)."
+        )
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """The gate's output as what soft attention adds to the logits of an entry: a natural logarithm of at
+        most 0; with `ages`, per token of distance."""
+        raise ValueError(
+            f"gates of family {self.family!r} say no openness, so that they cannot gate softly: train them "
+            "with stage `local`, or pass to_log_gate=."
+        )
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         raise NotImplementedError
+
+
+class HiddenGate(Gate):
+    """A gate that looks at the attention input alone, standardised.
+
+    `(x - input_mean_E) / input_scale_E`: two buffers, estimated on the first documents of a training run.
+    They cost nothing at inference and take the place of a layer norm; fresh ones change nothing.
+    """
+
+    input_mean_E: Tensor
+    input_scale_E: Tensor
+
+    def __init__(self, *, E: int, H: int):
+        super().__init__(E=E, H=H)
+        self.register_buffer("input_mean_E", torch.zeros(E))
+        self.register_buffer("input_scale_E", torch.ones(E))
+
+    def standardise(self, hidden_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        """The input in the gate's own precision, centred and scaled."""
+        return (hidden_BTE.to(self.input_mean_E.dtype) - self.input_mean_E) / self.input_scale_E
+
+    @torch.no_grad()
+    def standardise_as_(self, hidden_NE: Float[Tensor, "N E"]) -> None:
+        """Set the input statistics from these attention inputs."""
+        hidden_NE = hidden_NE.double()
+        self.input_mean_E.copy_(hidden_NE.mean(0))
+        self.input_scale_E.copy_(hidden_NE.std(0, correction=0).clamp_min(SMALLEST_SCALE))
+
+    @torch.no_grad()
+    def prepare_(
+        self,
+        inputs: GateInputs,
+        counted_BT: Bool[Tensor, "B T"],
+        floor_H: Float[Tensor, " H"],
+        mean_H: Float[Tensor, " H"],
+    ) -> None:
+        assert inputs.hidden_BTE is not None
+        self.standardise_as_(inputs.hidden_BTE[counted_BT])
+        super().prepare_(inputs, counted_BT, floor_H, mean_H)
+
+
+class Extension(nn.Module):
+    """What a family adds to the model for as long as a prefill lasts (lookahead tokens and their adapter).
+
+    Its parameters belong to the gate set and are saved with it.
+    """
+
+    def dims(self) -> dict[str, Any]:
+        """The keyword arguments that build this extension again (plain JSON values)."""
+        raise NotImplementedError
+
+    @contextmanager
+    def extend(self, model: nn.Module) -> Iterator[Self]:
+        """Inside, the model has the extension; outside, it is as it was.
+
+        Args:
+            model: the frozen model.
+        """
+        raise NotImplementedError
+        yield self
 
 
 class GateSet(nn.Module):
@@ -103,13 +250,29 @@ class GateSet(nn.Module):
         gates: layer index in the model -> the gate of that layer.
         metadata: what the artifact says about them: base fingerprint, target and loss recipe, ... (plain JSON
             values).
+        calibrators: layer index -> monotone remap of that layer's scores (`retain.gates.calibrate`); none:
+            scores are as the gates give them.
+        extension: what has to be added to the model for these gates to see anything; None: nothing.
     """
 
-    def __init__(self, gates: Mapping[int, Gate], metadata: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        gates: Mapping[int, Gate],
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        calibrators: Mapping[int, nn.Module] | None = None,
+        extension: Extension | None = None,
+    ):
         super().__init__()
         if not gates:
             raise ValueError("a gate set needs at least one layer: got an empty mapping {layer index: gate}.")
+        ascending = [gates[layer] for layer in sorted(gates)]
+        type(ascending[0]).tie_(ascending)
         self.gates = nn.ModuleDict({str(layer): gates[layer] for layer in sorted(gates)})
+        self.calibrators = nn.ModuleDict(
+            {str(layer): calibrator for layer, calibrator in (calibrators or {}).items()}
+        )
+        self.extension = extension
         self.metadata: dict[str, Any] = dict(metadata or {})
 
     @property
@@ -120,6 +283,65 @@ class GateSet(nn.Module):
     @property
     def family(self) -> str:
         return self[self.layers[0]].family
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """What the gates look at, of `INPUTS`."""
+        return self[self.layers[0]].inputs
+
+    @property
+    def ages(self) -> bool:
+        return self[self.layers[0]].ages
+
+    @property
+    def unit(self) -> str:
+        """Unit of the score: `risk`, `mass` or `rank`.
+
+        That of the family, unless the gates learned a number of another unit (`score_unit` of the artifact:
+        KVzap's regresses attention over a hidden norm), or are calibrated.
+        """
+        for calibrator in self.calibrators.values():
+            return str(calibrator.unit)
+        return str(self.metadata.get("score_unit") or UNITS[self[self.layers[0]].unit])
+
+    @property
+    def contextual(self) -> bool:
+        return self[self.layers[0]].contextual
+
+    @property
+    def fusion_weights(self) -> Mapping[str, Mapping[str, Sequence[float]]]:
+        """Calibrated weights of the learned side: fusion -> layer -> one in 0..1 for each KV head."""
+        return (self.metadata.get("calibration") or {}).get("fusion") or {}
+
+    def threshold_for(self, keep_ratio: float) -> float:
+        """The threshold on the score at which the held-out documents of the calibration kept this share of
+        the entries that were not protected, on average: for `retain.Cache(model, "gate", threshold=...)`.
+
+        A document of its own keeps more or less; how far they lay apart is in `metadata["calibration"]`.
+
+        Args:
+            keep_ratio: in 0..1, between those of the stored curve; between two of its points, the logarithm
+                of the threshold (or the threshold itself, where it has a sign) is interpolated.
+
+        Raises:
+            ValueError: no curve was stored, or it does not reach that far.
+        """
+        curve = (self.metadata.get("calibration") or {}).get("curve")
+        if not curve:
+            raise ValueError(
+                "these gates know no threshold for a keep_ratio: train them with calibration.curve true "
+                "(train/distill.py), or state a budget (keep_ratio=...)."
+            )
+        return threshold_at(curve["keep_ratio"], curve["threshold"], keep_ratio)
+
+    @contextmanager
+    def extend(self, model: nn.Module) -> Iterator[Extension | None]:
+        """Inside, the model has what these gates need of it (for the prefill); most need nothing."""
+        if self.extension is None:
+            yield None
+        else:
+            with self.extension.extend(model) as extension:
+                yield extension
 
     def __getitem__(self, layer_idx: int) -> Gate:
         if str(layer_idx) not in self.gates:
@@ -132,50 +354,129 @@ class GateSet(nn.Module):
         return gate
 
     def forward(self, inputs: Mapping[int, GateInputs]) -> dict[int, Float[Tensor, "B H T"]]:
-        """The gates' own outputs, in their own unit, for every layer given (one call, as DDP wants it)."""
+        """The gates' own outputs, in their own unit, for every layer given."""
         return {layer: self[layer](layer_inputs) for layer, layer_inputs in inputs.items()}
 
     @torch.no_grad()
-    def score(self, evidence: Evidence) -> Score:
-        """The learned score of one layer's entries, in units of risk. The gate moves to the layer's device.
+    def noted(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
+        """What is remembered of each entry for later evictions, float32: its score, or with `ages` the
+        logarithm of its decay. The gate moves to the layer's device.
 
         Args:
-            evidence: the layer; needs `hidden_BTE` (attention input, `[B, T, E]`).
-
-        Returns:
-            `Score(values_BHT float32, "risk")`, -inf on padding.
+            evidence: the layer; needs what the gate looks at.
 
         Raises:
-            ValueError: if there is no gate for that layer, or its hidden states are missing or of another
+            ValueError: if there is no gate for that layer, or what it looks at is missing or of another
                 width.
         """
         gate = self[evidence.layer_idx]
-        hidden_BTE = evidence.hidden_BTE
-        if hidden_BTE is None:
-            raise ValueError(
-                f"the gate of layer {evidence.layer_idx} looks at the attention input, and this evidence "
-                "holds no hidden "
-                "states: record it with retain.attach(model) and a retain.Cache, or pass hidden_BTE."
-            )
-        if hidden_BTE.shape[-1] != gate.E:
-            raise ValueError(
-                f"the gate of layer {evidence.layer_idx} takes hidden states of width {gate.E}, got "
-                f"{tuple(hidden_BTE.shape)}: load gates that were trained on this model."
-            )
-        if gate.input_mean_E.device != hidden_BTE.device:
+        inputs = inputs_of(evidence, gate)
+        device = evidence.keys_BHTD.device
+        if gate.device != device:
             # A model may lie on several devices, and gates are loaded knowing of none: each follows its
             # layer, once. Outside inference mode, whose tensors could not be trained again.
             with torch.inference_mode(False):
-                gate.to(hidden_BTE.device)
-        risk_BHT = to_risk(gate(GateInputs(hidden_BTE=hidden_BTE)), gate.unit)
-        return masked_score(risk_BHT, evidence.valid_BT, "risk", held_BHT=evidence.held_BHT)
+                gate.to(device)
+        output_BHT = gate(inputs).float()
+        if gate.ages:
+            return output_BHT
+        value_BHT = output_BHT.exp() if gate.unit == "log_risk" else output_BHT
+        return self._calibrated(value_BHT, evidence.layer_idx)
+
+    def _calibrated(self, value_BHT: Float[Tensor, "B H T"], layer_idx: int) -> Float[Tensor, "B H T"]:
+        """A layer's numbers after its calibrator, if it has one."""
+        if str(layer_idx) not in self.calibrators:
+            return value_BHT
+        calibrator = self.calibrators[str(layer_idx)]
+        with torch.inference_mode(False):
+            calibrator.to(value_BHT.device)
+        return calibrator(value_BHT)
+
+    @torch.no_grad()
+    def score(self, evidence: Evidence) -> Score:
+        """The learned score of one layer's entries, at this moment.
+
+        Of gates whose number ages, `score_i = (t - i) log beta_i` at the newest place `t` of the sequence:
+        the order of TRIM-KV (arXiv 2512.03324), in `rank`; a calibrator is applied to that.
+
+        Args:
+            evidence: the layer; needs what the gate looks at, or `learned_BHT`, what `noted` said of its
+                entries when they came.
+
+        Returns:
+            `Score(values_BHT float32, unit)`, -inf on entries that do not exist.
+
+        Raises:
+            ValueError: as `noted`.
+        """
+        noted_BHT = self.noted(evidence) if evidence.learned_BHT is None else evidence.learned_BHT
+        if self.ages:
+            places_BT = evidence.places_BT
+            newest_B1 = places_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
+            noted_BHT = self._calibrated(noted_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
+        score = masked_score(noted_BHT, evidence.valid_BT, self.unit, held_BHT=evidence.held_BHT)
+        if not self.fusion_weights:
+            return score
+        device, layer = noted_BHT.device, str(evidence.layer_idx)
+        weights = {how: torch.tensor(own[layer], device=device) for how, own in self.fusion_weights.items()}
+        return replace(score, fusion_weights=weights)
 
 
-def to_risk(output_BHT: Float[Tensor, "B H T"], unit: str) -> Float[Tensor, "B H T"]:
-    """A gate's output as float32 risk, `exp(output)` for log-risk."""
-    output_BHT = output_BHT.float()
-    if unit == "log_risk":
-        return output_BHT.exp()
-    if unit == "risk":
-        return output_BHT
-    raise ValueError(f"a gate's unit must be 'log_risk' or 'risk' to be scored, got {unit!r}.")
+def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
+    """What a gate looks at, out of the evidence of its layer.
+
+    Args:
+        evidence: the layer; the last S of its entries have queries.
+        gate: says what it needs.
+
+    Raises:
+        ValueError: the evidence does not hold it, or it is of another width.
+    """
+    where = f"the gate of layer {evidence.layer_idx}"
+    given: dict[str, Any] = {"valid_BT": evidence.valid_BT}
+    given |= {name: getattr(evidence, name) for name in ("scaling", "soft_cap", "window", "sinks_Q")}
+    if "lookahead" in gate.inputs:
+        given["lookahead_keys_BHSD"] = evidence.lookahead_keys_BHSD
+    for name in sorted(gate.inputs):
+        axes, tensor = _INPUT_OF[name](evidence)
+        if tensor is None:
+            raise ValueError(
+                f"{where} looks at {INPUTS[name]}, which this evidence does not hold: record it with "
+                f"retain.attach(model) and a retain.Cache that was made with these gates, or pass "
+                f"{name}_{axes} (for what was before RoPE, `rotary`)."
+            )
+        given[f"{name}_{axes}"] = tensor
+        if axes == "BTE" and tensor.shape[-1] != gate.E:
+            raise ValueError(
+                f"{where} takes hidden states of width {gate.E}, got {tuple(tensor.shape)}: load gates "
+                "that were trained on this model."
+            )
+        if axes == "BQTD" and tensor.shape[2] != evidence.num_seen:
+            raise ValueError(
+                f"{where} looks at the query of each of the {evidence.num_seen} entries, and the evidence "
+                f"holds {tensor.shape[2]}: score entries when they come (retain.Cache does), or record all "
+                "queries."
+            )
+    return GateInputs(**given)
+
+
+def _before(evidence: Evidence, turned: Tensor) -> Tensor | None:
+    """Queries or keys as they were before RoPE; None where nobody said how they were turned."""
+    if evidence.rotary is None:
+        return None
+    positions_BS = evidence.positions_BT[:, evidence.num_seen - turned.shape[2] :]
+    return evidence.rotary.unrotate(turned, positions_BS)
+
+
+# Name of an input -> (its axes, itself) out of evidence.
+_INPUT_OF: dict[str, Callable[[Evidence], tuple[str, Tensor | None]]] = {
+    "hidden": lambda evidence: ("BTE", evidence.hidden_BTE),
+    "stream": lambda evidence: ("BTE", evidence.stream_BTE),
+    "queries": lambda evidence: ("BQTD", evidence.queries_BQSD),
+    "queries_before": lambda evidence: ("BQTD", _before(evidence, evidence.queries_BQSD)),
+    "keys": lambda evidence: ("BHTD", evidence.keys_BHTD),
+    "keys_before": lambda evidence: ("BHTD", _before(evidence, evidence.keys_BHTD)),
+    "values": lambda evidence: ("BHTD", evidence.values_BHTD),
+    "token_ids": lambda evidence: ("BT", evidence.token_ids_BT),
+    "lookahead": lambda evidence: ("BQSD", evidence.lookahead_BQSD),
+}

@@ -8,11 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retain.gates.base import Gate, GateInputs
+from retain.gates.base import OPEN, GateInputs, HiddenGate
 
 
-class LinearGate(Gate):
+class LinearGate(HiddenGate):
     """`log_risk_h(i) = w_h . x_i + b_h`, with `x_i` the standardised attention input of entry `i`.
+
+    KVzap-Linear (arXiv 2601.07891): their `s` is the logarithm of KVzip+, attention times
+    `||W_O v|| / ||h||`, which is no risk: of gates that learned it, the artifact says `score_unit: rank`, and
+    their threshold tau is one of `exp(tau)` on the score. Parameters: `E H + H`.
 
     Args:
         E: model width.
@@ -29,6 +33,15 @@ class LinearGate(Gate):
     def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
         self.out.weight.mul_(0.1)
         self.out.bias.copy_(mean_H)
+
+    @torch.no_grad()
+    def open_(self) -> None:
+        self.out.weight.zero_()
+        self.out.bias.fill_(OPEN)
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """`logsigmoid` of the output: half open where the risk is one."""
+        return nn.functional.logsigmoid(output_BHT)
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Log-risk of every entry, from `inputs.hidden_BTE`."""

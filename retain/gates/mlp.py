@@ -5,42 +5,59 @@ standardisation; ours is the base class's two buffers, which make one learning r
 states differ in scale by orders.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retain.gates.base import Gate, GateInputs
+from retain.gates.activation import activation_of, width_of
+from retain.gates.base import OPEN, GateInputs, HiddenGate
 
 
-class MLPGate(Gate):
-    """`log_risk(i) = W2 gelu(W1 x_i + b1) + b2`, with `x_i` the standardised attention input of entry `i`.
+class MLPGate(HiddenGate):
+    """`log_risk(i) = W2 act(W1 x_i + b1) + b2`, with `x_i` the standardised attention input of entry `i`.
+
+    KVzap-MLP (arXiv 2601.07891): their `s` is the logarithm of KVzip+, attention times
+    `||W_O v|| / ||h||`, which is no risk: of gates that learned it, the artifact says `score_unit: rank`, and
+    their threshold tau is one of `exp(tau)` on the score. Parameters: `E F + F + F H + H`.
 
     Args:
         E: model width.
         H: KV heads of the layer.
         F: width of the hidden layer.
+        activation: of `retain.gates.activation`.
     """
 
     family = "mlp"
 
-    def __init__(self, *, E: int, H: int, F: int = 64):
+    def __init__(self, *, E: int, H: int, F: int = 64, activation: str = "gelu"):
         super().__init__(E=E, H=H)
-        if F < 1:
-            raise ValueError(f"an MLP gate needs a hidden width of at least 1, got F={F}.")
-        self.F = F
+        self.F = width_of(F, "an MLP gate")
+        self.activation = activation
+        self.act = activation_of(activation)
         self.up = nn.Linear(E, F)
         self.out = nn.Linear(F, H)
 
-    def dims(self) -> dict[str, int]:
-        return {**super().dims(), "F": self.F}
+    def dims(self) -> dict[str, Any]:
+        return {**super().dims(), "F": self.F, "activation": self.activation}
 
     @torch.no_grad()
     def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
         self.out.weight.mul_(0.1)
         self.out.bias.copy_(mean_H)
 
+    @torch.no_grad()
+    def open_(self) -> None:
+        self.out.weight.zero_()
+        self.out.bias.fill_(OPEN)
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """`logsigmoid` of the output: half open where the risk is one."""
+        return nn.functional.logsigmoid(output_BHT)
+
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Log-risk of every entry, from `inputs.hidden_BTE`."""
         assert inputs.hidden_BTE is not None
-        hidden_BTF = nn.functional.gelu(self.up(self.standardise(inputs.hidden_BTE)))
+        hidden_BTF = self.act(self.up(self.standardise(inputs.hidden_BTE)))
         return self.out(hidden_BTF).transpose(1, 2)

@@ -5,26 +5,49 @@ here: both files are written in full beside the old ones, and only then renamed 
 carries the weights' sha256; so a full disk leaves the old artifact whole, and a torn or truncated one is
 noticed. Neither transformers nor any training extra is needed to read an artifact: the fingerprint of the
 model at hand is passed in as a plain dict.
+
+Schema 2 (schema 1, of linear and MLP gates alone, is read too). Tensors: `gates.<layer>.<name>`,
+`calibrators.<layer>.<name>`, `extension.<name>`; what layers share is written once, under its first layer.
+JSON: `family`; `layers`, layer -> the keyword arguments that build its gate; `settings`, those of them that
+are the family's own and the same in all layers, for a reader; `ties`, name -> the name under which the shared
+tensor is; `calibration.layers`, layer -> what builds its calibrator; `extension`, what builds the extension;
+`inputs`, `unit`, `fingerprint`, `sha256`; and whatever whoever saved it adds.
 """
 
+import errno
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from retain.gates import GATES, GateSet, build_gates
+from retain.gates.base import GateSet
+from retain.gates.calibrate import Calibrator, calibrated_layers
+from retain.gates.families import GATES, build_gates, settings_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
 METADATA_FILE = "gates.json"
-RESERVED = ("schema_version", "family", "layers", "inputs", "unit", "fingerprint", "sha256")
+RESERVED = (
+    "schema_version",
+    "family",
+    "settings",
+    "layers",
+    "ties",
+    "extension",
+    "inputs",
+    "unit",
+    "fingerprint",
+    "sha256",
+)
+# What the system says when there is no room: for the disk, the user's share of it, one file.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Fingerprint = Mapping[str, Any]
 
@@ -39,17 +62,18 @@ def save_gates(
     """Write the artifact; an older one in the same folder survives until the new one is complete on disk.
 
     Args:
-        gates: the trained gates.
+        gates: the trained gates, with their calibrators and their extension, if they have any.
         folder: where; made if missing.
         fingerprint: of the base model (`retain.hf.model.fingerprint`).
-        metadata: anything JSON to keep with it: input point, target and loss recipe, data revision, protected
-            window.
+        metadata: anything JSON to keep with it: target and loss recipe, data revision, protected window,
+            `calibration` (its `layers` are written from the gates' calibrators).
 
     Returns:
         the folder.
 
     Raises:
         ValueError: if `metadata` uses a key that the artifact itself writes.
+        OSError: if the files could not be written; an older artifact is then as it was.
     """
     clash = sorted(set(metadata) & set(RESERVED))
     if clash:
@@ -58,41 +82,87 @@ def save_gates(
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in gates.state_dict().items()}
-    payload = save_tensors(tensors)
-    first = gates[gates.layers[0]]
+    ties = ties_of(gates)
+    state = gates.state_dict()
+    payload = save_tensors(
+        {name: state[name].detach().cpu().contiguous() for name in state if name not in ties}
+    )
     record = {
         "schema_version": SCHEMA_VERSION,
         "family": gates.family,
+        "settings": _common_settings(gates),
         "layers": {str(layer): gates[layer].dims() for layer in gates.layers},
-        "inputs": sorted(first.inputs),
-        "unit": first.unit,
+        "inputs": sorted(gates.inputs),
+        "unit": gates[gates.layers[0]].unit,
         "fingerprint": dict(fingerprint),
         "sha256": hashlib.sha256(payload).hexdigest(),
         **metadata,
     }
+    if ties:
+        record["ties"] = ties
+    if gates.extension is not None:
+        record["extension"] = gates.extension.dims()
+    calibrators = {layer: cast(Calibrator, each).dims() for layer, each in gates.calibrators.items()}
+    if calibrators:
+        record["calibration"] = {**metadata.get("calibration", {}), "layers": calibrators}
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-    fresh = [
-        (write_beside(folder / WEIGHTS_FILE, payload), folder / WEIGHTS_FILE),
-        (write_beside(folder / METADATA_FILE, text.encode()), folder / METADATA_FILE),
-    ]
+    fresh = []
+    try:
+        for name, content in ((WEIGHTS_FILE, payload), (METADATA_FILE, text.encode())):
+            fresh.append((write_beside(folder / name, content), folder / name))
+    except OSError:
+        for beside, _ in fresh:
+            beside.unlink(missing_ok=True)
+        raise
     for beside, final in fresh:
         os.replace(beside, final)
     return folder
 
 
+def ties_of(gates: GateSet) -> dict[str, str]:
+    """Names in the state dict of what layers share, all but the first -> the first name of the same tensor.
+
+    Args:
+        gates: of any family.
+    """
+    first: dict[int, str] = {}
+    named = [*gates.named_parameters(remove_duplicate=False), *gates.named_buffers(remove_duplicate=False)]
+    return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
+
+
+def _common_settings(gates: GateSet) -> dict[str, Any]:
+    """The family's own settings that all layers have alike."""
+    dims = [gates[layer].dims() for layer in gates.layers]
+    own = [name for name in settings_of(gates.family) if all(name in each for each in dims)]
+    return {name: dims[0][name] for name in own if all(each[name] == dims[0][name] for each in dims)}
+
+
 def write_beside(path: Path, payload: bytes) -> Path:
     """Write `payload`, synced to disk, to a sibling of `path`; the caller renames it. A failed write leaves
-    no sibling."""
+    no sibling.
+
+    Raises:
+        OSError: the write failed; says where, why and what to do, under the system's own number.
+    """
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except OSError as error:
         beside.unlink(missing_ok=True)
-        raise
+        reason = error.strerror or str(error)
+        step = (
+            "the disk is full, or a limit on what may be written is reached: make room, or write elsewhere"
+            if error.errno in NO_ROOM
+            else "check that the folder can be written to, or write elsewhere"
+        )
+        raise OSError(
+            error.errno,
+            f"{reason}, writing {len(payload)} bytes to {path.name} in {path.parent}: {step}. What was there "
+            "before is as it was.",
+        ) from None
     return beside
 
 
@@ -171,15 +241,29 @@ def load_gates(
 
 
 def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: Path) -> GateSet:
-    layers = metadata.get("layers")
-    if not isinstance(layers, dict) or not layers or metadata.get("family") not in GATES:
+    layers, family = metadata.get("layers"), metadata.get("family")
+    if not isinstance(layers, dict) or not layers or family not in GATES:
         raise ValueError(
             f"{path.parent / METADATA_FILE} describes no gates that this retain knows: family "
-            f"{metadata.get('family')!r}, "
+            f"{family!r}, "
             f"known {sorted(GATES)}. Upgrade retain, or train the gates again."
         )
-    gates = build_gates(metadata["family"], {int(layer): dims for layer, dims in layers.items()})
-    wanted = {name: tuple(tensor.shape) for name, tensor in gates.state_dict().items()}
+    try:
+        added, described = GATES[family].extension, metadata.get("extension")
+        extension = added(**described) if added is not None and described is not None else None
+        gates = build_gates(
+            family,
+            {int(layer): dims for layer, dims in layers.items()},
+            calibrators=calibrated_layers(metadata.get("calibration", {})),
+            extension=extension,
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path.parent / METADATA_FILE} describes gates that this retain cannot build ({error}): upgrade "
+            "retain, or fetch or train the gates again."
+        ) from None
+    ties = ties_of(gates)
+    wanted = {name: tuple(tensor.shape) for name, tensor in gates.state_dict().items() if name not in ties}
     got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wanted != got:
         wrong = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
@@ -189,7 +273,7 @@ def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: 
             f"first is {name!r}, "
             f"wanted {wanted.get(name)}, got {got.get(name)}. Fetch or train the gates again."
         )
-    gates.load_state_dict(tensors)
+    gates.load_state_dict({**tensors, **{name: tensors[first] for name, first in ties.items()}})
     return gates
 
 

@@ -3,7 +3,8 @@
 In: a causal language model. Out: a handle, also a context manager, that undoes everything. Mechanism, the
 public extension points of transformers only: an attention function and a mask function registered under a
 name of ours, which the model's config then points to; a forward pre-hook on each attention module that hands
-our function the cache and the attention input; and hooks on the decoder that show the cache what the call was
+our function the cache and the attention input; one on each of their decoder layers, for gates that look at
+the residual stream; and hooks on the decoder that show the cache what the call was
 given (2D mask, token ids, positions). A method of the instance stands before the model's `generate` and
 refuses what would get round a budget.
 
@@ -30,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.hf.cache import Cache
 from retain.hf.call import Step
+from retain.hf.lookahead import ReadCache
 from retain.hf.model import base_model, describe, rotary_of
 from retain.rotary import Rotary
 
@@ -54,12 +56,16 @@ def _begin(cache: Cache, given: dict[str, Any], handle: "Handle") -> None:
     )
 
 
-def _expect(cache: Cache, module: Any, hidden: Tensor) -> Step:
+def _expect(cache: Cache | ReadCache, module: Any, hidden: Tensor) -> Step:
     return cache.expect(module.layer_idx, hidden)
 
 
+def _stream(cache: Cache, layer_idx: int, stream: Tensor) -> None:
+    cache.layers[layer_idx].stream_BSE = stream
+
+
 def _attention(
-    cache: Cache,
+    cache: Cache | ReadCache,
     step: Step,
     queries: Tensor,
     keys: Tensor,
@@ -81,6 +87,7 @@ def _keep_outside() -> None:
     if not OUTSIDE:
         why = "retain.Cache runs outside of graphs"
         methods = {"begin": _begin, "attention": _attention, "expect": _expect, "finish": Cache.finish}
+        methods["stream"] = _stream
         OUTSIDE.update({name: torch.compiler.disable(one, reason=why) for name, one in methods.items()})
         # Models call it themselves, with a layer's number, for each of which a graph would be compiled.
         Cache.update = torch.compiler.disable(Cache.update, reason=why)
@@ -151,10 +158,22 @@ def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output:
         OUTSIDE["finish"](cache)
 
 
+def _before_layer(layer_idx: int) -> Callable[[Any, tuple, dict[str, Any]], None]:
+    """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
+
+    def hook(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, Cache) and cache.reads_stream:
+            stream = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            OUTSIDE["stream"](cache, layer_idx, stream)
+
+    return hook
+
+
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Attention pre-hook: lets the cache and the attention input travel to the attention function."""
     cache = kwargs.get("past_key_values")
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, Cache | ReadCache):
         return None
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return args, {**kwargs, STEP: OUTSIDE["expect"](cache, module, hidden)}
@@ -287,6 +306,12 @@ class Handle:
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
             *(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True) for spec in specs),
+            *(
+                base.layers[spec.layer_idx].register_forward_pre_hook(
+                    _before_layer(spec.layer_idx), with_kwargs=True
+                )
+                for spec in specs
+            ),
         ]
 
     def guard(self, model: nn.Module) -> None:

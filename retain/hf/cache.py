@@ -13,7 +13,7 @@ here, none on the model.
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from torch.nn.functional import pad
 from retain.attend import path_named
 from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
+from retain.evidence import Evidence
 from retain.hf import foreign, saving
 from retain.hf.engine import Engine
 from retain.hf.given import Given, pinned_of, seeds_of
 from retain.hf.history import History
+from retain.hf.lookahead import look_ahead
 from retain.hf.model import base_model, layout_of
 from retain.hf.recent import Recent
 from retain.hf.regime import Regime
@@ -117,6 +119,7 @@ class Cache(Engine):
         chunk_size: int | None = None,
         evict: bool = True,
         hold_evidence: bool = False,
+        wanted: Collection[str] = (),
     ) -> "Cache":
         """Read a context without generating: forwards of the decoder, without its head.
 
@@ -131,6 +134,8 @@ class Cache(Engine):
             evict: cut each layer as it is filled. False holds everything, for `evict` or `evict_with` later.
             hold_evidence: keep `self.evidence` (queries and attention inputs too), which `evict` needs. Only
                 with `evict=False`: what evidence shows cannot be freed.
+            wanted: what gates that are no part of this cache look at (`GateSet.inputs`): of it `stream`, the
+                residual stream, is only held where it is named.
 
         Returns:
             this cache.
@@ -139,6 +144,7 @@ class Cache(Engine):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         self._evict_at_prefill, self._hold_evidence = evict, hold_evidence
+        self._recorded = frozenset(wanted)
         total = input_ids.shape[1]
         if chunk_size is not None and chunk_size < total:
             self.announce(total, mask)
@@ -157,6 +163,7 @@ class Cache(Engine):
             raise
         finally:
             self._evict_at_prefill, self._hold_evidence = True, False
+            self._recorded = frozenset()
         return self
 
     def _check_prefill(self, chunk_size: int | None, evict: bool, hold_evidence: bool) -> None:
@@ -227,7 +234,14 @@ class Cache(Engine):
             )
         chosen = self.seeds if seeds is None else seeds_of(seeds, self.batch_size)
         pinned_BT = pinned_of(self._pins if pinned is None else pinned, self.valid_BT)
-        keep = rule.decide(self.evidence, Given(chosen, pinned_BT))
+        evidence: Sequence[Evidence] = self.evidence
+        if rule.looks_ahead and rule.request is not None:
+            from retain.hf.attach import attached  # which knows this class
+
+            with torch.no_grad(), attached(self.model):
+                evidence = look_ahead(self.model, rule.request.gates, self.read_only(), self.evidence)
+        keep = rule.decide(evidence, Given(chosen, pinned_BT))
+        del evidence
         self._cut([None] * len(self.evidence) if keep is None else keep)
         self.rule, self.seeds = rule, chosen
         return self

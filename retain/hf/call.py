@@ -46,11 +46,19 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What travels from an attention module's hook to the attention function."""
+    """What travels from an attention module's hook to the attention function.
+
+    Args:
+        cache: ours.
+        layer_idx: index of the layer in the model.
+        hidden_BSE: attention input, after the input layer norm.
+        stream_BSE: the same before that norm; None when nobody asked for it.
+    """
 
     cache: Any
     layer_idx: int
     hidden_BSE: Tensor
+    stream_BSE: Tensor | None = None
 
 
 def read_call(

@@ -55,6 +55,7 @@ class Conversation(TransformersCache):
         self.slack = slack
         self._given = (rule, regime, seeds, pinned)
         self._evict_at_prefill, self._hold_evidence = True, False
+        self._recorded: frozenset[str] = frozenset()  # what held evidence shows beyond the usual
         self._generates = False
         self._forget()
 
@@ -66,6 +67,7 @@ class Conversation(TransformersCache):
         self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
         self._from = (-1, 0)  # tokens seen, and the first token whose query a later eviction wants
         self._eviction: Eviction | None = None
+        self._held: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
         # Tokens of the prompt that is being read, padding included, where it comes in chunks; and its
         # padding.
         self._width: int | None = None

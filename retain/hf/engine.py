@@ -13,6 +13,7 @@ forward ends.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from retain.hf.history import History
 from retain.hf.later import beside_of, evidence_of, expire_, intact_tokens, note_
 from retain.hf.layer import Layer
 from retain.hf.layout import LayerSpec
+from retain.hf.lookahead import ReadCache, look_ahead
 from retain.hf.recent import Recent
 from retain.hf.rule import Moment
 from retain.kernels.ragged_attention import path_of
@@ -43,12 +45,19 @@ MOST_UNNOTED = 128
 class Engine(Conversation):
     """The forward's side of `retain.Cache`, which see."""
 
+    model: torch.nn.Module
+
     @property
     def _looks_again(self) -> bool:
         """Whether what comes now may be asked for by an eviction after this forward."""
         if self.rule.keeps_all or not self._evict_at_prefill:
             return False
         return self.regime.again or self._prompt_B is None and not self._whole
+
+    @property
+    def reads_stream(self) -> bool:
+        """Whether decoder layers are asked for their residual stream."""
+        return "stream" in self.rule.inputs or "stream" in self._recorded
 
     @property
     def _whole(self) -> bool:
@@ -187,6 +196,12 @@ class Engine(Conversation):
         given = self._batch_given(call.mask_BT)
         if not self._evict_at_prefill:
             return
+        if self.rule.looks_ahead and not self._whole:
+            raise ValueError(
+                "lookahead gates ask behind a whole prompt at once, and this one comes in chunks, or reaches "
+                "beyond the sliding window in which the model's layers evict: read it in one forward (no "
+                "chunk_size), or take gates of another family."
+            )
         if self._whole and self._due(call):
             arriving = Arriving(call.mask_BT, call.token_ids_BS, self._element_size)
             self._eviction = self.rule.begin(given, arriving)
@@ -236,8 +251,10 @@ class Engine(Conversation):
             )
         self._check_ran()
         self._expected = layer_idx
-        self.layers[layer_idx].expected = True
-        return Step(self, layer_idx, hidden_BSE)
+        layer = self.layers[layer_idx]
+        layer.expected = True
+        stream_BSE, layer.stream_BSE = layer.stream_BSE, None
+        return Step(self, layer_idx, hidden_BSE, stream_BSE)
 
     def _check_ran(self) -> None:
         if self._expected is not None:
@@ -290,10 +307,12 @@ class Engine(Conversation):
         )
         if self._looks_again:
             wants = self.rule.wants
-            if wants.queries != 0 or wants.running:
+            if wants.queries != 0 or wants.running or wants.own_queries:
                 layer.recent.queries.append(queries_BQSD.detach())
-            if wants.learned:
+            if "hidden" in wants.inputs:
                 layer.recent.hidden.append(step.hidden_BSE.detach())
+            if "stream" in wants.inputs and step.stream_BSE is not None:
+                layer.recent.stream.append(step.stream_BSE.detach())
             if self._is_read(call):
                 self._note(layer, spec, self._after(call))
         return out_BQSD.transpose(1, 2).contiguous(), None
@@ -325,6 +344,7 @@ class Engine(Conversation):
             window=spec.window,
             sinks_Q=spec.sinks_Q,
             rotary=call.rotary,
+            stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if not self._evict_at_prefill:
             if self.evidence is not None:
@@ -336,6 +356,9 @@ class Engine(Conversation):
             evidence = self.rule.counted(evidence)
             layer.recent.queries = [evidence.queries_BQSD]
             self._keep_queries(layer, self._after(call))
+        if self._eviction is not None and self.rule.looks_ahead and self._eviction.rows:
+            self._held.append(self._remembered(evidence))
+            return
         if self._eviction is not None:
             keep_BHT, lower = self._eviction.add(evidence)
             self._shrink(lower, self._eviction.rows)
@@ -352,6 +375,8 @@ class Engine(Conversation):
         call = self._call
         assert call is not None
         self._check_ran()
+        if self._held:
+            self._evict_ahead()
         looks_again, due, read, cut = self._looks_again, self._due(call), self._is_read(call), self._eviction
         if self._next is None and self.history is not None:
             self.history.add_(call)
@@ -381,6 +406,36 @@ class Engine(Conversation):
             self._end_prompt()
         self._call = self._next = self._eviction = None
         self._steps = not read
+
+    def _remembered(self, evidence: Evidence) -> Evidence:
+        """What of a layer is held until the lookahead tokens have asked: besides its keys and values, what
+        the policy's own score looks at."""
+        wants, request = self.rule.wants, self.rule.request
+        assert request is not None
+        if request.scorer is not None:  # nobody knows what a foreign scorer looks at
+            return evidence
+        evidence = self.rule.counted(evidence)
+        queries_BQSD = evidence.queries_BQSD
+        if wants.queries is not None:  # a copy, so that the others are let go
+            queries_BQSD = queries_BQSD[:, :, max(0, evidence.num_seen - wants.queries) :].clone()
+        return replace(evidence, queries_BQSD=queries_BQSD, hidden_BTE=None, stream_BTE=None)
+
+    @torch.no_grad()
+    def _evict_ahead(self) -> None:
+        """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
+        request, eviction = self.rule.request, self._eviction
+        assert request is not None and eviction is not None
+        held, self._held = look_ahead(self.model, request.gates, self.read_only(), self._held), []
+        for layer in self.ragged:
+            evidence = held.pop(0)
+            keep_BHT, lower = eviction.add(evidence)
+            self._shrink(lower, eviction.rows)
+            layer.store = self._cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT)
+
+    def read_only(self) -> ReadCache:
+        """The prompt that is held whole, for tokens that are run behind it and forgotten."""
+        held = {spec.layer_idx: layer.dense() for spec, layer in zip(self.specs, self.ragged, strict=True)}
+        return ReadCache(self.layout, held, {idx: self.layers[idx] for idx in self.layout.alone})
 
     def _note_moment(self, *, moment: bool, marks: bool) -> None:
         """Remember where a crop may go back to."""

@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from retain.gates import GateSet
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, check_fingerprint
 from retain.gates.store import load_gates as read_gates
 from retain.hf.model import describe, fingerprint
+
+# Sizes of a layer that gates may be made for.
+SIZES: tuple[str, ...] = ("E", "H", "Q", "D")
 
 
 def load_gates(
@@ -50,8 +54,8 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
 
     Args:
         model: the model whose entries they will score.
-        gates: a folder, a hub id, a `GateSet`, or what scores in its place (`score(evidence) -> Score`), of
-            which nothing can be checked.
+        gates: a folder, a hub id, a `GateSet`, or what scores in its place (`score(evidence) -> Score`, with
+            its unit as `unit` where that is not `risk`), of which nothing can be checked.
 
     Raises:
         ValueError: if it is none of these, or gates of another model: by their fingerprint where they have
@@ -72,18 +76,37 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
 
 
 def _check_sizes(model: nn.Module, gates: GateSet) -> None:
-    """Every layer has a gate of its width and KV heads, and no gate is left over."""
-    wanted = {spec.layer_idx: (spec.hidden_size, spec.num_kv_heads) for spec in describe(model)}
-    got = {layer: (gates[layer].E, gates[layer].H) for layer in gates.layers}
+    """Every layer has a gate of its sizes (width E, KV heads H; where the family asks for them query heads Q
+    and head width D), and no gate is left over."""
+    wanted: dict[int, dict[str, int]] = {
+        spec.layer_idx: {
+            "E": spec.hidden_size,
+            "H": spec.num_kv_heads,
+            "Q": spec.num_heads,
+            "D": spec.head_dim,
+        }
+        for spec in describe(model)
+    }
+    got: dict[int, dict[str, int]] = {}
+    for layer in gates.layers:
+        dims = gates[layer].dims()
+        got[layer] = {name: dims[name] for name in SIZES if name in dims}
+        if layer in wanted:
+            wanted[layer] = {name: wanted[layer][name] for name in got[layer]}
     differ = [layer for layer in sorted(wanted | got) if wanted.get(layer) != got.get(layer)]
     if differ:
         first = differ[0]
         raise ValueError(
             f"these gates do not fit {type(model).__name__}: they have {len(got)} layers and it has "
             f"{len(wanted)}, and {len(differ)} differ. The first is layer {first}, with (width E, KV heads "
-            f"H) {got.get(first, 'none')} in the gates and {wanted.get(first, 'none')} in the model. Load "
-            "gates that were trained on this model."
+            f"H, query heads Q, head width D) {_shown(got.get(first))} in the gates and "
+            f"{_shown(wanted.get(first))} in the model. Load gates that were trained on this model."
         )
+
+
+def _shown(sizes: Mapping[str, int] | None) -> str:
+    """Sizes of a layer for a message."""
+    return "none" if sizes is None else ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _download(hub_id: str, revision: str | None) -> Path:

@@ -139,7 +139,7 @@ def note_(
     device = store.keys_CD.device
     if wants.learned or wants.value_norm:
         valid_BS = history.valid_BT[:, -num_tokens:].to(device)
-        tail = rule.noted(_tail(layer, spec, history, rotary, valid_BS))
+        tail = rule.noted(_tail(layer, spec, rule, history, rotary, valid_BS))
         for name, side in beside_of(replace(tail, running=None)).items():
             store.set_beside_(name, side, valid_BS)
     if wants.running:
@@ -154,11 +154,16 @@ def note_(
                 with normal_tensors():
                     store.beside[name] = side_N.new_zeros(store.capacity)
             store.beside[name][entry_N] = side_N
-    layer.recent.hidden = []
+    layer.recent.hidden, layer.recent.stream = [], []
 
 
 def _tail(
-    layer: Layer, spec: LayerSpec, history: History, rotary: Rotary | None, valid_BS: Bool[Tensor, "B S"]
+    layer: Layer,
+    spec: LayerSpec,
+    rule: Rule,
+    history: History,
+    rotary: Rotary | None,
+    valid_BS: Bool[Tensor, "B S"],
 ) -> Evidence:
     """The last tokens alone, as if nothing had come before: enough for what looks at one entry at a time."""
     store, num_tokens = layer.store, valid_BS.shape[1]
@@ -169,19 +174,24 @@ def _tail(
         side[index_RS].masked_fill(~real_RS[..., None], 0).view(B, H, num_tokens, -1)
         for side in (store.keys_CD, store.values_CD)
     )
-    ids = history.token_ids_BT
+    ids, recent = history.token_ids_BT, layer.recent
+    if rule.wants.own_queries:
+        queries_BQSD = recent.last_queries(num_tokens).to(device)
+    else:
+        queries_BQSD = keys_BHTD.new_zeros(B, spec.num_heads, 0, spec.head_dim)
     return Evidence(
         layer_idx=spec.layer_idx,
-        queries_BQSD=keys_BHTD.new_zeros(B, spec.num_heads, 0, spec.head_dim),
+        queries_BQSD=queries_BQSD,
         keys_BHTD=keys_BHTD,
         values_BHTD=values_BHTD,
         output_weight_QDE=spec.output_weight_QDE,
         scaling=spec.scaling,
         positions_BT=history.positions_BT[:, -num_tokens:].to(device),
         valid_BT=valid_BS,
-        hidden_BTE=layer.recent.last_hidden().to(device) if layer.recent.hidden else None,
+        hidden_BTE=recent.last_hidden().to(device) if recent.hidden else None,
         token_ids_BT=None if ids is None else ids[:, -num_tokens:].to(device),
         rotary=rotary,
+        stream_BTE=recent.last_stream().to(device) if recent.stream else None,
     )
 
 

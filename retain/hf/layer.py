@@ -32,6 +32,7 @@ class Layer(CacheLayerMixin):
         self.values: Tensor | None = None
         self.store: RaggedStore | None = None
         self.recent = Recent()
+        self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
         self.seen = 0
         self.expected = False
         # As the model's attention was last called.

@@ -10,6 +10,7 @@ missing. A half-understood one would give numbers that look right.
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Any
 
 import transformers
@@ -235,7 +236,11 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
 
 
 def observe(
-    model: nn.Module, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"] | None = None
+    model: nn.Module,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Int[Tensor, "B T"] | None = None,
+    *,
+    wanted: Collection[str] = (),
 ) -> list[Evidence]:
     """What every layer shows over a whole sequence: one forward of the frozen decoder, without its head.
 
@@ -246,6 +251,8 @@ def observe(
         model: a causal language model; attached or not.
         input_ids: token ids, left-padded.
         attention_mask: 1 on tokens, 0 on padding; None: no padding.
+        wanted: what gates look at (`GateSet.inputs`); of it `stream`, the residual stream, is held only where
+            it is named here.
 
     Returns:
         one `Evidence` per layer that evicts, with S == T queries.
@@ -255,6 +262,6 @@ def observe(
 
     with attached(model):
         cache = Cache(model, policy=None)
-        cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)
+        cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True, wanted=wanted)
     assert cache.evidence is not None
     return list(cache.evidence)

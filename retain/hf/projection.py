@@ -39,6 +39,30 @@ def plain_weight(module: nn.Module) -> Tensor | None:
     return weight
 
 
+def sharded_weight(module: nn.Module) -> Tensor | None:
+    """A plain weight of which every process holds a part (by FSDP, by DeepSpeed ZeRO-3), while it is in
+    parts."""
+    weight = getattr(module, "weight", None)
+    if weight is None or not (hasattr(weight, "placements") or hasattr(weight, "ds_id")):
+        return None
+    # ZeRO-3 leaves an empty vector where the matrix was.
+    return None if hasattr(weight, "ds_id") and weight.ndim == 2 else weight
+
+
+def _put_together(module: nn.Module, weight: Any) -> Tensor:
+    """A sharded weight, whole: every process must ask for it, at the same place."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([weight]):
+            return weight.detach().clone()
+    raise ValueError(
+        f"the weight of {type(module).__name__} is in parts ({tuple(weight.shape)} over "
+        f"{weight.device_mesh.size()} processes, FSDP), and is whole only while its decoder layer runs: read "
+        "it there, in a hook or in the attention function."
+    )
+
+
 def input_width(module: nn.Module) -> int | None:
     """Features that a linear module takes; None where it does not say."""
     weight = plain_weight(module)
@@ -56,8 +80,14 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs
 
     Args:
         module: a linear module.
-        dtype: of the result for a quantised weight; a plain one keeps its own, and is a view.
+        dtype: of the result for a quantised weight; a plain one keeps its own, and is a view (a copy, if it
+            had to be put together from the parts of several processes, which all have to ask).
+
+    Raises:
+        ValueError: a weight that FSDP holds in parts, outside of its layer's forward.
     """
+    if (apart := sharded_weight(module)) is not None:
+        return _put_together(module, apart).T
     weight = plain_weight(module)
     if weight is not None:
         return weight.detach().T

@@ -22,11 +22,13 @@ class Recent:
     Args:
         queries: `[B, Q, s, D]` a forward, after norm and RoPE.
         hidden: `[B, s, E]` a forward, attention inputs.
+        stream: `[B, s, E]` a forward, the residual stream before them.
         marks: tokens seen when a read ended -> the queries that were held then, for going back there.
     """
 
     queries: list[Tensor] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
+    stream: list[Tensor] = field(default_factory=list)
     marks: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -46,6 +48,10 @@ class Recent:
         """Attention inputs of all tokens that are held here."""
         return self.hidden[0] if len(self.hidden) == 1 else torch.cat(self.hidden, dim=1)
 
+    def last_stream(self) -> Float[Tensor, "B s E"]:
+        """Residual streams of all tokens that are held here."""
+        return self.stream[0] if len(self.stream) == 1 else torch.cat(self.stream, dim=1)
+
     def keep_queries(self, num_tokens: int) -> None:
         """Let go of all queries but those of the last tokens."""
         if num_tokens == 0:
@@ -61,19 +67,17 @@ class Recent:
 
     def cut(self, num_tokens: int, num_seen: int) -> "Recent":
         """The same without the last `num_tokens` tokens, so that `num_seen` were seen."""
-        queries, hidden = self.queries, self.hidden
+        queries = self.queries
         if queries:
             whole = torch.cat(queries, dim=2)
             queries = [whole[:, :, : max(0, whole.shape[2] - num_tokens)].clone()]
-        if hidden:
-            whole = torch.cat(hidden, dim=1)
-            hidden = [whole[:, : max(0, whole.shape[1] - num_tokens)].clone()]
+        hidden, stream = _without(self.hidden, num_tokens), _without(self.stream, num_tokens)
         marks = {seen: held for seen, held in self.marks.items() if seen <= num_seen}
-        return Recent([marks[num_seen]] if num_seen in marks else queries, hidden, marks)
+        return Recent([marks[num_seen]] if num_seen in marks else queries, hidden, stream, marks)
 
     def fork(self) -> "Recent":
         """The same, to go on apart: no tensor here is changed in place."""
-        return Recent(list(self.queries), list(self.hidden), {**self.marks})
+        return Recent(list(self.queries), list(self.hidden), list(self.stream), {**self.marks})
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> "Recent":
         """Of some of the sequences; chunks are joined, since beams ask for this at every step."""
@@ -81,15 +85,26 @@ class Recent:
             self.queries = [torch.cat(self.queries, dim=2)]
         if len(self.hidden) > 1:
             self.hidden = [torch.cat(self.hidden, dim=1)]
+        if len(self.stream) > 1:
+            self.stream = [torch.cat(self.stream, dim=1)]
         return Recent(
             [chunk.index_select(0, idx.to(chunk.device)) for chunk in self.queries],
             [chunk.index_select(0, idx.to(chunk.device)) for chunk in self.hidden],
+            [chunk.index_select(0, idx.to(chunk.device)) for chunk in self.stream],
             {seen: held.index_select(0, idx.to(held.device)) for seen, held in self.marks.items()},
         )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the storages behind what is held here."""
-        held = (*self.queries, *self.hidden, *self.marks.values())
+        held = (*self.queries, *self.hidden, *self.stream, *self.marks.values())
         storages = {chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes() for chunk in held}
         return sum(storages.values())
+
+
+def _without(chunks: list[Tensor], num_tokens: int) -> list[Tensor]:
+    """`[B, s, E]` chunks without their last tokens."""
+    if not chunks:
+        return []
+    whole = torch.cat(chunks, dim=1)
+    return [whole[:, : max(0, whole.shape[1] - num_tokens)].clone()]

@@ -39,7 +39,8 @@ class Wants:
 
     Args:
         queries: last queries that an evidence shows, of each sequence; None for all since the last eviction.
-        learned: the gate's score, made when an entry comes, since attention inputs are not kept.
+        learned: what the gate says of an entry, made when it comes, since attention inputs are not kept.
+        inputs: what the gate looks at for that, of `retain.gates.base.INPUTS`.
         running: statistics of all queries.
         value_norm: the norms of projected values.
         keys, values: those of the entries, beside what stands beside them.
@@ -47,10 +48,16 @@ class Wants:
 
     queries: int | None = 0
     learned: bool = False
+    inputs: frozenset[str] = frozenset()
     running: bool = False
     value_norm: bool = False
     keys: bool = True
     values: bool = True
+
+    @property
+    def own_queries(self) -> bool:
+        """Whether the gate looks at the query of each entry, at the time when it comes."""
+        return not self.inputs.isdisjoint(("queries", "queries_before"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +81,22 @@ class Request:
     layers: tuple[LayerSpec, ...]
 
     @cached_property
+    def inputs(self) -> frozenset[str]:
+        """What the gates look at; a control that does not say is shown the attention input."""
+        return frozenset(getattr(self.gates, "inputs", ("hidden",))) if self.policy.learned else frozenset()
+
+    @cached_property
     def wants(self) -> Wants:
         """What a later eviction by this policy wants."""
         if self.policy.observed is None:
-            return Wants(learned=self.policy.learned, keys=False, values=False)
+            return Wants(learned=self.policy.learned, inputs=self.inputs, keys=False, values=False)
         needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
         queries = None if "queries" in needs else max(int("window" in needs), self.window)
         read = entries_read(self.policy.observed, self.policy.observed_settings)
         return Wants(
             queries,
             self.policy.learned,
+            self.inputs,
             "running" in needs,
             "value_norm" in needs,
             keys="keys" in read,
@@ -102,7 +115,10 @@ class Request:
         """The evidence with what later evictions want to know of its entries, made from what it shows now."""
         wants = self.wants
         if wants.learned and evidence.learned_BHT is None:
-            evidence = replace(evidence, learned_BHT=self.gates.score(evidence).values_BHT)
+            own = self.gates
+            # A control has no more than a score, which does not age.
+            noted_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
+            evidence = replace(evidence, learned_BHT=noted_BHT)
         if wants.value_norm and evidence.value_norm_BQT is None:
             norms_BQT = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
             evidence = replace(evidence, value_norm_BQT=norms_BQT)
@@ -117,10 +133,9 @@ class Request:
     def score(self, evidence: Evidence, given: Given) -> Score:
         """The policy's score of one layer."""
         learned = None
-        if self.policy.learned and evidence.learned_BHT is not None:
-            learned = masked_score(
-                evidence.learned_BHT, evidence.valid_BT, "risk", held_BHT=evidence.held_BHT
-            )
+        if self.policy.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
+            unit = unit_of(self.gates)
+            learned = masked_score(evidence.learned_BHT, evidence.valid_BT, unit, held_BHT=evidence.held_BHT)
         elif self.policy.learned:
             learned = self.gates.score(evidence)
         observed = None if self.scorer is None else self.scorer(evidence)
@@ -160,6 +175,11 @@ class Request:
         for layer in evidence:
             moment.look(layer, None)
         return moment.keeps()
+
+
+def unit_of(gates: Any) -> str:
+    """Unit of what stands in for a gate set, or is one: a control that does not say is in `risk`."""
+    return str(getattr(gates, "unit", "risk"))
 
 
 class OneByOne:

@@ -21,12 +21,14 @@ from retain.head_classes import check_shape
 from retain.hf.gates import gates_for
 from retain.hf.given import Arriving, Given
 from retain.hf.layout import LayerSpec
+from retain.hf.model import rotary_of
 from retain.hf.regime import Regime
-from retain.hf.request import Again, Keep, LayerByLayer, OneByOne, Request, Scorer, Wants
+from retain.hf.request import Again, Keep, LayerByLayer, OneByOne, Request, Scorer, Wants, unit_of
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.protection import spans_by_sequence
 from retain.registry import suggest
+from retain.scores.trial import try_settings
 from retain.turns import TurnMarkers, turn_markers
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
@@ -76,6 +78,16 @@ class Rule:
         return self.request is not None and self.request.policy.protection.reads_turns
 
     @property
+    def inputs(self) -> frozenset[str]:
+        """What its gates look at, of `retain.gates.base.INPUTS`."""
+        return frozenset() if self.request is None else self.request.inputs
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether its gates ask through tokens of their own, behind a whole prompt."""
+        return self.request is not None and "lookahead" in self.request.inputs
+
+    @property
     def wants(self) -> Wants:
         """What a later eviction wants to know of entries that came before it."""
         return Wants(queries=1) if self.request is None else self.request.wants
@@ -84,8 +96,10 @@ class Rule:
         """Refuse a regime in which it could not decide.
 
         Raises:
-            ValueError: a foreign scorer, asked again later.
+            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later.
         """
+        if regime.again:
+            self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
         if regime.again and self.request is not None and self.request.scorer is not None:
             raise ValueError(
                 f"regime {regime.name!r} evicts again later, and a scorer of your own reads the attention "
@@ -96,13 +110,24 @@ class Rule:
         """Refuse a prompt in chunks of which it could not decide.
 
         Raises:
-            ValueError: a foreign scorer.
+            ValueError: a foreign scorer, or a gate that looks from one entry at others.
         """
+        self._check_parts("a prompt that is read in chunks is evicted from later", "read the prompt at once")
         if self.request is not None and self.request.scorer is not None:
             raise ValueError(
                 "a prompt that is read in chunks is evicted from later, and a scorer of your own reads the "
                 "attention input of all entries, which is not kept: read the prompt at once, or take a "
                 "policy that ships."
+            )
+
+    def _check_parts(self, why: str, instead: str) -> None:
+        """Refuse gates that cannot be asked about a part of the entries."""
+        gates = None if self.request is None or not self.request.policy.learned else self.request.gates
+        if getattr(gates, "contextual", False):
+            raise ValueError(
+                f"{why}, when the entries that came before have shown what they had to show, and gates of "
+                f"family {gates.family!r} look from one entry at the others: {instead}, or take gates that "
+                "look at one entry at a time."
             )
 
     def begin(self, given: Given, call: Arriving) -> Eviction | None:
@@ -202,7 +227,9 @@ def make_rule(
         # A policy that keeps everything needs none, but one that is stated must be one.
         keep = Budget(**stated) if stated or not chosen.keeps_all or scorer is not None else keep
         if stated:
-            check_budget(chosen, keep, None if scorer is not None else chosen.unit)
+            # The unit of a gate is asked below, once it is loaded.
+            unknown = scorer is not None or (chosen.learned and chosen.fusion != "rank_blend")
+            check_budget(chosen, keep, None if unknown else chosen.unit)
     except ValueError as error:
         problems.append(str(error))
     if pinned is not None:
@@ -214,10 +241,13 @@ def make_rule(
         raise ValueError("\n".join(problems))
     if chosen.keeps_all and scorer is None:
         return Rule(chosen.name)
+    gates = _gates(model, chosen, gates)
+    if chosen.learned:
+        _check_units(chosen, keep, gates, scorer)
     request = Request(
         chosen,
         keep,
-        _gates(model, chosen, gates),
+        gates,
         scorer,
         _markers(chosen, tokenizer),
         tuple(layers),
@@ -237,6 +267,13 @@ def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
     if gates is None:
         return None
     gates = gates_for(model, gates)
+    before = {"queries_before", "keys_before"} & set(getattr(gates, "inputs", ()))
+    if policy.learned and before and rotary_of(model) is None:
+        raise ValueError(
+            f"these gates look at {' and '.join(sorted(before))}, that is before RoPE, and how "
+            f"{type(model).__name__} turns queries and keys is not understood (retain.hf.model.rotary_of): "
+            "take gates that look at something else."
+        )
     # What else scores in a gate's place (a control of an evaluation) may have no metadata.
     window = (getattr(gates, "metadata", {}).get("protected_window") or 0) if policy.learned else 0
     if window > policy.protection.recent:
@@ -247,6 +284,46 @@ def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
             f"smaller target.horizon (at most {policy.protection.recent})."
         )
     return gates
+
+
+def _check_units(policy: Policy, budget: Budget, gates: Any, scorer: Scorer | None) -> None:
+    """Refuse gates whose unit the policy cannot use, before anything is read.
+
+    Raises:
+        ValueError: a fusion of unlike units, numbers wanted of a gate of which only the order means
+            something, or calibrated weights that the gates were not given.
+    """
+    unit, problems = unit_of(gates), []
+    observed = None
+    if policy.observed is not None and scorer is None:
+        tried, _ = try_settings(policy.observed, policy.observed_settings)
+        observed = None if tried is None else tried.unit
+    how = policy.fusion or ("max" if policy.observed is not None or scorer is not None else "learned")
+    wanted = "risk" if how == "log_linear" else observed if how == "max" and observed is not None else unit
+    if unit != wanted:
+        problems.append(
+            f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "
+            "risk (train/distill.py, calibration.kind remap or shared), or take fusion 'rank_blend' or "
+            "'learned', which take any unit"
+        )
+    made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
+    own = policy.allocation
+    by_value = ["allocation.layers 'entropy'"] if own.layers == "entropy" else []
+    by_value += ["allocation.normalise"] if own.normalise is not None else []
+    if made == "rank" and by_value and how != "observed":
+        problems.append(
+            f"{' and '.join(by_value)} want numbers, and the score is in 'rank', of which only the order "
+            "means something: calibrate the gates to risk, or leave it out"
+        )
+    if policy.fusion_weight == "calibrated" and how not in getattr(gates, "fusion_weights", {}):
+        problems.append(
+            f"fusion_weight 'calibrated' wants weights for fusion {how!r}, and these gates were given none: "
+            "train them with calibration.fusion_weights true, or state fusion_weight as a number in 0..1"
+        )
+    if problems:
+        raise ValueError(f"policy {policy.name!r} does not go with these gates: {'; '.join(problems)}.")
+    if how not in ("observed", "learned"):
+        check_budget(policy, budget, made)
 
 
 def _markers(policy: Policy, tokenizer: Any) -> TurnMarkers | None:

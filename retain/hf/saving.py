@@ -150,6 +150,8 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
             yield f"{where}.recent.queries", recent.last_queries(recent.num_queries)
         if recent.hidden:
             yield f"{where}.recent.hidden", recent.last_hidden()
+        if recent.stream:
+            yield f"{where}.recent.stream", recent.last_stream()
         for seen, queries in recent.marks.items():
             yield f"{where}.recent.mark.{seen}", queries
     for idx in cache.layout.alone:
@@ -312,7 +314,8 @@ def _fill(cache: "Cache", tensors: Mapping[str, Tensor], model: nn.Module) -> No
         store = RaggedStore.from_tensors(_within(own, "store."), spec.num_kv_heads, cache.slack)
         layer.store, layer.seen = store, cache.num_seen
         layer.lazy_initialization(store.keys_CD, store.values_CD)
-        shown = {name: [own[f"recent.{name}"]] for name in ("queries", "hidden") if f"recent.{name}" in own}
+        kinds = ("queries", "hidden", "stream")
+        shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}
         marks = {int(seen): queries for seen, queries in _within(own, "recent.mark.").items()}
         layer.recent = Recent(**shown, marks=marks)
     for idx in cache.layout.alone:

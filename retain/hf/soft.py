@@ -1,8 +1,9 @@
 """Soft gates: a frozen model whose entries fade instead of being evicted, for training gates end to end.
 
 In: a model, a gate per evicting layer, a batch. Out: the model's own forward, in which every evicting layer
-attends through `retain.kernels.gated_attention` with log-gates that the gates make of its attention input; so
-a loss on the logits (or on the decoder's hidden states) differentiates to the gates' parameters, and to
+attends through `retain.kernels.gated_attention` with log-gates that the gates make of what they look at in
+that layer (attention input, residual stream, queries, keys and values before or after RoPE, token ids); so a
+loss on the logits (or on the decoder's hidden states) differentiates to the gates' parameters, and to
 nothing of the model. Memory is linear in the tokens: no mask of T x T is made for these layers. Layers that
 are left alone attend as before.
 
@@ -23,88 +24,36 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from retain.gates import Gate, GateInputs, GateSet
-from retain.hf.call import read_call
+from retain.evidence import Evidence
+from retain.gates import GateSet, inputs_of
+from retain.hf.call import Call, read_call
 from retain.hf.families import FULL, kinds_of
 from retain.hf.gates import gates_for
 from retain.hf.layout import LayerSpec
-from retain.hf.model import base_model, describe
+from retain.hf.model import base_model, describe, rotary_of
+from retain.hf.openness import ToLogGate, above, check_log_gate, logistic, own_form
 from retain.kernels.gated_attention import gated_attention
 
-__all__ = ["Soft", "SoftGated", "ToLogGate", "above", "logistic", "soft_gated"]
+__all__ = ["Soft", "SoftGated", "ToLogGate", "above", "logistic", "own_form", "soft_gated"]
 
 # What the model attends with outside, attached to `retain.Cache` or not.
 PREVIOUS = ("sdpa", "eager", "retain_sdpa", "retain_eager")
 # Keyword under which what is ours travels from the hooks to the attention function.
 SOFT = "retain_soft"
 
-ToLogGate = Callable[[Tensor, Gate], Tensor]
 # What a pre-hook gives back: the arguments of the forward.
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def logistic(output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
-    """`log(r / (1 + r))` of an entry's risk `r`: `logsigmoid` of a gate whose unit is `log_risk`.
-
-    An entry whose risk is one is half open. That one is a number like any other to a gate that was trained to
-    regress risks, most of which lie far below: such a gate begins almost shut, and wants `above(threshold)`.
-    A fresh gate is opened with `gate.start_at_(torch.full([H], 5.0))` (TRIM-KV starts at 18).
-
-    Args:
-        output_BHT: what the gate gave, in its own unit.
-        gate: the gate, for its unit.
-
-    Raises:
-        ValueError: its unit is not a risk.
-    """
-    return functional.logsigmoid(_log_risk(output_BHT, gate))
-
-
-def above(threshold: float, temperature: float = 1.0) -> ToLogGate:
-    """`logsigmoid((log r - threshold) / temperature)`: half open where the risk is `exp(threshold)`.
-
-    For gates that were trained to regress log-risk first: with the log-risk at which the budget would cut as
-    the threshold, what would be kept is open, and what would go is not, in the order of the gate.
-
-    Args:
-        threshold: natural logarithm of a risk.
-        temperature: log-risk over which a gate opens; smaller is harder.
-
-    Raises:
-        ValueError: a temperature that is not positive.
-    """
-    if not temperature > 0:
-        raise ValueError(f"above: temperature={temperature} must be positive (1.0 is one unit of log-risk).")
-
-    def to_log_gate(output_BHT: Tensor, gate: Gate) -> Tensor:
-        return functional.logsigmoid((_log_risk(output_BHT, gate) - threshold) / temperature)
-
-    return to_log_gate
-
-
-def _log_risk(output_BHT: Tensor, gate: Gate) -> Tensor:
-    """A gate's output as log-risk, float32 at least."""
-    output_BHT = output_BHT.to(torch.promote_types(output_BHT.dtype, torch.float32))
-    if gate.unit == "log_risk":
-        return output_BHT
-    if gate.unit == "risk":
-        return output_BHT.clamp_min(torch.finfo(output_BHT.dtype).tiny).log()
-    raise ValueError(
-        f"a gate in units of {gate.unit!r} says no risk, and nothing follows for how far it is open: pass "
-        "to_log_gate=, a function of (output_BHT, gate) that gives logarithms of at most 0."
-    )
 
 
 @dataclass(eq=False)
@@ -127,21 +76,25 @@ class _Pass:
     gradient is (gradient checkpointing) meets its own forward's."""
 
     owner: "_Hooks"
-    exists_BT: Tensor | None
+    call: Call
     spared_BHT: Tensor | None
     log_gates: dict[int, Tensor]
     name: str
+    stream_BTE: Tensor | None = None  # of the layer that runs now, where gates look at it
+
+    @property
+    def exists_BT(self) -> Tensor | None:
+        """None where nothing is padding."""
+        return None if self.call.valid_BS is None else self.call.mask_BT
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
     """What one attention module's hook hands to the attention function."""
 
-    log_gate_BHT: Tensor
-    exists_BT: Tensor | None
+    run: _Pass
     spec: LayerSpec
-    protected: int
-    decays: bool
+    hidden_BTE: Tensor
 
 
 @contextmanager
@@ -150,13 +103,13 @@ def soft_gated(
     gates: GateSet,
     *,
     protected: int,
-    to_log_gate: ToLogGate = logistic,
-    decays: bool = False,
+    to_log_gate: ToLogGate | None = None,
+    decays: bool | None = None,
     spared_BHT: Bool[Tensor, "B H T"] | Bool[Tensor, "B T"] | None = None,
 ) -> Iterator[Soft]:
     """Inside, forwards of the model (or of its decoder) over whole sequences attend through soft gates.
 
-    With `phi = to_log_gate(gate(x_i))`, the logit of query `j` and entry `i` becomes
+    With `phi = to_log_gate(gate(i))`, the logit of query `j` and entry `i` becomes
 
         l_ji + [j - i >= protected] phi_i               (gates)
         l_ji + [j - i >= protected] (j - i) phi_i       (decays: TRIM-KV, with protected = 0)
@@ -171,8 +124,9 @@ def soft_gated(
         gates: a gate for each evicting layer.
         protected: entries of the recent window that is not gated, the query's own included.
         to_log_gate: `(output_BHT, gate) -> log_gate_BHT`, natural logarithms of at most 0: how far an entry
-            is open, from what the gate says of it in its own unit.
-        decays: whether that is a decay per entry of distance.
+            is open, from what the gate says of it in its own unit; None: as its family says it
+            (`Gate.log_gate`).
+        decays: whether that is a decay per entry of distance; None: as its family says (`Gate.ages`).
         spared_BHT: True on entries that stay as they are (structural protection: sinks, prefix, turns, ...),
             for all KV heads if it is `[B, T]`; it fits one batch, so that a `with` is entered for each.
 
@@ -218,8 +172,8 @@ class SoftGated(nn.Module):
         gates: GateSet,
         *,
         protected: int,
-        to_log_gate: ToLogGate = logistic,
-        decays: bool = False,
+        to_log_gate: ToLogGate | None = None,
+        decays: bool | None = None,
     ):
         super().__init__()
         self.gates = gates
@@ -278,12 +232,21 @@ class _Hooks:
     """Hooks in a model, which gate its forwards inside of `gating` and leave others alone."""
 
     def __init__(
-        self, model: nn.Module, gates: GateSet, protected: int, to_log_gate: ToLogGate, decays: bool
+        self,
+        model: nn.Module,
+        gates: GateSet,
+        protected: int,
+        to_log_gate: ToLogGate | None,
+        decays: bool | None,
     ):
         self.base = base_model(model)
         self.specs = describe(model)
         self.gates: GateSet = gates_for(model, gates)
-        self.protected, self.to_log_gate, self.decays = protected, to_log_gate, decays
+        self.protected = protected
+        self.to_log_gate = own_form if to_log_gate is None else to_log_gate
+        self.decays = self.gates.ages if decays is None else decays
+        before = not self.gates.inputs.isdisjoint(("queries_before", "keys_before"))
+        self.rotary = rotary_of(model) if before else None
         self.configs = {
             id(part.config): part.config for part in self.base.modules() if hasattr(part, "config")
         }
@@ -321,13 +284,11 @@ class _Hooks:
             )
         if self.protected < 0:
             raise ValueError(f"protected={self.protected} must be at least 0 entries (0 = all are gated).")
-        strange = {layer: self.gates[layer].inputs - {"hidden"} for layer in self.gates.layers}
-        for layer, missing in strange.items():
-            if missing:
-                raise ValueError(
-                    f"the gate of layer {layer} looks at {', '.join(sorted(missing))}, and here a gate is "
-                    "shown the attention input (hidden) alone."
-                )
+        if "lookahead" in self.gates.inputs:
+            raise ValueError(
+                f"gates of family {self.gates.family!r} look at lookahead tokens, which a batch that is "
+                "gated softly does not have: train them with stage `lookahead`."
+            )
 
     def connect(self) -> None:
         """Put the hooks in place."""
@@ -335,6 +296,9 @@ class _Hooks:
         self.hooks = [register(self.before_model, with_kwargs=True)]
         self.hooks.append(self.base.register_forward_hook(self.after_model, always_call=True))
         for spec in self.specs:
+            if "stream" in self.gates.inputs:
+                register = self.base.layers[spec.layer_idx].register_forward_pre_hook
+                self.hooks.append(register(self.before_layer, with_kwargs=True))
             register = spec.module.register_forward_pre_hook
             self.hooks.append(register(self.before_attention(spec), with_kwargs=True))
             after = spec.module.register_forward_hook(self.after_attention, always_call=True)
@@ -398,9 +362,8 @@ class _Hooks:
                 )
             spared_BHT = spared_BHT[:, None] if spared_BHT.ndim == 2 else spared_BHT
         self.soft.log_gates, self.soft.valid_BT = {}, valid_BT
-        exists_BT = None if call.valid_BS is None else valid_BT
         name = _registered(str(self.base.config._attn_implementation))
-        own = _Pass(self, exists_BT, spared_BHT, self.soft.log_gates, name)
+        own = _Pass(self, call, spared_BHT, self.soft.log_gates, name)
         self._point(name)
         return (), {**given, "use_cache": False, SOFT: own}
 
@@ -415,7 +378,8 @@ class _Hooks:
             self._point_back()
 
     def before_attention(self, spec: LayerSpec) -> Callable[..., Hooked | None]:
-        """Pre-hook of one attention module: makes its log-gates from the attention input."""
+        """Pre-hook of one attention module: hands its input to the attention function, which makes log-gates
+        of it."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
             own = kwargs.get(SOFT)
@@ -425,21 +389,55 @@ class _Hooks:
                 self.again = True
                 self._point(own.name)
             hidden_BTE = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            gate = self.gates[spec.layer_idx]
-            if gate.input_mean_E.device != hidden_BTE.device:
-                gate.to(hidden_BTE.device)  # in place: the optimiser's parameters stay the same ones
-            log_gate_BHT = self.to_log_gate(gate(GateInputs(hidden_BTE=hidden_BTE)), gate)
-            if not self.checked:
-                shape = (len(hidden_BTE), spec.num_kv_heads, hidden_BTE.shape[1])
-                _check_log_gate(log_gate_BHT, shape, own.exists_BT, spec.layer_idx)
-                self.checked = True
-            if own.spared_BHT is not None:
-                log_gate_BHT = log_gate_BHT.masked_fill(own.spared_BHT.to(log_gate_BHT.device), 0.0)
-            own.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
-            step = _Step(log_gate_BHT, own.exists_BT, spec, self.protected, self.decays)
-            return args, {**kwargs, SOFT: step}
+            return args, {**kwargs, SOFT: _Step(own, spec, hidden_BTE)}
 
         return hook
+
+    def before_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
+        """Pre-hook of a decoder layer, where gates look at the residual stream: sends it along."""
+        own = kwargs.get(SOFT)
+        if not isinstance(own, _Pass) or own.owner is not self:
+            return None
+        stream_BTE = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        return args, {**kwargs, SOFT: replace(own, stream_BTE=stream_BTE)}
+
+    def log_gate(
+        self, step: _Step, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None
+    ) -> Tensor:
+        """One layer's log-gates, from what its gate looks at."""
+        own, spec, device = step.run, step.spec, query.device
+        gate = self.gates[spec.layer_idx]
+        if gate.device != device:
+            gate.to(device)  # in place: the optimiser's parameters stay the same ones
+        Q, D, E = query.shape[1], query.shape[3], step.hidden_BTE.shape[-1]
+        ids_BT = own.call.token_ids_BS
+        evidence = Evidence(
+            layer_idx=spec.layer_idx,
+            queries_BQSD=query,
+            keys_BHTD=key,
+            values_BHTD=value,
+            # No gate looks at it, and of a quantised model it would be made anew.
+            output_weight_QDE=query.new_full((), float("nan")).expand(Q, D, E),
+            scaling=spec.scaling,
+            positions_BT=own.call.positions_BS.to(device),
+            valid_BT=own.call.mask_BT.to(device),
+            hidden_BTE=step.hidden_BTE,
+            token_ids_BT=None if ids_BT is None else ids_BT.to(device),
+            soft_cap=soft_cap,
+            window=spec.window,
+            sinks_Q=spec.sinks_Q,
+            rotary=self.rotary,
+            stream_BTE=own.stream_BTE,
+        )
+        log_gate_BHT = self.to_log_gate(gate(inputs_of(evidence, gate)), gate)
+        if not self.checked:
+            shape = (len(query), spec.num_kv_heads, query.shape[2])
+            check_log_gate(log_gate_BHT, shape, own.exists_BT, spec.layer_idx)
+            self.checked = True
+        if own.spared_BHT is not None:
+            log_gate_BHT = log_gate_BHT.masked_fill(own.spared_BHT.to(log_gate_BHT.device), 0.0)
+        own.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
+        return log_gate_BHT
 
 
 def _registered(previous: str) -> str:
@@ -450,24 +448,6 @@ def _registered(previous: str) -> str:
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, _mask_function(previous))
     return name
-
-
-def _check_log_gate(given: Any, shape: tuple[int, int, int], exists_BT: Tensor | None, layer: int) -> None:
-    """That `to_log_gate` gives logarithms of at most 0: asked of one layer, since it waits for the device."""
-    said = f"to_log_gate, in layer {layer}, "
-    if not isinstance(given, Tensor) or tuple(given.shape) != shape or not given.is_floating_point():
-        found = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        raise ValueError(f"{said}gave {found}: wanted floating point {shape}, that is [B, H, T].")
-    known = given.detach()
-    if exists_BT is not None:  # what a model makes of padding is nobody's concern
-        known = known.masked_fill(~exists_BT[:, None].to(given.device), 0.0)
-    if known.numel() and bool(known.isnan().any()):
-        raise ValueError(f"{said}gave NaN: wanted logarithms of at most 0.")
-    if known.numel() and float(known.max()) > 0:
-        raise ValueError(
-            f"{said}gave {float(known.max()):.4g}: wanted natural logarithms, of at most 0, of how far "
-            "entries are open (an openness of 0 .. 1 is not one: return its log)."
-        )
 
 
 def _no_positions() -> Tensor:
@@ -500,21 +480,23 @@ def _gated(step: _Step, query: Tensor, key: Tensor, value: Tensor, given: Mappin
             f"layer {step.spec.layer_idx} drops out attention weights ({given['dropout']}), and soft gates "
             "are trained on a model that is used: call model.eval(), or set attention_dropout to 0."
         )
-    scaling = given.get("scaling")
-    exists_BT = None if step.exists_BT is None else step.exists_BT.to(query.device)
+    scaling, hooks = given.get("scaling"), step.run.owner
+    exists_BT = step.run.exists_BT
+    exists_BT = None if exists_BT is None else exists_BT.to(query.device)
+    log_gate_BHT = hooks.log_gate(step, query, key, value, given.get("softcap"))
     # As autocast would multiply: a rotation in float32 leaves queries and keys wider than values.
     dtype, kind = value.dtype, query.device.type
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    log_gate_BHT = step.log_gate_BHT.to(torch.promote_types(dtype, torch.float32))
+    log_gate_BHT = log_gate_BHT.to(torch.promote_types(dtype, torch.float32))
     out = gated_attention(
         query.to(dtype),
         key.to(dtype),
         value.to(dtype),
-        None if step.decays else log_gate_BHT,
-        log_gate_BHT if step.decays else None,
+        None if hooks.decays else log_gate_BHT,
+        log_gate_BHT if hooks.decays else None,
         scaling=step.spec.scaling if scaling is None else scaling,
-        protected=step.protected,
+        protected=hooks.protected,
         window=step.spec.window,
         exists_BT=exists_BT,
         soft_cap=given.get("softcap"),

@@ -33,6 +33,7 @@ class Score:
         window: of the entries, the last so many are the observation window that the score was made with.
         layer_weight_B: float64, what this layer asks for of a budget that layers share (CAKE); None if the
             score does not say.
+        fusion_weights: of a gate's score, fusion -> its calibrated weight `[H]` in 0..1; None without any.
     """
 
     values_BHT: Float[Tensor, "B H T"]
@@ -40,6 +41,7 @@ class Score:
     first_BHT: Float[Tensor, "B H T"] | None = None
     window: int = 0
     layer_weight_B: Float64[Tensor, " B"] | None = None
+    fusion_weights: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:

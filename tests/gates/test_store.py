@@ -1,19 +1,36 @@
 """The gate artifact: what is saved comes back, and what is damaged, foreign or newer is refused."""
 
+import errno
+import hashlib
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from retain.gates import GATES, GateSet, build_gates
-from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
+from retain.gates import GATES, GateSet, LookaheadExtension, build_gates, dims_for, settings_of
+from retain.gates.calibrate import build_calibrator
+from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates, ties_of, write_beside
 
 FINGERPRINT = {"model_type": "qwen3", "hidden_size": 6, "sha256": "abc"}
+SIZES = {0: {"E": 6, "H": 2, "Q": 4, "D": 4}, 3: {"E": 6, "H": 2, "Q": 2, "D": 4}}
 
 
 def some_gates(family: str = "mlp") -> GateSet:
-    return build_gates(family, {0: {"E": 6, "H": 2}, 3: {"E": 6, "H": 1}})
+    gates = build_gates(family, dims_for(family, SIZES))
+    with torch.no_grad():
+        for tensor in gates.state_dict().values():
+            tensor.copy_(torch.randn_like(tensor))
+    return gates
+
+
+def same_tensors(one: GateSet, other: GateSet) -> bool:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @pytest.fixture
@@ -36,11 +53,96 @@ def test_round_trip(family: str, tmp_path: Path) -> None:
     gates = some_gates(family)
     save_gates(gates, tmp_path, fingerprint=FINGERPRINT, metadata={"protected_window": 32})
     back = load_gates(tmp_path, fingerprint=FINGERPRINT)
-    assert back.layers == (0, 3) and back.family == family
-    assert back.metadata["protected_window"] == 32 and back.metadata["unit"] == "log_risk"
+    assert back.layers == (0, 3) and back.family == family and back.inputs == gates.inputs
+    assert [back[layer].dims() for layer in back.layers] == [gates[layer].dims() for layer in gates.layers]
+    assert back.metadata["protected_window"] == 32 and back.metadata["unit"] == gates[0].unit
+    assert back.metadata["settings"] == settings_of(family) and back.metadata["schema_version"] == 2
     assert not back.training and not any(p.requires_grad for p in back.parameters())
-    for name, tensor in gates.state_dict().items():
-        assert torch.equal(back.state_dict()[name], tensor)
+    assert same_tensors(gates, back)
+
+
+def test_what_layers_share_is_stored_once_and_shared_again(tmp_path: Path) -> None:
+    gates = some_gates("decay_shared")
+    save_gates(gates, tmp_path, fingerprint=FINGERPRINT)
+    ties = {f"gates.3.out.{part}": f"gates.0.out.{part}" for part in ("weight", "bias")}
+    assert ties_of(gates) == ties
+    assert json.loads((tmp_path / METADATA_FILE).read_text())["ties"] == ties
+    stored = load_file(tmp_path / WEIGHTS_FILE)
+    assert set(stored) == set(gates.state_dict()) - set(ties)
+    back = load_gates(tmp_path)
+    assert back[0].out is back[3].out and same_tensors(gates, back)
+    again = save_gates(back, tmp_path / "again", fingerprint=FINGERPRINT)
+    assert (again / WEIGHTS_FILE).read_bytes() == (tmp_path / WEIGHTS_FILE).read_bytes()
+
+
+def test_equal_tensors_that_are_not_shared_are_both_stored(tmp_path: Path) -> None:
+    gates = some_gates("linear")
+    with torch.no_grad():
+        gates[3].out.weight.copy_(gates[0].out.weight)
+    save_gates(gates, tmp_path, fingerprint=FINGERPRINT)
+    assert ties_of(gates) == {} and set(load_file(tmp_path / WEIGHTS_FILE)) == set(gates.state_dict())
+    assert "ties" not in json.loads((tmp_path / METADATA_FILE).read_text())
+
+
+def test_calibrators_and_what_was_said_of_them_come_back(tmp_path: Path) -> None:
+    calibrators = {0: build_calibrator("remap", H=2, K=3), 3: build_calibrator("shared", H=2, K=4)}
+    gates = GateSet({0: some_gates()[0], 3: some_gates()[3]}, calibrators=calibrators)
+    gates.calibrators["0"].values_HK.add_(torch.rand(2, 1))
+    said = {"documents": 8, "fusion": {"gate": 1.0}}
+    save_gates(gates, tmp_path, fingerprint=FINGERPRINT, metadata={"calibration": said})
+    back = load_gates(tmp_path)
+    assert back.metadata["calibration"] == {
+        **said,
+        "layers": {str(layer): calibrator.dims() for layer, calibrator in calibrators.items()},
+    }
+    assert {layer: type(each) for layer, each in back.calibrators.items()} == {
+        str(layer): type(each) for layer, each in calibrators.items()
+    }
+    assert same_tensors(gates, back)
+
+
+def test_an_extension_comes_back(tmp_path: Path) -> None:
+    extension = LookaheadExtension(num_tokens=3, E=6, rank=2, modules={"layers.0.self_attn.q_proj": (6, 16)})
+    with torch.no_grad():
+        extension.up["layers/0/self_attn/q_proj"].normal_()
+    gates = build_gates("lookahead", dims_for("lookahead", SIZES), extension=extension)
+    save_gates(gates, tmp_path, fingerprint=FINGERPRINT)
+    assert any(name.startswith("extension.") for name in load_file(tmp_path / WEIGHTS_FILE))
+    back = load_gates(tmp_path)
+    assert back.extension is not None and back.extension.dims() == extension.dims()
+    assert same_tensors(gates, back)
+
+
+def schema_1(folder: Path, family: str) -> GateSet:
+    """An artifact as the first release wrote it."""
+    gates = some_gates(family)
+    folder.mkdir()
+    save_file(gates.state_dict(), folder / WEIGHTS_FILE)
+    names = ("E", "H", "F") if family == "mlp" else ("E", "H")
+    layers = {str(layer): {name: gates[layer].dims()[name] for name in names} for layer in gates.layers}
+    record = {
+        "schema_version": 1,
+        "family": family,
+        "layers": layers,
+        "inputs": ["hidden"],
+        "unit": "log_risk",
+        "fingerprint": FINGERPRINT,
+        "sha256": hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest(),
+        "loss": {"pairwise_weight": 0.5},
+    }
+    (folder / METADATA_FILE).write_text(json.dumps(record))
+    return gates
+
+
+@pytest.mark.parametrize("family", ["linear", "mlp"])
+def test_artifacts_of_schema_1_load_unchanged(family: str, tmp_path: Path) -> None:
+    gates = schema_1(tmp_path / "old", family)
+    names = {name.split(".", 2)[2] for name in gates.state_dict()}
+    expected = {"risk_floor_H", "input_mean_E", "input_scale_E", "out.weight", "out.bias"}
+    assert names == expected | ({"up.weight", "up.bias"} if family == "mlp" else set())
+    back = load_gates(tmp_path / "old", fingerprint=FINGERPRINT)
+    assert same_tensors(gates, back) and back.unit == "risk" and not len(back.calibrators)
+    assert back.metadata["schema_version"] == 1 and back.metadata["loss"] == {"pairwise_weight": 0.5}
 
 
 def test_files_and_nothing_else(folder: Path) -> None:
@@ -54,7 +156,7 @@ def test_another_model_is_refused_with_what_differs(folder: Path) -> None:
 
 def test_newer_schema(folder: Path) -> None:
     rewrite(folder, schema_version=99)
-    with pytest.raises(ValueError, match="schema version 99, this retain reads up to 1: upgrade"):
+    with pytest.raises(ValueError, match="schema version 99, this retain reads up to 2: upgrade"):
         load_gates(folder)
 
 
@@ -94,6 +196,14 @@ def test_missing_folder(tmp_path: Path) -> None:
     [
         ({"family": "mpl"}, "describes no gates that this retain knows"),
         ({"layers": {"0": {"E": 6, "H": 2, "F": 8}}}, "does not hold the tensors"),
+        ({"layers": {"0": {"E": 6, "H": 2, "depth": 8}}}, "cannot build .*'depth'.*upgrade retain"),
+        ({"layers": {"zero": {"E": 6, "H": 2}}}, "cannot build .*'zero'"),
+        ({"layers": {"0": [6, 2]}}, "cannot build"),
+        (
+            {"calibration": {"layers": {"0": {"kind": "spline", "H": 2, "K": 3}}}},
+            "unknown kind of calibrator",
+        ),
+        ({"calibration": {"layers": {"0": {"kind": "remap", "H": 2, "K": 3}}}}, "not hold the tensors"),
         ({"schema_version": None}, "states no schema_version"),
     ],
 )
@@ -114,33 +224,59 @@ def test_metadata_may_not_hide_what_the_artifact_says(tmp_path: Path) -> None:
         save_gates(some_gates(), tmp_path, fingerprint=FINGERPRINT, metadata={"sha256": "x"})
 
 
-def test_a_full_disk_leaves_the_old_artifact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = load_gates(folder)
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("retain.gates.store.os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_gates(some_gates(), folder, fingerprint=FINGERPRINT)
-    after = load_gates(folder)
-    assert all(torch.equal(tensor, after.state_dict()[name]) for name, tensor in before.state_dict().items())
-    assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
-
-
-def test_a_full_disk_at_the_second_file_leaves_the_old_artifact(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = load_gates(folder)
+def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int = errno.ENOSPC) -> None:
+    """The `at`-th file cannot be written to the end."""
     calls = []
 
     def full(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
+        if len(calls) == at:
+            raise OSError(number, "No space left on device")
 
     monkeypatch.setattr("retain.gates.store.os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_full_disk_leaves_the_old_artifact(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    before = load_gates(folder)
+    failing_write(monkeypatch, at)
+    wanted = f"No space left on device, writing .* in {re.escape(str(folder))}: the disk is full.*as it was"
+    with pytest.raises(OSError, match=wanted) as caught:
         save_gates(some_gates(), folder, fingerprint=FINGERPRINT)
-    after = load_gates(folder)
-    assert all(torch.equal(tensor, after.state_dict()[name]) for name, tensor in before.state_dict().items())
+    assert caught.value.errno == errno.ENOSPC
+    assert same_tensors(before, load_gates(folder))
+    assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
+
+
+def test_a_write_that_fails_otherwise_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_write(monkeypatch, 1, errno.EIO)
+    with pytest.raises(OSError, match="check that the folder can be written to"):
+        save_gates(some_gates(), folder, fingerprint=FINGERPRINT)
+
+
+def test_a_folder_that_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"writing 1 bytes to gates.json in .*nowhere: check that the folder"):
+        write_beside(tmp_path / "nowhere" / METADATA_FILE, b"x")
+
+
+def test_a_limit_on_file_size_leaves_the_old_artifact(folder: Path) -> None:
+    """The system's own refusal, in a process whose files may have 1,000 bytes."""
+    before = load_gates(folder)
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from retain.gates import build_gates
+from retain.gates.store import save_gates
+gates = build_gates("mlp", {{0: {{"E": 64, "H": 2}}}})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    save_gates(gates, {str(folder)!r}, fingerprint={{}})
+except OSError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "File too large" in run.stdout and "a limit on what may be written" in run.stdout
+    assert str(folder) in run.stdout
+    assert same_tensors(before, load_gates(folder))
+    assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]

@@ -58,10 +58,12 @@ def due_after(regime: str, every: int, sizes: Sequence[int], prompt: int) -> lis
 
 @dataclass
 class Seen:
-    """What one layer's attention was called with: queries and inputs of each forward, all keys and values."""
+    """What one layer's attention was called with: queries, inputs, residual streams of each forward, all
+    keys and values."""
 
     queries: list[Tensor] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
+    stream: list[Tensor] = field(default_factory=list)
     keys: Tensor | None = None
     values: Tensor | None = None
     scaling: float = 1.0
@@ -86,9 +88,14 @@ def recorded(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> Iterator[dic
             kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         )
 
+    def note_stream(module: Any, args: tuple) -> None:
+        seen[layers.index(module)].stream.append(args[0])
+
+    layers = list(model.model.layers)
     AttentionInterface.register("recorded", attention)
     AttentionMaskInterface.register("recorded", ALL_MASK_ATTENTION_FUNCTIONS[own])
     hooks = [spec.module.register_forward_pre_hook(note, with_kwargs=True) for spec in specs]
+    hooks += [layers[spec.layer_idx].register_forward_pre_hook(note_stream) for spec in specs]
     model.set_attn_implementation("recorded")
     try:
         yield seen
@@ -274,6 +281,7 @@ class Naive:
             positions_BT=self.positions_BT[b : b + 1, own],
             valid_BT=torch.ones(1, len(own), dtype=torch.bool),
             hidden_BTE=torch.cat(seen.hidden, dim=1)[b : b + 1, own],
+            stream_BTE=torch.cat(seen.stream, dim=1)[b : b + 1, own],
             token_ids_BT=self.ids_BT[b : b + 1, own],
             window=spec.window,
             sinks_Q=spec.sinks_Q,
@@ -288,5 +296,6 @@ class Naive:
         learned = None
         if self.policy.learned:
             learned = self.gates.score(replace(layer, held_BHT=None))
-            learned = masked_score(learned.values_BHT, layer.valid_BT, "risk", held_BHT=layer.held_BHT)
+            values = learned.values_BHT
+            learned = masked_score(values, layer.valid_BT, learned.unit, held_BHT=layer.held_BHT)
         return score_entries(self.policy, layer, learned=learned, seeds_B=seeds)

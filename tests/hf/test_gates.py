@@ -42,7 +42,7 @@ def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> Non
     sizes = {layer: {"E": 48, "H": 2} for layer in range(3)}
     Cache(model, "gate", keep_ratio=0.5, gates=build_gates("linear", sizes))
     wrong = {
-        "3 layers and it has 3, and 1 differ.*layer 1, .* .48, 3. in the gates and .48, 2. in the model": {
+        "3 layers and it has 3, and 1 differ.*layer 1, .* E 48, H 3 in the gates and E 48, H 2 in the": {
             **sizes,
             1: {"E": 48, "H": 3},
         },

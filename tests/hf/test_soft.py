@@ -508,8 +508,8 @@ def test_what_does_not_fit_is_refused_before_anything_changes():
     tuned = tiny_model("qwen3")
     tuned.lm_head.requires_grad_(True)
     refuses("want a gradient .the first is lm_head.weight.*requires_grad_.False", model=tuned)
-    gates[1].inputs = frozenset({"hidden", "keys"})
-    refuses("the gate of layer 1 looks at keys, and here a gate is shown the attention input")
+    gates[0].inputs = frozenset({"lookahead", "keys"})
+    refuses("look at lookahead tokens, .*stage `lookahead`")
 
 
 @pytest.mark.parametrize("shape", [(2, 19), (1, 20), (2, 3, 20)], ids=["short", "batch", "heads"])

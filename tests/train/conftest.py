@@ -50,10 +50,11 @@ def make_config(tiny_folder: Path, documents_path: Path, tmp_path: Path) -> Call
                 "path": str(documents_path),
                 "documents": 0,
                 "held_out": 4,
+                "held_out_share": 0.25,
                 "min_tokens": 20,
                 "max_tokens": 100,
             },
-            "gate": {"family": "mlp", "hidden": 16},
+            "gate": {"family": "mlp", "settings": {"F": 16}},
             "target": {"horizon": 8, "chunk": 64},
             "training": {
                 "steps": 8,
@@ -67,7 +68,7 @@ def make_config(tiny_folder: Path, documents_path: Path, tmp_path: Path) -> Call
         }
         for key, value in changes.items():
             section, _, name = key.rpartition(".")
-            (mapping[section] if section else mapping)[name] = value
+            (mapping.setdefault(section, {}) if section else mapping)[name] = value
         return build(mapping, DistillConfig)
 
     return make

@@ -17,12 +17,12 @@ import yaml
 
 import retain
 from retain.config import load, save
+from retain.hf.model import observe
 from retain.policy import load_policy
-from retain.train import loop
+from retain.train import local, loop
 from retain.train.checkpoint import latest, read_log
-from retain.train.data import Document
 from retain.train.distill import DistillConfig, distill, main
-from retain.train.teacher import load_frozen, look
+from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +33,12 @@ def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> No
     config = make_config()
     folder = distill(config)
     assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
         "config.yaml",
+        "curves.png",
         "gates.json",
         "gates.safetensors",
+        "heads.png",
         "log.jsonl",
         "run.json",
     ]
@@ -55,11 +58,9 @@ def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> No
     assert made["num_processes"] == 1 and made["documents_of_process"] == [32]
     assert made["held_out"] == looks[-1]["held_out"]
     assert gates.metadata["config"]["model"] == config.model and gates.metadata["protected_window"] == 8
-    from retain.train.data import collate
-
-    batch = collate([Document(tuple(range(2, 40)))], [0], pad_id=0, device="cpu")
-    for evidence in look(frozen.model, batch):
+    for evidence in observe(frozen.model, torch.arange(2, 40)[None]):
         assert gates.score(evidence).values_BHT.isfinite().all()
+        assert gates.score(evidence).unit == "risk"
 
 
 def test_a_killed_run_resumes_to_the_same_numbers(
@@ -70,7 +71,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(
     step_ = loop.take_step_
 
     def until_killed(*arguments: Any) -> dict[str, Any]:
-        if arguments[5] == 6:  # two steps after the checkpoint: their log lines must go
+        if arguments[3] == 6:  # two steps after the checkpoint: their log lines must go
             raise KeyboardInterrupt
         return step_(*arguments)
 
@@ -168,22 +169,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     make_config: Make, monkeypatch: pytest.MonkeyPatch, bad: float
 ) -> None:
     config = make_config(**{"data.held_out": 0, "training.micro_batch": 4})
+    total_loss = local.total_loss
     calls = []
-    regression_loss = loop.regression_loss
 
     def spoilt(*arguments: Any) -> torch.Tensor:
         calls.append(arguments)
-        loss_B = regression_loss(*arguments)
-        return loss_B * bad if len(calls) == 2 * 5 + 1 else loss_B  # two layers: step 6
+        loss = total_loss(*arguments)
+        return loss * bad if len(calls) == 2 * 4 * 5 + 1 else loss  # two layers, four documents: step 6
 
-    monkeypatch.setattr(loop, "regression_loss", spoilt)
+    monkeypatch.setattr(local, "total_loss", spoilt)
     with pytest.raises(
         FloatingPointError, match=r"step 6: the loss is not finite \(batch of documents \[.*step-000004"
     ):
         distill(config)
     folder = Path(config.output)
     assert not (folder / "gates.json").exists() and len(read_log(folder)) == 5
-    monkeypatch.setattr(loop, "regression_loss", regression_loss)
+    monkeypatch.setattr(local, "total_loss", total_loss)
     assert len(read_log(distill(config))) == 8, "and the run goes on from there"
 
 
@@ -214,7 +215,7 @@ def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_pa
             "(?s)did you mean 'mlp'.*horizon=0.*steps=0",
         ),
         (["target.horizon=500"], "too short: .* more than 500 are needed"),
-        (["data.held_out=50"], "empty data set"),
+        (["data.held_out=50"], "too few documents: .* data.held_out=50"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
         (["data.path=nowhere.jsonl"], "no such data file"),
     ],
@@ -232,7 +233,7 @@ def test_appendix_alone_needs_appendices(make_config: Make, tmp_path: Path) -> N
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"context_ids": list(range(2 + i, 40 + i))}) + "\n" for i in range(8)))
     with pytest.raises(ValueError, match="needs a question and answer after every document"):
-        distill(make_config(**{"data.path": str(rows), "target.sources": ["appendix"]}))
+        distill(make_config(**{"data.path": str(rows), "target.sources": {"appendix": 1.0}}))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def curve() -> list[float]:
                 "held_out": 0,
                 "min_tokens": 40,
             },
-            "gate": {"family": "mlp", "hidden": 32},
+            "gate": {"family": "mlp", "settings": {"F": 32}},
             "target": {"horizon": 16},
             "training": {"steps": 20, "batch_documents": 4, "checkpoint_every": 0, "warmup_steps": 4},
         }

@@ -1,58 +1,119 @@
-"""The loop's own parts: the calibration, and one micro-batch."""
+"""The layer-local objective: what it starts from, and that its parts add up however they are cut."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from retain.gates import build_gates
-from retain.train.data import collate, load_corpus, step_indices
-from retain.train.loop import Lesson, calibrate_, score_documents
-from retain.train.loop import _batches as batches_of
+from retain.gates import GateSet, build_gates
+from retain.train.branches import readings_of
+from retain.train.data import Corpus, Document, load_corpus
+from retain.train.local import LayerLocal
 from retain.train.targets import layer_target, log_risk
-from retain.train.teacher import load_frozen, look
+from retain.train.teacher import Frozen, View, load_frozen, walk
 
 
 @pytest.fixture
-def lesson(make_config: Callable[..., Any]) -> Lesson:
-    config = make_config()
-    frozen = load_frozen(config.model, dtype="float32")
-    corpus = load_corpus(config.data, shortest=8, seed=0, encode=None)
-    return Lesson(frozen, corpus, config.target, config.loss, config.training, 0, torch.device("cpu"))
+def config(make_config: Callable[..., Any]) -> Any:
+    return make_config()
 
 
-def test_calibration_standardises_the_input_and_starts_at_the_mean_target(lesson: Lesson) -> None:
-    gates = build_gates("mlp", {layer: {"E": 48, "H": 2, "F": 16} for layer in range(2)})
-    calibrate_(gates, lesson)
-    indices = step_indices(0, num_documents=len(lesson.corpus.train), batch_documents=4, seed=0)
-    batch = collate([lesson.corpus.train[i] for i in indices], indices, pad_id=0, device="cpu")
-    for evidence in look(lesson.frozen.model, batch):
-        gate = gates[evidence.layer_idx]
-        risk_BHT, reached_BHT = layer_target(evidence, batch, lesson.target)
-        reached_BT = reached_BHT.any(1)
-        assert evidence.hidden_BTE is not None
-        rows = gate.standardise(evidence.hidden_BTE)[:, : reached_BT.shape[1]][reached_BT]
-        torch.testing.assert_close(rows.mean(0), torch.zeros(48), atol=1e-4, rtol=0)
-        torch.testing.assert_close(rows.std(0, correction=0), torch.ones(48), atol=1e-3, rtol=0)
-        for head in range(2):
-            risk = risk_BHT[:, head][reached_BHT[:, head]]
-            torch.testing.assert_close(gate.risk_floor_H[head], lesson.target.floor * risk.mean())
-            target = log_risk(risk_BHT, gate.risk_floor_H)[:, head][reached_BHT[:, head]]
-            assert isinstance(gate.out.bias, torch.Tensor)
-            torch.testing.assert_close(gate.out.bias[head].detach(), target.mean())
+@pytest.fixture
+def frozen(config: Any) -> Frozen:
+    return load_frozen(config.model, dtype="float32")
 
 
-def test_micro_batches_change_nothing_but_rounding(lesson: Lesson) -> None:
-    gates = build_gates("linear", {layer: {"E": 48, "H": 2} for layer in range(2)})
-    calibrate_(gates, lesson)
-    results = []
-    for size in (1, 4):
-        small = replace(lesson, training=replace(lesson.training, micro_batch=size))
-        parts = [
-            score_documents(gates, gates, small, b, 0)
-            for b in batches_of(lesson.corpus.train, [0, 1, 2, 3], small)
-        ]
-        results.append(torch.cat(parts).detach())
-    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+@pytest.fixture
+def corpus(config: Any) -> Corpus:
+    found = load_corpus(config.data, shortest=8, seed=0, batch_documents=4, encode=None)
+    assert isinstance(found, Corpus)
+    return found
+
+
+def fresh(family: str, **settings: int) -> GateSet:
+    torch.manual_seed(0)
+    return build_gates(family, {layer: {"E": 48, "H": 2, **settings} for layer in range(2)})
+
+
+def test_gates_begin_with_a_standardised_input_and_the_mean_target(
+    config: Any, frozen: Frozen, corpus: Corpus
+) -> None:
+    gates = fresh("mlp", F=16)
+    documents = corpus.documents_of(0)
+    LayerLocal(gates, frozen, config.target, config.loss, seed=0).prepare_(documents)
+    rows: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    risks: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def see(views: list[View]) -> None:
+        for view in views:
+            risk_HT, reached_HT = layer_target(view, config.target)
+            assert view.document.hidden_BTE is not None
+            gate: Any = gates[view.layer_idx]
+            rows[view.layer_idx].append(gate.standardise(view.document.hidden_BTE)[0, reached_HT.any(0)])
+            risks[view.layer_idx].append(risk_HT[:, reached_HT.any(0)])
+
+    walk(frozen, readings_of(documents, config.target, frozen), see)
+    for layer in (0, 1):
+        found, risk_HN = torch.cat(rows[layer]), torch.cat(risks[layer], dim=1)
+        gate: Any = gates[layer]
+        torch.testing.assert_close(found.mean(0), torch.zeros(48), atol=1e-4, rtol=0)
+        torch.testing.assert_close(found.std(0, correction=0), torch.ones(48), atol=1e-3, rtol=0)
+        torch.testing.assert_close(gate.risk_floor_H, config.target.floor * risk_HN.mean(1))
+        target_HN = log_risk(risk_HN, gate.risk_floor_H)
+        torch.testing.assert_close(gate.out.bias.detach(), target_HN.mean(1))
+
+
+def gradients(
+    config: Any, frozen: Frozen, packs: Sequence[Sequence[Document]]
+) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
+    gates = fresh("linear")
+    objective = LayerLocal(gates, frozen, config.target, config.loss, seed=0)
+    objective.prepare_([document for pack in packs for document in pack])
+    rows = []
+    for pack in packs:
+        rows += objective.accumulate_(pack, 0, 0.25)
+    found = [parameter.grad for parameter in gates.parameters()]
+    assert all(gradient is not None and gradient.any() for gradient in found)
+    return rows, [gradient for gradient in found if gradient is not None]
+
+
+def test_packs_change_nothing_but_rounding(config: Any, frozen: Frozen, corpus: Corpus) -> None:
+    documents = corpus.documents_of(0)
+    whole, whole_grads = gradients(config, frozen, [documents])
+    parts, part_grads = gradients(config, frozen, [documents[:1], documents[1:]])
+    for one, two in zip(whole, parts, strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+    for one_grad, two_grad in zip(whole_grads, part_grads, strict=True):
+        torch.testing.assert_close(two_grad, one_grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_reported_loss(config: Any, frozen: Frozen, corpus: Corpus) -> None:
+    """A small step against it lowers the loss by step times squared norm."""
+    documents = corpus.documents_of(0)
+    gates = fresh("linear")
+    objective = LayerLocal(gates, frozen, config.target, config.loss, seed=0)
+    objective.prepare_(documents)
+    before = sum(row["loss"] for row in objective.accumulate_(documents, 3, 1.0))
+    step = 1e-4
+    fall = 0.0
+    with torch.no_grad():
+        for parameter in gates.parameters():
+            assert parameter.grad is not None
+            fall += step * float(parameter.grad.square().sum())
+            parameter -= step * parameter.grad
+    after = sum(row["loss"] for row in objective.accumulate_(documents, 3, 1.0))
+    assert before - after == pytest.approx(fall, rel=0.05)
+
+
+def test_a_look_leaves_no_gradient_and_names_every_head(config: Any, frozen: Frozen, corpus: Corpus) -> None:
+    gates = fresh("linear")
+    objective = LayerLocal(gates, frozen, config.target, config.loss, seed=0)
+    objective.prepare_(corpus.documents_of(0))
+    rows = objective.look(corpus.held_out, baselines=True)
+    assert len(rows) == len(corpus.held_out) and all(p.grad is None for p in gates.parameters())
+    for row in rows:
+        assert {"loss", "overlap", "overlap_random", "overlap_recency", "overlap_value_norm"} <= row.keys()
+        heads = [value for layer in row["overlap_of"].values() for value in layer]
+        assert row["overlap_of"].keys() == {"0", "1"} and len(heads) == 4
+        assert sum(heads) / 4 == pytest.approx(row["overlap"])

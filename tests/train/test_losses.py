@@ -1,21 +1,45 @@
-"""The loss and the overlap agree with three-loop float64 versions, per document and per head."""
+"""The losses and the overlap agree with three-loop float64 versions, per document and per head."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from retain.attention_chunks import truncate
+from retain.evidence import Evidence, attention_probs
+from retain.gates import Gate
+from retain.train.layer_output import bound_coefficients, layer_output, relative_change
 from retain.train.losses import (
+    CLAMP,
+    TERMS,
     LossSettings,
+    check_fit,
     check_losses,
+    hinge_loss,
+    huber_loss,
     keyed_generator,
+    local_losses,
+    mse_loss,
     pair_draws,
     pairwise_loss,
-    regression_loss,
+    threshold_of,
     top_overlap,
+    total_loss,
 )
 
 B, H, T = 2, 3, 40
+
+
+class Said(Gate):
+    """A gate of some unit; nothing of it runs."""
+
+    family = "said"
+
+    def __init__(self, unit: str, *, ages: bool = False):
+        super().__init__(E=4, H=H)
+        self.__dict__.update(unit=unit, ages=ages)
+        self.risk_floor_H.fill_(1e-3)
 
 
 def case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,10 +50,17 @@ def case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(B, H, T, dtype=torch.float64), target, reached_BHT
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.mark.parametrize("kind", ["mse", "huber"])
 def test_regression(kind: str) -> None:
     predicted, target, reached = case()
-    settings = LossSettings(regression=kind, huber_delta=0.7)
+    found = mse_loss(predicted, target, reached)
+    if kind == "huber":
+        found = huber_loss(predicted, target, reached, 0.7)
     expected = []
     for b in range(B):
         heads = []
@@ -41,9 +72,7 @@ def test_regression(kind: str) -> None:
                     terms.append(d * d if kind == "mse" else (0.5 * d * d if d <= 0.7 else 0.7 * (d - 0.35)))
             heads.append(sum(terms) / len(terms))
         expected.append(sum(heads) / H)
-    torch.testing.assert_close(
-        regression_loss(predicted, target, reached, settings), torch.tensor(expected, dtype=torch.float64)
-    )
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_pairwise() -> None:
@@ -87,7 +116,7 @@ def test_few_reached_entries(count: int) -> None:
     predicted, target = torch.randn(1, 1, 6), torch.randn(1, 1, 6)
     reached = (torch.arange(6) < count)[None, None]
     assert pairwise_loss(predicted, target, reached, uniform, settings).isfinite().all()
-    assert regression_loss(predicted, target, reached, settings).isfinite().all()
+    assert mse_loss(predicted, target, reached).isfinite().all()
 
 
 def test_unreached_entries_get_no_gradient() -> None:
@@ -96,7 +125,7 @@ def test_unreached_entries_get_no_gradient() -> None:
     settings = LossSettings()
     uniform = torch.stack([pair_draws((1, b), num_heads=H, settings=settings) for b in range(B)]).double()
     (
-        regression_loss(predicted, target, reached, settings).sum()
+        mse_loss(predicted, target, reached).sum()
         + pairwise_loss(predicted, target, reached, uniform, settings).sum()
     ).backward()
     assert predicted.grad is not None
@@ -126,3 +155,372 @@ def test_draws_depend_on_the_key_alone() -> None:
 def test_settings_that_mean_nothing_are_refused_together() -> None:
     with pytest.raises(ValueError, match="keep_ratios.*band.*temperature"):
         check_losses(LossSettings(keep_ratios=(1.2,), band=0.0, temperature=0.0))
+
+
+# What follows goes through `local_losses`: one layer, one document.
+
+
+def one(unit: str, *, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Said]:
+    """Output, target and mask of a gate of some unit, `[H, T]` float64."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.rand(H, T, dtype=torch.float64, generator=generator) ** 3
+    output = torch.rand(H, T, dtype=torch.float64, generator=generator)
+    if unit == "log_risk":
+        output = (output + 1e-3).log()
+    reached = (torch.arange(T) >= 2) & (torch.arange(T) < torch.tensor([[38], [30], [33]]))
+    return output, target.masked_fill(~reached, 0.0), reached, Said(unit)
+
+
+def of(name: str, unit: str = "mass", *, reached=None, output=None, target=None, view=None, **settings):
+    known = one(unit)
+    output = known[0] if output is None else output
+    target = known[1] if target is None else target
+    reached = known[2] if reached is None else reached
+    loss = LossSettings(terms={name: 1.0}, **settings)
+    found = local_losses(output, known[3], target, reached, view, loss, (5, 1, 2, 0), horizon=4)
+    assert list(found) == [name] and found[name].shape == ()
+    return found[name]
+
+
+def over_heads(each) -> torch.Tensor:
+    """Mean over heads of the mean over reached entries of `each(h, i)`."""
+    _, _, reached, _ = one("mass")
+    heads = []
+    for h in range(H):
+        entries = [i for i in range(T) if reached[h, i]]
+        heads.append(sum(each(h, i) for i in entries) / len(entries))
+    return torch.tensor(sum(heads) / H, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("unit", ["log_risk", "mass", "risk", "rank"])
+def test_the_target_is_taken_in_the_gates_own_unit(unit: str) -> None:
+    output, target, _, _ = one(unit)
+    own = (lambda t: math.log(t + 1e-3)) if unit == "log_risk" else float
+    # The floor is a float32 number of the gate.
+    expected = over_heads(lambda h, i: (float(output[h, i]) - own(float(target[h, i]))) ** 2)
+    torch.testing.assert_close(of("mse", unit), expected, rtol=1e-6, atol=0.0)
+
+
+def test_bce_on_soft_labels() -> None:
+    output, target, _, _ = one("mass")
+
+    def each(h: int, i: int) -> float:
+        p, t = float(output[h, i]), float(target[h, i])
+        return -(t * math.log(p) + (1 - t) * math.log(1 - p))
+
+    torch.testing.assert_close(of("bce"), over_heads(each))
+
+
+@pytest.mark.parametrize("said", [0.0, 1.0])
+def test_bce_is_clamped_where_a_gate_is_sure(said: float) -> None:
+    target = torch.full((H, T), 1.0 - said, dtype=torch.float64)
+    loss = of("bce", output=torch.full_like(target, said), target=target)
+    torch.testing.assert_close(loss, torch.tensor(-math.log(CLAMP), dtype=torch.float64))
+
+
+def test_smooth_l1() -> None:
+    output, target, _, _ = one("mass")
+
+    def each(h: int, i: int) -> float:
+        d = abs(float(output[h, i] - target[h, i]))
+        return d * d / (2 * 0.3) if d < 0.3 else d - 0.15
+
+    torch.testing.assert_close(of("smooth_l1", smooth_l1_beta=0.3), over_heads(each))
+
+
+def test_smoothness_of_neighbours() -> None:
+    output, _, reached, _ = one("mass")
+    heads = []
+    for h in range(H):
+        steps = [
+            float(output[h, i] - output[h, i + 1]) ** 2
+            for i in range(T - 1)
+            if reached[h, i] and reached[h, i + 1]
+        ]
+        heads.append(sum(steps) / len(steps))
+    torch.testing.assert_close(of("smooth"), torch.tensor(sum(heads) / H, dtype=torch.float64))
+
+
+def test_hinge_takes_the_pairs_of_the_pairwise_term() -> None:
+    predicted, target, reached = case()
+    settings = LossSettings(keep_ratios=(0.3,), pairs=6, band=0.2, margin=0.4)
+    uniform = torch.stack([pair_draws((1, b), num_heads=H, settings=settings) for b in range(B)]).double()
+    expected = []
+    for b in range(B):
+        heads = []
+        for h in range(H):
+            ranked = sorted((i for i in range(T) if reached[b, h, i]), key=lambda i: -float(target[b, h, i]))
+            width, boundary, terms = math.ceil(0.2 * len(ranked)), round(0.3 * len(ranked)), []
+            for p in range(6):
+                i = ranked[boundary - 1 - int(uniform[b, h, 0, p, 0] * width)]
+                j = ranked[boundary + int(uniform[b, h, 0, p, 1] * width)]
+                terms.append(max(0.0, 0.4 - float(predicted[b, h, i] - predicted[b, h, j])))
+            heads.append(sum(terms) / 6)
+        expected.append(sum(heads) / H)
+    found = hinge_loss(predicted, target, reached, uniform, settings)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def threshold(predicted, reached, h: int, ratio: float) -> float:
+    ranked = sorted((float(predicted[h, i]) for i in range(T) if reached[h, i]), reverse=True)
+    k = round(ratio * len(ranked))
+    return (ranked[k - 1] + ranked[k]) / 2
+
+
+def test_boundary_asks_keep_or_drop_near_the_cut() -> None:
+    output, target, reached, _ = one("mass")
+    ratios, total = (0.2, 0.5), 0.0
+    for ratio in ratios:
+        for h in range(H):
+            ranked = sorted((i for i in range(T) if reached[h, i]), key=lambda i: -float(target[h, i]))
+            k, w = round(ratio * len(ranked)), math.ceil(0.1 * len(ranked))
+            cut = threshold(output, reached, h, ratio)
+            terms = []
+            for rank in range(k - w, k + w):
+                z = (float(output[h, ranked[rank]]) - cut) / 0.3
+                keep = 1 / (1 + math.exp(-z))
+                terms.append(-math.log(keep if rank < k else 1 - keep))
+            total += sum(terms) / len(terms) / H / len(ratios)
+    found = of("boundary", keep_ratios=ratios, band=0.1, temperature=0.3)
+    torch.testing.assert_close(found, torch.tensor(total, dtype=torch.float64))
+
+
+def test_the_threshold_keeps_the_budget() -> None:
+    output, _, reached, _ = one("mass")
+    for ratio in (0.1, 0.25, 0.6):
+        above = (output[None] > threshold_of(output[None], reached[None], ratio)) & reached
+        assert above.sum(-1).tolist() == [[round(ratio * n) for n in reached.sum(-1).tolist()]]
+
+
+@pytest.mark.parametrize(
+    ("unit", "listwise"), [("mass", "sum"), ("log_risk", "sum"), ("mass", "softmax"), ("rank", "softmax")]
+)
+def test_listwise_is_a_divergence_from_the_target(unit: str, listwise: str) -> None:
+    output, target, reached, _ = one(unit)
+    heads = []
+    for h in range(H):
+        entries = [i for i in range(T) if reached[h, i]]
+        said = [float(output[h, i]) for i in entries]
+        if listwise == "softmax":
+            weights = [math.exp(x / 0.7) for x in said]
+        else:
+            weights = [math.exp(x) for x in said] if unit == "log_risk" else said
+        wanted = [float(target[h, i]) for i in entries]
+        p = [x / sum(wanted) for x in wanted]
+        q = [x / sum(weights) for x in weights]
+        heads.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+    found = of("listwise", unit, listwise=listwise, temperature=0.7)
+    torch.testing.assert_close(found, torch.tensor(sum(heads) / H, dtype=torch.float64))
+    if unit == "mass" and listwise == "sum":
+        assert of("listwise", output=3.0 * target.clamp_min(1e-6)).abs() < 1e-4, "0 where the shares agree"
+
+
+def evidence_of(
+    num_tokens: int = T, queries: int = T, *, window=None, sinks=False, seed: int = 0
+) -> Evidence:
+    """A layer of two query heads a KV head, `queries` of them the last of its entries, float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    return Evidence(
+        layer_idx=0,
+        queries_BQSD=2 * normal(1, 2 * H, queries, 8),
+        keys_BHTD=normal(1, H, num_tokens, 8),
+        values_BHTD=normal(1, H, num_tokens, 8),
+        output_weight_QDE=normal(2 * H, 8, 16),
+        scaling=8**-0.5,
+        positions_BT=torch.arange(num_tokens)[None],
+        valid_BT=torch.ones(1, num_tokens, dtype=torch.bool),
+        window=window,
+        sinks_Q=normal(2 * H) if sinks else None,
+    )
+
+
+def naive_output(evidence: Evidence, keep: torch.Tensor, horizon: int) -> torch.Tensor:
+    """Rows of attention, masked, renormalised (with the sink's share), projected: a loop over queries."""
+    S, T_ = evidence.num_queries, evidence.num_seen
+    probs = attention_probs(evidence, 0, S)[0]
+    rows = []
+    for s in range(S):
+        total = torch.zeros(16, dtype=torch.float64)
+        for q in range(2 * H):
+            a = probs[q, s]
+            far = T_ - S + s - torch.arange(T_) >= horizon
+            kept = torch.where(far, a * keep[q // 2], a)
+            share = kept / (kept.sum() + 1 - a.sum())  # 1 - sum: what a sink took
+            total += (share @ evidence.values_BHTD[0, q // 2]) @ evidence.output_weight_QDE[q]
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (12, False), (None, True)])
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_layers_output_under_a_keep_mask(window: int | None, sinks: bool, order: int) -> None:
+    evidence = evidence_of(window=window, sinks=sinks)
+    keep = torch.rand(H, T, dtype=torch.float64)
+    whole, masked = (naive_output(evidence, mask, 5) for mask in (torch.ones_like(keep), keep))
+    found = relative_change(evidence, keep.log()[None], 5, order)
+    expected = (whole - masked).norm(order, dim=-1).mean() / whole.norm(order, dim=-1).mean()
+    torch.testing.assert_close(found, expected)
+    coefficients = bound_coefficients(evidence, 5, T)
+    moved = (layer_output(evidence, None, 5) - layer_output(evidence, keep.log()[None], 5))[0]
+    bound = (coefficients[0] * (1 - keep)).sum()
+    assert moved.norm(1, dim=-1).mean() <= bound and moved.norm(2, dim=-1).mean() <= bound
+    assert bound < 60 * moved.norm(1, dim=-1).mean(), "a bound, not just any large number"
+
+
+def test_the_bounds_coefficients() -> None:
+    evidence = evidence_of()
+    probs = attention_probs(evidence, 0, T)[0]
+    norms = torch.einsum(
+        "htd,hgde->hgte", evidence.values_BHTD[0], evidence.output_weight_QDE.view(H, 2, 8, 16)
+    )
+    norms = norms.abs().sum(-1)
+    expected = torch.zeros(H, T, dtype=torch.float64)
+    for h in range(H):
+        for g in range(2):
+            for i in range(T):
+                paid = sum(float(probs[2 * h + g, j, i]) for j in range(i + 5, T)) / T
+                expected[h, i] += paid * float(norms[h, g, i] + norms[h, g].max())
+    torch.testing.assert_close(bound_coefficients(evidence, 5, T)[0], expected)
+
+
+def view_of(document: Evidence, *branches: Evidence) -> SimpleNamespace:
+    return SimpleNamespace(document=document, branches=tuple(("appendix", evidence) for evidence in branches))
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_layer_output_is_the_mean_over_budgets_document_and_branches(form: str) -> None:
+    output, _, reached, _ = one("mass")
+    document, branch = evidence_of(), evidence_of(T + 6, 6, seed=1)
+    settings = {"keep_ratios": (0.2, 0.5), "temperature": 0.3, "output_queries": 0}
+    found = of("layer_output", view=view_of(document, branch), layer_output=form, **settings)
+    values = []
+    for ratio in (0.2, 0.5):
+        keep = torch.ones(H, T, dtype=torch.float64)
+        for h in range(H):
+            cut = threshold(output, reached, h, ratio)
+            for i in range(T):
+                if reached[h, i]:
+                    keep[h, i] = 1 / (1 + math.exp(-float(output[h, i] - cut) / 0.3))
+        for evidence, horizon in ((document, 4), (branch, 0)):
+            if form == "bound":
+                c = bound_coefficients(evidence, horizon, T)[0]
+                values.append((c * (1 - keep)).sum() / c.sum())
+                continue
+            wide = torch.cat([keep, torch.ones(H, evidence.num_seen - T, dtype=torch.float64)], -1)
+            first = horizon if evidence is document else 0
+            whole = naive_output(evidence, torch.ones_like(wide), horizon)[first:]
+            masked = naive_output(evidence, wide, horizon)[first:]
+            values.append((whole - masked).norm(dim=-1).mean() / whole.norm(dim=-1).mean())
+    torch.testing.assert_close(found, torch.stack(values).mean())
+
+
+def test_layer_output_looks_at_a_keyed_stretch_of_queries() -> None:
+    document = evidence_of()
+    few = [
+        float(of("layer_output", view=view_of(document), output_queries=n)) for n in (3, 3, 0, T - 4, 10 * T)
+    ]
+    assert few[0] == few[1] != few[2] and few[2] == few[3] == few[4]
+
+
+def test_layer_output_needs_a_view() -> None:
+    with pytest.raises(ValueError, match="pass view="):
+        of("layer_output")
+
+
+@pytest.mark.parametrize("unit", ["log_risk", "mass"])
+@pytest.mark.parametrize("name", sorted(TERMS))
+def test_gradients_are_those_of_finite_differences(name: str, unit: str) -> None:
+    if unit == "log_risk" and name in ("bce", "smooth_l1"):
+        unit = "risk" if name == "smooth_l1" else "mass"
+    output = one(unit)[0]
+    # Thresholds are constants to the gradient: hold them still by a step that changes no order, and that
+    # leaves the entries beside a cut alone.
+    output.requires_grad_()
+    view = view_of(evidence_of())
+    settings = {"keep_ratios": (0.25,), "margin": 0.5, "smooth_l1_beta": 0.4, "huber_delta": 0.7}
+    of(name, unit, output=output, view=view, **settings).backward()
+    gradient, reached = output.grad, one(unit)[2]
+    assert gradient is not None and (gradient[~reached] == 0).all() and gradient[reached].any()
+    cuts = set()
+    for h in range(H):
+        ranked = sorted((i for i in range(T) if reached[h, i]), key=lambda i: -float(output.detach()[h, i]))
+        k = round(0.25 * len(ranked))
+        cuts |= {(h, ranked[k - 1]), (h, ranked[k])}
+    for h, i in [(0, 5), (1, 12), (1, 29), (2, 20), (2, 31)]:
+        if (h, i) in cuts:
+            continue
+        moved = []
+        for sign in (1, -1):
+            nudged = output.detach().clone()
+            nudged[h, i] += sign * 1e-6
+            moved.append(float(of(name, unit, output=nudged, view=view, **settings)))
+        torch.testing.assert_close(float(gradient[h, i]), (moved[0] - moved[1]) / 2e-6, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("unit", ["log_risk", "mass"])
+@pytest.mark.parametrize("odd", ["unreached", "ties", "one", "zeros", "infinite"])
+@pytest.mark.parametrize("name", sorted(TERMS))
+def test_odd_documents_are_finite(name: str, odd: str, unit: str) -> None:
+    output, target, reached, _ = one(unit)
+    view = view_of(evidence_of())
+    if odd == "unreached":
+        reached = torch.zeros_like(reached)
+    elif odd == "ties":
+        output, target = torch.full_like(output, 0.5), torch.full_like(target, 0.25)
+    elif odd == "one":
+        output, target, reached = output[:, :1], target[:, :1], torch.ones_like(reached[:, :1])
+        view = view_of(truncate(evidence_of(), 1), evidence_of(1 + 3, 3))
+    elif odd == "zeros":
+        target = torch.zeros_like(target)
+    else:
+        output = output.masked_fill(~reached, torch.inf)
+    output = output.clone().requires_grad_()
+    loss = of(name, unit, output=output, target=target, reached=reached, view=view)
+    loss.backward()
+    assert loss.isfinite() and output.grad is not None and output.grad.isfinite().all()
+    if odd == "unreached" or (odd == "ties" and name in ("pairwise", "hinge", "boundary")):
+        assert loss == 0 and not output.grad.any()
+
+
+def test_the_total_weighs_the_terms() -> None:
+    settings = LossSettings(terms={"mse": 2.0, "smooth": 0.0, "bce": 0.5})
+    output, target, reached, gate = one("mass")
+    found = local_losses(output, gate, target, reached, None, settings, (0,), horizon=4)
+    assert list(found) == ["mse", "smooth", "bce"]
+    assert total_loss(found, settings) == 2.0 * found["mse"] + 0.5 * found["bce"]
+
+
+def test_the_default_terms_are_the_two_of_the_golden_curve() -> None:
+    output, target, reached, gate = one("log_risk")
+    settings = LossSettings()
+    found = local_losses(output, gate, target, reached, None, settings, (7, 0, 3, 1), horizon=4)
+    own = (target + gate.risk_floor_H[:, None]).log()
+    draws = pair_draws((7, 0, 3, 1), num_heads=H, settings=settings)
+    expected = mse_loss(output[None], own[None], reached[None]) + 0.5 * pairwise_loss(
+        output[None], own[None], reached[None], draws[None], settings
+    )
+    assert torch.equal(total_loss(found, settings), expected[0])
+
+
+def test_terms_that_mean_nothing_are_refused_together() -> None:
+    with pytest.raises(ValueError, match="did you mean 'pairwise'.*must not be negative.*margin=-1"):
+        check_losses(LossSettings(terms={"pairwize": 1.0, "mse": -1.0}, margin=-1.0))
+    with pytest.raises(ValueError, match="trains on nothing"):
+        check_losses(LossSettings(terms={"mse": 0.0}))
+    with pytest.raises(ValueError, match="boundary, pairwise need at least one of loss.keep_ratios"):
+        check_losses(LossSettings(terms={"boundary": 1.0, "pairwise": 1.0}, keep_ratios=()))
+    with pytest.raises(ValueError, match="pairs=0: hinge, pairwise need at least 1"):
+        check_losses(LossSettings(terms={"hinge": 1.0}, pairs=0))
+    check_losses(LossSettings(terms={"listwise": 1.0}, keep_ratios=(), pairs=0))
+
+
+def test_terms_of_another_unit_are_refused() -> None:
+    with pytest.raises(ValueError, match="bce is for gates whose output is mass.*log_risk: use mse or huber"):
+        check_fit(LossSettings(terms={"bce": 1.0}), Said("log_risk"))
+    with pytest.raises(ValueError, match="a decay per token.*end_to_end"):
+        check_fit(LossSettings(), Said("rank", ages=True))
+    check_fit(LossSettings(terms={"bce": 1.0, "smooth_l1": 1.0}), Said("mass"))

@@ -1,25 +1,82 @@
-"""The frozen model: loaded by name or refused with a reason, and matched with the documents."""
+"""The frozen model: loaded by name or refused with a reason, matched with documents, and walked through."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from retain.hf.model import observe
+from retain.train.branches import Branch, Reading
 from retain.train.data import Document
-from retain.train.teacher import check_documents, load_frozen
+from retain.train.targets import TargetSettings, layer_target
+from retain.train.teacher import Frozen, View, check_document, check_documents, load_frozen, walk
+from tests.memory import Watch
 from tests.tiny import tiny_model
+
+
+def draw(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def reading(tokens: int, *branches: int, key: int = 0) -> Reading:
+    named = tuple(Branch("appendix", draw(length, length)) for length in branches)
+    return Reading(Document(draw(tokens, 0)), named, key)
 
 
 def test_a_local_model_is_frozen_and_needs_no_tokenizer(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     frozen = load_frozen(str(tmp_path), dtype="float32")
-    assert frozen.encode is None and not frozen.model.training
-    assert not any(p.requires_grad for p in frozen.model.parameters())
+    assert frozen.encode is None and frozen.tokenizer is None and frozen.chat is None
+    assert not frozen.model.training and not any(p.requires_grad for p in frozen.model.parameters())
+    assert len(frozen.layout.evicting) == 2 and frozen.rotary is not None
+
+
+def test_a_model_may_be_placed_by_a_device_map(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    frozen = load_frozen(str(tmp_path), dtype="bfloat16", device_map={"": "cpu"}, chunk=5)
+    assert frozen.model.device.type == "cpu" and frozen.model.dtype == torch.bfloat16
+    layers: list[int] = []
+    walk(frozen, [reading(20, 3)], lambda views: layers.extend(view.layer_idx for view in views))
+    assert layers == [0, 1]
+    with pytest.raises(ValueError, match="is on the meta device"):
+        load_frozen(str(tmp_path), device_map={"": "meta"})
+
+
+def test_the_reference_model_has_a_tokenizer() -> None:
+    frozen = load_frozen("reference:0", chunk=None)
+    assert frozen.chunk is None and frozen.encode is not None and frozen.tokenizer is not None
+    assert frozen.encode("a b", False)
 
 
 @pytest.mark.parametrize("name", ["no/such-model-anywhere", "reference:x"])
 def test_names_that_cannot_be_resolved(name: str) -> None:
     with pytest.raises(ValueError, match=f"model='{name}'"):
         load_frozen(name)
+
+
+def test_an_unreachable_hub_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = r"(?s)model='nobody/nothing' cannot be loaded: .*(offline|connect).*Pass a local folder"
+    with pytest.raises(ValueError, match=message):
+        load_frozen("nobody/nothing")
+
+
+def test_a_quantisation_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    for quantization, cause in (
+        ({"quant_method": "nonsense"}, "nonsense"),
+        ({"bits": 4}, "quant_method"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot be loaded with quantization={{'.*{cause}"):
+            load_frozen(str(tmp_path), quantization=quantization)
+
+
+def test_settings_of_the_load_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="neither quantised nor spread over devices"):
+        load_frozen("reference:0", device_map="auto")
+    with pytest.raises(ValueError, match="model chunk=0 is in tokens"):
+        load_frozen("reference:0", chunk=0)
 
 
 def test_documents_of_another_tokenizer_or_too_long() -> None:
@@ -29,3 +86,86 @@ def test_documents_of_another_tokenizer_or_too_long() -> None:
         check_documents(config, [Document((1,)), Document((2, 97))])
     with pytest.raises(ValueError, match="document 0 has 17 tokens with its appendix and the model takes 16"):
         check_documents(config, [Document((1,) * 10, (2,) * 7)])
+    with pytest.raises(ValueError, match="rows.jsonl line 3 holds token id 99"):
+        check_document(config, Document((99,), origin="rows.jsonl line 3"))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "qwen3_next"])
+def test_a_walk_shows_every_reading_and_layer_once(family: str) -> None:
+    """What `observe` shows of `[document; branch]`, for every layer, branch and reading."""
+    model = tiny_model(family, dtype=torch.float64)
+    readings = [reading(30, 5, 9, key=7), reading(12, key=8)]
+    wanted = {
+        (row, branch, evidence.layer_idx): evidence
+        for row, own in enumerate(readings)
+        for branch in own.branches
+        for evidence in observe(model, torch.tensor([own.document.context_ids + branch.ids]))
+    }
+    seen: list[tuple[int, int]] = []
+
+    def see(views: list[View]) -> None:
+        for view in views:
+            seen.append((view.row, view.layer_idx))
+            own = readings[view.row]
+            assert view.key == own.key and view.document.layer_idx == view.layer_idx
+            assert [source for source, _ in view.branches] == [branch.source for branch in own.branches]
+            assert len(view.branches) == len(own.branches) == len(view.branches[:5])
+            for (_, evidence), branch in zip(view.branches, own.branches, strict=True):
+                keys_BHTD = wanted[view.row, branch, view.layer_idx].keys_BHTD
+                torch.testing.assert_close(evidence.keys_BHTD, keys_BHTD, rtol=1e-9, atol=1e-9)
+                assert evidence.num_queries == len(branch.ids)
+
+    frozen = Frozen(model, None, 0)
+    walk(frozen, readings, see)
+    layers = [spec.layer_idx for spec in frozen.layout.evicting]
+    assert sorted(seen) == [(row, layer) for row in range(2) for layer in layers]
+
+
+def test_a_visitor_may_train_inside_a_walk() -> None:
+    weight = torch.nn.Linear(48, 2)
+
+    def see(views: list[View]) -> None:
+        assert not torch.is_grad_enabled()
+        for view in views:
+            with torch.enable_grad():
+                weight(view.document.hidden_BTE).square().mean().backward()
+
+    walk(Frozen(tiny_model("qwen3"), None, 0), [reading(20, 4)], see)
+    assert weight.weight.grad is not None and weight.weight.grad.abs().sum() > 0
+
+
+def test_the_stream_is_shown_if_it_is_wanted_and_unknown_names_are_refused() -> None:
+    frozen = Frozen(tiny_model("llama"), None, 0)
+    for wanted in ((), ("hidden", "keys"), ("hidden", "stream")):
+        shown: list[Any] = []
+        walk(
+            frozen,
+            [reading(9)],
+            lambda views, shown=shown: shown.append(views[0].document.stream_BTE),
+            wanted=wanted,
+        )
+        assert all((stream is not None) == ("stream" in wanted) for stream in shown)
+    with pytest.raises(ValueError, match=r"wanted=\['streem'\]: gates look at hidden, stream"):
+        walk(frozen, [reading(9)], lambda views: None, wanted=("streem",))
+    with pytest.raises(ValueError, match="nothing to read"):
+        walk(frozen, [], lambda views: None)
+
+
+@pytest.mark.parametrize("sources", ["own,appendix", "own,repeat"])
+def test_memory_of_a_walk_with_targets_is_linear(sources: str) -> None:
+    """From 1K to 8K tokens, the slope stays within a tenth, and no matrix of all pairs exists."""
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    frozen = Frozen(tiny_model("llama", max_position_embeddings=32768, **small), None, 0, chunk=512)
+    settings = TargetSettings(sources=dict.fromkeys(sources.split(","), 1.0), chunk=16)
+    peaks = []
+    for tokens in (1024, 2048, 4096, 8192):
+        branch = (
+            Branch("appendix", draw(32, 1)) if "appendix" in sources else Branch("repeat", draw(tokens, 1))
+        )
+        read = [Reading(Document(draw(tokens, 0)), (branch,), 0)]
+        with Watch() as watch:
+            walk(frozen, read, lambda views: [layer_target(view, settings) for view in views] and None)
+        peaks.append(watch.peak)
+    slopes = [(peaks[place + 1] - peaks[place]) / 2**place for place in range(3)]
+    assert max(slopes) <= 1.1 * min(slopes)
+    assert peaks[3] < 8192 * 8192

@@ -1,0 +1,155 @@
+"""Gates that decide when an entry is written: WG-KV's admission and DMS's delayed eviction.
+
+In: an entry's own key (WG-KV) or the residual stream (DMS). Out: a number whose `log_gate` soft attention
+adds to the entry's logits once it has left the protected window. The one decision taken here: both score in
+`rank`. Their numbers say whether an entry stays, by a threshold, and not how much attention it will get.
+"""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retain.gates.activation import activation_of, width_of
+from retain.gates.base import OPEN, Gate, GateInputs
+
+
+class AdmissionGate(Gate):
+    """`log g_h(i) = log max(sigmoid(z_h(i)), floor)`, of an MLP `z` over the entry's own key.
+
+    `z_h(i) = w2_h . act(W1_h [norm(k_i before RoPE); norm(k_i after RoPE)] + b1_h) + b2_h`.
+
+    WG-KV: KV Admission (arXiv 2512.17452). Every KV head has its own MLP (their grouped convolutions of
+    kernel size 1); the two RMSNorms, of keys before and after RoPE, are the layer's. The output is `log g`,
+    so their rule `g > 0.1` is `output > log 0.1`; the logarithm is what soft attention adds. Map of names:
+    `norm_before`, `norm_after` are their `pre_key_norm`, `post_key_norm`; `up_*` their `conv1`, `out_*` their
+    `conv2`; `expand` their `g_expand`, `floor` their `g_epsilon`. `open_` is ours: theirs starts where the
+    default initialisation of a convolution puts it, about half open (`opens_at=0`). Parameters, with
+    `F = round(expand D)`: `2 D + H (2 D F + F) + H (F + 1)`.
+
+    Args:
+        E: model width.
+        H: KV heads of the layer.
+        D: head width.
+        expand: hidden width of each head's MLP, in head widths (released: 4 for Llama, 1.5 for Qwen3).
+        activation: of `retain.gates.activation`.
+        floor: smallest `g`, between 0 and 1.
+        opens_at: output bias that `open_` sets.
+    """
+
+    family = "admission"
+    inputs = frozenset({"keys", "keys_before"})
+    unit = "rank"
+    sizes = ("E", "H", "D")
+
+    def __init__(
+        self,
+        *,
+        E: int,
+        H: int,
+        D: int,
+        expand: float = 4.0,
+        activation: str = "gelu",
+        floor: float = 1e-3,
+        opens_at: float = OPEN,
+    ):
+        super().__init__(E=E, H=H)
+        if not 0 < floor < 1:
+            raise ValueError(f"an admission gate's floor lies between 0 and 1, got {floor}.")
+        F = width_of(round(expand * D), "an admission gate")
+        self.D, self.F, self.expand = D, F, expand
+        self.activation, self.floor, self.opens_at = activation, floor, opens_at
+        self.act = activation_of(activation)
+        self.norm_before = nn.RMSNorm(D, eps=1e-6)
+        self.norm_after = nn.RMSNorm(D, eps=1e-6)
+        # As a convolution starts: uniform within one over the root of what each output sums over.
+        inner, outer = (2 * D) ** -0.5, F**-0.5
+        self.up_weight = nn.Parameter(torch.empty(H, F, 2 * D).uniform_(-inner, inner))
+        self.up_bias = nn.Parameter(torch.empty(H, F).uniform_(-inner, inner))
+        self.out_weight = nn.Parameter(torch.empty(H, F).uniform_(-outer, outer))
+        self.out_bias = nn.Parameter(torch.empty(H).uniform_(-outer, outer))
+
+    def dims(self) -> dict[str, Any]:
+        own = {"expand": self.expand, "activation": self.activation}
+        return {**super().dims(), "D": self.D, **own, "floor": self.floor, "opens_at": self.opens_at}
+
+    @torch.no_grad()
+    def open_(self) -> None:
+        self.out_bias.fill_(self.opens_at)
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """The output itself."""
+        return output_BHT
+
+    def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
+        """`log g` of every entry, from its key before and after RoPE."""
+        assert inputs.keys_before_BHTD is not None and inputs.keys_BHTD is not None
+        dtype = self.up_weight.dtype
+        before = self.norm_before(inputs.keys_before_BHTD.to(dtype))
+        after = self.norm_after(inputs.keys_BHTD.to(dtype))
+        both = torch.cat([before, after], dim=-1)
+        hidden_BHTF = self.act(both @ self.up_weight.transpose(1, 2) + self.up_bias[:, None])
+        logit_BHT = torch.einsum("bhtf,hf->bht", hidden_BHTF, self.out_weight) + self.out_bias[:, None]
+        return functional.logsigmoid(logit_BHT).clamp_min(math.log(self.floor))
+
+
+class DMSGate(Gate):
+    """`score_h(i) = offset - scale w_h . RMSNorm(x_i)`, with `x_i` the residual stream of entry `i`.
+
+    DMS: Inference-Time Hyper-Scaling with KV Cache Compression (arXiv 2506.05345), as in the released
+    adapters. Their decision logit is minus our score: they evict where it is above 0, after the protected
+    window has passed. Map of names: `norm` and `out` are their `dms_proj_alpha_norm` and `dms_proj_alpha`,
+    `scale` and `offset` their `dms_alpha_scale` and `dms_initial_alpha_offset`. Parameters: `E + E H`, and
+    `H` with `bias`.
+
+    Args:
+        E: model width.
+        H: KV heads of the layer.
+        scale: factor on the projection: one learning rate fits it and the model's own scale.
+        offset: score before training; high is open.
+        eps: of the norm.
+        bias: whether the projection has a bias (theirs has one where the model's attention has).
+    """
+
+    family = "dms"
+    inputs = frozenset({"stream"})
+    unit = "rank"
+
+    def __init__(
+        self,
+        *,
+        E: int,
+        H: int,
+        scale: float = 100.0,
+        offset: float = 5.0,
+        eps: float = 1e-6,
+        bias: bool = False,
+    ):
+        super().__init__(E=E, H=H)
+        self.scale, self.offset, self.eps, self.bias = scale, offset, eps, bias
+        self.norm = nn.RMSNorm(E, eps=eps)
+        self.out = nn.Linear(E, H, bias=bias)
+
+    def dims(self) -> dict[str, Any]:
+        own = {"scale": self.scale, "offset": self.offset, "eps": self.eps, "bias": self.bias}
+        return {**super().dims(), **own}
+
+    @torch.no_grad()
+    def open_(self) -> None:
+        """A projection of zero: every score is the offset."""
+        self.out.weight.zero_()
+        if self.bias:
+            self.out.bias.zero_()
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """`logsigmoid` of the score, which is of minus their decision logit."""
+        return functional.logsigmoid(output_BHT)
+
+    def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
+        """Minus the decision logit of every entry, from `inputs.stream_BTE`."""
+        assert inputs.stream_BTE is not None
+        normed_BTE = self.norm(inputs.stream_BTE.to(self.norm.weight.dtype))
+        return self.offset - self.scale * self.out(normed_BTE).transpose(1, 2)

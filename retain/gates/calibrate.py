@@ -1,0 +1,260 @@
+"""What stands between a gate and its score: a strictly increasing curve per KV head, from its number to risk.
+
+In: the scores of one layer, in whatever unit the gate has. Out: the same scores as risk (or as the mass that
+the targets were in), in the same order inside each head, and comparable across heads and layers. So gates of
+any family can be fused with observed risk, and can share a budget. `train/calibration.py` fits the curves
+after training; they are stored with the gates and applied by `GateSet.score`.
+
+The one decision taken here: curves are straight lines between knots, log-risk against the logarithm of the
+score (its asinh, where scores have a sign). They go on beyond the outermost knots towards the ends of what
+float32 can hold: so they rise everywhere, and give nothing infinite.
+
+Why it pays: reordering nothing inside a head, it only moves entries between heads, which is to give heads
+their shares of a joint budget. KVzip+ regressions such as KVzap (arXiv 2601.07891) are trained to be
+comparable and are only nearly so; DBTrimKV (arXiv 2605.09649) ties the last projection of its gates for the
+same end.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Float32, Float64
+from torch import Tensor, nn
+
+from retain.registry import lookup
+
+SPACES = ("log", "asinh")
+UNITS = ("risk", "mass")
+# What a curve gives lies in exp(-REACH) .. exp(REACH), well inside of float32.
+REACH = 80.0
+# What a score lies in, on a curve's axis, whatever float32 it is: |log s| < 104, |asinh(s)| < 90.
+EDGE = 104.0
+# The smallest slope of a curve, log-risk against the axis. float32 has steps of 1e-7: scores that differ by
+# more than about 1e-7 / SMALLEST_SLOPE of themselves stay apart (on an asinh axis: of the head's typical
+# score, where they are smaller than that).
+SMALLEST_SLOPE = 0.05
+# The steepest that a curve goes on beyond its knots: in proportion to the score.
+STEEPEST_BEYOND = 1.0
+
+
+class Calibrator(nn.Module):
+    """Interface of a kind: strictly increasing per head, and one layer's.
+
+    Args:
+        H: KV heads of the layer.
+        K: knots.
+        space: `log`, for scores that are at least 0; or `asinh`, for scores with a sign.
+        unit: of what it gives, `risk` or `mass`.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk"):
+        super().__init__()
+        if H < 1 or K < 2:
+            raise ValueError(f"a calibrator needs a head and two knots at least, got H={H}, K={K}.")
+        if space not in SPACES or unit not in UNITS:
+            raise ValueError(
+                f"a calibrator's space is one of {', '.join(SPACES)} and its unit one of {', '.join(UNITS)}; "
+                f"got {space!r} and {unit!r}."
+            )
+        self.H, self.K, self.space, self.unit = H, K, space, unit
+        # The unit of an asinh axis: about how large the scores of a head are.
+        self.register_buffer("scale_H", torch.ones(H))
+
+    scale_H: Tensor
+
+    def dims(self) -> dict[str, Any]:
+        """The arguments of `build_calibrator` that build it again, empty."""
+        return {"kind": self.kind, "H": self.H, "K": self.K, "space": self.space, "unit": self.unit}
+
+    def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
+        """Knots of every head, strictly increasing: on the axis, and in log-risk."""
+        raise NotImplementedError
+
+    def forward(self, score_BHT: Float[Tensor, "B H T"]) -> Float32[Tensor, "B H T"]:
+        """`exp(curve_h(axis(score)))`; what is not finite (entries that do not exist) stays as it is.
+
+        Args:
+            score_BHT: as the gate gives it, in any unit.
+        """
+        x_BHT = axis(score_BHT, self.space, self.scale_H)
+        knots_HK, values_HK = extended(*self.knots())
+        risk_BHT = interpolate(x_BHT, knots_HK, values_HK).exp().float()
+        return torch.where(score_BHT.isfinite(), risk_BHT, score_BHT.float())
+
+
+class Remap(Calibrator):
+    """A curve per head: `log r = curve_h(x)`, with K knots each."""
+
+    kind = "remap"
+
+    def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk"):
+        super().__init__(H=H, K=K, space=space, unit=unit)
+        line_HK = torch.linspace(-1, 1, K).expand(H, K)
+        self.register_buffer("knots_HK", line_HK.clone())
+        self.register_buffer("values_HK", line_HK.clone())
+
+    knots_HK: Tensor
+    values_HK: Tensor
+
+    def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
+        return self.knots_HK.double(), self.values_HK.double()
+
+
+class Shared(Calibrator):
+    """One curve for all heads of all layers, and four numbers a head:
+
+        log r = offset_h + gain_h * curve((x - mean_h) / spread_h)
+
+    with `mean_h` and `spread_h` those of the head's scores on the axis, and `gain_h > 0`. Every layer holds
+    the same curve.
+    """
+
+    kind = "shared"
+
+    def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk"):
+        super().__init__(H=H, K=K, space=space, unit=unit)
+        self.register_buffer("knots_K", torch.linspace(-1, 1, K))
+        self.register_buffer("values_K", torch.linspace(-1, 1, K))
+        self.register_buffer("mean_H", torch.zeros(H))
+        self.register_buffer("spread_H", torch.ones(H))
+        self.register_buffer("offset_H", torch.zeros(H))
+        self.register_buffer("gain_H", torch.ones(H))
+
+    knots_K: Tensor
+    values_K: Tensor
+    mean_H: Tensor
+    spread_H: Tensor
+    offset_H: Tensor
+    gain_H: Tensor
+
+    def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
+        mean_H1, spread_H1 = self.mean_H.double()[:, None], self.spread_H.double()[:, None]
+        offset_H1, gain_H1 = self.offset_H.double()[:, None], self.gain_H.double()[:, None]
+        return mean_H1 + spread_H1 * self.knots_K.double(), offset_H1 + gain_H1 * self.values_K.double()
+
+
+CALIBRATORS: dict[str, type[Calibrator]] = {"remap": Remap, "shared": Shared}
+
+
+def build_calibrator(kind: str, **dims: Any) -> Calibrator:
+    """A fresh calibrator of one layer: `build_calibrator(**calibrator.dims())`, then its tensors.
+
+    Args:
+        kind: a name in `CALIBRATORS`.
+        **dims: H, K, space, unit.
+
+    Raises:
+        ValueError: an unknown kind, or sizes that no layer has.
+    """
+    return lookup(kind, CALIBRATORS, what="kind of calibrator")(**dims)
+
+
+def axis(
+    score: Float[Tensor, "*batch H T"], space: str, scale_H: Float[Tensor, " H"]
+) -> Float64[Tensor, "*batch H T"]:
+    """Where scores lie on a curve's axis: `log s`, or `asinh(s / scale_h)`.
+
+    Zero lies below every positive number of float32, and so does, in `log`, what is below zero.
+
+    Args:
+        score: scores, one row a head.
+        space: of `SPACES`.
+        scale_H: unit of an asinh axis.
+    """
+    if space == "log":
+        # 0.7e-45: half of the smallest number above zero that float32 has.
+        return score.double().clamp_min(0.7e-45).log()
+    return (score.double() / scale_H.double()[:, None]).asinh().clamp(-EDGE, EDGE)
+
+
+def extended(
+    knots_HK: Float64[Tensor, "H K"], values_HK: Float64[Tensor, "H K"]
+) -> tuple[Float64[Tensor, "H knots"], Float64[Tensor, "H knots"]]:
+    """The same curves with a knot at either edge of the axis.
+
+    Beyond the outermost knots a curve goes on with the slope of its outermost piece, at most
+    `STEEPEST_BEYOND`, and so that it meets the edge inside of `-REACH .. REACH`.
+
+    Args:
+        knots_HK: strictly increasing, inside of `-EDGE .. EDGE`.
+        values_HK: strictly increasing, inside of `-REACH .. REACH`.
+    """
+    slope_Hk = values_HK.diff(dim=-1) / knots_HK.diff(dim=-1)
+    ends = []
+    for end, slope_H1, sign in ((0, slope_Hk[:, :1], -1.0), (-1, slope_Hk[:, -1:], 1.0)):
+        knot_H1, value_H1 = knots_HK[:, end, None], values_HK[:, end, None]
+        away_H1 = EDGE + 1.0 - sign * knot_H1
+        rise_H1 = torch.minimum(slope_H1.clamp_max(STEEPEST_BEYOND) * away_H1, REACH - sign * value_H1)
+        ends.append((torch.full_like(knot_H1, sign * (EDGE + 1.0)), value_H1 + sign * rise_H1))
+    (low_H1, lowest_H1), (high_H1, highest_H1) = ends
+    return (
+        torch.cat([low_H1, knots_HK, high_H1], dim=-1),
+        torch.cat([lowest_H1, values_HK, highest_H1], dim=-1),
+    )
+
+
+def interpolate(
+    x: Float64[Tensor, "*batch H T"], knots_HK: Float64[Tensor, "H K"], values_HK: Float64[Tensor, "H K"]
+) -> Float64[Tensor, "*batch H T"]:
+    """Straight lines between knots, one curve a head; never decreasing, rounding included.
+
+    `y = min(y_k + (x - x_k) * slope_k, y_{k+1})` with `x_k <= x < x_{k+1}`; at the outermost knots beyond
+    them.
+
+    Args:
+        x: between the outermost knots.
+        knots_HK: strictly increasing.
+        values_HK: increasing.
+    """
+    K = knots_HK.shape[-1]
+    rows_HN = x.movedim(-2, 0).flatten(1).contiguous()
+    piece_HN = (torch.searchsorted(knots_HK.contiguous(), rows_HN, right=True) - 1).clamp(0, K - 2)
+    left_HN, right_HN = knots_HK.gather(1, piece_HN), knots_HK.gather(1, piece_HN + 1)
+    low_HN, high_HN = values_HK.gather(1, piece_HN), values_HK.gather(1, piece_HN + 1)
+    share_HN = (rows_HN - left_HN) / (right_HN - left_HN)
+    y_HN = torch.minimum((low_HN + share_HN * (high_HN - low_HN)).clamp_min(low_HN), high_HN)
+    H, T = x.shape[-2:]
+    return y_HN.view(H, *x.shape[:-2], T).movedim(0, -2)
+
+
+def calibrated_layers(record: Mapping[str, Any]) -> dict[int, Calibrator]:
+    """Empty calibrators as an artifact's `calibration` describes them: layer -> calibrator.
+
+    Args:
+        record: its `layers`: layer -> `Calibrator.dims()`; none where nothing was calibrated.
+    """
+    return {int(layer): build_calibrator(**dims) for layer, dims in record.get("layers", {}).items()}
+
+
+def threshold_at(ratios: Sequence[float], thresholds: Sequence[float], keep_ratio: float) -> float:
+    """The threshold for a keep_ratio, off a stored curve.
+
+    Between two points the logarithms of the thresholds are interpolated, or, unless both are positive, the
+    thresholds.
+
+    Args:
+        ratios: ascending.
+        thresholds: that go with them, descending.
+        keep_ratio: between the first and the last.
+
+    Raises:
+        ValueError: it is not between them.
+    """
+    if not ratios[0] <= keep_ratio <= ratios[-1]:
+        raise ValueError(
+            f"keep_ratio={keep_ratio} is outside of what was calibrated, {ratios[0]:g} .. {ratios[-1]:g}: "
+            "take one inside, or state a budget (keep_ratio=...) in place of a threshold."
+        )
+    upper = min(bisect_left(ratios, keep_ratio), len(ratios) - 1)
+    if ratios[upper] == keep_ratio or upper == 0:
+        return float(thresholds[upper])
+    low, high = thresholds[upper - 1], thresholds[upper]
+    share = (keep_ratio - ratios[upper - 1]) / (ratios[upper] - ratios[upper - 1])
+    if low > 0 and high > 0:
+        return math.exp((1 - share) * math.log(low) + share * math.log(high))
+    return (1 - share) * low + share * high

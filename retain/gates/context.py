@@ -1,0 +1,115 @@
+"""The context gate: a small attention over the context flags each entry for each KV head.
+
+In-context KV-Cache Eviction for LLMs via Attention-Gate (arXiv 2410.12876). In: the attention inputs of the
+context. Out: a flag's logit per entry and head. The one decision taken here: the small attention is causal by
+default, so that an entry's flag is the same in a training forward over the whole document, in a prefill and
+in a prefill by chunks that shows all entries so far.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retain.gates.base import OPEN, GateInputs, HiddenGate
+
+# A padded entry's logit in the small attention; its exponential is zero in every precision.
+AWAY = -1e4
+
+
+class ContextGate(HiddenGate):
+    """`flag(i) = W_O [softmax_j(q_i^a . k_j^a / sqrt(width)) v_j^a]_a + b`, over small heads `a`.
+
+    `q, k, v = W_q x, W_k x, W_v x` of the standardised attention inputs. Map of names: this is their
+    `Attention-Gate`, the small attention their `MHA'`, the sigmoid of the flag's logit what they compare
+    with a threshold. They write that the gate accepts the global context; released code was not at hand, so
+    both readings are here: `causal=True`, entries up to `i`, and `causal=False`, all. No positions enter.
+    Parameters, with `W = heads width`: `3 E W + W H + H`. Memory is linear in T (no T x T mask is made).
+
+    Args:
+        E: model width.
+        H: KV heads of the layer.
+        heads: heads of the small attention.
+        width: width of each.
+        causal: whether an entry sees only itself and earlier ones.
+        opens_at: output bias that `open_` sets.
+    """
+
+    family = "context"
+    unit = "rank"
+    contextual = True
+
+    def __init__(
+        self,
+        *,
+        E: int,
+        H: int,
+        heads: int = 4,
+        width: int = 32,
+        causal: bool = True,
+        opens_at: float = OPEN,
+    ):
+        super().__init__(E=E, H=H)
+        if heads < 1 or width < 1:
+            raise ValueError(
+                f"a context gate needs at least one head of width 1: got heads={heads}, width={width}."
+            )
+        self.heads, self.width, self.causal, self.opens_at = heads, width, causal, opens_at
+        self.queries = nn.Linear(E, heads * width, bias=False)
+        self.keys = nn.Linear(E, heads * width, bias=False)
+        self.values = nn.Linear(E, heads * width, bias=False)
+        self.out = nn.Linear(heads * width, H)
+
+    def dims(self) -> dict[str, Any]:
+        own = {"heads": self.heads, "width": self.width, "causal": self.causal, "opens_at": self.opens_at}
+        return {**super().dims(), **own}
+
+    @torch.no_grad()
+    def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
+        self.out.weight.mul_(0.1)
+        self.out.bias.copy_(mean_H)
+
+    @torch.no_grad()
+    def open_(self) -> None:
+        self.out.weight.mul_(0.1)
+        self.out.bias.fill_(self.opens_at)
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """`logsigmoid` of the flag's logit."""
+        return functional.logsigmoid(output_BHT)
+
+    def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
+        """Logit of every entry's flag, from all of `inputs.hidden_BTE`."""
+        assert inputs.hidden_BTE is not None
+        x_BTE = self.standardise(inputs.hidden_BTE)
+        split = (-1, (self.heads, self.width))
+        queries, keys, values = (
+            projection(x_BTE).unflatten(*split).transpose(1, 2)
+            for projection in (self.queries, self.keys, self.values)
+        )
+        scale = self.width**-0.5
+        if inputs.valid_BT is not None:
+            queries, keys, values = _without_padding(queries, keys, values, inputs.valid_BT, scale)
+        seen = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=self.causal, scale=scale
+        )
+        return self.out(seen[..., : self.width].transpose(1, 2).flatten(2)).transpose(1, 2)
+
+
+def _without_padding(
+    queries: Float[Tensor, "B heads T width"],
+    keys: Float[Tensor, "B heads T width"],
+    values: Float[Tensor, "B heads T width"],
+    valid_BT: Bool[Tensor, "B T"],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more dimension that sends padded entries away: a mask would be T x T, and this is T.
+
+    `q' . k' = q . k` to a real entry, and `q . k + AWAY / scale` to a padded one.
+    """
+    ones = torch.ones_like(queries[..., :1])
+    away_B1T1 = (~valid_BT)[:, None, :, None].to(keys.dtype) * (AWAY / scale)
+    keys = torch.cat([keys, away_B1T1.expand_as(ones)], dim=-1)
+    return torch.cat([queries, ones], dim=-1), keys, torch.cat([values, torch.zeros_like(ones)], dim=-1)

@@ -1,0 +1,145 @@
+"""Decaying retention: what an entry is worth falls with every token that comes after it.
+
+In: the attention input. Out: per entry and head the logarithm of a decay `beta`, at most 0; after `n` further
+tokens the entry weighs `beta ** n`. The one decision taken here: ages are no business of the gate. It says
+`log beta` once, and `GateSet.score` and the soft attention multiply it by the distance (added to the logit,
+as the released FlexAttention kernel does; the released eager reference multiplies the logit, which is
+another function).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retain.gates.activation import activation_of, width_of
+from retain.gates.base import Gate, GateInputs, HiddenGate
+
+
+class _Retention(HiddenGate):
+    """What the two forms share: the output bias, which opens them, and what the output means."""
+
+    unit = "rank"
+    ages = True
+
+    def __init__(self, *, E: int, H: int, F: int, activation: str, opens_at: float):
+        super().__init__(E=E, H=H)
+        self.F = width_of(F, "a retention gate")
+        self.activation, self.opens_at = activation, opens_at
+        self.act = activation_of(activation)
+        self.up = nn.Linear(E, F)
+        self.out = nn.Linear(F, H)
+
+    def dims(self) -> dict[str, Any]:
+        own = {"F": self.F, "activation": self.activation, "opens_at": self.opens_at}
+        return {**super().dims(), **own}
+
+    @torch.no_grad()
+    def open_(self) -> None:
+        """Weights as the release starts them (normal, .02, biases zero), and the bias at `opens_at`."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(std=0.02)
+                module.bias.zero_()
+        self.out.bias.fill_(self.opens_at)
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """The output itself, per token of distance."""
+        return output_BHT
+
+    def hidden(self, x_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T F"]:
+        """What the last projection reads."""
+        return self.act(self.up(x_BTE))
+
+    def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
+        """Logarithm of every entry's decay, from `inputs.hidden_BTE`."""
+        assert inputs.hidden_BTE is not None
+        hidden_BTF = self.hidden(self.standardise(inputs.hidden_BTE))
+        # A projection that layers share lies on one device, whatever devices the layers are on.
+        weight, bias = (tensor.to(hidden_BTF.device) for tensor in (self.out.weight, self.out.bias))
+        return functional.logsigmoid(functional.linear(hidden_BTF, weight, bias)).transpose(1, 2)
+
+
+class DecayGate(_Retention):
+    """`log beta(i) = logsigmoid(W2 act(W1 x_i + b1) + b2)`; the score after `n` tokens is `n log beta`.
+
+    TRIM-KV: Cache What Lasts (arXiv 2512.03324), the gate `rg` of the release. Map of names: `up` is their
+    `linear1`, the weight of `out` their `linear2` and its bias their `bias`. Parameters:
+    `E F + F + F H + H`.
+
+    Args:
+        E: model width.
+        H: KV heads of the layer.
+        F: width of the hidden layer.
+        activation: of `retain.gates.activation` (theirs is the model's own).
+        opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
+            10): `beta = sigmoid(18)` forgets nothing.
+    """
+
+    family = "decay"
+
+    def __init__(self, *, E: int, H: int, F: int = 512, activation: str = "silu", opens_at: float = 18.0):
+        super().__init__(E=E, H=H, F=F, activation=activation, opens_at=opens_at)
+
+
+class SharedDecayGate(_Retention):
+    """`log beta(i) = logsigmoid(W3 act(W2 act(W1 x_i + b1) + b2) + b3)`, with `W3, b3` of all layers one.
+
+    DBTrimKV: Make Each Token Count (arXiv 2605.09649), the gate `rg10` of the release. All layers and heads
+    compete for one budget there, so the scores must be comparable across layers, and the shared projection is
+    what calibrates them. Map of names: `up`, `middle` and `out` are their `linear1`, `linear2`, and `linear3`
+    with `bias`. The released weights are stored per layer, not visibly shared: `tied=False` is that variant.
+    Parameters: `L (E F + F + F F + F) + F H + H` over L layers (untied: `F H + H` per layer).
+
+    Args:
+        E: model width.
+        H: KV heads of the layer.
+        F: width of the two hidden layers.
+        activation: of `retain.gates.activation` (theirs is the model's own).
+        opens_at: output bias that `open_` sets (18 in the released gates).
+        tied: whether all layers share the last projection and its bias.
+    """
+
+    family = "decay_shared"
+
+    def __init__(
+        self,
+        *,
+        E: int,
+        H: int,
+        F: int = 512,
+        activation: str = "silu",
+        opens_at: float = 18.0,
+        tied: bool = True,
+    ):
+        super().__init__(E=E, H=H, F=F, activation=activation, opens_at=opens_at)
+        self.tied = tied
+        self.middle = nn.Linear(F, F)
+
+    def dims(self) -> dict[str, Any]:
+        return {**super().dims(), "tied": self.tied}
+
+    @classmethod
+    def tie_(cls, gates: Sequence[Gate]) -> None:
+        """Give all layers the first one's last projection.
+
+        Raises:
+            ValueError: some layers are tied and some not, or their projections have different sizes.
+        """
+        own = [gate for gate in gates if isinstance(gate, SharedDecayGate)]
+        shapes = {(gate.F, gate.H, gate.tied) for gate in own}
+        if not any(gate.tied for gate in own):
+            return
+        if len(shapes) != 1:
+            raise ValueError(
+                "layers can share their last projection only where all have the same hidden width and KV "
+                f"heads: got (F, H, tied) {sorted(shapes)}. Set `tied: false` for a projection per layer."
+            )
+        for gate in own[1:]:
+            gate.out = own[0].out
+
+    def hidden(self, x_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T F"]:
+        return self.act(self.middle(super().hidden(x_BTE)))

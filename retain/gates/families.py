@@ -1,0 +1,129 @@
+"""All families of gates by name, and what building one takes: sizes from the model, settings from the user.
+
+In: a family's name, the sizes of each layer, the user's settings. Out: each layer's gate. The one decision
+taken here: a family's settings are its constructor's own keyword arguments, so that a config, an artifact and
+a call name them alike, and nothing has to be registered twice.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from retain.gates.admission import AdmissionGate, DMSGate
+from retain.gates.base import Extension, Gate, GateSet
+from retain.gates.context import ContextGate
+from retain.gates.decay import DecayGate, SharedDecayGate
+from retain.gates.linear import LinearGate
+from retain.gates.lookahead import LookaheadGate
+from retain.gates.lowrank import LowRankGate
+from retain.gates.mlp import MLPGate
+from retain.gates.qkv import QKVGate
+from retain.registry import lookup, suggest
+
+__all__ = ["GATES", "build_gates", "dims_for", "settings_of"]
+
+GATES: dict[str, type[Gate]] = {
+    "admission": AdmissionGate,
+    "context": ContextGate,
+    "decay": DecayGate,
+    "decay_shared": SharedDecayGate,
+    "dms": DMSGate,
+    "linear": LinearGate,
+    "lookahead": LookaheadGate,
+    "lowrank": LowRankGate,
+    "mlp": MLPGate,
+    "qkv": QKVGate,
+}
+
+
+def build_gates(
+    family: str,
+    dims: Mapping[int, Mapping[str, Any]],
+    *,
+    calibrators: Mapping[int, nn.Module] | None = None,
+    extension: Extension | None = None,
+) -> GateSet:
+    """A fresh gate set of one family; what its layers share is shared.
+
+    Args:
+        family: a name in `GATES`.
+        dims: layer index -> keyword arguments of that layer's gate (`dims_for` makes them).
+        calibrators: layer index -> remap of that layer's scores.
+        extension: what the family adds to the model.
+
+    Raises:
+        ValueError: if the family is unknown.
+    """
+    gate_class = lookup(family, GATES, what="gate family")
+    gates = {layer: gate_class(**layer_dims) for layer, layer_dims in dims.items()}
+    return GateSet(gates, calibrators=calibrators, extension=extension)
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    """The settings of a family and their defaults.
+
+    Args:
+        family: a name in `GATES`.
+
+    Raises:
+        ValueError: if the family is unknown.
+    """
+    gate_class = lookup(family, GATES, what="gate family")
+    parameters = inspect.signature(gate_class).parameters
+    return {name: parameters[name].default for name in parameters if name not in gate_class.sizes}
+
+
+def dims_for(
+    family: str, sizes: Mapping[int, Mapping[str, int]], settings: Mapping[str, Any] | None = None
+) -> dict[int, dict[str, Any]]:
+    """Keyword arguments of each layer's gate: the sizes that the family wants, and the user's settings.
+
+    Args:
+        family: a name in `GATES`.
+        sizes: layer index -> that layer's E, H, Q and D (more than the family wants is left out).
+        settings: of the family, by name; what is not named has its default.
+
+    Raises:
+        ValueError: an unknown family; settings that it does not have, or of another type than their default.
+            All problems are in one message.
+    """
+    gate_class = lookup(family, GATES, what="gate family")
+    known = settings_of(family)
+    problems = []
+    for name, value in (settings or {}).items():
+        if name in known:
+            if not _alike(value, known[name]):
+                problems.append(
+                    f"{name} is {value!r}, a {type(value).__name__}, where a {type(known[name]).__name__} "
+                    "is wanted"
+                )
+        elif name in gate_class.sizes:
+            problems.append(f"{name} comes from the model and cannot be set")
+        else:
+            problems.append(f"there is no setting {name!r}{suggest(name, known)}")
+    if problems:
+        listing = ", ".join(f"{name} ({default!r})" for name, default in sorted(known.items()))
+        raise ValueError(
+            f"settings of gate family {family!r}: {'; '.join(problems)}. It has, with defaults: "
+            f"{listing or 'none'}."
+        )
+    # A whole number that a config writes for a fraction becomes one: artifacts then read alike.
+    chosen = {
+        name: float(value) if isinstance(known[name], float) else value
+        for name, value in (settings or {}).items()
+    }
+    return {
+        layer: {**{name: layer_sizes[name] for name in gate_class.sizes}, **chosen}
+        for layer, layer_sizes in sizes.items()
+    }
+
+
+def _alike(value: Any, default: Any) -> bool:
+    """Whether a value could stand where the default stands: a whole number does for a fraction."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return default is None or isinstance(value, type(default))

@@ -1,0 +1,305 @@
+"""Lookahead gates: a few learned tokens behind the prompt ask, in the answer's place, what it will look at.
+
+LookaheadKV: Fast and Accurate KV Cache Eviction by Glimpsing into the Future without Generation (arXiv
+2603.10899). In: queries and keys of the lookahead tokens, which `retain.hf.lookahead` runs through the model
+behind the prompt, and the prompt's keys. Out: the attention that they pay to each entry. The one decision
+taken here: the gate has nothing to learn; what is trained are the tokens and the low-rank adapters on their
+path alone (`LookaheadExtension`), kept as plain parameters, so that an artifact is read without peft, which
+is needed first when they enter a model.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from retain.gates.base import Extension, Gate, GateInputs
+
+# Numbers of attention (rows x entries, all sequences and heads) that are held at once without a gradient.
+MOST_PAID = 2**26
+# Under which our adapter stands in peft's layers.
+ADAPTER = "retain_lookahead"
+# What peft asks of a model to know how its weights are packed.
+PACKED = ("is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer")
+
+
+class LookaheadExtension(Extension):
+    """Lookahead tokens `[n, E]`, and for each named linear module `W` the adapter of their path.
+
+    On that path `W x` becomes `W x + alpha / rank * up (down x)`; `down` is `[rank, in]`, `up` is
+    `[out, rank]` and begins at zero.
+
+    Args:
+        num_tokens: n (paper: 32).
+        E: model width.
+        rank: of the adapters (paper: 8).
+        alpha: their scale, times the rank (paper: 32).
+        modules: name of a linear module in the decoder -> (features in, features out).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int = 32,
+        E: int,
+        rank: int = 8,
+        alpha: float = 32.0,
+        modules: Mapping[str, tuple[int, int] | list[int]],
+    ):
+        super().__init__()
+        if num_tokens < 1 or rank < 1 or not alpha > 0:
+            raise ValueError(
+                f"lookahead gates: got num_tokens={num_tokens}, rank={rank}, alpha={alpha}: wanted at least "
+                "one token, a rank of at least 1 and an alpha above 0."
+            )
+        self.num_tokens, self.E, self.rank, self.alpha = num_tokens, E, rank, float(alpha)
+        self.modules_of = {name: (int(wide), int(tall)) for name, (wide, tall) in modules.items()}
+        self.tokens_SE = nn.Parameter(torch.randn(num_tokens, E) * 0.02)
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        for name, (width_in, width_out) in self.modules_of.items():
+            bound = 1 / math.sqrt(width_in)  # as peft draws it
+            down = torch.empty(rank, width_in).uniform_(-bound, bound)
+            self.down[_key(name)] = nn.Parameter(down)
+            self.up[_key(name)] = nn.Parameter(torch.zeros(width_out, rank))
+
+    def dims(self) -> dict[str, Any]:
+        return {
+            "num_tokens": self.num_tokens,
+            "E": self.E,
+            "rank": self.rank,
+            "alpha": self.alpha,
+            "modules": {name: list(widths) for name, widths in self.modules_of.items()},
+        }
+
+    def embeds(self, num_sequences: int, like: Tensor) -> Float[Tensor, "B lookahead E"]:
+        """The tokens as the decoder reads them, one copy a sequence.
+
+        Args:
+            num_sequences: B.
+            like: a tensor of the device and precision wanted.
+        """
+        return self.tokens_SE.to(like).expand(num_sequences, -1, -1)
+
+    @contextmanager
+    def extend(self, model: nn.Module) -> Iterator[Self]:
+        """Inside, the named modules carry the adapters, through peft; outside, they are what they were.
+
+        peft wraps the modules in a container of ours and never sees the model, so that nothing of it (no
+        attribute, no flag, no hook) has to be taken back but the modules themselves. Whatever runs on the
+        model inside runs with the adapters: not for two conversations at once.
+
+        Args:
+            model: a causal language model of transformers, or its decoder.
+
+        Raises:
+            ValueError: the model does not have the modules, carries another peft adapter on them, or peft is
+                not installed.
+        """
+        decoder = _decoder(model)
+        found = {name: _module(decoder, name, widths) for name, widths in self.modules_of.items()}
+        wrapped = self._wrapped(model, found)
+        try:
+            for name, module in wrapped.items():
+                _put(decoder, name, module)
+            yield self
+        finally:
+            for name, module in found.items():
+                _put(decoder, name, module)
+
+    def _wrapped(self, model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """The modules as peft wraps them, on this extension's own parameters."""
+        if not found:
+            return {}
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+            from peft.tuners.tuners_utils import BaseTunerLayer
+        except ImportError:
+            raise ValueError(
+                'lookahead gates run their tokens through adapters of peft: pip install "retain[train]".'
+            ) from None
+        if taken := [name for name, module in found.items() if isinstance(module, BaseTunerLayer)]:
+            raise ValueError(
+                f"the model carries an adapter of peft on {taken[0]} already, and {len(taken) - 1} more: "
+                "merge it (model.merge_and_unload()) before lookahead gates add theirs."
+            )
+        names = {name: f"module{number}" for number, name in enumerate(found)}
+        container: Any = nn.ModuleDict({names[name]: module for name, module in found.items()})
+        for flag in PACKED:
+            if hasattr(model, flag):
+                setattr(container, flag, getattr(model, flag))
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,  # type: ignore[arg-type]  # a fraction is as good
+            lora_dropout=0.0,
+            target_modules=list(names.values()),
+        )
+        trained = {parameter: parameter.requires_grad for parameter in container.parameters()}
+        # Empty adapters: to draw weights that are replaced at once would move the global random numbers.
+        inject_adapter_in_model(config, container, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        for parameter, requires_grad in trained.items():
+            parameter.requires_grad_(requires_grad)
+        wrapped: dict[str, nn.Module] = {}
+        for name, base in found.items():
+            module: Any = container[names[name]]
+            device = next((p.device for p in base.parameters()), self.tokens_SE.device)
+            for adapters, own in ((module.lora_A, self.down), (module.lora_B, self.up)):
+                adapters[ADAPTER].weight = _followed(own[_key(name)], device)
+            wrapped[name] = module.train(base.training)
+        return wrapped
+
+
+class LookaheadGate(Gate):
+    """`s_h(i) = mean_p mean_{q in group(h)} a_qp[i]`: what the lookahead tokens `p` pay to entry `i`.
+
+    `a_qp` is the softmax of `cap(scaling q_p . k)` over the prompt's entries, the lookahead tokens up to `p`
+    itself, and the layer's sink, if it has one; in a layer with a sliding window over what `p` reaches. So a
+    head's scores sum to what it pays the prompt, at most 1. The paper's score, by which a prompt is cut once,
+    when it has been read.
+
+    Args:
+        E: model width.
+        H: KV heads of the layer.
+        reduce: of the query heads of a group: their `mean`, or the largest (`max`).
+    """
+
+    family = "lookahead"
+    inputs = frozenset({"lookahead", "keys"})
+    unit = "mass"
+    contextual = True
+    extension = LookaheadExtension
+
+    def __init__(self, *, E: int, H: int, reduce: str = "mean"):
+        super().__init__(E=E, H=H)
+        if reduce not in ("mean", "max"):
+            raise ValueError(f"lookahead gates: reduce is {reduce!r}, and must be 'mean' or 'max'.")
+        self.reduce = reduce
+
+    def dims(self) -> dict[str, Any]:
+        return {**super().dims(), "reduce": self.reduce}
+
+    def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
+        """Mean attention of the lookahead tokens to every entry, from their queries and all keys."""
+        queries, keys, own = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
+        assert queries is not None and keys is not None
+        if own is None or inputs.scaling is None:
+            raise ValueError(
+                "a lookahead gate takes the lookahead tokens' keys and the layer's scaling too: pass "
+                "lookahead_keys_BHSD and scaling (retain.hf.lookahead.look_ahead gives both)."
+            )
+        paid_BQT = asked(
+            queries,
+            keys,
+            own,
+            scaling=inputs.scaling,
+            valid_BT=inputs.valid_BT,
+            soft_cap=inputs.soft_cap,
+            window=inputs.window,
+            sinks_Q=inputs.sinks_Q,
+        )
+        paid_BHGT = paid_BQT.unflatten(1, (keys.shape[1], -1))
+        return paid_BHGT.mean(2) if self.reduce == "mean" else paid_BHGT.amax(2)
+
+
+def asked(
+    queries_BQSD: Float[Tensor, "B Q S D"],
+    keys_BHTD: Float[Tensor, "B H T D"],
+    own_BHSD: Float[Tensor, "B H S D"],
+    *,
+    scaling: float,
+    valid_BT: Bool[Tensor, "B T"] | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+) -> Float[Tensor, "B Q T"]:
+    """Mean attention that S tokens behind a prompt pay to each of its entries.
+
+    `mean_p softmax_{i or j <= p}(cap(scaling q_p . k))[i]`, in float32 (float64 if the keys are); memory is
+    linear in T: all rows are held where a gradient is asked for, `MOST_PAID` numbers otherwise.
+
+    Args:
+        queries_BQSD: of the tokens.
+        keys_BHTD: of the prompt.
+        own_BHSD: keys of the tokens themselves, which are causal among themselves.
+        scaling: factor on the logits.
+        valid_BT: False on padding; None: none.
+        soft_cap: of the logits; None: none.
+        window: entries that a token reaches back to, itself included; None: all.
+        sinks_Q: a logit per query head that takes part in the softmax and pays for nothing.
+
+    Returns:
+        attention, 0 on padding.
+    """
+    B, H, T, _ = keys_BHTD.shape
+    S, device = queries_BQSD.shape[2], keys_BHTD.device
+    dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
+    Q = queries_BQSD.shape[1]
+    all_BHTD = torch.cat([keys_BHTD, own_BHSD], dim=2).to(dtype)
+    valid_BT = torch.ones(B, T, dtype=torch.bool, device=device) if valid_BT is None else valid_BT
+    exists_BT = torch.cat([valid_BT, valid_BT.new_ones(B, S)], dim=1)
+    place_BT = exists_BT.cumsum(-1)
+    size = S if queries_BQSD.requires_grad else max(1, MOST_PAID // (B * Q * (T + S)))
+    total_BQT = torch.zeros((), dtype=dtype, device=device)
+    for start in range(0, S, size):
+        stop = min(start + size, S)
+        own_s = torch.arange(T + start, T + stop, device=device)
+        queries = queries_BQSD[:, :, start:stop].to(dtype).reshape(B, H, -1, queries_BQSD.shape[-1])
+        logits = (queries @ all_BHTD.transpose(-1, -2)).view(B, Q, stop - start, T + S) * scaling
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        seen_BsT = exists_BT[:, None] & (torch.arange(T + S, device=device) <= own_s[:, None])
+        if window is not None:
+            seen_BsT = seen_BsT & (place_BT[:, None] > place_BT[:, own_s][..., None] - window)
+        logits = logits.masked_fill(~seen_BsT[:, None], float("-inf"))
+        if sinks_Q is not None:
+            sinks = sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, stop - start, 1)
+            logits = torch.cat([logits, sinks], dim=-1)
+        total_BQT = total_BQT + torch.softmax(logits, dim=-1)[..., :T].sum(2)
+    return total_BQT / S
+
+
+def _key(name: str) -> str:
+    """A module's name as a parameter may be called."""
+    return name.replace(".", "/")
+
+
+def _decoder(model: Any) -> nn.Module:
+    """The module that holds the layers, of a causal language model (in a wrapper of peft, or not)."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(inner, "base_model", inner)
+
+
+def _module(decoder: nn.Module, name: str, widths: tuple[int, int]) -> nn.Module:
+    """A module that an adapter is for.
+
+    Raises:
+        ValueError: it is not there, or of other widths.
+    """
+    try:
+        module: Any = decoder.get_submodule(name)
+    except AttributeError:
+        module = None
+    got = None if module is None else (getattr(module, "in_features", 0), getattr(module, "out_features", 0))
+    if got != widths:
+        found = "does not have it" if got is None else f"has one with {got}"
+        raise ValueError(
+            f"these lookahead gates adapt {name} with (features in, out) {widths}, and "
+            f"{type(decoder).__name__} {found}: load gates that were trained on this model."
+        )
+    return module
+
+
+def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(decoder.get_submodule(parent), leaf, module)
+
+
+def _followed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """The same parameter, where the module is that it adapts (a model may lie on several devices)."""
+    if parameter.device != device:
+        with torch.inference_mode(False):
+            parameter.data = parameter.data.to(device)
+    return parameter

@@ -1,0 +1,415 @@
+"""Published gates, read into ours: KVzap, Fast KVzip, TRIM-KV and DBTrimKV, Locret, WG-KV.
+
+In: the files as their authors released them, and the sizes of the model that they belong to. Out: a `GateSet`
+whose score is what their code computes (tested against it), to be saved as an artifact like any other. The
+one decision taken here: weights are read from safetensors alone, and by name, so that of a checkpoint with
+the whole model merged in only the gates are read. Where the authors released a pickle,
+`retain.gates.unpickle` rewrites it once; it is a command of its own, because a pickle is a program.
+
+| kind | released as | tensors of layer l | our family |
+|---|---|---|---|
+| `kvzap` | safetensors | `layers.<l>.weight`, `bias`; MLP `layers.<l>.0.`, `.2.` | `linear`, `mlp` |
+| `fastkvzip` | pickle | `module[l]`: `q_proj`, `k_proj`, `q_norm`, `k_norm`, `k_base`, `b` | `lowrank` |
+| `trimkv` | pickle | `<a>.retention_gate`: `linear1`, `linear2`, `bias` | `decay` |
+| `trimkv` (DBTrimKV) | pickle | the same, with `linear3` | `decay_shared`, untied |
+| `locret` | safetensors, in the model | `<a>.fc1.weight`, `<a>.fc2.weight` | `qkv` |
+| `wgkv` | pickle | `<a>.g_predictors`: `pre_key_norm`, `post_key_norm`, `conv1`, `conv2` | `admission` |
+
+with `<a>` for `model.layers.<l>.self_attn`. Layouts are those of the code that the authors released; none of
+the released weights were at hand when this was written. `python -m retain.hf.published` is the command line.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from retain.gates.base import GateSet
+from retain.gates.families import build_gates, dims_for
+from retain.registry import lookup
+
+__all__ = ["KINDS", "Kind", "import_published", "sizes_of"]
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl")
+CONFIG_FILE = "config.json"
+
+Sizes = Mapping[str, int]
+Shapes = Mapping[str, tuple[int, ...]]
+# Part of a published gate -> (our name, the shape that it is published in).
+Parts = dict[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way in which gates were published.
+
+    Args:
+        name: what a user calls it.
+        paper: title and arXiv id.
+        pattern: of a tensor's name: layer index, and which part of the gate it is.
+        merged: whether tensors that are no gate's may lie beside them.
+        family: shapes of a layer's parts, config -> our family.
+        settings: shapes of the first layer's parts, config, sizes of that layer -> the family's settings.
+        parts: settings, sizes of a layer -> its parts.
+        score_unit: unit of the score, where it is another than the family's.
+        note: what whoever uses them should know.
+    """
+
+    name: str
+    paper: str
+    pattern: re.Pattern[str]
+    merged: bool
+    family: Callable[[Shapes, Mapping[str, Any]], str]
+    settings: Callable[[Shapes, Mapping[str, Any], Sizes], dict[str, Any]]
+    parts: Callable[[Mapping[str, Any], Sizes], Parts]
+    score_unit: str | None = None
+    note: str = ""
+
+
+def _linear(name: str, ours: str, out: int, inner: int, bias: str | None = None) -> Parts:
+    """A linear module's parts."""
+    parts: Parts = {f"{name}weight": (f"{ours}.weight", (out, inner))}
+    if bias is not None:
+        parts[bias] = (f"{ours}.bias", (out,))
+    return parts
+
+
+def _kvzap_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
+    E, H, F = sizes["E"], sizes["H"], settings.get("F")
+    if F is None:
+        return _linear("", "out", H, E, "bias")
+    return {**_linear("0.", "up", F, E, "0.bias"), **_linear("2.", "out", H, F, "2.bias")}
+
+
+def _fastkvzip_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
+    E, H, Q, rank = sizes["E"], sizes["H"], sizes["Q"], settings["rank"]
+    return {
+        **_linear("q_proj.", "queries", Q * rank, E, "q_proj.bias"),
+        **_linear("k_proj.", "keys", H * rank, E),
+        "q_norm.weight": ("query_norm.weight", (rank,)),
+        "k_norm.weight": ("key_norm.weight", (rank,)),
+        "k_base": ("sink_keys", (H, 1, settings["sinks"], rank)),
+        "b": ("bias", (H, 1, Q // H)),
+    }
+
+
+def _trimkv_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
+    E, H, F = sizes["E"], sizes["H"], settings["F"]
+    first = _linear("linear1.", "up", F, E, "linear1.bias")
+    if "tied" not in settings:
+        return {**first, **_linear("linear2.", "out", H, F, "bias")}
+    middle = _linear("linear2.", "middle", F, F, "linear2.bias")
+    return {**first, **middle, **_linear("linear3.", "out", H, F, "bias")}
+
+
+def _locret_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
+    wide = (sizes["Q"] + 2 * sizes["H"]) * sizes["D"]
+    first = _linear("fc1.", "up", settings["F"], wide)
+    return {**first, **_linear("fc2.", "out", sizes["H"], settings["F"])}
+
+
+def _wgkv_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
+    H, D = sizes["H"], sizes["D"]
+    F = round(settings["expand"] * D)
+    return {
+        "pre_key_norm.weight": ("norm_before.weight", (D,)),
+        "post_key_norm.weight": ("norm_after.weight", (D,)),
+        "conv1.weight": ("up_weight", (H * F, 2 * D, 1)),
+        "conv1.bias": ("up_bias", (H * F,)),
+        "conv2.weight": ("out_weight", (H, F, 1)),
+        "conv2.bias": ("out_bias", (H,)),
+    }
+
+
+def _kvzap_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    return {"F": shapes["0.weight"][0]} if "0.weight" in shapes else {}
+
+
+def _fastkvzip_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    return {"rank": shapes["q_norm.weight"][0], "sinks": shapes["k_base"][2]}
+
+
+def _trimkv_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    settings = {"F": shapes["linear1.weight"][0], "activation": config.get("hidden_act", "silu")}
+    return {**settings, "tied": False} if "linear3.weight" in shapes else settings
+
+
+def _trimkv_family(shapes: Shapes, config: Mapping[str, Any]) -> str:
+    variant = config.get("text_config", config).get("retention_gate")
+    if variant not in (None, "rg", "rg10"):
+        raise ValueError(
+            f"TRIM-KV gates of the variant {variant!r} are not read here, only `rg` (of the attention input) "
+            "and `rg10` (DBTrimKV), which are what was released."
+        )
+    return "decay_shared" if "linear3.weight" in shapes else "decay"
+
+
+def _locret_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    return {"F": shapes["fc1.weight"][0], "activation": config.get("hidden_act", "silu"), "rope": "before"}
+
+
+def _wgkv_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    return {
+        "expand": shapes["conv1.weight"][0] / sizes["H"] / sizes["D"],
+        "activation": config.get("g_act_fn", "gelu"),
+        "floor": config.get("g_epsilon", 1e-3),
+    }
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="kvzap",
+            paper="KVzap, arXiv 2601.07891",
+            pattern=re.compile(r"^(?:layers|module_list)\.(\d+)\.(.+)$"),
+            merged=False,
+            family=lambda shapes, config: "mlp" if "0.weight" in shapes else "linear",
+            settings=_kvzap_settings,
+            parts=_kvzap_parts,
+            # They predict log KVzip+, max a ||W_O v|| / ||h||: over a hidden norm, it is no risk.
+            score_unit="rank",
+            note="the score is KVzip+ itself: their threshold tau on its logarithm is exp(tau) here",
+        ),
+        Kind(
+            name="fastkvzip",
+            paper="Fast KVzip, arXiv 2601.17668",
+            pattern=re.compile(r"^(?:module\.)?(\d+)\.(.+)$"),
+            merged=False,
+            family=lambda shapes, config: "lowrank",
+            settings=_fastkvzip_settings,
+            parts=_fastkvzip_parts,
+            note="as at their inference, the bias counts once (their training added it twice)",
+        ),
+        Kind(
+            name="trimkv",
+            paper="TRIM-KV, arXiv 2512.03324; DBTrimKV, arXiv 2605.09649",
+            pattern=re.compile(r"^(?:.*\.)?layers\.(\d+)\.self_attn\.retention_gate\.(.+)$"),
+            merged=True,
+            family=_trimkv_family,
+            settings=_trimkv_settings,
+            parts=_trimkv_parts,
+        ),
+        Kind(
+            name="locret",
+            paper="Locret, arXiv 2410.01805",
+            pattern=re.compile(r"^(?:.*\.)?layers\.(\d+)\.self_attn\.(fc\d\..+)$"),
+            merged=True,
+            family=lambda shapes, config: "qkv",
+            settings=_locret_settings,
+            parts=_locret_parts,
+        ),
+        Kind(
+            name="wgkv",
+            paper="KV Admission (WG-KV), arXiv 2512.17452",
+            pattern=re.compile(r"^(?:.*\.)?layers\.(\d+)\.self_attn\.g_predictors\.(.+)$"),
+            merged=True,
+            family=lambda shapes, config: "admission",
+            settings=_wgkv_settings,
+            parts=_wgkv_parts,
+            note="the score is log g: their rule g > 0.1 is a threshold of log 0.1",
+        ),
+    )
+}
+
+
+def sizes_of(fingerprint: Mapping[str, Any]) -> dict[int, dict[str, int]]:
+    """The sizes of each evicting layer, off a model's fingerprint.
+
+    Args:
+        fingerprint: `retain.hf.model.fingerprint`.
+
+    Returns:
+        layer index -> E, H, Q, D.
+    """
+    sizes = {
+        "E": int(fingerprint["hidden_size"]),
+        "H": int(fingerprint["num_kv_heads"]),
+        "Q": int(fingerprint["num_heads"]),
+        "D": int(fingerprint["head_dim"]),
+    }
+    listed = fingerprint.get("layers")
+    layers = map(int, str(listed).split(",")) if listed else range(int(fingerprint["num_layers"]))
+    return {layer: dict(sizes) for layer in layers}
+
+
+def import_published(
+    path: str | os.PathLike[str], sizes: Mapping[int, Sizes], *, kind: str = "auto"
+) -> GateSet:
+    """Read published gates, in float32 on the CPU.
+
+    Args:
+        path: a safetensors file, or a folder with some (and the `config.json` of the release, if it has one).
+        sizes: of the model: layer index -> E, H, Q, D, for each layer that evicts (`sizes_of` a fingerprint).
+        kind: a name in `KINDS`, or `auto`: told by the tensors' names.
+
+    Returns:
+        the gates; `metadata` says what they were, for `save_gates`.
+
+    Raises:
+        ValueError: nothing readable is there, it is of another kind, a tensor is missing or left over, or it
+            is of another width than the model's.
+    """
+    path = Path(path)
+    files = _files(path)
+    where = _names(files)
+    published = _kind_of(where, kind, path)
+    config = _config(path)
+    layers = _layers(published, where, sizes, path)
+    shapes = {
+        layer: {part: _shape(where[name], name) for part, name in parts.items()}
+        for layer, parts in layers.items()
+    }
+    first = min(shapes)
+    try:
+        family = published.family(shapes[first], config)
+        settings = published.settings(shapes[first], config, sizes[first])
+    except (KeyError, IndexError) as error:
+        raise ValueError(
+            f"{path} holds no gates of kind {published.name!r} that could be understood: layer {first} has "
+            f"{ {part: list(shape) for part, shape in sorted(shapes[first].items())} }, and {error} is "
+            f"missing. See retain.gates.published for what was released."
+        ) from None
+    gates = build_gates(family, dims_for(family, {layer: sizes[layer] for layer in layers}, settings))
+    state = gates.state_dict()
+    for layer, parts in layers.items():
+        wanted = published.parts(settings, sizes[layer])
+        _check(published, layer, shapes[layer], {part: shape for part, (_, shape) in wanted.items()}, path)
+        for part, name in parts.items():
+            ours = f"gates.{layer}.{wanted[part][0]}"
+            with safe_open(where[name], "pt") as file:
+                state[ours] = file.get_tensor(name).float().reshape(state[ours].shape)
+    gates.load_state_dict(state)
+    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
+        raise ValueError(f"{path} holds numbers that are not finite: fetch it again.")
+    gates.metadata = {"published": {"kind": published.name, "paper": published.paper, "note": published.note}}
+    if published.score_unit is not None:
+        gates.metadata["score_unit"] = published.score_unit
+    return gates.eval().requires_grad_(False)
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files at a path."""
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            return [path]
+        pickles = [path] if path.suffix in PICKLES else []
+    else:
+        files = sorted(path.glob("*.safetensors"))
+        if files:
+            return files
+        pickles = sorted(each for each in path.glob("*") if each.suffix in PICKLES)
+    if pickles:
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which is a program, and weights are read from safetensors alone: "
+            f"convert it once with `python -m retain.hf.published --convert {pickles[0]} --out "
+            f"{pickles[0].with_suffix('.safetensors')}`, and import that file."
+        )
+    raise ValueError(
+        f"there are no published gates at {path}: it is no safetensors file, and no folder with one. Pass "
+        "what the authors released, or a hub id."
+    )
+
+
+def _names(files: Sequence[Path]) -> dict[str, Path]:
+    """Name of each tensor -> the file that holds it."""
+    where: dict[str, Path] = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                where.update(dict.fromkeys(file.keys(), path))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is truncated or corrupt ({error}): fetch it again.") from None
+    return where
+
+
+def _shape(path: Path, name: str) -> tuple[int, ...]:
+    with safe_open(path, "pt") as file:
+        return tuple(file.get_slice(name).get_shape())
+
+
+def _kind_of(names: Mapping[str, Path], kind: str, path: Path) -> Kind:
+    """The kind that was asked for, or the one that the names are of."""
+    if kind != "auto":
+        return lookup(kind, KINDS, what="kind of published gates")
+    for published in KINDS.values():
+        matched = [name for name in names if published.pattern.match(name)]
+        if matched and (published.merged or len(matched) == len(names)):
+            return published
+    some = ", ".join(sorted(names)[:3]) or "none"
+    raise ValueError(
+        f"{path} holds no gates of a kind that is known (its tensors: {some}, ...): known are "
+        f"{', '.join(sorted(KINDS))}. If it is one of them, say which with kind=."
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The release's own config, if it came with one."""
+    file = (path if path.is_dir() else path.parent) / CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not readable JSON ({error}): fetch it again.") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _layers(
+    published: Kind, names: Mapping[str, Path], sizes: Mapping[int, Sizes], path: Path
+) -> dict[int, dict[str, str]]:
+    """Layer -> part -> name of the tensor, for the layers of the model."""
+    layers: dict[int, dict[str, str]] = {}
+    for name in names:
+        match = published.pattern.match(name)
+        if match is not None:
+            layers.setdefault(int(match[1]), {})[match[2]] = name
+        elif not published.merged:
+            raise ValueError(
+                f"{path} holds {name!r}, which is no part of {published.name} gates: pass the file with the "
+                "gates alone, or another kind."
+            )
+    if not layers:
+        raise ValueError(
+            f"{path} holds no {published.name} gates: no tensor's name is like "
+            f"{published.pattern.pattern!r}. Pass the file with the gates, or another kind."
+        )
+    missing = sorted(sizes.keys() - layers.keys())
+    # Some train a gate for every layer; those that a model leaves alone (sliding windows) need none.
+    leaves_alone = sorted(sizes) != list(range(len(sizes)))
+    extra = [] if leaves_alone else sorted(layers.keys() - sizes.keys())
+    if missing or extra:
+        what = f"has no gate for layers {missing}" if missing else f"has gates for layers {extra} beyond it"
+        raise ValueError(
+            f"{path} is not of this model: it {what}; the model's layers are {sorted(sizes)}. Name the "
+            "model that these gates were trained on."
+        )
+    return {layer: layers[layer] for layer in sorted(sizes)}
+
+
+def _check(
+    published: Kind,
+    layer: int,
+    got: Shapes,
+    wanted: Shapes,
+    path: Path,
+) -> None:
+    """A layer's parts are all there, nothing else is, and they have the model's sizes."""
+    missing, extra = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
+    if missing or extra:
+        what = f"{missing[0]!r} is missing" if missing else f"{extra[0]!r} is no part of it"
+        raise ValueError(
+            f"{path} holds no {published.name} gate for layer {layer} as it was released: {what} (wanted "
+            f"{sorted(wanted)}, got {sorted(got)}). Fetch it again, or name another kind."
+        )
+    for part, shape in wanted.items():
+        if got[part] != shape:
+            raise ValueError(
+                f"{path} is not of this model: {part!r} of layer {layer} is {list(got[part])}, and the "
+                f"model's sizes want {list(shape)}. Name the model that these gates were trained on."
+            )

@@ -1,0 +1,86 @@
+"""A pickled release, rewritten as safetensors: what is done once, knowingly, before weights are read.
+
+In: a file that `torch.save` wrote. Out: its tensors, under their names, in a safetensors file. The one
+decision taken here: torch's restricted unpickler reads it or nobody does.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from retain.gates.store import write_beside
+
+# Of what the arrays beside released gates are made.
+NUMBERS = (torch.float32, torch.float64, torch.int64)
+
+
+def unpickle(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+    """Rewrite a pickled release as safetensors: its tensors, under their names.
+
+    torch's restricted unpickler reads it, which runs none of a file's own code (numpy arrays are let through
+    beside tensors, and left out of what is written). Nested lists and mappings give dotted names.
+
+    Args:
+        source: a file that `torch.save` wrote.
+        target: the safetensors file to write.
+
+    Returns:
+        the target.
+
+    Raises:
+        ValueError: it cannot be read that way, or holds no tensor.
+        OSError: the target could not be written.
+    """
+    source, target = Path(source), Path(target)
+    if not source.is_file():
+        raise ValueError(f"there is no file {source} to convert: pass the pickled release itself.")
+    try:
+        with torch.serialization.safe_globals(_numpy()):
+            loaded = torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises whatever a broken file leads it to
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"{source} could not be read without running code of its own ({type(error).__name__}: {reason}): "
+            "fetch it again, or save its tensors as safetensors where you trust it."
+        ) from None
+    tensors = _flat(loaded, "")
+    if not tensors:
+        raise ValueError(f"{source} holds no tensor: pass the file with the gates' weights.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Released gates may share tensors, which safetensors does not write.
+    payload = save_tensors({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
+    os.replace(write_beside(target, payload), target)
+    return target
+
+
+def _numpy() -> list[Any]:
+    """What a pickled numpy array is made of (Fast KVzip keeps its loss curves beside the gates)."""
+    try:
+        arrays: list[Any] = [torch.zeros(1, dtype=each).numpy() for each in NUMBERS]
+    except RuntimeError:  # torch without numpy: whatever holds an array is refused
+        return []
+    reconstruct = arrays[0].__reduce__()[0]
+    older = (reconstruct, "numpy.core.multiarray._reconstruct")
+    any_dtype = type(arrays[0].dtype).__mro__[-2]
+    return [reconstruct, older, type(arrays[0]), any_dtype, *(type(array.dtype) for array in arrays)]
+
+
+def _flat(value: Any, name: str) -> dict[str, Tensor]:
+    """Tensors of nested lists and mappings, by dotted name."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    if isinstance(value, Mapping):
+        items: Sequence[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    else:
+        return {}
+    found: dict[str, Tensor] = {}
+    for key, inner in items:
+        found.update(_flat(inner, f"{name}.{key}" if name else str(key)))
+    return found

@@ -1,0 +1,103 @@
+"""Causal attention of whole sequences, and of what is read behind one, with no matrix of all pairs.
+
+In: queries, which are the last of the entries, keys and values. Out: the attention's output. The one decision
+taken here: whatever PyTorch has a fast path for takes it whole, and the rest goes through the same function a
+few queries at a time, under a mask of bounded size; caps and sinks go through `gated_attention`, without a
+gate. No gradient is meant to pass, and nothing here knows transformers.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from retain.kernels.gated_attention import gated_attention
+
+# Numbers of a mask that may exist at once, and fewest queries that are taken together: without a window,
+# and with one.
+MASK, ROWS = 2**22, (16, 128)
+
+
+def causal_attention(
+    queries_BQSD: Float[Tensor, "B Q S D"],
+    keys_BHTD: Float[Tensor, "B H T D"],
+    values_BHTD: Float[Tensor, "B H T D"],
+    *,
+    scaling: float,
+    window: int | None = None,
+    within: int | None = None,
+    soft_cap: float | None = None,
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+) -> Float[Tensor, "B Q S D"]:
+    """Attention of the last S of T entries to all before: `softmax_{i <= j}(cap(scaling q_j . k_i)) v_i`.
+
+    Never a mask of S x T: what no fast path has is taken a few queries at a time.
+
+    Args:
+        queries_BQSD: of the last S entries.
+        keys_BHTD: of all.
+        values_BHTD: of all.
+        scaling: factor on the logits.
+        window: a query sees the last `window` entries, itself included; None: all.
+        within: a query sees the entries of its own chunk of so many (Llama-4); None: all.
+        soft_cap: bound on the logits; None: none.
+        sinks_Q: one extra logit per query head; None: none.
+    """
+    S, T = queries_BQSD.shape[2], keys_BHTD.shape[2]
+    first = T - S
+    if within is not None and within < T:
+        cuts = [first, *range((first // within + 1) * within, T, within), T]
+        pieces = []
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            seen = slice(start // within * within, stop)
+            own = queries_BQSD[:, :, start - first : stop - first]
+            pieces.append(
+                causal_attention(
+                    own, keys_BHTD[:, :, seen], values_BHTD[:, :, seen], scaling=scaling, window=window,
+                    soft_cap=soft_cap, sinks_Q=sinks_Q,
+                )
+            )  # fmt: skip
+        return torch.cat(pieces, 2)
+    if window is not None and window >= T:
+        window = None
+    if soft_cap is not None or sinks_Q is not None:
+        return gated_attention(
+            queries_BQSD, keys_BHTD, values_BHTD, scaling=scaling, window=window, soft_cap=soft_cap,
+            sinks_Q=None if sinks_Q is None else sinks_Q.detach(),
+        )  # fmt: skip
+    grouped = queries_BQSD.shape[1] != keys_BHTD.shape[1]
+    if window is None and S == T:
+        return scaled_dot_product_attention(
+            queries_BQSD, keys_BHTD, values_BHTD, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+    on_cuda = keys_BHTD.device.type == "cuda"
+    if window is None and on_cuda:
+        from torch.nn.attention.bias import causal_lower_right
+
+        return scaled_dot_product_attention(
+            queries_BQSD, keys_BHTD, values_BHTD, attn_mask=causal_lower_right(S, T), scale=scaling,
+            enable_gqa=grouped,
+        )  # fmt: skip
+    # Of a window, as many queries at once as it is long: half of what is multiplied is seen.
+    at_once = MASK // T if window is None else min(window, MASK // (2 * window))
+    rows = max(ROWS[window is not None], at_once)
+    pieces = []
+    for start in range(0, S, rows):
+        stop = min(S, start + rows)
+        low = 0 if window is None else max(0, first + start - window + 1)
+        own_s1 = torch.arange(first + start, first + stop, device=keys_BHTD.device)[:, None]
+        entry_T = torch.arange(low, first + stop, device=keys_BHTD.device)
+        mask_sT = entry_T <= own_s1
+        if window is not None:
+            mask_sT &= entry_T > own_s1 - window
+        keys, values = (x[:, :, low : first + stop] for x in (keys_BHTD, values_BHTD))
+        if grouped and on_cuda:  # no fast kernel there takes a mask and fewer KV heads
+            groups = queries_BQSD.shape[1] // keys.shape[1]
+            keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+        pieces.append(
+            scaled_dot_product_attention(
+                queries_BQSD[:, :, start:stop], keys, values, attn_mask=mask_sT, scale=scaling,
+                enable_gqa=grouped and not on_cuda,
+            )
+        )  # fmt: skip
+    return torch.cat(pieces, 2)

@@ -1,0 +1,178 @@
+"""The table of families: one oracle for all, every family that can be scored, and numbers that add up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retain.eval import families
+from retain.eval.families import (
+    BASELINE,
+    DOCUMENTS,
+    Line,
+    Settings,
+    find_recipes,
+    markdown,
+    overlaps,
+    sequences,
+    top_overlap,
+    write_table,
+)
+from retain.future import future_risk
+from retain.gates import GATES, GateSet, build_gates, dims_for
+from retain.gates.store import save_gates
+from retain.hf.gates import load_gates
+from retain.hf.lookahead import lookahead_gates
+from retain.hf.model import describe, fingerprint, observe
+from tests.eval.stub import STUB, stub_model
+
+CONTEXT = 480
+
+
+def settings(folder: Path, **changes: Any) -> Settings:
+    """A table of two items a task, in this process."""
+    made = {"items": 2, "documents": 1, "context_tokens": CONTEXT, "workers": 0, "resamples": 200}
+    return Settings(**{**made, "results": str(folder / "results"), **changes})
+
+
+def gates_of(family: str) -> GateSet:
+    """Untrained gates of the stub's model."""
+    model = stub_model(0)
+    torch.manual_seed(1)
+    if GATES[family].extension is not None:
+        return lookahead_gates(model, num_tokens=4, rank=2)
+    sizes = {
+        spec.layer_idx: {
+            "E": spec.hidden_size,
+            "H": spec.num_kv_heads,
+            "Q": spec.num_heads,
+            "D": spec.head_dim,
+        }
+        for spec in describe(model)
+    }
+    gates = build_gates(family, dims_for(family, sizes))
+    with torch.no_grad():  # fresh ones say the same of every entry, some of them
+        for parameter in gates.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return gates
+
+
+def save_recipe(folder: Path, name: str, family: str, **metadata: Any) -> GateSet:
+    gates = gates_of(family)
+    made: dict[str, Any] = {"base_model": "reference:0", "training": {"seconds": 12.5}, "stage": "local"}
+    save_gates(gates, folder / name, fingerprint=fingerprint(stub_model(0)), metadata={**made, **metadata})
+    return gates
+
+
+def naive_overlap(score: torch.Tensor, risk: torch.Tensor, reached: torch.Tensor) -> float:
+    """The definition, an entry at a time."""
+    shares = []
+    for b in range(score.shape[0]):
+        for h in range(score.shape[1]):
+            entries = [i for i in range(score.shape[2]) if reached[b, h, i]]
+            k = max(1, round(0.2 * len(entries)))
+
+            def best(values: torch.Tensor) -> set[int]:
+                # Equal ones: the later entry first, as everywhere in retain.
+                return set(sorted(entries, key=lambda i: (-float(values[i]), -i))[:k])  # noqa: B023
+
+            shares.append(len(best(score[b, h]) & best(risk[b, h])) / k)
+    return sum(shares) / len(shares)
+
+
+def test_overlap_is_what_its_formula_says() -> None:
+    draw = torch.Generator().manual_seed(0)
+    score, risk = (torch.randint(0, 9, (2, 3, 37), generator=draw).double() for _ in range(2))
+    reached = torch.rand(2, 3, 37, generator=draw) > 0.3
+    assert top_overlap(score, risk, reached) == pytest.approx(naive_overlap(score, risk, reached))
+    assert top_overlap(risk, risk, reached) == 1.0
+    # What no query can reach counts for nothing, however highly it is scored.
+    assert top_overlap(score.masked_fill(~reached, 99.0), risk, reached) == top_overlap(score, risk, reached)
+
+
+@pytest.mark.parametrize("family", sorted(GATES))
+def test_every_family_gets_a_row(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gates = save_recipe(tmp_path / "runs", "one", family)
+    lines = write_table(STUB, tmp_path / "runs", settings(tmp_path))
+    assert [line.recipe for line in lines] == ["full", BASELINE, "one"]
+    line = lines[-1]
+    assert line.family == family and line.seconds == 12.5 and line.stage == "local"
+    assert line.parameters == sum(parameter.numel() for parameter in gates.parameters())
+    assert set(line.overlap) == {DOCUMENTS, "seen", "held-out"}
+    assert all(0 < value < 1 for value in line.overlap.values())
+    assert set(line.exact) == {f"{r}/{f}" for r in ("0.1", "0.2") for f in ("seen", "held-out")}
+    assert line.items == {"seen": 4, "held-out": 2}
+    assert set(lines[0].exact) == {"1/seen", "1/held-out"} and not lines[0].overlap
+    text = (tmp_path / "results" / "table.md").read_text()
+    assert text in capsys.readouterr().out and "| one | " + family in text
+    record = json.loads((tmp_path / "results" / "table.json").read_text())
+    assert record["lines"][-1]["overlap"] == line.overlap and len(record["recipes"]["one"]) == 64
+
+
+def test_the_oracle_is_the_same_for_all_whatever_they_were_trained_on(tmp_path: Path) -> None:
+    save_recipe(tmp_path, "a", "linear", target={"sources": {"appendix": 1.0}, "aggregate": "mean"})
+    save_recipe(tmp_path, "b", "linear")
+    found = overlaps(STUB, find_recipes(tmp_path), settings(tmp_path))
+    assert found["a"] == found["b"]
+    # Recomputed with no cache of ours: the first document, plain observation.
+    name, context, appendix = next(sequences(STUB, 0, settings(tmp_path)))
+    model = stub_model(0)
+    gates = load_gates(tmp_path / "a", model)
+    whole = observe(model, torch.tensor([[*context, *appendix]]))
+    alone = observe(model, torch.tensor([context]))
+    expected = []
+    for before, after in zip(alone, whole, strict=True):
+        risk, reached = future_risk(after, document_tokens=len(context), horizon=32)
+        expected.append(naive_overlap(gates.score(before).values_BHT, risk, reached))
+    assert name == DOCUMENTS
+    assert found["a"][DOCUMENTS] == pytest.approx(sum(expected) / len(expected), abs=1e-6)
+    assert abs(found[BASELINE][DOCUMENTS] - 0.2) < 0.1
+
+
+def test_a_second_call_takes_up_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_recipe(tmp_path / "runs", "one", "linear")
+    first = write_table(STUB, tmp_path / "runs", settings(tmp_path))
+    ran: list[int] = []
+    run_all = families.run_all
+    monkeypatch.setattr(families, "run_all", lambda *given: ran.append(run_all(*given)))
+    assert write_table(STUB, tmp_path / "runs", settings(tmp_path)) == first
+    assert ran == [0, 0]
+    # Other weights under the same name are another run.
+    torch.manual_seed(5)
+    gates = gates_of("linear")
+    with torch.no_grad():
+        next(gates.parameters()).add_(1.0)
+    save_gates(
+        gates,
+        tmp_path / "runs" / "one",
+        fingerprint=fingerprint(stub_model(0)),
+        metadata={"base_model": "reference:0"},
+    )
+    lines = write_table(STUB, tmp_path / "runs", settings(tmp_path))
+    assert ran[2] == 0 and ran[3] > 0 and lines[-1].seconds is None
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no trained gates: train the recipes first"):
+        find_recipes(tmp_path)
+    save_recipe(tmp_path, "other", "linear", base_model="owner/model")
+    with pytest.raises(ValueError, match="trained on 'owner/model'.*model=reference:0"):
+        find_recipes(tmp_path)
+    assert families.main(["--folder", str(tmp_path / "none")]) == 2
+
+
+def test_markdown_has_a_cell_for_every_column() -> None:
+    exact = {"0.1/seen": (50.0, 40.0, 60.0), "0.2/seen": (75.0, 70.0, 80.0)}
+    lines = [
+        Line("full", "", "", None, None, {}, {"1/seen": (99.0, 98.0, 100.0)}, {"seen": 6}),
+        Line("mlp", "mlp", "local", 12345, 61.4, {DOCUMENTS: 0.5, "seen": 0.25}, exact, {"seen": 6}),
+    ]
+    about, _, header, rule, full, mlp, *_ = markdown(lines, Settings()).splitlines()
+    assert "questions: 6 seen" in about and "at keep_ratio 0.1 and 0.2" in about
+    assert header.count("|") == rule.count("|") == full.count("|") == mlp.count("|")
+    assert full.endswith("| 99.0 [98.0, 100.0] | 99.0 [98.0, 100.0] |")
+    assert mlp == (
+        "| mlp | mlp | local | 12,345 | 61 | 0.500 | 0.250 | 50.0 [40.0, 60.0] | 75.0 [70.0, 80.0] |"
+    )

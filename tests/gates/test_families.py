@@ -1,0 +1,432 @@
+"""Each family against its paper's formula, written here in float64 with loops over everything."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain.gates import GATES, Gate, GateInputs, build_gates, dims_for, settings_of
+
+E, H, Q, D, B, T = 10, 2, 6, 4, 2, 7
+SIZES = {"E": E, "H": H, "Q": Q, "D": D}
+# Settings that no default hides behind.
+SETTINGS: dict[str, dict[str, object]] = {
+    "admission": {"expand": 1.5, "floor": 0.2, "opens_at": 2.0},
+    "context": {"heads": 3, "width": 5},
+    "decay": {"F": 9, "opens_at": 3.0},
+    "decay_shared": {"F": 9, "tied": True},
+    "dms": {"scale": 7.0, "offset": 2.0, "bias": True},
+    "linear": {},
+    "lowrank": {"rank": 3, "sinks": 5},
+    "mlp": {"F": 9, "activation": "silu"},
+    "qkv": {"F": 9, "bias": True},
+}
+OWN = sorted(SETTINGS)
+
+
+def a_gate(family: str, **settings: object) -> Gate:
+    """One gate in float64, with nothing at its first value that could hide a mistake."""
+    dims = dims_for(family, {0: SIZES}, {**SETTINGS[family], **settings})
+    gate = build_gates(family, dims)[0].double()
+    with torch.no_grad():
+        for parameter in gate.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in gate.named_buffers():
+            if name.startswith("input_"):
+                buffer.add_(torch.rand_like(buffer))
+    return gate
+
+
+def some_inputs(T: int = T) -> GateInputs:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    return GateInputs(
+        hidden_BTE=draw(B, T, E),
+        stream_BTE=draw(B, T, E),
+        queries_BQTD=draw(B, Q, T, D),
+        queries_before_BQTD=draw(B, Q, T, D),
+        keys_BHTD=draw(B, H, T, D),
+        keys_before_BHTD=draw(B, H, T, D),
+        values_BHTD=draw(B, H, T, D),
+    )
+
+
+def silu(x: float) -> float:
+    return x / (1 + math.exp(-x))
+
+
+def gelu(x: float) -> float:
+    return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+
+
+def vector(numbers: list[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def affine(weight: Tensor, x: list[float] | Tensor, bias: Tensor | None = None) -> list[float]:
+    x = torch.as_tensor(x, dtype=torch.float64)
+    return [dot(row, x) + (0.0 if bias is None else float(bias[i])) for i, row in enumerate(weight)]
+
+
+def rms_norm(x: list[float] | Tensor, weight: Tensor, eps: float = 1e-6) -> list[float]:
+    mean = sum(float(value) ** 2 for value in x) / len(x)
+    return [float(value) / math.sqrt(mean + eps) * float(weight[i]) for i, value in enumerate(x)]
+
+
+def standard(gate: Gate, x: Tensor) -> Tensor:
+    return (x - gate.input_mean_E) / gate.input_scale_E
+
+
+def naive(gate: Gate, inputs: GateInputs, b: int, i: int) -> list[float]:
+    """The formula of the gate's family for entry `i` of sequence `b`: one number per head."""
+    state = {name: tensor.detach() for name, tensor in gate.state_dict().items()}
+    x = standard(gate, inputs.hidden_BTE[b, i]) if hasattr(gate, "input_mean_E") else None
+    match gate.family:
+        case "linear":
+            return affine(state["out.weight"], x, state["out.bias"])
+        case "mlp":
+            hidden = [silu(z) for z in affine(state["up.weight"], x, state["up.bias"])]
+            return affine(state["out.weight"], hidden, state["out.bias"])
+        case "lowrank":
+            return [naive_share(state, x, h) for h in range(H)]
+        case "qkv":
+            heads = [inputs.queries_before_BQTD[b, q, i] for q in range(Q)]
+            heads += [inputs.keys_before_BHTD[b, h, i] for h in range(H)]
+            heads += [inputs.values_BHTD[b, h, i] for h in range(H)]
+            hidden = [silu(z) for z in affine(state["up.weight"], torch.cat(heads), state["up.bias"])]
+            return affine(state["out.weight"], hidden, state["out.bias"])
+        case "decay" | "decay_shared":
+            hidden = [silu(z) for z in affine(state["up.weight"], x, state["up.bias"])]
+            if gate.family == "decay_shared":
+                hidden = [silu(z) for z in affine(state["middle.weight"], hidden, state["middle.bias"])]
+            return [log_sigmoid(z) for z in affine(state["out.weight"], hidden, state["out.bias"])]
+        case "admission":
+            return [naive_admission(gate, state, inputs, b, h, i) for h in range(H)]
+        case "dms":
+            normed = rms_norm(inputs.stream_BTE[b, i], state["norm.weight"])
+            logits = affine(state["out.weight"], normed, state["out.bias"])
+            return [-(gate.scale * z - gate.offset) for z in logits]
+        case "context":
+            return naive_flag(gate, state, inputs, b, i)
+    raise AssertionError(gate.family)
+
+
+def naive_share(state: dict[str, Tensor], x: Tensor, h: int) -> float:
+    rank, G = state["query_norm.weight"].numel(), Q // H
+    shares = []
+    key = affine(state["keys.weight"][h * rank : (h + 1) * rank], x)
+    key = rms_norm(key, state["key_norm.weight"])
+    for g in range(G):
+        rows = slice((h * G + g) * rank, (h * G + g + 1) * rank)
+        query = affine(state["queries.weight"][rows], x, state["queries.bias"][rows])
+        query = vector(rms_norm(query, state["query_norm.weight"]))
+        own = dot(query, vector(key)) / math.sqrt(rank) + float(state["bias"][h, g])
+        others = 0.0
+        for sink in state["sink_keys"][h]:
+            others += math.exp(dot(query, sink) / math.sqrt(rank) - own)
+        shares.append(1 / (1 + others))
+    return sum(shares) / G
+
+
+def naive_admission(
+    gate: Gate, state: dict[str, Tensor], inputs: GateInputs, b: int, h: int, i: int
+) -> float:
+    both = rms_norm(inputs.keys_before_BHTD[b, h, i], state["norm_before.weight"])
+    both += rms_norm(inputs.keys_BHTD[b, h, i], state["norm_after.weight"])
+    hidden = [gelu(z) for z in affine(state["up_weight"][h], both, state["up_bias"][h])]
+    logit = dot(state["out_weight"][h], vector(hidden)) + float(state["out_bias"][h])
+    return math.log(max(1 / (1 + math.exp(-logit)), gate.floor))
+
+
+def naive_flag(gate: Gate, state: dict[str, Tensor], inputs: GateInputs, b: int, i: int) -> list[float]:
+    width, entries = gate.width, range(i + 1) if gate.causal else range(inputs.hidden_BTE.shape[1])
+    if inputs.valid_BT is not None:
+        entries = [j for j in entries if inputs.valid_BT[b, j]]
+    seen: list[float] = []
+    for a in range(gate.heads):
+        rows = slice(a * width, (a + 1) * width)
+
+        def project(name: str, j: int, rows: slice = rows) -> Tensor:
+            weight = state[f"{name}.weight"][rows]
+            return vector(affine(weight, standard(gate, inputs.hidden_BTE[b, j])))
+
+        logits = [dot(project("queries", i), project("keys", j)) / math.sqrt(width) for j in entries]
+        total = sum(math.exp(z) for z in logits)
+        weights = [math.exp(z) / total for z in logits]
+        mixed = sum(w * project("values", j) for w, j in zip(weights, entries, strict=True))
+        seen += mixed.tolist()
+    return affine(state["out.weight"], seen, state["out.bias"])
+
+
+def all_naive(gate: Gate, inputs: GateInputs) -> Tensor:
+    T = inputs.hidden_BTE.shape[1]
+    numbers = [[naive(gate, inputs, b, i) for i in range(T)] for b in range(B)]
+    return torch.tensor(numbers, dtype=torch.float64).transpose(1, 2)
+
+
+def test_every_family_is_here() -> None:
+    assert set(OWN) <= set(GATES)
+    assert set(GATES) - set(OWN) <= {"lookahead"}, "a family without a formula test"
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_formula(family: str) -> None:
+    gate, inputs = a_gate(family), some_inputs()
+    torch.testing.assert_close(gate(inputs), all_naive(gate, inputs), rtol=1e-9, atol=1e-9)
+
+
+def test_the_context_gate_may_look_ahead() -> None:
+    gate, inputs = a_gate("context", causal=False), some_inputs()
+    torch.testing.assert_close(gate(inputs), all_naive(gate, inputs), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_context_gate_sees_no_padding(causal: bool) -> None:
+    gate, inputs = a_gate("context", causal=causal), some_inputs()
+    valid_BT = torch.arange(T) >= torch.tensor([0, 3])[:, None]
+    padded = GateInputs(hidden_BTE=inputs.hidden_BTE, valid_BT=valid_BT)
+    output = gate(padded)
+    assert output.isfinite().all()
+    expected = [[naive(gate, padded, b, i) for i in range(3, T)] for b in range(B)]
+    expected_BHT = torch.tensor(expected, dtype=torch.float64).transpose(1, 2)
+    torch.testing.assert_close(output[..., 3:], expected_BHT, rtol=1e-9, atol=1e-9)
+    alone = gate(GateInputs(hidden_BTE=inputs.hidden_BTE[1:, 3:]))
+    torch.testing.assert_close(output[1:, :, 3:], alone, rtol=1e-9, atol=1e-9)
+
+
+def test_a_causal_context_gate_says_the_same_of_a_prefix() -> None:
+    gate, inputs = a_gate("context"), some_inputs()
+    whole = gate(inputs)
+    torch.testing.assert_close(gate(inputs.entries(slice(0, 4))), whole[..., :4], rtol=1e-9, atol=1e-9)
+
+
+def test_the_context_gate_makes_no_mask_of_entries_by_entries() -> None:
+    """8,192 entries at one head: a mask or probabilities of T x T in float32 would be 256 MiB."""
+    gate = build_gates("context", {0: {"E": 4, "H": 1, "heads": 1, "width": 8}})[0]
+    inputs = GateInputs(hidden_BTE=torch.randn(1, 8192, 4), valid_BT=torch.arange(8192)[None] >= 5)
+    largest = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, tuple) else (out,)
+            largest.extend(t.numel() for t in tensors if isinstance(t, Tensor))
+            return out
+
+    with Watch():
+        gate(inputs).sum().backward()
+    assert 0 < max(largest) < 8192 * 64
+
+
+def test_queries_and_keys_after_rope_are_a_variant_of_the_qkv_gate() -> None:
+    gate, inputs = a_gate("qkv"), some_inputs()
+    after = a_gate("qkv", rope="after")
+    after.load_state_dict(gate.state_dict())
+    turned = GateInputs(
+        queries_BQTD=inputs.queries_before_BQTD,
+        keys_BHTD=inputs.keys_before_BHTD,
+        values_BHTD=inputs.values_BHTD,
+    )
+    assert torch.equal(after(turned), gate(inputs))
+    assert after.inputs == {"queries", "keys", "values"}
+    assert gate.inputs == {"queries_before", "keys_before", "values"}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_the_qkv_gate_has_as_many_outputs_as_the_layer_has_heads(heads: int) -> None:
+    """The released Locret writes 8, whatever the model."""
+    sizes = {"E": E, "H": heads, "Q": 2 * heads, "D": D}
+    gate = build_gates("qkv", dims_for("qkv", {0: sizes}))[0]
+    assert gate.out.out_features == heads and gate.up.in_features == 4 * heads * D
+
+
+def test_the_bias_of_the_lowrank_gate_counts_once() -> None:
+    """The released Fast KVzip adds it twice in training and once in inference."""
+    gate, inputs = a_gate("lowrank"), some_inputs()
+    once = gate(inputs)
+    with torch.no_grad():
+        gate.bias.zero_()
+        unbiased = gate(inputs)
+        gate.query_norm.weight.zero_()
+        gate.bias.fill_(0.7)
+    # With queries of zero the share is 1 / (1 + sinks exp(-b)), with b once.
+    torch.testing.assert_close(gate(inputs), torch.full_like(once, 1 / (1 + 5 * math.exp(-0.7))))
+    assert (once - unbiased).abs().max() > 1e-3
+
+
+def test_sink_keys_of_a_fresh_lowrank_gate_get_gradients_of_their_own() -> None:
+    gate = build_gates("lowrank", {0: {"E": E, "H": H, "Q": Q}})[0]
+    gate(GateInputs(torch.randn(1, T, E))).square().sum().backward()
+    grad = gate.sink_keys.grad
+    assert not torch.allclose(grad[:, :1], grad[:, 1:2], atol=0, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_dims_build_the_same_gate_again(family: str) -> None:
+    gate = a_gate(family)
+    again = GATES[family](**gate.dims()).double()
+    assert again.dims() == gate.dims() and set(settings_of(family)) <= set(gate.dims())
+    for name, value in SETTINGS[family].items():
+        assert gate.dims()[name] == value
+    again.load_state_dict(gate.state_dict())
+    inputs = some_inputs()
+    assert torch.equal(again(inputs), gate(inputs))
+    assert again.unit == gate.unit and again.inputs == gate.inputs
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_number_of_parameters(family: str) -> None:
+    gate = a_gate(family)
+    F, r, W = getattr(gate, "F", 0), getattr(gate, "rank", 0), 3 * 5
+    formula = {
+        "linear": E * H + H,
+        "mlp": E * F + F + F * H + H,
+        "lowrank": E * Q * r + Q * r + E * H * r + 2 * r + H * 5 * r + Q,
+        "qkv": (Q + 2 * H) * D * F + F * H + F + H,
+        "decay": E * F + F + F * H + H,
+        "decay_shared": E * F + F + F * F + F + F * H + H,
+        "admission": 2 * D + H * (2 * D * F + F) + H * (F + 1),
+        "dms": E + E * H + H,
+        "context": 3 * E * W + W * H + H,
+    }
+    assert sum(p.numel() for p in gate.parameters()) == formula[family]
+
+
+@pytest.mark.parametrize(
+    "family", ["admission", "context", "decay", "decay_shared", "dms", "linear", "lowrank", "mlp"]
+)
+def test_an_opened_gate_is_open_and_can_be_trained(family: str) -> None:
+    settings = {name: value for name, value in SETTINGS[family].items() if name not in ("opens_at", "offset")}
+    gate = build_gates(family, dims_for(family, {0: SIZES}, settings))[0]
+    gate.open_()
+    inputs = some_inputs()
+    output = gate(inputs)
+    log_gate = gate.log_gate(output)
+    assert (log_gate <= 0).all() and (log_gate > -0.05).all()
+    log_gate.sum().backward()
+    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in gate.parameters())
+
+
+def test_the_qkv_gate_says_no_openness() -> None:
+    gate = a_gate("qkv")
+    with pytest.raises(ValueError, match="not trained end to end; choose stage `local`"):
+        gate.open_()
+    with pytest.raises(ValueError, match="say no openness"):
+        gate.log_gate(torch.zeros(1, H, 3, dtype=torch.float64))
+
+
+def test_log_gates() -> None:
+    """What soft attention adds, per family, of its output."""
+    output = torch.tensor([[[-2.0, 0.5]]], dtype=torch.float64)
+    for family in ("linear", "mlp", "dms", "context"):
+        expected = torch.tensor([[[log_sigmoid(-2.0), log_sigmoid(0.5)]]], dtype=torch.float64)
+        torch.testing.assert_close(a_gate(family).log_gate(output), expected)
+    below = output.clamp_max(0)
+    for family in ("decay", "decay_shared", "admission"):
+        assert torch.equal(a_gate(family).log_gate(below), below)
+    share = torch.tensor([[[0.0, 0.25]]], dtype=torch.float64)
+    log_share = a_gate("lowrank").log_gate(share)
+    assert log_share.isfinite().all() and float(log_share[0, 0, 1]) == math.log(0.25)
+
+
+@pytest.mark.parametrize("family", ["context", "linear", "mlp", "qkv"])
+def test_training_starts_at_the_mean(family: str) -> None:
+    gate = a_gate(family)
+    with torch.no_grad():
+        gate.out.weight.zero_()
+    mean_H = torch.tensor([0.25, -1.5], dtype=torch.float64)
+    gate.start_at_(mean_H)
+    torch.testing.assert_close(gate(some_inputs()), mean_H[None, :, None].expand(B, H, T))
+
+
+def test_training_of_the_lowrank_gate_starts_at_the_mean() -> None:
+    gate, mean_H = a_gate("lowrank"), torch.tensor([0.02, 0.6], dtype=torch.float64)
+    with torch.no_grad():
+        gate.query_norm.weight.zero_()
+    gate.start_at_(mean_H)
+    torch.testing.assert_close(gate(some_inputs()), mean_H[None, :, None].expand(B, H, T))
+
+
+def test_a_retention_gate_opens_as_the_release_does() -> None:
+    gate = build_gates("decay", {0: {"E": 64, "H": 3}})[0]
+    gate.open_()
+    assert torch.equal(gate.out.bias, torch.full((3,), 18.0)) and torch.equal(gate.up.bias, torch.zeros(512))
+    assert 0.018 < gate.up.weight.std() < 0.022 and 0.015 < gate.out.weight.std() < 0.025
+
+
+def test_shared_projections_are_one() -> None:
+    layers = {layer: {"E": E, "H": H, "F": 5} for layer in (0, 2, 5)}
+    gates = build_gates("decay_shared", layers)
+    assert gates[0].out is gates[2].out is gates[5].out and gates[0].up is not gates[2].up
+    own, shared = E * 5 + 5 + 5 * 5 + 5, 5 * H + H
+    assert sum(p.numel() for p in gates.parameters()) == 3 * own + shared
+    twin = copy.deepcopy(gates)
+    assert twin[0].out is twin[5].out and twin[0].out is not gates[0].out
+    gates.double()
+    assert gates[0].out is gates[5].out and gates[5].out.weight.dtype == torch.float64
+    (2 * gates[0].out.weight.sum() + gates[5].out.weight.sum()).backward()
+    assert torch.equal(gates[2].out.weight.grad, torch.full((H, 5), 3.0, dtype=torch.float64))
+    gates.load_state_dict(gates.state_dict())
+    assert gates[0].out is gates[2].out
+
+
+def test_a_projection_per_layer_is_a_variant() -> None:
+    layers = {layer: {"E": E, "H": H, "F": 5, "tied": False} for layer in (0, 1)}
+    gates = build_gates("decay_shared", layers)
+    assert gates[0].out is not gates[1].out
+
+
+def test_layers_of_other_sizes_cannot_share() -> None:
+    layers = {0: {"E": E, "H": 2, "F": 5}, 1: {"E": E, "H": 3, "F": 5}}
+    with pytest.raises(ValueError, match="same hidden width and KV heads: got .*Set `tied: false`"):
+        build_gates("decay_shared", layers)
+    with pytest.raises(ValueError, match="same hidden width"):
+        build_gates("decay_shared", {0: {**layers[0]}, 1: {**layers[0], "tied": False}})
+
+
+def test_settings_are_checked_all_at_once() -> None:
+    with pytest.raises(ValueError, match="no setting 'ranks' .did you mean 'rank'.*rank .16., sinks .16."):
+        dims_for("lowrank", {0: SIZES}, {"ranks": 4})
+    with pytest.raises(ValueError, match="E comes from the model.*F is '9', a str, where a int is wanted"):
+        dims_for("mlp", {0: SIZES}, {"E": 4, "F": "9"})
+    with pytest.raises(ValueError, match="tied is 1, a int, where a bool is wanted"):
+        dims_for("decay_shared", {0: SIZES}, {"tied": 1})
+    with pytest.raises(ValueError, match="F is True, a bool, where a int"):
+        dims_for("mlp", {0: SIZES}, {"F": True})
+    with pytest.raises(ValueError, match="unknown gate family 'lowrnk': did you mean 'lowrank'"):
+        dims_for("lowrnk", {0: SIZES})
+
+
+def test_sizes_come_from_the_model() -> None:
+    dims = dims_for("dms", {0: SIZES, 3: {**SIZES, "H": 1}}, {"scale": 10})
+    assert dims == {0: {"E": E, "H": 2, "scale": 10.0}, 3: {"E": E, "H": 1, "scale": 10.0}}
+    assert isinstance(dims[0]["scale"], float)
+    assert dims_for("qkv", {1: SIZES}) == {1: SIZES}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("admission", {"floor": 0.0}, "floor lies between 0 and 1, got 0.0"),
+        ("admission", {"expand": 0.01}, "hidden width of at least 1, got F=0"),
+        ("context", {"heads": 0}, "at least one head of width 1: got heads=0"),
+        ("decay", {"F": 0}, "hidden width of at least 1, got F=0"),
+        ("lowrank", {"sinks": 0}, "sinks of at least 1: got Q=6, H=2, rank=16, sinks=0"),
+        ("mlp", {"activation": "gleu"}, "unknown activation 'gleu': did you mean 'gelu'"),
+        ("qkv", {"rope": "none"}, "unknown place of queries and keys.*Known: after, before"),
+    ],
+)
+def test_impossible_settings(family: str, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_gates(family, dims_for(family, {0: SIZES}, settings))

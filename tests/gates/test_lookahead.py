@@ -1,0 +1,206 @@
+"""Lookahead gates against three loops in float64; their extension is plain parameters that enter a model and
+leave it."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from retain.gates import GateInputs, GateSet, lookahead
+from retain.gates.lookahead import LookaheadExtension, LookaheadGate
+
+B, H, Q, T, S, D = 2, 2, 4, 9, 3, 4
+SCALING = 0.7
+
+
+def drawn(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Queries and keys; the second sequence is padded."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"queries": (B, Q, S, D), "keys": (B, H, T, D), "own": (B, H, S, D)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def padding() -> torch.Tensor:
+    return torch.arange(T) >= torch.tensor([0, 4])[:, None]
+
+
+def naive(parts, valid, reduce: str, soft_cap=None, window=None, sinks=None) -> torch.Tensor:
+    """The formula of `LookaheadGate`, entry by entry."""
+    score = torch.zeros(B, H, T, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            per_query = []
+            for q in range(h * Q // H, (h + 1) * Q // H):
+                paid = torch.zeros(T, dtype=torch.float64)
+                for p in range(S):
+                    weights = {}
+                    for i in [*range(T), *range(T, T + p + 1)]:
+                        if i < T and not bool(valid[b, i]):
+                            continue
+                        if window is not None and T + p - i >= window:
+                            continue
+                        key = parts["keys"][b, h, i] if i < T else parts["own"][b, h, i - T]
+                        logit = SCALING * float(parts["queries"][b, q, p] @ key)
+                        weights[i] = math.exp(
+                            logit if soft_cap is None else soft_cap * math.tanh(logit / soft_cap)
+                        )
+                    total = sum(weights.values()) + (0.0 if sinks is None else math.exp(float(sinks[q])))
+                    for i, weight in weights.items():
+                        if i < T:
+                            paid[i] += weight / total / S
+                per_query.append(paid)
+            group = torch.stack(per_query)
+            score[b, h] = group.mean(0) if reduce == "mean" else group.amax(0)
+    return score
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_score_is_the_papers(
+    reduce: str, soft_cap: float | None, window: int | None, sinks: bool
+) -> None:
+    parts, valid = drawn(), padding()
+    logits = torch.linspace(-1.0, 1.0, Q, dtype=torch.float64) if sinks else None
+    inputs = GateInputs(
+        keys_BHTD=parts["keys"],
+        lookahead_BQSD=parts["queries"],
+        lookahead_keys_BHSD=parts["own"],
+        valid_BT=valid,
+        scaling=SCALING,
+        soft_cap=soft_cap,
+        window=window,
+        sinks_Q=logits,
+    )
+    got = LookaheadGate(E=6, H=H, reduce=reduce)(inputs)
+    wanted = naive(parts, valid, reduce, soft_cap, window, logits)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+    assert (got[1, :, :4] == 0).all()
+    assert reduce == "max" or (got.sum(-1) < 1).all()
+
+
+def test_rows_a_few_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = drawn()
+    whole = lookahead.asked(parts["queries"], parts["keys"], parts["own"], scaling=SCALING)
+    monkeypatch.setattr(lookahead, "MOST_PAID", 1)
+    pieces = lookahead.asked(parts["queries"], parts["keys"], parts["own"], scaling=SCALING)
+    torch.testing.assert_close(pieces, whole, rtol=1e-14, atol=1e-16)
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    parts = drawn(torch.bfloat16)
+    got = lookahead.asked(parts["queries"], parts["keys"], parts["own"], scaling=SCALING)
+    assert got.dtype == torch.float32
+
+
+def test_a_gate_without_the_tokens_keys_says_what_to_pass() -> None:
+    parts = drawn()
+    inputs = GateInputs(keys_BHTD=parts["keys"], lookahead_BQSD=parts["queries"], scaling=SCALING)
+    with pytest.raises(ValueError, match="pass lookahead_keys_BHSD and scaling"):
+        LookaheadGate(E=6, H=H)(inputs)
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="reduce is 'sum', and must be 'mean' or 'max'"):
+        LookaheadGate(E=6, H=H, reduce="sum")
+    for wrong in ({"num_tokens": 0}, {"rank": 0}, {"alpha": 0.0}):
+        with pytest.raises(ValueError, match="wanted at least one token, a rank of at least 1"):
+            LookaheadExtension(**{"E": 6, "modules": {}, **wrong})
+
+
+class Decoder(nn.Module):
+    """A module with two linear parts, as a decoder would name them."""
+
+    def __init__(self, width: int = 6):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.ModuleDict({"q_proj": nn.Linear(6, width), "mlp": nn.Linear(width, 6)})]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0]["mlp"](self.layers[0]["q_proj"](x))
+
+
+def extension(width: int = 6, **settings) -> LookaheadExtension:
+    made = LookaheadExtension(
+        **{"num_tokens": 2, "E": 6, "rank": 2, "alpha": 6.0, "modules": {"layers.0.q_proj": (6, width)}}
+        | settings
+    )
+    nn.init.normal_(made.up["layers/0/q_proj"])
+    return made
+
+
+def test_the_adapter_is_the_formula_inside_and_nothing_outside() -> None:
+    model, own, x = Decoder(), extension(), torch.randn(3, 6)
+    before, modules, ids = model(x), list(model.modules()), [id(m) for m in model.modules()]
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    random = torch.get_rng_state()
+    with own.extend(model):
+        inside = model(x)
+        assert [id(m) for m in model.modules()] != ids
+    inner = x @ model.layers[0]["q_proj"].weight.T + model.layers[0]["q_proj"].bias
+    inner = inner + 3.0 * x @ own.down["layers/0/q_proj"].T @ own.up["layers/0/q_proj"].T
+    torch.testing.assert_close(inside, model.layers[0]["mlp"](inner))
+    assert torch.equal(model(x), before) and not torch.allclose(inside, before)
+    assert list(model.modules()) == modules
+    assert all(parameter.requires_grad == flag for parameter, flag in flags)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert torch.equal(torch.get_rng_state(), random)
+    inside.sum().backward()
+    assert own.down["layers/0/q_proj"].grad is not None and own.up["layers/0/q_proj"].grad is not None
+
+
+def test_the_model_is_whole_again_after_an_error() -> None:
+    model, own = Decoder(), extension()
+    modules = list(model.modules())
+    with pytest.raises(KeyError, match="midway"), own.extend(model):
+        raise KeyError("midway")
+    assert list(model.modules()) == modules
+
+
+def test_modules_that_are_not_there_are_refused() -> None:
+    with (
+        pytest.raises(
+            ValueError, match=r"adapt layers.0.q_proj with .* \(6, 7\), and Decoder has one with \(6, 6\)"
+        ),
+        extension(7).extend(Decoder()),
+    ):
+        pass
+    missing = extension(modules={"layers.0.q_proj": (6, 6), "layers.1.q_proj": (6, 6)})
+    with (
+        pytest.raises(
+            ValueError, match="adapt layers.1.q_proj .* does not have it: load gates that were trained"
+        ),
+        missing.extend(Decoder()),
+    ):
+        pass
+
+
+def test_an_adapter_that_is_there_already_is_refused() -> None:
+    model, own = Decoder(), extension()
+    refused = pytest.raises(ValueError, match="carries an adapter of peft on layers.0.q_proj already")
+    with own.extend(model), refused, extension().extend(model):
+        pass
+
+
+def test_peft_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ValueError, match=r'pip install "retain\[train\]"'), extension().extend(Decoder()):
+        pass
+
+
+def test_dims_are_json_that_builds_it_again() -> None:
+    own = extension()
+    again = LookaheadExtension(**json.loads(json.dumps(own.dims())))
+    again.load_state_dict(own.state_dict())
+    assert again.dims() == own.dims()
+    assert sorted(own.state_dict()) == ["down.layers/0/q_proj", "tokens_SE", "up.layers/0/q_proj"]
+    gates = GateSet({0: LookaheadGate(E=6, H=2)}, extension=own)
+    assert "extension.tokens_SE" in gates.state_dict() and gates.unit == "mass"

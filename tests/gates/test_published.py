@@ -1,0 +1,480 @@
+"""Published gates: files of each release's layout, and scores that equal the release's own forward."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from retain.evidence import Evidence
+from retain.gates import GateSet
+from retain.gates.published import KINDS, import_published, sizes_of
+from retain.gates.store import load_gates, save_gates
+from retain.gates.unpickle import unpickle
+from retain.rotary import Rotary
+
+E, H, Q, D, T, F = 12, 2, 8, 4, 9, 10
+FINGERPRINT = {"hidden_size": E, "num_heads": Q, "num_kv_heads": H, "head_dim": D, "num_layers": 2}
+SIZES = sizes_of(FINGERPRINT)
+ROTARY = Rotary(torch.tensor([1.0, 0.1]))
+State = dict[str, Tensor]
+
+
+def linear(name: str, out: int, inner: int, *, bias: bool = True) -> State:
+    state = {f"{name}weight": torch.randn(out, inner)}
+    return {**state, f"{name}bias": torch.randn(out)} if bias else state
+
+
+def kvzap_linear() -> tuple[State, dict[str, Any]]:
+    state = {f"layers.{layer}.{k}": v for layer in range(2) for k, v in linear("", H, E).items()}
+    config = {"model_type": "kvzap", "input_dim": E, "output_dim": H, "hidden_dim": None, "n_modules": 2}
+    return state, config
+
+
+def kvzap_mlp() -> tuple[State, dict[str, Any]]:
+    state: State = {}
+    for layer in range(2):
+        parts = {**linear("0.", F, E), **linear("2.", H, F)}
+        state |= {f"layers.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return state, {"model_type": "kvzap", "input_dim": E, "output_dim": H, "hidden_dim": F, "n_modules": 2}
+
+
+def fastkvzip() -> tuple[State, dict[str, Any]]:
+    state: State = {}
+    for layer in range(2):
+        parts = {
+            **linear("q_proj.", Q * 3, E),
+            **linear("k_proj.", H * 3, E, bias=False),
+            "q_norm.weight": torch.rand(3) + 0.5,
+            "k_norm.weight": torch.rand(3) + 0.5,
+            "k_base": torch.randn(H, 1, 5, 3),
+            "b": torch.randn(H, 1, Q // H),
+        }
+        state |= {f"module.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return state, {}
+
+
+def trimkv() -> tuple[State, dict[str, Any]]:
+    state: State = {}
+    for layer in range(2):
+        parts = {**linear("linear1.", F, E), **linear("linear2.", H, F, bias=False), "bias": torch.randn(H)}
+        state |= {f"model.layers.{layer}.self_attn.retention_gate.{k}": v for k, v in parts.items()}
+    return state, {"retention_gate": "rg", "hidden_act": "silu", "memory_size": 512}
+
+
+def dbtrimkv() -> tuple[State, dict[str, Any]]:
+    state: State = {}
+    for layer in range(2):
+        parts = {
+            **linear("linear1.", F, E),
+            **linear("linear2.", F, F),
+            **linear("linear3.", H, F, bias=False),
+            "bias": torch.randn(H),
+        }
+        state |= {f"model.layers.{layer}.self_attn.retention_gate.{k}": v for k, v in parts.items()}
+    return state, {"retention_gate": "rg10", "hidden_act": "silu", "tie_retention_gate_layers": True}
+
+
+def locret() -> tuple[State, dict[str, Any]]:
+    state: State = {"model.embed_tokens.weight": torch.randn(7, E), "lm_head.weight": torch.randn(7, E)}
+    for layer in range(2):
+        wide = (2 * H + Q) * D
+        parts = {**linear("fc1.", F, wide, bias=False), **linear("fc2.", H, F, bias=False)}
+        parts |= linear("q_proj.", Q * D, E, bias=False)
+        state |= {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in parts.items()}
+    return state, {"model_type": "llama", "hidden_act": "silu"}
+
+
+def wgkv() -> tuple[State, dict[str, Any]]:
+    state: State = {}
+    inner = 6  # 1.5 head widths, as released for Qwen3
+    for layer in range(2):
+        parts = {
+            "pre_key_norm.weight": torch.rand(D) + 0.5,
+            "post_key_norm.weight": torch.rand(D) + 0.5,
+            "conv1.weight": torch.randn(H * inner, 2 * D, 1),
+            "conv1.bias": torch.randn(H * inner),
+            "conv2.weight": torch.randn(H, inner, 1) * 2,
+            "conv2.bias": torch.randn(H),
+        }
+        state |= {f"model.layers.{layer}.self_attn.g_predictors.{k}": v for k, v in parts.items()}
+    return state, {}
+
+
+# Name -> (kind, our family, unit of the score, the release).
+RELEASES: dict[str, tuple[str, str, str, Callable[[], tuple[State, dict[str, Any]]]]] = {
+    "kvzap_linear": ("kvzap", "linear", "rank", kvzap_linear),
+    "kvzap_mlp": ("kvzap", "mlp", "rank", kvzap_mlp),
+    "fastkvzip": ("fastkvzip", "lowrank", "mass", fastkvzip),
+    "trimkv": ("trimkv", "decay", "rank", trimkv),
+    "dbtrimkv": ("trimkv", "decay_shared", "rank", dbtrimkv),
+    "locret": ("locret", "qkv", "mass", locret),
+    "wgkv": ("wgkv", "admission", "rank", wgkv),
+}
+
+
+def release(name: str, folder: Path) -> State:
+    """The release's files, and what is in them."""
+    state, config = RELEASES[name][3]()
+    folder.mkdir(exist_ok=True)
+    save_file(state, folder / "model.safetensors")
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    return state
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    """A Llama-style RMSNorm."""
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def published_forward(name: str, state: State, layer: int, raw: dict[str, Tensor]) -> Tensor:
+    """What the release computes, from what it computes it from: `[B, H, T]`.
+
+    Args:
+        raw: `hidden`, and the projections `q`, `k`, `v` before RoPE, as heads, and `k_rope`.
+    """
+
+    def part(suffix: str) -> Tensor:
+        numbered = {key: re.search(r"(\d+)(\..*)", key) for key in state}
+        (found,) = [
+            key
+            for key, is_of in numbered.items()
+            if is_of and is_of[1] == str(layer) and is_of[2].endswith(suffix)
+        ]
+        return state[found].double()
+
+    x = raw["hidden"].double()
+    match name:
+        case "kvzap_linear":
+            out = functional.linear(x, part(".weight"), part(".bias"))
+        case "kvzap_mlp":
+            inner = functional.gelu(functional.linear(x, part(".0.weight"), part(".0.bias")))
+            out = functional.linear(inner, part(".2.weight"), part(".2.bias"))
+        case "trimkv":
+            inner = functional.silu(functional.linear(x, part("linear1.weight"), part("linear1.bias")))
+            out = functional.logsigmoid(functional.linear(inner, part("linear2.weight")) + part("gate.bias"))
+        case "dbtrimkv":
+            inner = functional.silu(functional.linear(x, part("linear1.weight"), part("linear1.bias")))
+            inner = functional.silu(functional.linear(inner, part("linear2.weight"), part("linear2.bias")))
+            out = functional.logsigmoid(functional.linear(inner, part("linear3.weight")) + part("gate.bias"))
+        case "locret":
+            sides = [raw[side].double().transpose(1, 2).flatten(2) for side in ("q", "k", "v")]
+            inner = functional.silu(functional.linear(torch.cat(sides, -1), part("fc1.weight")))
+            out = functional.linear(inner, part("fc2.weight"))
+        case "fastkvzip":
+            return torch.stack([one_fastkvzip(part, sequence) for sequence in x])
+        case "wgkv":
+            norms = [rms(raw["k"].double(), part("pre_key_norm.weight"))]
+            norms.append(rms(raw["k_rope"].double(), part("post_key_norm.weight")))
+            channels = torch.cat(norms, -1).transpose(2, 3).flatten(1, 2)
+            inner = functional.conv1d(channels, part("conv1.weight"), part("conv1.bias"), groups=H)
+            inner = functional.conv1d(
+                functional.gelu(inner), part("conv2.weight"), part("conv2.bias"), groups=H
+            )
+            return torch.sigmoid(inner).clamp(min=1e-3)
+    return out.transpose(1, 2)
+
+
+def one_fastkvzip(part: Callable[[str], Tensor], x: Tensor) -> Tensor:
+    """Its inference code's forward, one sequence."""
+    queries = functional.linear(x, part("q_proj.weight"), part("q_proj.bias")).view(T, H, -1, 3)
+    keys = functional.linear(x, part("k_proj.weight")).view(T, H, -1, 3)
+    queries = rms(queries, part("q_norm.weight")).transpose(0, 1).transpose(-1, -2)
+    keys = rms(keys, part("k_norm.weight")).transpose(0, 1)
+    logit = keys @ queries / 3**0.5 + part("b").unsqueeze(2)
+    logit_base = part("k_base") @ queries / 3**0.5
+    return (1 / (1 + torch.exp(logit_base - logit).sum(2, keepdim=True))).mean(-1).squeeze(-1)
+
+
+def shown(layer: int) -> tuple[Evidence, dict[str, Tensor]]:
+    B, positions_BT = 2, torch.arange(T).expand(2, T)
+    raw = {
+        "hidden": torch.randn(B, T, E),
+        "q": torch.randn(B, Q, T, D),
+        "k": torch.randn(B, H, T, D),
+        "v": torch.randn(B, H, T, D),
+    }
+    raw["k_rope"] = ROTARY.rotate(raw["k"], positions_BT)
+    evidence = Evidence(
+        layer_idx=layer,
+        queries_BQSD=ROTARY.rotate(raw["q"], positions_BT),
+        keys_BHTD=raw["k_rope"],
+        values_BHTD=raw["v"],
+        output_weight_QDE=torch.randn(Q, D, E),
+        scaling=0.5,
+        positions_BT=positions_BT,
+        valid_BT=torch.ones(B, T, dtype=torch.bool),
+        hidden_BTE=raw["hidden"],
+        rotary=ROTARY,
+    )
+    return evidence, raw
+
+
+def assert_scores(gates: GateSet, name: str, state: State) -> None:
+    """Scores are the release's numbers: as they are, their exponential (KVzap), their logarithm (WG-KV)."""
+    for layer in gates.layers:
+        evidence, raw = shown(layer)
+        expected = published_forward(name, state, layer, raw)
+        if name.startswith("kvzap"):
+            expected = expected.exp()
+        elif name == "wgkv":
+            assert (expected == 1e-3).any() and (expected > 1e-3).any()
+            expected = expected.log()
+        elif name in ("trimkv", "dbtrimkv"):
+            expected = expected * torch.arange(T - 1, -1, -1)
+        score = gates.score(evidence)
+        torch.testing.assert_close(score.values_BHT, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", sorted(RELEASES))
+def test_scores_are_those_of_the_release(name: str, named: bool, tmp_path: Path) -> None:
+    kind, family, unit, _ = RELEASES[name]
+    state = release(name, tmp_path)
+    gates = import_published(tmp_path, SIZES, kind=kind if named else "auto")
+    assert gates.family == family and gates.unit == unit and gates.layers == (0, 1)
+    assert gates.metadata["published"]["kind"] == kind
+    assert_scores(gates, name, state)
+
+
+@pytest.mark.parametrize("name", sorted(RELEASES))
+def test_imported_gates_become_an_artifact(name: str, tmp_path: Path) -> None:
+    state = release(name, tmp_path / "release")
+    gates = import_published(tmp_path / "release", SIZES)
+    save_gates(gates, tmp_path / "gates", fingerprint=FINGERPRINT, metadata=gates.metadata)
+    back = load_gates(tmp_path / "gates", fingerprint=FINGERPRINT)
+    assert back.unit == gates.unit and back.metadata["published"] == gates.metadata["published"]
+    assert_scores(back, name, state)
+
+
+@pytest.mark.parametrize("name", sorted(RELEASES))
+def test_half_precision_weights_are_read(name: str, tmp_path: Path) -> None:
+    state = {key: tensor.bfloat16() for key, tensor in release(name, tmp_path).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    gates = import_published(tmp_path, SIZES)
+    assert all(parameter.dtype == torch.float32 for parameter in gates.parameters())
+    assert_scores(gates, name, state)
+
+
+def test_order_inside_a_head_is_kvzaps(tmp_path: Path) -> None:
+    """What KVzap thresholds, the logarithm, orders entries of all heads as the score does."""
+    state = release("kvzap_mlp", tmp_path)
+    evidence, raw = shown(0)
+    score = import_published(tmp_path, SIZES).score(evidence).values_BHT.flatten()
+    tau = published_forward("kvzap_mlp", state, 0, raw).flatten()
+    assert torch.equal(score.argsort(), tau.argsort())
+    above = tau > -0.5
+    assert torch.equal(score > torch.tensor(-0.5).exp(), above) and 0 < int(above.sum()) < above.numel()
+
+
+def test_one_file_is_read_as_well_as_a_folder(tmp_path: Path) -> None:
+    state = release("trimkv", tmp_path)
+    assert_scores(import_published(tmp_path / "model.safetensors", SIZES), "trimkv", state)
+
+
+def test_tensors_may_lie_in_several_files(tmp_path: Path) -> None:
+    state = release("locret", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for number in range(3):
+        some = {key: state[key] for key in sorted(state)[number::3]}
+        save_file(some, tmp_path / f"model-0000{number + 1}-of-00003.safetensors")
+    assert_scores(import_published(tmp_path, SIZES), "locret", state)
+
+
+def test_gates_of_layers_that_the_model_leaves_alone_are_left_out(tmp_path: Path) -> None:
+    state = release("fastkvzip", tmp_path)
+    gates = import_published(tmp_path, sizes_of({**FINGERPRINT, "layers": "1"}))
+    assert gates.layers == (1,)
+    assert_scores(gates, "fastkvzip", state)
+
+
+def test_sizes_of_a_fingerprint() -> None:
+    one = {"E": E, "H": H, "Q": Q, "D": D}
+    assert sizes_of(FINGERPRINT) == {0: one, 1: one}
+    assert sizes_of({**FINGERPRINT, "layers": "3,7"}) == {3: one, 7: one}
+
+
+def pickled(name: str, path: Path) -> State:
+    """The release as its authors' training writes it: a pickle."""
+    state = RELEASES[name][3]()[0]
+    if name != "fastkvzip":
+        torch.save(state, path)
+        return state
+    layers = [
+        {key.split(".", 2)[2]: tensor for key, tensor in state.items() if key.startswith(f"module.{layer}.")}
+        for layer in range(2)
+    ]
+    loss = torch.tensor([[0.5, 0.25]], dtype=torch.float64).numpy()
+    torch.save({"module": layers, "loss": loss, "acc_train": loss, "steps": 50}, path)
+    return state
+
+
+@pytest.mark.parametrize("name", ["dbtrimkv", "fastkvzip", "trimkv", "wgkv"])
+def test_a_pickled_release_is_refused_and_converted(name: str, tmp_path: Path) -> None:
+    state = pickled(name, tmp_path / "weights.pt")
+    with pytest.raises(
+        ValueError, match="weights.pt is a pickle, .*--convert .*weights.pt --out .*weights.s"
+    ):
+        import_published(tmp_path, SIZES)
+    with pytest.raises(ValueError, match="is a pickle, which is a program"):
+        import_published(tmp_path / "weights.pt", SIZES)
+    target = unpickle(tmp_path / "weights.pt", tmp_path / "made" / "weights.safetensors")
+    assert_scores(import_published(target, SIZES), name, state)
+
+
+def test_a_shared_tensor_of_a_pickle_is_written_under_both_names(tmp_path: Path) -> None:
+    state = dbtrimkv()[0]
+    for part in ("linear3.weight", "bias"):
+        prefix = "model.layers.{}.self_attn.retention_gate." + part
+        state[prefix.format(1)] = state[prefix.format(0)]
+    torch.save(state, tmp_path / "weights.pth")
+    target = unpickle(tmp_path / "weights.pth", tmp_path / "weights.safetensors")
+    assert_scores(import_published(target, SIZES), "dbtrimkv", state)
+
+
+class Program:
+    """What a pickle may do."""
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return print, ("ran",)
+
+
+def test_a_pickle_that_runs_code_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"module": [Program()]}, tmp_path / "bad.pt")
+    with pytest.raises(ValueError, match="could not be read without running code of its own"):
+        unpickle(tmp_path / "bad.pt", tmp_path / "out.safetensors")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "bad.pt").read_bytes()[:50])
+    with pytest.raises(ValueError, match="could not be read without"):
+        unpickle(tmp_path / "cut.pt", tmp_path / "out.safetensors")
+    torch.save({"steps": 3}, tmp_path / "none.pt")
+    with pytest.raises(ValueError, match="holds no tensor"):
+        unpickle(tmp_path / "none.pt", tmp_path / "out.safetensors")
+    with pytest.raises(ValueError, match="there is no file .*nowhere.pt to convert"):
+        unpickle(tmp_path / "nowhere.pt", tmp_path / "out.safetensors")
+    assert "ran" not in capsys.readouterr().out and not (tmp_path / "out.safetensors").exists()
+
+
+def drop(state: State, end: str) -> State:
+    return {key: tensor for key, tensor in state.items() if not key.endswith(end)}
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("kvzap_mlp", "1.2.bias"),
+        ("fastkvzip", "1.k_base"),
+        ("trimkv", "1.self_attn.retention_gate.bias"),
+        ("locret", "1.self_attn.fc2.weight"),
+        ("wgkv", "1.self_attn.g_predictors.conv2.bias"),
+    ],
+)
+def test_a_missing_tensor_is_named(name: str, end: str, tmp_path: Path) -> None:
+    state = release(name, tmp_path)
+    save_file(drop(state, end), tmp_path / "model.safetensors")
+    part = end.removeprefix("1.").split("gate.")[-1].split("predictors.")[-1].split("attn.")[-1]
+    with pytest.raises(ValueError, match=f"gate for layer 1 as it was released: '{part}' is missing"):
+        import_published(tmp_path, SIZES)
+    save_file(drop(state, end.replace("1.", "0.", 1)), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="missing"):
+        import_published(tmp_path, SIZES, kind=RELEASES[name][0])
+
+
+@pytest.mark.parametrize("name", ["trimkv", "wgkv", "locret", "fastkvzip"])
+def test_a_tensor_too_many_is_named(name: str, tmp_path: Path) -> None:
+    state = release(name, tmp_path)
+    like = {"trimkv": "linear2.weight", "wgkv": "conv2.bias", "locret": "fc2.weight", "fastkvzip": "k_base"}
+    (old,) = [key for key in state if ".1." in key and key.endswith(like[name])]
+    part = {"trimkv": "linear9.weight", "wgkv": "value_norm.weight", "locret": "fc3.weight"}.get(
+        name, "extra"
+    )
+    state[old.removesuffix(like[name]) + part] = torch.zeros(3)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"for layer 1 as it was released: '{part}' is no part of it"):
+        import_published(tmp_path, SIZES)
+
+
+@pytest.mark.parametrize("name", sorted(RELEASES))
+@pytest.mark.parametrize("size", ["E", "H", "Q", "D"])
+def test_gates_of_another_width_are_refused(name: str, size: str, tmp_path: Path) -> None:
+    release(name, tmp_path)
+    other = {layer: {**sizes, size: 2 * sizes[size]} for layer, sizes in SIZES.items()}
+    looks_at = {
+        "kvzap_linear": "EH",
+        "kvzap_mlp": "EH",
+        "fastkvzip": "EHQ",
+        "trimkv": "EH",
+        "dbtrimkv": "EH",
+        "locret": "HQD",
+        "wgkv": "HD",
+    }
+    if size not in looks_at[name]:
+        assert import_published(tmp_path, other).family == RELEASES[name][1]
+        return
+    with pytest.raises(ValueError, match="is not of this model: .* of layer 0 is .* the model's sizes want"):
+        import_published(tmp_path, other)
+
+
+def test_gates_of_a_model_with_other_layers_are_refused(tmp_path: Path) -> None:
+    release("kvzap_linear", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"it has no gate for layers \[2\]; the model's layers are \[0, 1, 2"
+    ):
+        import_published(tmp_path, sizes_of({**FINGERPRINT, "num_layers": 3}))
+    with pytest.raises(ValueError, match=r"it has gates for layers \[1\] beyond it; .* are \[0\]"):
+        import_published(tmp_path, sizes_of({**FINGERPRINT, "num_layers": 1}))
+
+
+def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are no published gates at"):
+        import_published(tmp_path, SIZES)
+    release("wgkv", tmp_path)
+    with pytest.raises(ValueError, match="which is no part of kvzap gates"):
+        import_published(tmp_path, SIZES, kind="kvzap")
+    with pytest.raises(ValueError, match="holds no trimkv gates: no tensor's name is like"):
+        import_published(tmp_path, SIZES, kind="trimkv")
+    with pytest.raises(ValueError, match="unknown kind of published gates 'kvzapp': did you mean 'kvzap'"):
+        import_published(tmp_path, SIZES, kind="kvzapp")
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="no gates of a kind that is known .its tensors: model.norm.weight"):
+        import_published(tmp_path, SIZES)
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    with pytest.raises(ValueError, match="truncated or corrupt .*fetch it again"):
+        import_published(tmp_path, SIZES)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    state = release("trimkv", tmp_path)
+    next(iter(state.values()))[0] = float("nan")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="numbers that are not finite"):
+        import_published(tmp_path, SIZES)
+
+
+def test_configs_that_are_not_understood_are_refused(tmp_path: Path) -> None:
+    release("trimkv", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"retention_gate": "rg3"}))
+    with pytest.raises(ValueError, match="variant 'rg3' are not read here, only `rg`"):
+        import_published(tmp_path, SIZES)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_act": "gleu"}))
+    with pytest.raises(ValueError, match="unknown activation 'gleu': did you mean 'gelu'"):
+        import_published(tmp_path, SIZES)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not readable JSON"):
+        import_published(tmp_path, SIZES)
+
+
+def test_the_config_says_the_activation(tmp_path: Path) -> None:
+    release("locret", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_act": "relu"}))
+    assert import_published(tmp_path, SIZES)[0].dims()["activation"] == "relu"
+
+
+def test_every_kind_has_a_release_here() -> None:
+    assert {kind for kind, *_ in RELEASES.values()} == set(KINDS)

@@ -1,0 +1,298 @@
+"""A packed row shows what separate forwards of transformers would show, and leaves the model as it was."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain.evidence import Evidence
+from retain.hf import causal
+from retain.hf.attach import attached, handle_of
+from retain.hf.blocks import Shown, Text, read_texts
+from retain.hf.causal import causal_attention
+from retain.hf.model import base_model, describe, observe
+from retain.hf.pieces import token_wise_in_pieces
+from tests.memory import Watch
+from tests.tiny import FAMILIES, tiny_model
+
+FIELDS = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "positions_BT", "token_ids_BT")
+
+
+def draw(length: int, seed: int) -> list[int]:
+    return torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# Documents longer and shorter than the windows of the tiny models; none, one and two branches.
+TEXTS = [
+    Text(draw(50, 0), [draw(9, 1), draw(40, 2)]),
+    Text(draw(13, 3)),
+    Text(draw(30, 4), [draw(1, 5)]),
+]
+
+
+def gather(model: Any, texts: list[Text], **settings: Any) -> tuple[dict[Any, Evidence], list[Any]]:
+    """(text, layer, "document" or number of the branch) -> evidence; and the decoder's output."""
+    found: dict[Any, Evidence] = {}
+
+    def visit(shown: list[Shown]) -> None:
+        for one in shown:
+            found[one.row, one.document.layer_idx, "document"] = one.document
+            for number, branch in enumerate(one.branches):
+                found[one.row, branch.layer_idx, number] = branch
+
+    return found, read_texts(model, texts, visit, finish=True, **settings)
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_row_equals_separate_forwards(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    found, outputs = gather(model, TEXTS, wanted=("stream",))
+    base, layers = base_model(model), [spec.layer_idx for spec in describe(model)]
+    assert {key[:2] for key in found} == {(row, layer) for row in range(len(TEXTS)) for layer in layers}
+    for row, text in enumerate(TEXTS):
+        end = len(text.document)
+        for number, branch in enumerate([[], *text.branches]):
+            ids = torch.tensor([[*text.document, *branch]])
+            with torch.no_grad():
+                plain = base(ids, use_cache=False, output_hidden_states=True)
+            whole = plain.last_hidden_state[0]
+            same(outputs[row][1][number - 1] if number else outputs[row][0], whole[end if number else 0 :])
+            for wanted in observe(model, ids):
+                layer = wanted.layer_idx
+                shown = found[row, layer, number - 1 if number else "document"]
+                for field in FIELDS:
+                    own = getattr(wanted, field)
+                    if field == "queries_BQSD" and number:
+                        own = own[:, :, end:]
+                    same(getattr(shown, field), own)
+                assert shown.stream_BTE is not None
+                same(shown.stream_BTE, plain.hidden_states[layer])
+                same(shown.output_weight_QDE, wanted.output_weight_QDE)
+                assert bool(shown.valid_BT.all()) and shown.num_seen == ids.shape[1]
+                for field in ("scaling", "window", "soft_cap"):
+                    assert getattr(shown, field) == getattr(wanted, field)
+                assert (shown.sinks_Q is None) == (wanted.sinks_Q is None)
+                assert (shown.rotary is None) == (wanted.rotary is None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_other_texts_of_the_row_change_nothing(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    found, outputs = gather(model, TEXTS)
+    order = [2, 0, 1]
+    moved, moved_outputs = gather(model, [TEXTS[row] for row in order])
+    for place, row in enumerate(order):
+        same(moved_outputs[place][0], outputs[row][0])
+        for key in (key for key in found if key[0] == row):
+            same(moved[(place, *key[1:])].keys_BHTD, found[key].keys_BHTD)
+            same(moved[(place, *key[1:])].queries_BQSD, found[key].queries_BQSD)
+
+
+def test_layers_are_shown_in_order_and_what_is_not_asked_for_is_not_there() -> None:
+    order: list[int] = []
+    streams: list[Tensor | None] = []
+
+    def visit(shown: list[Shown]) -> None:
+        order.append(shown[0].document.layer_idx)
+        streams.append(shown[0].document.stream_BTE)
+        assert [one.row for one in shown] == [0, 1, 2]
+        assert [len(one.branches) for one in shown] == [2, 0, 1]
+        assert len(shown[0].branches[1:]) == 1
+        assert not torch.is_grad_enabled()
+
+    assert read_texts(tiny_model("gemma3"), TEXTS, visit) == []
+    assert order == [1, 3], "the sliding layers are left alone"
+    assert streams == [None, None]
+
+
+def test_a_first_branch_is_a_view_and_a_second_one_is_made_when_asked_for() -> None:
+    def visit(shown: list[Shown]) -> None:
+        one = shown[0]
+        document, first, second = one.document, one.branches[0], one.branches[1]
+        assert first.keys_BHTD.data_ptr() == document.keys_BHTD.data_ptr()
+        assert second.keys_BHTD.data_ptr() != document.keys_BHTD.data_ptr()
+        assert one.branches[1] is not second
+
+    read_texts(tiny_model("llama"), TEXTS, visit)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_the_model_is_restored_after_an_error(family: str) -> None:
+    model = tiny_model(family)
+    before = [dict(vars(module)) for module in model.modules()]
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+
+    def visit(shown: list[Shown]) -> None:
+        raise KeyError("the visitor's own")
+
+    with pytest.raises(KeyError, match="the visitor's own"):
+        read_texts(model, TEXTS, visit, wanted=("stream",), chunk=4)
+    assert model.config._attn_implementation == "sdpa"
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert [sorted(vars(module)) for module in model.modules()] == [sorted(names) for names in before]
+
+
+def test_an_attached_model_stays_attached() -> None:
+    model = tiny_model("qwen3", dtype=torch.float64)
+    plain, _ = gather(model, TEXTS)
+    with attached(model):
+        found, _ = gather(model, TEXTS)
+        assert model.config._attn_implementation == "retain_sdpa" and handle_of(model) is not None
+    for key, evidence in plain.items():
+        same(found[key].queries_BQSD, evidence.queries_BQSD)
+
+
+def test_what_comes_after_the_last_evicting_layer_is_not_run() -> None:
+    model = tiny_model("llama")
+    ran: list[int] = []
+    for idx, layer in enumerate(base_model(model).layers):
+        layer.mlp.register_forward_hook(lambda *_, idx=idx: ran.append(idx))
+    read_texts(model, TEXTS, lambda shown: None)
+    assert ran == [0]
+    read_texts(model, TEXTS, lambda shown: None, finish=True)
+    assert ran == [0, 0, 1]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3", "mixtral", "gpt_oss", "qwen3_moe", "qwen3_5"])
+def test_token_wise_parts_in_pieces_change_nothing(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    whole, outputs = gather(model, TEXTS)
+    longest: list[int] = []
+    for layer in base_model(model).layers:
+        for name, module in layer.mlp.named_modules():
+            if name and isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(
+                    lambda _, args: longest.append(args[0].numel() // args[0].shape[-1])
+                )
+    found, in_pieces = gather(model, TEXTS, chunk=7)
+    assert all(length <= 7 for length in longest)
+    assert longest or family in ("mixtral", "gpt_oss", "qwen3_moe"), "experts are parameters, not modules"
+    for key, evidence in whole.items():
+        same(found[key].hidden_BTE, evidence.hidden_BTE)
+    for (document, branches), (wanted, wanted_branches) in zip(in_pieces, outputs, strict=True):
+        same(document, wanted)
+        for branch, other in zip(branches, wanted_branches, strict=True):
+            same(branch, other)
+
+
+def test_pieces_give_back_a_forward_that_was_somebody_elses() -> None:
+    layer = base_model(tiny_model("llama")).layers[0]
+    own: Callable[..., Any] = lambda hidden: 2 * hidden  # noqa: E731
+    layer.mlp.forward = own
+    with token_wise_in_pieces([layer], 3):
+        assert torch.equal(layer.mlp(torch.ones(1, 8, 4)), torch.full((1, 8, 4), 2.0))
+        assert layer.mlp.forward is not own
+    assert layer.mlp.forward is own and "forward" not in vars(layer.input_layernorm)
+    with pytest.raises(ValueError, match="chunk=0 tokens at a time: pass 1 or more"):
+        token_wise_in_pieces([layer], 0).__enter__()
+
+
+def test_a_rotation_that_looks_at_the_length_is_read_text_by_text() -> None:
+    """One long text must not turn the short ones as if they were long."""
+    model = tiny_model(
+        "llama",
+        dtype=torch.float64,
+        max_position_embeddings=24,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    )
+    texts = [Text(draw(20, 0)), Text(draw(60, 1)), Text(draw(22, 2))]
+    _, outputs = gather(model, texts)
+    for text, (document, _) in zip(texts, outputs, strict=True):
+        with torch.no_grad():
+            same(document, base_model(model)(torch.tensor([text.document])).last_hidden_state[0])
+
+
+CASES = [
+    {},
+    {"window": 5},
+    {"window": 90},
+    {"within": 7},
+    {"within": 7, "window": 3},
+    {"soft_cap": 2.0},
+    {"soft_cap": 2.0, "window": 6},
+    {"sinks": True},
+    {"sinks": True, "window": 4, "soft_cap": 3.0},
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize("num_queries", [1, 6, 23, 40])
+@pytest.mark.parametrize("mask", [64, 2**22])
+def test_causal_attention_is_its_definition(
+    settings: dict[str, Any], num_queries: int, mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal, "MASK", mask)
+    monkeypatch.setattr(causal, "ROWS", (2, 3))
+    generator = torch.Generator().manual_seed(0)
+    T, Q, H, D = 40, 4, 2, 8
+    queries, keys, values = (
+        torch.randn(1, heads, length, D, generator=generator, dtype=torch.float64)
+        for heads, length in ((Q, num_queries), (H, T), (H, T))
+    )
+    sinks = torch.randn(Q, generator=generator, dtype=torch.float64) if "sinks" in settings else None
+    given = {name: value for name, value in settings.items() if name != "sinks"}
+    out = causal_attention(queries, keys, values, scaling=0.3, sinks_Q=sinks, **given)
+    for q in range(Q):
+        for s in range(num_queries):
+            own = T - num_queries + s
+            seen = range(own + 1)
+            if "window" in given:
+                seen = range(max(0, own - given["window"] + 1), own + 1)
+            if "within" in given:
+                seen = range(max(seen[0], own // given["within"] * given["within"]), own + 1)
+            logits = [float(queries[0, q, s] @ keys[0, q // 2, i]) * 0.3 for i in seen]
+            if "soft_cap" in given:
+                logits = [given["soft_cap"] * math.tanh(x / given["soft_cap"]) for x in logits]
+            total = sum(map(math.exp, logits)) + (math.exp(float(sinks[q])) if sinks is not None else 0.0)
+            wanted = sum(
+                math.exp(x) / total * values[0, q // 2, i] for i, x in zip(seen, logits, strict=True)
+            )
+            torch.testing.assert_close(out[0, q, s], wanted, rtol=1e-9, atol=1e-9)
+
+
+def peak(model: Any, tokens: int, branches: tuple[int, ...] = (8,)) -> int:
+    text = Text(draw(tokens, 0), [draw(length, 1) for length in branches])
+    with Watch() as watch:
+        read_texts(model, [text], lambda shown: [None for _ in shown[0].branches][:0], chunk=512)
+    return watch.peak
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3"])
+def test_memory_is_linear_in_the_row_and_does_not_grow_with_the_layers(family: str) -> None:
+    model = tiny_model(family, max_position_embeddings=16384)
+    peaks = {tokens: peak(model, tokens) for tokens in (1024, 2048, 4096, 8192)}
+    slopes = [(peaks[2 * tokens] - peaks[tokens]) / tokens for tokens in (1024, 2048, 4096)]
+    assert max(slopes) <= 1.1 * min(slopes)
+    assert peaks[8192] < 8192 * 8192 / 2, "half a mask of all pairs"
+    settings = {"num_hidden_layers": 8}
+    if family == "gemma3":
+        settings["layer_types"] = ["sliding_attention", "full_attention"] * 4
+    assert peak(tiny_model(family, max_position_embeddings=16384, **settings), 2048) <= 1.02 * peaks[2048]
+
+
+def test_a_long_second_branch_makes_no_mask_of_all_pairs() -> None:
+    model = tiny_model("llama", max_position_embeddings=16384)
+    peaks = [peak(model, tokens, (8, tokens)) for tokens in (1024, 2048, 4096)]
+    assert peaks[2] - peaks[1] <= 2.2 * (peaks[1] - peaks[0])
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "message"),
+    [
+        ([], {}, "nothing to read: there are no texts"),
+        ([Text([1, 2]), Text([])], {}, "text 1 has an empty document or branch"),
+        ([Text([1, 2], [[3], []])], {}, "text 0 has an empty document or branch"),
+        ([Text([1])], {"wanted": ("streams",)}, r"wanted=\['streams'\].*there is stream"),
+    ],
+    ids=["none", "empty document", "empty branch", "unknown field"],
+)
+def test_what_cannot_be_read_is_refused(texts: list[Text], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_texts(tiny_model("llama"), texts, lambda shown: None, **settings)

@@ -1,0 +1,199 @@
+"""Calibrated gates in a cache and in an artifact: curves, weights of fusion and thresholds."""
+
+import pytest
+import torch
+
+import retain
+from retain.allocation import Allocation
+from retain.budget import Budget
+from retain.gates import GateSet, MLPGate
+from retain.gates.calibrate import build_calibrator
+from retain.gates.store import load_gates, save_gates
+from retain.hf.cache import Cache
+from retain.hf.model import describe, fingerprint, observe
+from retain.policy import Policy, decide_layers, score_entries
+from retain.protection import Protection
+from retain.scores import Score
+from retain.train.calibration import CalibrationSettings, calibrate_, look_at
+from tests.hf.naive_regimes import Naive
+from tests.hf.regime_runs import (
+    assert_same_held,
+    assert_same_logits,
+    differs,
+    eviction_free,
+    exact_model,
+    gates_of,
+    life,
+    lived,
+)
+from tests.tiny import tiny_batch, tiny_model
+
+FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
+RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
+
+
+def policy(**settings) -> Policy:
+    return Policy("own", **{"learned": True, "protection": FEW, **settings})
+
+
+def curve(gates: GateSet, *, seed: int = 0) -> GateSet:
+    """The same gates with random curves before their scores, and random weights of fusion."""
+    draw = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in gates.layers:
+        H = gates[layer].H
+        made = build_calibrator("remap", H=H, K=4, space="asinh" if gates.ages else "log")
+        made.knots_HK.copy_((torch.rand(H, 4, generator=draw) * 2 + 0.1).cumsum(-1) - 3.0)
+        made.values_HK.copy_((torch.rand(H, 4, generator=draw) * 2 + 0.1).cumsum(-1) - 3.0)
+        gates.calibrators[str(layer)] = made
+        weights[str(layer)] = torch.rand(H, generator=draw).tolist()
+    gates.metadata["calibration"] = {"fusion": {"log_linear": weights, "rank_blend": weights}}
+    return gates
+
+
+class NaiveCurve(Naive):
+    """Learned scores head by head through the curve, fused by a formula of its own."""
+
+    def _score(self, layer, seeds):
+        shown, gates = layer, self.gates
+        plain = GateSet({number: gates[number] for number in gates.layers})
+        learned = plain.score(shown).values_BHT
+        made = gates.calibrators[str(layer.layer_idx)]
+        for h in range(layer.num_heads):
+            there = learned[0, h] > float("-inf")
+            learned[0, h, there] = made(learned[:, :, there])[0, h]
+        if self.policy.observed is None:
+            return Score(learned, "risk")
+        observed = score_entries(
+            Policy("o", self.policy.observed, dict(self.policy.observed_settings)), layer
+        ).values_BHT
+        fused = torch.full_like(learned, float("-inf"))
+        own = gates.fusion_weights["log_linear"][str(layer.layer_idx)]
+        for h, weight in enumerate(own):
+            for i in range(layer.num_seen):
+                if learned[0, h, i] > float("-inf"):
+                    fused[0, h, i] = observed[0, h, i] ** (1 - weight) * learned[0, h, i] ** weight
+        return Score(fused, "risk")
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+@pytest.mark.parametrize("fused", [False, True], ids=["gate", "fused"])
+def test_a_calibrated_gate_evicts_as_its_formula_says(fused, scope):
+    both = {**RISK, "fusion": "log_linear", "fusion_weight": "calibrated"} if fused else {}
+    model, gates, own_policy = exact_model(), curve(gates_of(exact_model())), policy(scope=scope, **both)
+    own, budget = life(3), {"keep_ratio": 0.3}
+    naive = NaiveCurve(model, own_policy, budget, regime="chunked+decode", every=3, gates=gates)
+    want = naive.run(own.chunks, own.mask, own.prompt)
+    with retain.attach(model):
+        cache = Cache(model, own_policy, regime="chunked+decode", every=3, gates=gates, **budget)
+        got, held = lived(model, cache, own)
+    assert_same_held(held, naive.history)
+    assert_same_logits(got, want, own.mask)
+    assert differs(got, eviction_free(model, own), own.mask)
+
+
+def test_a_curve_changes_which_heads_keep_and_not_which_entries_of_a_head():
+    model = tiny_model("llama")
+    plain, bent = gates_of(model), curve(gates_of(model))
+    layers = observe(model, *tiny_batch((0, 5), 60))
+    scores = [[gates.score(layer) for layer in layers] for gates in (plain, bent)]
+    for one, two in zip(*scores, strict=True):
+        assert torch.equal(one.values_BHT.argsort(-1), two.values_BHT.argsort(-1))
+        assert torch.equal(one.values_BHT.isneginf(), two.values_BHT.isneginf())
+    kept = {}
+    for scope in ("head", "layer"):
+        kept[scope] = [
+            decide_layers(policy(scope=scope), layers, Budget(keep_ratio=0.4), scores=own) for own in scores
+        ]
+    same = [
+        all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(*kept[scope], strict=True))
+        for scope in ("head", "layer")
+    ]
+    assert same == [True, False]
+
+
+def test_what_ages_is_calibrated_at_the_time_of_the_eviction():
+    model = exact_model()
+    gates = GateSet({spec.layer_idx: _Fading(E=48, H=2) for spec in describe(model)})
+    bent = curve(gates)
+    assert bent.unit == "risk"
+    shown = observe(model, *tiny_batch((0,), 30))[0]
+    noted = bent.noted(shown)
+    age = torch.arange(29, -1, -1)
+    wanted = bent.calibrators["0"](noted * age)
+    assert torch.equal(bent.score(shown).values_BHT, wanted)
+    Cache(model, policy(**RISK), gates=bent, keep_ratio=0.5)  # max of two risks
+
+
+class _Fading(MLPGate):
+    family = "fading"
+    ages = True
+
+    def __init__(self, *, E, H):
+        super().__init__(E=E, H=H, F=4)
+        self.unit = "rank"
+
+    def forward(self, inputs):
+        return torch.nn.functional.logsigmoid(super().forward(inputs))
+
+
+def held_out(model, gates, settings, documents=4):
+    looks = []
+    for seed in range(documents):
+        look = {}
+        for layer in observe(model, *tiny_batch((0,), 80, seed=seed), wanted=gates.inputs):
+            target = layer.values_BHTD.double().square().mean(-1)[0] * 1.7
+            counted = torch.arange(80) < 72
+            look[layer.layer_idx] = look_at(gates, layer, target, counted, settings)
+        looks.append(look)
+    return looks
+
+
+def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
+    model, gates = tiny_model("qwen3"), gates_of(tiny_model("qwen3"))
+    settings = CalibrationSettings(knots=6, window=8, grid=5)
+    looks = held_out(model, gates, settings)
+    plain = looks[0][0].score_HT
+    record = calibrate_(gates, looks, settings)
+    # Looks are of scores before any curve, whether or not the gates have one by now.
+    assert torch.equal(held_out(model, gates, settings, 1)[0][0].score_HT, plain)
+    folder = save_gates(
+        gates, tmp_path / "gates", fingerprint=fingerprint(model), metadata={"calibration": record}
+    )
+    back = load_gates(folder)
+    assert back.unit == "risk" and back.fusion_weights == gates.fusion_weights
+    assert back.threshold_for(0.33) == gates.threshold_for(0.33)
+    for layer in observe(model, *tiny_batch((0, 5), 60)):
+        one, two = gates.score(layer), back.score(layer)
+        assert torch.equal(one.values_BHT, two.values_BHT)
+        for how, weight_H in one.fusion_weights.items():
+            assert torch.equal(weight_H, two.fusion_weights[how]) and weight_H.shape == (2,)
+    ids, mask = tiny_batch((0,), 200, seed=9)
+    with retain.attach(model):
+        shares = []
+        for ratio in (0.2, 0.5, 0.8):
+            cache = Cache(model, policy(), gates=back, threshold=back.threshold_for(ratio)).prefill(ids, mask)
+            shares.append(cache.entries_held / (3 * 2 * 200))
+        assert shares == sorted(shares) and all(
+            abs(share - ratio) < 0.15 for share, ratio in zip(shares, (0.2, 0.5, 0.8), strict=True)
+        )
+        fused = policy(**RISK, fusion="rank_blend", fusion_weight="calibrated")
+        assert Cache(model, fused, gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
+
+
+def test_a_calibrated_gate_of_another_unit_goes_with_risk():
+    model = tiny_model("qwen3")
+    gates = gates_of(model)
+    for layer in gates.layers:
+        gates[layer].unit = "mass"
+    both, by_mean = policy(**RISK), policy(scope="layer", allocation=Allocation(normalise="head"))
+    with pytest.raises(ValueError, match="these gates are in 'mass': calibrate them to risk"):
+        Cache(model, both, gates=gates, keep_ratio=0.5)
+    settings = CalibrationSettings(knots=6, fusion_weights=False, curve=False)
+    for layer in gates.layers:
+        gates[layer].unit = "rank"
+    calibrate_(gates, held_out(model, gates, settings), settings)
+    ids, mask = tiny_batch((0, 3), 90)
+    with retain.attach(model):
+        for own in (both, by_mean):
+            assert Cache(model, own, gates=gates, keep_ratio=0.5).prefill(ids, mask).entries_evicted > 0

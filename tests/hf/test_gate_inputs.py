@@ -1,0 +1,330 @@
+"""Gates that look at more than the attention input, or whose score ages: what a cache shows them, in every
+regime, and what is refused before anything is read."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import retain
+from retain.allocation import Allocation
+from retain.gates import Gate, GateSet, build_gates
+from retain.gates.families import dims_for
+from retain.hf.cache import Cache
+from retain.hf.model import base_model, describe, observe
+from retain.policy import Policy
+from retain.protection import Protection
+from retain.scores import Score
+from tests.close import assert_close
+from tests.hf.naive_regimes import Naive
+from tests.hf.regime_runs import (
+    assert_same_held,
+    assert_same_logits,
+    differs,
+    eviction_free,
+    exact_model,
+    life,
+    life_of,
+    lived,
+)
+from tests.tiny import FAMILIES, SHIFTED, tiny_batch, tiny_model
+
+FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
+
+
+def policy(name: str = "own", observed: str | None = None, **settings) -> Policy:
+    return Policy(name, observed, **{"learned": True, "protection": FEW, **settings})
+
+
+def gates_of(model, family: str, settings=None) -> GateSet:
+    """Random gates of a family, whose scores differ enough to matter."""
+    sizes = {
+        spec.layer_idx: {
+            "E": spec.hidden_size,
+            "H": spec.num_kv_heads,
+            "Q": spec.num_heads,
+            "D": spec.head_dim,
+        }
+        for spec in describe(model)
+    }
+    gates = build_gates(family, dims_for(family, sizes, settings))
+    draw = torch.Generator().manual_seed(0)
+    for parameter in gates.parameters():
+        spread = 0.5 if parameter.dim() < 2 else 2.0 * parameter.shape[-1] ** -0.5
+        parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * spread)
+    return gates
+
+
+class Ids(Gate):
+    """The token's own number: to see which one a gate is shown."""
+
+    family = "ids"
+    inputs = frozenset({"token_ids"})
+    unit = "rank"
+
+    def forward(self, inputs):
+        return (inputs.token_ids_BT * 37 % 97).float()[:, None].expand(-1, self.H, -1)
+
+
+class NaiveAges(Naive):
+    """Scores of a gate that ages, entry by entry: what is left of it after each of the tokens since."""
+
+    def _score(self, layer, seeds):
+        gate = self.gates[layer.layer_idx]
+        mean, scale = gate.input_mean_E.double(), gate.input_scale_E.double()
+        up, out = gate.up, gate.out
+        values = torch.full(layer.exists_BHT.shape, float("-inf"))
+        newest = layer.num_seen - 1
+        for i in range(layer.num_seen):
+            x = (layer.hidden_BTE[0, i] - mean) / scale
+            inner = up.weight.double() @ x + up.bias.double()
+            logit = out.weight.double() @ (inner * torch.sigmoid(inner)) + out.bias.double()
+            log_beta = -torch.log1p(torch.exp(-logit))
+            for h in range(layer.num_heads):
+                if layer.exists_BHT[0, h, i]:
+                    values[0, h, i] = sum(float(log_beta[h]) for _ in range(newest - i))
+        return Score(values, "rank")
+
+
+def agree(model, own_policy, gates, own, *, regime="chunked+decode", every=3, naive=Naive, **budget):
+    """The ragged cache holds what the plain one holds, forward by forward, and it evicts."""
+    plain = naive(model, own_policy, budget, regime=regime, every=every, gates=gates)
+    want = plain.run(own.chunks, own.mask, own.prompt)
+    with retain.attach(model):
+        cache = Cache(model, own_policy, regime=regime, every=every, gates=gates, **budget)
+        got, held = lived(model, cache, own)
+    assert_same_held(held, plain.history)
+    assert_same_logits(got, want, own.mask)
+    assert cache.evictions > 1
+    assert differs(got, eviction_free(model, own), own.mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_residual_stream_is_what_the_layer_norm_reads(family):
+    model = tiny_model(family)
+    ids, mask = tiny_batch((0, 9))
+    assert all(layer.stream_BTE is None for layer in observe(model, ids, mask))
+    shown = observe(model, ids, mask, wanted=("hidden", "stream"))
+    layers, real = base_model(model).layers, mask.bool()
+    for layer in shown:
+        stream_BTE, norm = layer.stream_BTE, layers[layer.layer_idx].input_layernorm
+        assert torch.equal(norm(stream_BTE)[real], layer.hidden_BTE[real])
+        weight = norm.weight + (1.0 if family in SHIFTED else 0.0)
+        naive = stream_BTE.double()
+        naive = (
+            naive
+            / (naive.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+            * weight.double()
+        )
+        assert_close(layer.hidden_BTE[real], naive[real], dtype=torch.float32)
+    assert not torch.equal(shown[-1].stream_BTE, shown[-1].hidden_BTE)
+    if shown[0].layer_idx == 0 and family != "gemma3":
+        assert torch.equal(shown[0].stream_BTE[real], model.get_input_embeddings()(ids)[real])
+
+
+INPUTS = {
+    "stream": ("dms", {}),
+    "keys before and after": ("admission", {}),
+    "queries before": ("qkv", {"F": 24}),
+    "queries after": ("qkv", {"F": 24, "rope": "after"}),
+    "hidden, mass": ("lowrank", {}),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("regime", ["decode", "chunked+decode"])
+def test_entries_are_scored_when_they_come_by_whatever_gates_look_at(name, regime):
+    model = exact_model()
+    agree(model, policy(), gates_of(model, *INPUTS[name]), life(3), regime=regime, tokens_per_head=12)
+
+
+KINDS = [
+    (family, name)
+    for family in ("llama", "gemma3", "gpt_oss", "qwen3_next", "phi3", "mistral_window")
+    for name in ("stream", "queries before")
+    if (family, name) != ("gpt_oss", "queries before")  # refused below
+]
+
+
+@pytest.mark.parametrize(("family", "name"), KINDS)
+def test_in_every_kind_of_model(family, name):
+    model = exact_model(family)
+    gates = gates_of(model, *INPUTS[name])
+    agree(model, policy(), gates, life_of(model, 3), tokens_per_head=11)
+
+
+def test_token_ids_and_a_score_that_reads_queries_too():
+    model = exact_model()
+    gates = GateSet(
+        {spec.layer_idx: Ids(E=spec.hidden_size, H=spec.num_kv_heads) for spec in describe(model)}
+    )
+    agree(model, policy(), gates, life(3), tokens_per_head=12)
+    blend = policy(
+        "blend", "observed_risk", observed_settings={"window": 4}, fusion="rank_blend", scope="layer"
+    )
+    agree(model, blend, gates, life(3), tokens_per_head=12)
+    agree(model, blend, gates_of(model, "qkv", {"F": 8}), life(3), tokens_per_head=12)
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+def test_what_ages_is_scored_at_the_time_of_each_eviction(scope):
+    model = exact_model()
+    gates = gates_of(model, "decay", {"F": 16})
+    agree(model, policy(scope=scope), gates, life(3), naive=NaiveAges, keep_ratio=0.3)
+    agree(model, policy(scope=scope), gates, life(3), naive=NaiveAges, regime="decode", tokens_per_head=9)
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_negative_scores_go_with_a_safeguard(scope):
+    model = exact_model()
+    guarded = policy(scope=scope, allocation=Allocation(safeguard="guaranteed"))
+    gates = gates_of(model, "decay_shared", {"F": 16})
+    agree(model, guarded, gates, life(3), keep_ratio=0.3)
+
+
+def test_pyramid_layers_and_a_gate_that_ages():
+    model = exact_model()
+    spread = policy(scope="layer", allocation=Allocation("pyramid", beta=4.0))
+    agree(model, spread, gates_of(model, "decay", {"F": 16}), life(3), keep_ratio=0.4)
+
+
+def test_ages_differ_from_what_was_noted():
+    """An entry that decays slowly outlives one that decays fast, and only for so long."""
+    model = exact_model()
+    gates = gates_of(model, "decay", {"F": 16})
+    shown = observe(model, *tiny_batch((0, 3)))[1]
+    noted, score = gates.noted(shown), gates.score(shown)
+    assert score.unit == "rank" and bool((noted <= 0).all())
+    assert torch.equal(score.values_BHT[:, :, -1], torch.zeros(2, 2))
+    again = gates.score(replace(shown, learned_BHT=noted, hidden_BTE=None))
+    assert torch.equal(again.values_BHT, score.values_BHT)
+    real = noted.masked_fill(~shown.valid_BT[:, None], float("-inf"))
+    assert not torch.equal(real.argsort(-1), score.values_BHT.argsort(-1))
+
+
+@pytest.mark.parametrize("name", ["stream", "queries after", "ages"])
+def test_saved_in_the_middle_it_goes_on_as_if_never_saved(name, tmp_path):
+    model = exact_model()
+    gates = gates_of(model, *INPUTS.get(name, ("decay", {"F": 16})))
+    own = life(3, steps=(8, 5))
+    with retain.attach(model):
+        for stop in (4, 6):
+
+            def make():
+                return Cache(
+                    model, policy(), regime="chunked+decode", every=3, gates=gates, tokens_per_head=12
+                )
+
+            once, other = make(), make()
+            want, held = lived(model, once, own)
+            first = replace(own, chunks=own.chunks[:stop])
+            lived(model, other, first)
+            path = other.save(tmp_path / "own.safetensors")
+            assert path.is_file()
+            back = Cache.load(path, model, gates=gates)
+            seen = sum(ids.shape[1] for ids in first.chunks)
+            for number in range(stop, len(own.chunks)):
+                ids = own.chunks[number]
+                mask = own.mask[:, : seen + ids.shape[1]]
+                places = (mask.cumsum(-1) - 1).clamp_min(0)[:, seen:]
+                given = {"attention_mask": mask, "position_ids": places}
+                with torch.no_grad():
+                    logits = model(input_ids=ids, past_key_values=back, **given).logits
+                real = mask[:, seen:].bool()
+                assert torch.equal(logits[real], want[number][real])
+                seen += ids.shape[1]
+            assert back.evictions == once.evictions
+    del held
+
+
+def test_a_held_evidence_has_the_stream_for_its_own_gates():
+    model = tiny_model("llama")
+    gates = gates_of(model, "dms")
+    ids, mask = tiny_batch((0, 5), 60)
+    with retain.attach(model):
+        held = Cache(model, policy(), gates=gates, keep_ratio=0.4)
+        held.prefill(ids, mask, evict=False, hold_evidence=True)
+        held.evict()
+        once = Cache(model, policy(), gates=gates, keep_ratio=0.4).prefill(ids, mask)
+    for one, two in zip(held.ragged, once.ragged, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.store.flat(), two.store.flat(), strict=True))
+
+
+def test_gates_that_look_around_are_asked_once():
+    model = tiny_model("llama")
+    gates = gates_of(model, "context")
+    Cache(model, policy(), gates=gates, keep_ratio=0.5)
+    with pytest.raises(ValueError, match="regime 'decode' evicts again later.*'context' look from one entry"):
+        Cache(model, policy(), gates=gates, keep_ratio=0.5, regime="decode")
+    ids, mask = tiny_batch((0,), 60)
+    with retain.attach(model):
+        cache = Cache(model, policy(), gates=gates, keep_ratio=0.5)
+        with pytest.raises(ValueError, match="in chunks is evicted from later.*read the prompt at once"):
+            cache.prefill(ids, mask, chunk_size=20)
+        assert cache.prefill(ids, mask).entries_evicted > 0
+
+
+def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
+    model = tiny_model("llama")
+    mass, rank = gates_of(model, "lowrank"), gates_of(model, "decay", {"F": 8})
+
+    def refuses(said, own, gates, **budget):
+        with pytest.raises(ValueError, match=said):
+            Cache(model, own, gates=gates, **(budget or {"keep_ratio": 0.5}))
+
+    both = {"observed": "observed_risk", "observed_settings": {"window": 4}}
+    refuses(
+        "fusion 'max' wants a gate in 'risk', and these gates are in 'mass': calibrate", policy(**both), mass
+    )
+    refuses("fusion 'max' wants a gate in 'risk', .*in 'rank'.*rank_blend", policy(**both), rank)
+    refuses("fusion 'log_linear' wants a gate in 'risk'", policy(**both, fusion="log_linear"), mass)
+    Cache(model, policy(**both, fusion="rank_blend"), gates=mass, keep_ratio=0.5)
+    Cache(model, policy(**both, fusion="learned"), gates=rank, keep_ratio=0.5)
+    Cache(model, policy("m", "h2o"), gates=mass, keep_ratio=0.5)
+    by_value = policy(scope="layer", allocation=Allocation("entropy"))
+    refuses("allocation.layers 'entropy' want numbers, and the score is in 'rank'", by_value, rank)
+    Cache(model, by_value, gates=mass, keep_ratio=0.5)
+    by_mean = policy(scope="layer", allocation=Allocation(normalise="head"))
+    refuses("allocation.normalise want numbers", by_mean, rank)
+    blend = policy(**both, fusion="rank_blend")
+    refuses("its score is in 'rank', of which only the order", blend, mass, threshold=0.1)
+    with retain.attach(model):  # what its paper does: a threshold on the gate's own number
+        own = Cache(model, policy(), gates=gates_of(model, "admission"), threshold=-0.7)
+        assert own.prefill(*tiny_batch((0,), 60)).entries_evicted > 0
+    weights = policy(**both, fusion="log_linear", fusion_weight="calibrated")
+    refuses(
+        "'calibrated' wants weights for fusion 'log_linear', and these gates were given none",
+        weights,
+        gates_of(model, "linear"),
+    )
+
+
+def test_gates_of_other_head_sizes_are_refused():
+    model = tiny_model("llama")
+    gates = gates_of(tiny_model("llama", head_dim=16), "qkv", {"F": 8})
+    with pytest.raises(ValueError, match="H 2, Q 4, D 16 in the gates and E 32, H 2, Q 4, D 8 in the model"):
+        Cache(model, policy(), gates=gates, keep_ratio=0.5)
+
+
+def test_what_is_before_rope_needs_a_rotation_that_is_understood():
+    model = tiny_model("gpt_oss")
+    with pytest.raises(
+        ValueError, match="keys_before and queries_before, that is before RoPE, and how GptOss"
+    ):
+        Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
+    Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8, "rope": "after"}), keep_ratio=0.5)
+
+
+def test_a_control_may_say_its_unit():
+    model, made = exact_model(), gates_of(exact_model(), "lowrank")
+
+    class Control:
+        unit = "mass"
+
+        def score(self, evidence):
+            return made.score(evidence)
+
+    agree(model, policy(), Control(), life(3), tokens_per_head=12)
+    with pytest.raises(ValueError, match="these gates are in 'mass'"):
+        own = policy(observed="observed_risk", observed_settings={"window": 4})
+        Cache(model, own, gates=Control(), keep_ratio=0.5)

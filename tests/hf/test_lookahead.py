@@ -1,0 +1,291 @@
+"""The lookahead pass: what it scores is what `[prompt; lookahead tokens]` would, and nothing else changes."""
+
+import pytest
+import torch
+from torch import nn
+
+import retain
+from retain.gates import GateSet
+from retain.hf.cache import Cache
+from retain.hf.given import Given
+from retain.hf.lookahead import lookahead_gates, observe_ahead
+from retain.hf.model import describe, observe
+from retain.hf.rule import make_rule
+from tests.hf.behind import paid_behind
+from tests.tiny import tiny_batch, tiny_model
+
+NUM_TOKENS = 5
+# Family -> padding of the batch and its width (a window that evicts must hold the prompt and be looked over).
+BATCHES = {
+    "llama": ((0, 7), 40),
+    "qwen3": ((3, 0), 40),
+    "phi3": ((0, 7), 40),
+    "gemma3": ((0, 7), 40),
+    "gpt_oss": ((0, 7), 40),
+    "mixtral": ((0, 7), 40),
+    "mistral_window": ((0, 0), 22),
+    "qwen3_next": ((0, 0), 40),
+}
+PROTECTION = {
+    "protection": {"sinks": 1, "recent": 2, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "minimum": 0}
+}
+
+# Policy -> what it observes beside the gate: nothing, the last queries, all queries.
+OBSERVED = {
+    "gate": {},
+    "fused": {"observed": "snapkv", "observed_settings": {"window": 4}},
+    "h2o": {"observed": "h2o", "learned": True, "fusion": "rank_blend"},
+}
+
+
+def trained(model, **settings) -> GateSet:
+    """Gates whose adapters do something, in the model's precision."""
+    gates = lookahead_gates(model, num_tokens=NUM_TOKENS, **settings)
+    generator = torch.Generator().manual_seed(3)
+    for up in gates.extension.up.values():
+        up.data = 0.1 * torch.randn(up.shape, generator=generator)
+    return gates.to(model.dtype).requires_grad_(False)
+
+
+def snapshot(model) -> list[tuple]:
+    """Which modules, of which classes, with which attributes, hooks and parameters."""
+    return [
+        (
+            name,
+            id(module),
+            type(module),
+            sorted(vars(module)),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            [(key, id(p), p.requires_grad) for key, p in module.named_parameters(recurse=False)],
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+@torch.no_grad()
+def naive_scores(model, gates: GateSet, input_ids) -> list[torch.Tensor]:
+    """The score of every entry of one sequence without padding, `[H, T]` per layer."""
+    extension = gates.extension
+    paid = paid_behind(model, input_ids, extension.tokens_SE[None], extension)
+    return [
+        paid_QT.unflatten(0, (spec.num_kv_heads, -1)).mean(1)
+        for spec, paid_QT in zip(describe(model), paid, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", BATCHES)
+def test_scores_are_those_of_one_forward_with_adapters_by_hand(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    gates = trained(model)
+    input_ids, mask = tiny_batch(*BATCHES[family])
+    wanted = [
+        naive_scores(model, gates, ids[own.bool()][None]) for ids, own in zip(input_ids, mask, strict=True)
+    ]
+    before = snapshot(model)
+    evidence = observe_ahead(model, gates, input_ids, mask)
+    assert snapshot(model) == before
+    for number, layer in enumerate(evidence):
+        got = gates.score(layer)
+        assert got.unit == "mass"
+        for row, scores in enumerate(wanted):
+            # Norms are computed in float32 inside the models.
+            own = got.values_BHT[row, :, mask[row].bool()]
+            torch.testing.assert_close(own, scores[number].float(), rtol=1e-3, atol=1e-5)
+
+
+def test_the_adapters_matter_and_only_behind_the_prompt() -> None:
+    model = tiny_model("qwen3")
+    input_ids, mask = tiny_batch((0, 3))
+    gates = trained(model)
+    with_them = observe_ahead(model, gates, input_ids, mask)
+    plain = observe(model, input_ids, mask)
+    for up in gates.extension.up.values():
+        up.data.zero_()
+    without = observe_ahead(model, gates, input_ids, mask)
+    for a, b, c in zip(with_them, without, plain, strict=True):
+        assert torch.equal(a.keys_BHTD, c.keys_BHTD) and torch.equal(a.values_BHTD, c.values_BHTD)
+        assert not torch.allclose(a.lookahead_BQSD, b.lookahead_BQSD, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", BATCHES)
+@pytest.mark.parametrize("policy", OBSERVED)
+def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy: str) -> None:
+    model = tiny_model(family)
+    gates = trained(model)
+    input_ids, mask = tiny_batch(*BATCHES[family])
+    settings = {
+        "gates": gates,
+        "overrides": {**PROTECTION, **OBSERVED[policy]},
+    }
+    rule = make_rule(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
+    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), Given())
+    before, weights = snapshot(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with retain.attach(model):
+        cache = Cache(model, policy, keep_ratio=0.4, gates=gates, **settings["overrides"])
+        cache.prefill(input_ids, mask)
+        assert all(layer.keys is None and layer.values is None for layer in cache.ragged)
+        positions_BT = cache.positions_BT
+        for layer, keep_BHT in zip(cache.ragged, wanted, strict=True):
+            store = layer.store
+            for row in range(store.num_rows):
+                b, h = divmod(row, store.num_heads)
+                start, length = int(store.offsets_R1[row]), int(store.lengths_R[row])
+                held = store.positions_C[start : start + length]
+                assert held.tolist() == positions_BT[b][keep_BHT[b, h]].tolist()
+        report = cache.report().total
+        assert cache.evictions == 1 and report.bytes_held < 0.45 * report.bytes_full
+        other = Cache(model, policy, keep_ratio=0.4, gates=gates, **settings["overrides"])
+        out = model.generate(
+            input_ids=input_ids, attention_mask=mask, past_key_values=other, max_new_tokens=3, do_sample=False
+        )
+        assert out.shape[1] == input_ids.shape[1] + 3
+        assert other.report().total.entries_held - report.entries_held == 2 * len(input_ids) * sum(
+            spec.num_kv_heads for spec in describe(model)
+        )
+    assert snapshot(model) == before or _undone(before, snapshot(model))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert list(model.state_dict()) == list(weights)
+
+
+def _undone(before: list, after: list) -> bool:
+    """transformers itself notes things on a model that generates; modules and parameters are the same."""
+    return [(row[0], row[1], row[2], row[4:]) for row in before] == [
+        (row[0], row[1], row[2], row[4:]) for row in after
+    ]
+
+
+def test_sampling_draws_the_same_numbers_with_a_lookahead_pass() -> None:
+    model = tiny_model("llama")
+    input_ids, mask = tiny_batch((0,))
+    with retain.attach(model):
+        outputs = []
+        for settings in ({"policy": None}, {"policy": "gate", "keep_ratio": 1.0, "gates": trained(model)}):
+            torch.manual_seed(3)
+            cache = Cache(model, **settings)
+            outputs.append(
+                model.generate(
+                    input_ids=input_ids,
+                    attention_mask=mask,
+                    past_key_values=cache,
+                    max_new_tokens=8,
+                    do_sample=True,
+                )
+            )
+    assert torch.equal(*outputs)
+
+
+def test_layers_left_alone_are_as_after_a_plain_prefill() -> None:
+    for family in ("gemma3", "qwen3_next"):
+        model = tiny_model(family)
+        input_ids, mask = tiny_batch((0, 0))
+        with retain.attach(model):
+            plain = Cache(model, policy=None).prefill(input_ids, mask)
+            ahead = Cache(model, "gate", keep_ratio=0.5, gates=trained(model), **PROTECTION).prefill(
+                input_ids, mask
+            )
+        for one, other in zip(plain._foreign, ahead._foreign, strict=True):
+            for name, tensor in retain.hf.foreign.tensors_of(one).items():
+                assert torch.equal(tensor, retain.hf.foreign.tensors_of(other)[name])
+
+
+def test_held_evidence_may_be_evicted_by_lookahead_gates_later() -> None:
+    model = tiny_model("qwen3")
+    input_ids, mask = tiny_batch((0, 7))
+    gates = trained(model)
+    with retain.attach(model):
+        at_once = Cache(model, "gate", keep_ratio=0.4, gates=gates, **PROTECTION).prefill(input_ids, mask)
+        later = Cache(model, policy=None).prefill(input_ids, mask, evict=False, hold_evidence=True)
+        later.evict("gate", keep_ratio=0.4, gates=gates, **PROTECTION)
+    for one, other in zip(at_once.ragged, later.ragged, strict=True):
+        assert torch.equal(
+            one.store.positions_C[one.store.index_N()], other.store.positions_C[other.store.index_N()]
+        )
+
+
+@pytest.mark.parametrize("regime", ["chunked", "decode", "prefill+decode", "chunked+decode"])
+def test_regimes_that_evict_again_are_refused(regime: str) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(
+        ValueError, match="evicts again later, .* family 'lookahead' .* take regime='prefill'"
+    ):
+        Cache(model, "gate", keep_ratio=0.5, gates=trained(model), regime=regime, **PROTECTION)
+
+
+def test_a_prompt_in_chunks_is_refused_and_the_cache_may_be_used_again() -> None:
+    model = tiny_model("llama")
+    input_ids, mask = tiny_batch((0,))
+    with retain.attach(model):
+        cache = Cache(model, "gate", keep_ratio=0.5, gates=trained(model), **PROTECTION)
+        with pytest.raises(
+            ValueError, match="ask behind a whole prompt at once, and this one comes in chunks"
+        ):
+            cache.prefill(input_ids, mask, chunk_size=16)
+        assert cache.prefill(input_ids, mask).evictions == 1
+
+
+def test_a_prompt_beyond_the_window_that_evicts_is_refused() -> None:
+    model = tiny_model("mistral_window")
+    input_ids, mask = tiny_batch((0,), 40)
+    with retain.attach(model), pytest.raises(ValueError, match="reaches beyond the sliding window"):
+        Cache(model, "gate", keep_ratio=0.5, gates=trained(model), **PROTECTION).prefill(input_ids, mask)
+
+
+def test_evidence_without_the_pass_says_what_is_missing() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="queries of the gate's own lookahead tokens"):
+        trained(model).score(observe(model, *tiny_batch((0,)))[0])
+
+
+def test_a_broken_pass_leaves_model_and_cache_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    input_ids, mask = tiny_batch((0,))
+    with retain.attach(model):
+        before = snapshot(model)
+        cache = Cache(model, "gate", keep_ratio=0.5, gates=trained(model), **PROTECTION)
+        with monkeypatch.context() as broken:
+            broken.setattr("retain.hf.lookahead.ReadCache.attention", _no_memory)
+            with pytest.raises(RuntimeError, match="no memory left"):
+                cache.prefill(input_ids, mask)
+        assert snapshot(model) == before
+        assert cache.prefill(input_ids, mask).evictions == 1
+
+
+def _no_memory(*_, **__) -> None:
+    raise RuntimeError("no memory left")
+
+
+def test_what_is_adapted_is_what_matters() -> None:
+    model = tiny_model("llama")
+    all_of_them = lookahead_gates(model).extension.modules_of
+    last = [name.rpartition(".")[2] for name in all_of_them if name.startswith("layers.1")]
+    assert last == ["q_proj", "k_proj"]
+    assert [name for name in all_of_them if name.startswith("layers.0")] == [
+        *(f"layers.0.self_attn.{part}_proj" for part in "qkvo"),
+        *(f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")),
+    ]
+    attention = lookahead_gates(model, targets="attention").extension.modules_of
+    assert list(attention) == [name for name in all_of_them if "mlp" not in name]
+    assert len(lookahead_gates(tiny_model("phi3"), targets="attention").extension.modules_of) == 3
+    with pytest.raises(
+        ValueError, match="unknown targets of lookahead gates 'atention': did you mean 'attention'"
+    ):
+        lookahead_gates(model, targets="atention")
+
+
+def test_every_adapted_parameter_is_reached() -> None:
+    """What the score does not depend on would be weights that nobody can train."""
+    model = tiny_model("qwen3")
+    gates = trained(model).requires_grad_(True)
+    from retain.gates import inputs_of
+
+    with torch.enable_grad():
+        evidence = observe_ahead.__wrapped__(model, gates, *tiny_batch((0, 3)))
+        weights = [torch.randn(layer.valid_BT.shape[1]) for layer in evidence]
+        sum(
+            (gates[layer.layer_idx](inputs_of(layer, gates[layer.layer_idx])) * w).sum()
+            for layer, w in zip(evidence, weights, strict=True)
+        ).backward()
+    assert all(float(p.grad.abs().max()) > 0 for p in gates.extension.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert isinstance(gates, nn.Module)

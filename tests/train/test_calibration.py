@@ -1,0 +1,342 @@
+"""Calibration: isotonic fits, weights of fusion and thresholds against plain versions, on made-up looks."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from retain import config
+from retain.gates import GateSet, LinearGate, build_gates
+from retain.gates.calibrate import SMALLEST_SLOPE, axis
+from retain.gates.decay import DecayGate
+from retain.gates.lowrank import LowRankGate
+from retain.ranking import order_entries
+from retain.train import isotonic
+from retain.train.calibration import (
+    CalibrationSettings,
+    LayerLook,
+    calibrate_,
+    kept_shares,
+    overlap_of,
+    threshold_curve,
+)
+from tests.close import assert_close
+
+H, T, LAYERS = 2, 200, (1, 3)
+# How heads lie about each other: a factor and a power.
+WRONG = {
+    (layer, head): (3.0 - 2.0 * number, 0.5 + 0.4 * number)
+    for number, (layer, head) in enumerate(itertools.product(LAYERS, range(H)))
+}
+
+
+def gates_of(gate_class=LinearGate, **sizes) -> GateSet:
+    return GateSet({layer: gate_class(E=4, H=H, **sizes) for layer in LAYERS})
+
+
+def looks(count: int = 4, *, seed: int = 0, signed: bool = False, observed: bool = True, length: int = T):
+    """Scores that order each head rightly but for noise, and lie about how heads compare: by factors up to
+    e^6, and powers."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        look = {}
+        for layer in LAYERS:
+            log_risk = torch.randn(H, length, generator=draw) * 1.5 - 2.0
+            noise = torch.randn(H, length, generator=draw) * 0.4
+            shift, power = (
+                torch.tensor([WRONG[layer, head][part] for head in range(H)])[:, None] for part in (0, 1)
+            )
+            score = (log_risk + noise) * power + shift
+            seen = (log_risk + torch.randn(H, length, generator=draw)).exp()
+            counted = torch.ones(length, dtype=torch.bool)
+            counted[-7:] = False
+            look[layer] = LayerLook(
+                score if signed else score.exp(), log_risk.exp(), counted, seen if observed else None
+            )
+        made.append(look)
+    return made
+
+
+def truthful(look, signed: bool):
+    """All scores of a document as they were before heads lied, in a row."""
+    rows = []
+    for layer, head in itertools.product(LAYERS, range(H)):
+        shift, power = WRONG[layer, head]
+        score = look[layer].score_HT[head, look[layer].counted_T]
+        rows.append(((score if signed else score.log()) - shift) / power)
+    return torch.cat(rows)[None]
+
+
+def targets_of(look):
+    return torch.cat([look[layer].target_HT[:, look[layer].counted_T].flatten() for layer in LAYERS])[None]
+
+
+def naive_isotonic(values, weights):
+    """Least squares under an order: `y_i = max_{a <= i} min_{b >= i} mean(v_a .. v_b)`."""
+    answer = []
+    for i in range(len(values)):
+        best = -float("inf")
+        for a in range(i + 1):
+            least = float("inf")
+            for b in range(i, len(values)):
+                total = sum(weights[a : b + 1])
+                least = min(least, sum(v * w for v, w in zip(values[a : b + 1], weights[a : b + 1])) / total)  # noqa: B905
+            best = max(best, least)
+        answer.append(best)
+    return answer
+
+
+def test_pool_adjacent_is_isotonic_regression():
+    draw = torch.Generator().manual_seed(0)
+    for count in (1, 2, 7, 25):
+        values = torch.randn(count, generator=draw, dtype=torch.float64)
+        weights = torch.rand(count, generator=draw, dtype=torch.float64) + 0.1
+        wanted = torch.tensor(naive_isotonic(values.tolist(), weights.tolist()), dtype=torch.float64)
+        assert_close(isotonic.pool_adjacent(values, weights), wanted, dtype=torch.float64)
+
+
+def test_steps_with_a_bin_each_are_the_isotonic_means():
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 12, (40,), generator=draw).double()  # with ties
+    target = torch.rand(40, generator=draw).double()
+    steps = isotonic.Steps(x, target, 1e-9, bins=40)
+    places = sorted(set(x.tolist()))
+    means = [float(target[x == place].mean()) for place in places]
+    counts = [float((x == place).sum()) for place in places]
+    fitted = naive_isotonic(means, counts)
+    # Blocks of equal values, at their weighted centres.
+    for value, group in itertools.groupby(zip(fitted, places, counts, strict=True), lambda one: one[0]):
+        members = list(group)
+        centre = sum(place * count for _, place, count in members) / sum(count for *_, count in members)
+        got = steps.at(torch.tensor([centre], dtype=torch.float64)).exp()
+        assert float(got) == pytest.approx(value, rel=1e-9)
+
+
+def test_rising_is_the_smallest_that_rises():
+    values = torch.tensor([0.0, 2.0, 1.0, 1.0, 5.0], dtype=torch.float64)
+    got = isotonic.rising(values, torch.tensor([0.5, 0.5, 0.25, 0.5])).tolist()
+    wanted = [values[0].item()]
+    for value, least in zip(values[1:].tolist(), (0.5, 0.5, 0.25, 0.5), strict=True):
+        wanted.append(max(value, wanted[-1] + least))
+    assert got == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("kind", ["remap", "shared"])
+@pytest.mark.parametrize("signed", [False, True], ids=["risk", "signed"])
+def test_heads_that_lie_about_each_other_are_put_right(kind, signed):
+    gates = gates_of(DecayGate, F=3) if signed else gates_of()
+    made = looks(6, signed=signed)
+    record = calibrate_(gates, made, CalibrationSettings(kind=kind, fusion_weights=False))
+    assert gates.unit == "risk" and json.loads(json.dumps(record)) == record
+    assert record["documents"] == {"fitted": 3, "reported": 3}
+    before, after = (record["report"][name]["keep"]["0.2"] for name in ("before", "after"))
+    assert before["head"] == after["head"]  # the order inside a head is the gate's
+    for scope in ("layer", "model"):
+        assert after[scope]["kept"] > before[scope]["kept"] + 0.05
+        assert after[scope]["overlap"] > before[scope]["overlap"] + 0.05
+    honest = sum(kept_shares(truthful(look, signed), targets_of(look), (0.2,)) for look in made[1::2]) / 3
+    assert after["model"]["kept"] > float(honest) - 0.02
+    assert record["report"]["after"]["r2"] > 0.8
+    assert record["report"]["before"]["r2"] is None if signed else record["report"]["before"]["r2"] < 0
+    for layer in LAYERS:
+        own = gates.calibrators[str(layer)]
+        knots, values = own.knots()
+        assert bool((knots.diff(dim=-1) > 0).all()) and bool((values.diff(dim=-1) > 0).all())
+        if kind == "remap":
+            assert bool((values.diff(dim=-1) > 0.99 * SMALLEST_SLOPE * knots.diff(dim=-1)).all())
+        score = made[1][layer].score_HT[None]
+        assert torch.equal(order_entries(own(score)), order_entries(score))
+
+
+def test_a_remap_is_the_mean_target_of_entries_with_that_score():
+    """With as many bins as there are scores, which are few: the curve goes through the means."""
+    draw = torch.Generator().manual_seed(3)
+    level = torch.randint(0, 4, (1, 4000), generator=draw)
+    score = torch.tensor([0.1, 0.5, 2.0, 9.0])[level]
+    target = torch.rand(1, 4000, generator=draw) * torch.tensor([1.0, 2.0, 3.0, 10.0])[level]
+    (made,) = isotonic.fit_remaps({0: [score[0]]}, {0: [target[0]]}, K=4, space="log", unit="risk").values()
+    means = [float(target[level == number].double().mean()) for number in range(4)]
+    got = made(torch.tensor([[[0.1, 9.0]]]))[0, 0]
+    assert_close(got, torch.tensor([means[0], means[3]], dtype=torch.float64), ops=1e4)
+    knots, _ = made.knots()
+    ends = axis(torch.tensor([[0.1, 9.0]]), "log", torch.ones(1))
+    assert float((knots[0, [0, -1]] - ends[0]).abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["remap", "shared"])
+def test_heads_without_any_target_and_constant_scores_are_no_trouble(kind):
+    made = looks(2, length=40)
+    for look in made:
+        one = look[1]
+        score, target = one.score_HT.clone(), one.target_HT.clone()
+        score[0], target[0] = 0.0, 0.0
+        target[1] = 0.0
+        look[1] = LayerLook(score, target, one.counted_T, one.observed_HT)
+    gates = gates_of()
+    record = calibrate_(gates, made, CalibrationSettings(kind=kind, knots=9))
+    assert json.dumps(record, allow_nan=False)
+    for layer in LAYERS:
+        risk = gates.calibrators[str(layer)](torch.tensor([0.0, 1e-30, 1.0, 3e38]).expand(1, H, 4))
+        assert bool(risk.isfinite().all()) and bool((risk.diff(dim=-1) > 0).all())
+
+
+def test_a_longer_row_of_entries_that_do_not_count_changes_nothing():
+    short, long = looks(2, seed=5), []
+    for look in short:
+        padded = {}
+        for layer, own in look.items():
+            more = torch.full((H, 30), 7.0)
+            padded[layer] = LayerLook(
+                torch.cat([own.score_HT, more], 1),
+                torch.cat([own.target_HT, more], 1),
+                torch.cat([own.counted_T, torch.zeros(30, dtype=torch.bool)]),
+                torch.cat([own.observed_HT, more], 1),
+            )
+        long.append(padded)
+    assert calibrate_(gates_of(), short, CalibrationSettings()) == calibrate_(
+        gates_of(), long, CalibrationSettings()
+    )
+
+
+def naive_kept(score, target, ratio):
+    count = max(1, -int(-ratio * len(score) // 1))
+    order = sorted(range(len(score)), key=lambda i: (-score[i], -i))
+    return sum(target[i] for i in order[:count]) / sum(target)
+
+
+def test_kept_share_and_overlap_are_their_definitions():
+    draw = torch.Generator().manual_seed(4)
+    score = torch.randint(0, 9, (3, 31), generator=draw).float()
+    target = torch.rand(3, 31, generator=draw)
+    for ratio in (0.01, 0.1, 0.5, 0.97):
+        wanted = [naive_kept(score[r].tolist(), target[r].double().tolist(), ratio) for r in range(3)]
+        assert kept_shares(score, target, (ratio,))[0].tolist() == pytest.approx(wanted, rel=1e-9)
+        count = max(1, -int(-ratio * 31 // 1))
+        firsts = [
+            [set(sorted(range(31), key=lambda i: (-float(x[r, i]), -i))[:count]) for r in range(3)]
+            for x in (score, target)
+        ]
+        shares = [len(a & b) / count for a, b in zip(*firsts, strict=True)]
+        assert overlap_of(score, target, ratio).tolist() == pytest.approx(shares)
+
+
+@pytest.mark.parametrize("how", ["log_linear", "rank_blend"])
+def test_weights_are_those_that_keep_most_on_the_fitted_half(how):
+    made = looks(4, seed=7, length=60)
+    settings = CalibrationSettings(kind="none", grid=5, keep_ratios=(0.1, 0.4), curve=False)
+    record = calibrate_(gates_of(), made, settings)
+    for layer, head in itertools.product(LAYERS, range(H)):
+        lost = {}
+        for weight in (0.5, 0.25, 0.75, 0.0, 1.0):
+            lost[weight] = 0.0
+            for look in made[0::2]:
+                own = look[layer]
+                learned, seen, target = (
+                    x[head, own.counted_T].double().tolist()
+                    for x in (own.score_HT, own.observed_HT, own.target_HT)
+                )
+                N = len(target)
+                if how == "log_linear":
+                    fused = [o ** (1 - weight) * l**weight for o, l in zip(seen, learned, strict=True)]
+                else:
+                    shares = [[sum(y < x for y in side) / (N - 1) for x in side] for side in (seen, learned)]
+                    fused = [(1 - weight) * o + weight * l for o, l in zip(*shares, strict=True)]
+                lost[weight] += sum(1 - naive_kept(fused, target, ratio) for ratio in (0.1, 0.4)) / 2
+        best = min(lost.values())
+        chosen = record["fusion"][how][str(layer)][head]
+        assert lost[chosen] == pytest.approx(best, abs=2e-3)
+    report = record["report"]["fusion"][how]["0.1"]
+    assert set(report) == {"learned", "observed", "half", "calibrated"}
+    assert report["learned"] > report["observed"]  # the gate's noise is the smaller
+    assert report["calibrated"] >= report["half"] - 0.02
+
+
+def test_a_useless_side_gets_no_weight():
+    made = looks(4, seed=8, length=400)
+    for look in made:
+        for layer, own in look.items():
+            noise = torch.rand(own.score_HT.shape, generator=torch.Generator().manual_seed(layer))
+            side = {"score_HT": noise} if layer == 1 else {"observed_HT": noise}
+            kept = {"score_HT": own.score_HT, "observed_HT": own.observed_HT, **side}
+            look[layer] = LayerLook(kept["score_HT"], own.target_HT, own.counted_T, kept["observed_HT"])
+    record = calibrate_(gates_of(), made, CalibrationSettings(kind="none"))
+    for how in ("log_linear", "rank_blend"):
+        assert max(record["fusion"][how]["1"]) <= 0.3 and min(record["fusion"][how]["3"]) >= 0.7
+
+
+def test_the_curve_says_how_much_a_threshold_keeps():
+    made = looks(6, seed=9)
+    gates = gates_of()
+    curve = calibrate_(gates, made, CalibrationSettings(fusion_weights=False))["curve"]
+    assert curve["threshold"] == sorted(curve["threshold"], reverse=True)
+    half = curve["keep_ratio"].index(0.5)
+    shares = []
+    for look in made:
+        scores = [
+            gates.calibrators[str(layer)](own.score_HT[None, :, own.counted_T]) for layer, own in look.items()
+        ]
+        whole = torch.cat([score.flatten() for score in scores])
+        shares.append(float((whole >= curve["threshold"][half]).double().mean()))
+    fitted, reported = shares[0::2], shares[1::2]
+    assert sum(fitted) / 3 == pytest.approx(0.5, abs=2e-3)
+    assert curve["mean"][half] == pytest.approx(sum(reported) / 3)
+    assert (curve["least"][half], curve["most"][half]) == (min(reported), max(reported))
+    assert gates.threshold_for(0.5) == curve["threshold"][half]
+    assert curve["threshold"][half - 1] > gates.threshold_for(0.49) > curve["threshold"][half]
+    with pytest.raises(ValueError, match=r"outside of what was calibrated, 0.02 .. 0.98"):
+        gates.threshold_for(0.01)
+    with pytest.raises(ValueError, match=r"know no threshold.*calibration.curve true"):
+        gates_of().threshold_for(0.5)
+
+
+def test_documents_of_unlike_lengths_count_alike():
+    short, long = (
+        {0: torch.arange(n, dtype=torch.float32)[None] + shift} for n, shift in ((10, 0), (1000, 0))
+    )
+    curve = threshold_curve([short, long], [long])
+    threshold = curve["threshold"][curve["keep_ratio"].index(0.5)]
+    # At 9 they keep 1 of 10 and 991 of 1000; at 10 they would keep none and 990. Pooled, it would be 505.
+    assert threshold == 9.0
+
+
+def test_another_unit_and_what_cannot_be_fitted():
+    gates = GateSet({layer: LowRankGate(E=4, H=H, Q=2) for layer in LAYERS})
+    assert gates.unit == "mass"
+    record = calibrate_(gates, looks(2), CalibrationSettings(knots=5), unit="mass")
+    assert gates.unit == "mass" and set(record["fusion"]) == {"rank_blend"}
+    calibrate_(gates, looks(2), CalibrationSettings(knots=5))
+    assert gates.unit == "risk"
+    nothing = CalibrationSettings(kind="none", fusion_weights=False, curve=False)
+    assert calibrate_(gates, [], nothing) == {} and gates.unit == "mass"
+    assert "calibration" not in gates.metadata
+    plain = CalibrationSettings()
+    for said, given, settings, unit in (
+        ("targets are in 'rank', and a calibrated score is in risk or mass", looks(2), plain, "rank"),
+        ("fits on one half .* there are 1: hold out two", looks(1), plain, "risk"),
+        (
+            r"look 0 is of layers \[3, 1\], and the gates are of \[1, 3\]",
+            [{layer: look[layer] for layer in (3, 1)} for look in looks(2)],
+            plain,
+            "risk",
+        ),
+        ("layer 1 has no observed risk", looks(2, observed=False), plain, "risk"),
+        ("wanted .3, T. each", looks(2), plain, "risk"),
+    ):
+        own = (
+            build_gates("linear", {layer: {"E": 4, "H": 3} for layer in LAYERS}) if "3, T" in said else gates
+        )
+        with pytest.raises(ValueError, match=said):
+            calibrate_(own, given, settings, unit=unit)
+
+
+def test_settings_say_all_that_is_wrong_at_once():
+    wrong = {"kind": "remaps", "knots": 4}
+    with pytest.raises(ValueError, match="did you mean 'remap'"):
+        config.build(wrong, CalibrationSettings)
+    with pytest.raises(
+        ValueError, match=r"knots is 1.*grid is 1.*window is 0.*keep_ratios lie between 0 and 1"
+    ):
+        CalibrationSettings(knots=1, grid=1, window=0, keep_ratios=(0.0,))
+    assert config.build({"kind": "shared", "keep_ratios": [0.1]}, CalibrationSettings).keep_ratios == (0.1,)

@@ -1,0 +1,226 @@
+"""The training card: a model card that parses, says what was measured, and is not broken by its contents."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from retain.gates import build_gates
+from retain.gates.store import save_gates
+from retain.train import card, curves
+from retain.train.card import card_text, main, write_card
+from retain.train.curves import CURVES, HEADS, smoothed
+
+RECORDS: list[dict[str, Any]] = [
+    {
+        "step": 0,
+        "held_out": {
+            "loss": 2.0,
+            "overlap": 0.2,
+            "overlap_random": 0.21,
+            "overlap_recency": 0.12,
+            "overlap_value_norm": 0.3,
+        },
+    },
+    *[
+        {
+            "step": s,
+            "loss": 2.0 / s,
+            "mse": 1.0 / s,
+            "pairwise": 0.5,
+            "overlap": 0.4,
+            "lr": 0.1,
+            "grad_norm": 1.0,
+        }
+        for s in range(1, 5)
+    ],
+    {
+        "step": 4,
+        "held_out": {"loss": 0.5, "overlap": 0.625, "overlap_of": {"0": [0.5, 0.75], "10": [0.6, 0.65]}},
+    },
+]
+METADATA: dict[str, Any] = {
+    "family": "mlp",
+    "unit": "log_risk",
+    "layers": {"0": {}, "10": {}},
+    "base_model": "owner/model",
+    "base_revision": "abc123",
+    "protected_window": 32,
+    "target": {"horizon": 32, "sources": {"own": 1.0}},
+    "loss": {"terms": {"mse": 1.0}},
+    "data": {
+        "source": "hub",
+        "path": "owner/data",
+        "held_out": 16,
+        "max_tokens": 4096,
+        "appendix": "\n{question}|",
+    },
+    "config": {"stage": "local", "dtype": "bfloat16", "training": {"steps": 4}},
+    "training": {
+        "steps": 4,
+        "num_processes": 2,
+        "tokens": 123456,
+        "seconds": 61.0,
+        "held_out": RECORDS[-1]["held_out"],
+    },
+    "provenance": {
+        "commit": "f" * 40,
+        "dirty": False,
+        "python": "3.11",
+        "platform": "Linux x86_64",
+        "device": "cpu",
+        "versions": {"torch": "2.13", "deepspeed": None},
+    },
+    "noop": {"text": "Shuffled gates answer worse.", "gate": 0.9, "shuffled": 0.25},
+    "calibration": {"pinball": {"before": 0.5, "after": 0.25}},
+    "license": "apache-2.0",
+}
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    start, front, rest = text.split("---\n", 2)
+    assert start == "" and rest.strip()
+    return yaml.safe_load(front)
+
+
+def save_artifact(folder: Path, metadata: dict[str, Any]) -> None:
+    gates = build_gates("mlp", {0: {"E": 4, "H": 2}})
+    own = {key: value for key, value in metadata.items() if key not in ("family", "unit", "layers")}
+    save_gates(gates, folder, fingerprint={"model_type": "qwen3", "sha256": "x"}, metadata=own)
+    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+
+
+def test_the_card_says_what_was_made_how_and_how_well() -> None:
+    text = card_text(
+        METADATA, RECORDS, command="accelerate launch train/distill.py", pictures=[CURVES], folder="g"
+    )
+    assert front_matter(text) == {
+        "library_name": "retain",
+        "base_model": "owner/model",
+        "base_model_relation": "adapter",
+        "license": "apache-2.0",
+        "tags": ["kv-cache", "kv-cache-eviction", "retention-gate", "gate-mlp"],
+        "datasets": ["owner/data"],
+    }
+    for line in (
+        "| **these gates** | **0.625** |",
+        "| random | 0.210 |",
+        "| recency | 0.120 |",
+        "| value norm | 0.300 |",
+        "| 0 | 0.625 | 0.500 | 0.750 |",
+        "| 10 | 0.625 | 0.600 | 0.650 |",
+        "| `target.sources.own` | `1.0` |",
+        "| `gate` | 0.900 |",
+        "| `pinball.after` | 0.250 |",
+        "Shuffled gates answer worse.",
+        "```bash\naccelerate launch train/distill.py\n```",
+        "4 steps, 2 process(es), 123,456 tokens, 61 seconds of training.",
+        "(curves.png)",
+        "revision `abc123`",
+        "retain.load_gates('g', model)",
+        "- Trained on contexts of at most 4,096 tokens",
+    ):
+        assert line in text, line
+    assert text.index("| 0 | 0.625") < text.index("| 10 | 0.625")
+    assert text.count("\n## ") == 8
+
+
+def test_what_was_not_measured_is_not_in_the_card() -> None:
+    text = card_text({"base_model": "/a/folder", "family": "linear", "layers": {}}, [])
+    assert front_matter(text)["tags"][-1] == "gate-linear"
+    assert "base_model" not in front_matter(text) and "datasets" not in front_matter(text)
+    for word in (
+        "overlap |",
+        "Calibration",
+        "Is the gate",
+        "```bash",
+        "Commit",
+        "curves.png",
+        "None",
+        "Traceback",
+    ):
+        assert word not in text, word
+
+
+def test_contents_cannot_break_the_card() -> None:
+    nasty = {
+        **METADATA,
+        "base_model": "a|b<script>`x`",
+        "data": {"source": "jsonl", "path": "x|y`z\n# heading", "appendix": "\n{question}\n"},
+        "license": "other: [x]",
+        "noop": {"text": "# no heading | <b>here</b>"},
+    }
+    text = card_text(nasty, [], command="a ``` b")
+    assert front_matter(text)["license"] == "other: [x]"
+    text = text.replace("\\`", "")  # an escaped one opens nothing
+    prose = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.S)  # what is code cannot be markup
+    assert "<script>" not in prose and "<b>" not in prose and "\n# heading" not in text
+    assert text.count("\n# ") == 1 and "\n\\# no heading" in text
+    for row in [line for line in text.splitlines() if line.startswith("| `path`")]:
+        assert len(re.findall(r"(?<!\\)\|", row)) == 3
+    assert "````bash\na ``` b\n````" in text
+    assert r"| `appendix` | `\"" not in text and r'`"\n{question}\n"`' in text
+
+
+def test_a_run_gets_a_card_with_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_artifact(tmp_path, METADATA)
+    path = write_card(tmp_path, command="run me")
+    assert path == tmp_path / "README.md" and "run me" in path.read_text()
+    for name in (CURVES, HEADS):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in path.read_text()
+    assert not list(tmp_path.glob("*.new*"))
+    assert main([str(tmp_path)]) == 0 and str(path) in capsys.readouterr().out
+    assert main([str(tmp_path / "none")]) == 2 and "error: " in capsys.readouterr().err
+
+
+def test_the_three_lines_load_the_gates(tmp_path: Path) -> None:
+    """What the card says is run, against a real artifact of a reference model."""
+    from retain.hf.model import describe, fingerprint
+    from retain.reference import load_model
+
+    model = load_model(seed=0)
+    gates = build_gates(
+        "linear", {s.layer_idx: {"E": s.hidden_size, "H": s.num_kv_heads} for s in describe(model)}
+    )
+    save_gates(gates, tmp_path, fingerprint=fingerprint(model), metadata={"base_model": "reference:0"})
+    text = write_card(tmp_path, command="x").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) == 3
+    space: dict[str, Any] = {}
+    exec(code.replace(repr(tmp_path.name), repr(str(tmp_path))), space)
+    assert type(space["cache"]).__name__ == "Cache"
+
+
+def test_without_matplotlib_a_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_artifact(tmp_path, METADATA)
+    monkeypatch.setattr(curves, "find_spec", lambda name: None)
+    said: list[str] = []
+    path = write_card(tmp_path, say=said.append)
+    assert len(said) == 1 and "matplotlib is not installed" in said[0] and "retain[plot]" in said[0]
+    assert "overlap" in path.read_text() and ".png" not in path.read_text()
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_run_without_terms_or_looks_is_drawn_all_the_same(tmp_path: Path) -> None:
+    curves.draw_curves([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    # Heads of unlike numbers, and more layers than there is room for numbers.
+    curves.draw_heads({str(layer): [0.5] * (1 + layer % 8) for layer in range(64)}, tmp_path / "b.png")
+    assert (tmp_path / "b.png").stat().st_size > 1000
+    assert curves.draw_all(tmp_path, [], {}) == ([], None)
+
+
+def test_smoothing_is_a_mean_of_what_came_before() -> None:
+    values = [float(v) for v in range(100)]
+    got = smoothed(values, share=0.05)
+    for i, value in enumerate(got):
+        window = values[max(0, i - 4) : i + 1]
+        assert value == pytest.approx(sum(window) / len(window))
+    assert smoothed([3.0]) == [3.0]
+
+
+def test_only_sections_that_exist_are_named() -> None:
+    assert card._section("Empty", "") == ""

@@ -1,0 +1,148 @@
+"""Runs on every kind of data: streams killed and resumed, and bad data that leaves the checkpoint whole."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import retain
+from retain.train import loop
+from retain.train.checkpoint import latest, read_log
+from retain.train.distill import distill, main
+from tests.train.test_distill import write
+
+Make = Callable[..., Any]
+STREAM = {"data.streaming": True, "data.shuffle_rows": 6, "data.pack_tokens": 130}
+
+
+def killed_at(step: int) -> Callable[..., dict[str, Any]]:
+    step_ = loop.take_step_
+
+    def until_killed(*arguments: Any) -> dict[str, Any]:
+        if arguments[3] == step:
+            raise KeyboardInterrupt
+        return step_(*arguments)
+
+    return until_killed
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return retain.load_gates(folder).state_dict()
+
+
+def comparable(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if "seconds" not in k} for record in read_log(folder)]
+
+
+def test_a_killed_run_on_a_stream_resumes_to_the_same_numbers(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = distill(make_config(output=str(tmp_path / "whole"), **STREAM))
+    killed = make_config(output=str(tmp_path / "killed"), **STREAM)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step_", killed_at(6))
+        with pytest.raises(KeyboardInterrupt):
+            distill(killed)
+    resumed = distill(killed)
+    assert comparable(resumed) == comparable(whole), "losses, documents, learning rates: all digits"
+    one, two = weights(whole), weights(resumed)
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    documents = [record["documents"][0] for record in read_log(whole) if "loss" in record]
+    assert len(documents) == 8 and len({key for keys in documents for key in keys}) > 10
+    made = json.loads((whole / "gates.json").read_text())["training"]
+    assert made["documents_of_process"] == [32]
+
+
+def test_packing_changes_numbers_by_rounding_only(make_config: Make, tmp_path: Path) -> None:
+    logs = [
+        comparable(distill(make_config(output=str(tmp_path / str(tokens)), **{"data.pack_tokens": tokens})))
+        for tokens in (0, 1, 140)
+    ]
+    for one, *others in zip(*logs, strict=True):
+        for other in others:
+            if "loss" in one:
+                assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+                assert sorted(other["documents"][0]) == sorted(one["documents"][0])
+
+
+DAMAGED = {
+    b"": "empty data set: '.*z.jsonl' holds nothing",
+    b"\0\1\2\3": "z.jsonl line 1 is not text: byte 0 of the line is zero",
+    b'{"text": "no ids"}\n': r"z.jsonl line 1 has no column 'context_ids' .*it has \['text'\]",
+    b'{"context_ids": [1, 2': "z.jsonl line 1 is not JSON",
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
+def test_bad_data_leaves_the_last_checkpoint_whole(
+    make_config: Make, documents_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """A run is killed; its data is damaged; it is refused; the data is mended, and the run goes on."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines = documents_path.read_text().splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("".join(lines[:12]))
+    (folder / "z.jsonl").write_text("".join(lines[12:]))
+    columns = {"context_ids": "context_ids", "appendix_ids": "appendix_ids"}
+    stream = STREAM if streaming else {}
+    config = make_config(**{"data.path": str(folder), "data.columns": columns, **stream})
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step_", killed_at(6))
+        with pytest.raises(KeyboardInterrupt):
+            distill(config)
+    run = Path(config.output)
+    kept = latest(run)
+    assert kept is not None and kept[0] == 4
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    good = (folder / "z.jsonl").read_bytes()
+    for damage, message in DAMAGED.items():
+        (folder / "z.jsonl").write_bytes(damage)
+        with pytest.raises(SystemExit, match=f"error: .*{message}"):
+            main(["--config", write(tmp_path / "c.yaml", config)])
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    (folder / "z.jsonl").write_bytes(good)
+    assert (distill(config) / "gates.json").is_file()
+
+
+def test_damage_that_a_stream_meets_on_its_way_leaves_the_last_checkpoint_whole(
+    make_config: Make, documents_path: Path, tmp_path: Path
+) -> None:
+    """The first rows, by which a stream is known, are whole; a later one is not."""
+    path = tmp_path / "rows.jsonl"
+    rows = documents_path.read_bytes()
+    path.write_bytes(rows + b"\0" * 40 + b"\n")
+    config = make_config(**{"data.path": str(path), "training.checkpoint_every": 2, **STREAM})
+    with pytest.raises(SystemExit, match="error: .*rows.jsonl line 21 is not text: .*binary"):
+        main(["--config", write(tmp_path / "c.yaml", config)])
+    run = Path(config.output)
+    kept = latest(run)
+    assert kept is not None and kept[0] >= 2 and not (run / "gates.json").exists()
+    path.write_bytes(rows + rows.splitlines()[0].replace(b"[1, ", b"[3, ", 1) + b"\n")
+    folder = distill(config)
+    assert [record["step"] for record in read_log(folder) if "loss" in record] == list(range(1, 9))
+
+
+def test_a_hub_that_cannot_be_reached_ends_a_run_before_it_begins(make_config: Make, tmp_path: Path) -> None:
+    config = make_config(**{"data.source": "hub", "data.path": "no/such-data-set"})
+    with pytest.raises(SystemExit, match="error: the hub data set 'no/such-data-set' cannot be reached"):
+        main(["--config", write(tmp_path / "c.yaml", config)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_that_begins_otherwise_is_another_stream(
+    make_config: Make, documents_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = documents_path.read_text()
+    path.write_text(rows)
+    config = make_config(**{"data.path": str(path), **STREAM})
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step_", killed_at(6))
+        with pytest.raises(KeyboardInterrupt):
+            distill(config)
+    path.write_text(rows.replace("[1, ", "[3, ", 1))
+    with pytest.raises(ValueError, match="run of this config on another model or other documents"):
+        distill(config)

@@ -1,0 +1,189 @@
+"""The lookahead stage: its loss and gradient are those of one plain graph, and it learns."""
+
+import pytest
+import torch
+
+from retain.gates import GateSet, build_gates
+from retain.hf.lookahead import lookahead_gates
+from retain.hf.model import base_model, describe
+from retain.train.data import DataSettings, Document, load_corpus
+from retain.train.lookahead import Lookahead, divergence, normalised
+from retain.train.targets import TargetSettings
+from retain.train.teacher import Frozen, load_frozen
+from tests.hf.behind import paid_behind
+from tests.tiny import tiny_model
+
+NUM_TOKENS = 3
+ANSWER = TargetSettings(sources={"appendix": 1.0})
+
+
+def frozen_of(model) -> Frozen:
+    return Frozen(model, None, 0)
+
+
+def documents(number: int = 3, appendix: int = 5) -> list[Document]:
+    generator = torch.Generator().manual_seed(11)
+    drawn = [
+        torch.randint(2, 97, (30 + 7 * i + appendix,), generator=generator).tolist() for i in range(number)
+    ]
+    return [Document(tuple(ids[: len(ids) - appendix]), tuple(ids[len(ids) - appendix :])) for ids in drawn]
+
+
+def gates_of(model, **settings) -> GateSet:
+    gates = lookahead_gates(model, num_tokens=NUM_TOKENS, rank=2, **settings)
+    generator = torch.Generator().manual_seed(7)
+    for up in gates.extension.up.values():
+        up.data = 0.1 * torch.randn(up.shape, generator=generator)
+    return gates.to(model.dtype)
+
+
+def naive_loss(model, gates: GateSet, document: Document, answers: dict[tuple[int, ...], float], reduce: str):
+    """`mean_layers mean_heads sum_i s_i log(s_i / s^_i)`, one graph, all attention eager."""
+    ids = torch.tensor([document.context_ids])
+    specs, embedding = describe(model), base_model(model).get_input_embeddings()
+
+    def per_head(paid: list[torch.Tensor]) -> list[torch.Tensor]:
+        scores = []
+        for spec, paid_QT in zip(specs, paid, strict=True):
+            group = paid_QT.unflatten(0, (spec.num_kv_heads, -1))
+            score = group.mean(1) if reduce == "mean" else group.amax(1)
+            scores.append(score / score.sum(-1, keepdim=True))
+        return scores
+
+    targets = [0.0] * len(specs)
+    with torch.no_grad():
+        for answer, weight in answers.items():
+            own = per_head(paid_behind(model, ids, embedding(torch.tensor([answer]))))
+            targets = [
+                total + weight / sum(answers.values()) * one for total, one in zip(targets, own, strict=True)
+            ]
+    predicted = per_head(paid_behind(model, ids, gates.extension.tokens_SE[None], gates.extension))
+    losses = [(s * (s / p).log()).sum(-1).mean() for s, p in zip(targets, predicted, strict=True)]
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3", "gpt_oss", "qwen3_next"])
+def test_loss_and_gradient_are_those_of_one_plain_graph(family: str, reduce: str) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    gates, own = gates_of(model, reduce=reduce), documents(2)
+    objective = Lookahead(gates, frozen_of(model), ANSWER, seed=0)
+    rows = objective.accumulate_(own, 0, 0.5)
+    got = [parameter.grad.clone() for parameter in objective.parameters()]
+    gates.zero_grad()
+    losses = [naive_loss(model, gates, one, {one.appendix_ids: 1.0}, reduce) for one in own]
+    (0.5 * sum(losses)).backward()
+    for row, loss in zip(rows, losses, strict=True):
+        assert row["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    # Norms are computed in float32 inside the models.
+    wanted = [parameter.grad for parameter in objective.parameters()]
+    scale = max(float(one.abs().max()) for one in wanted)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-4 * scale)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_several_answers_are_mixed_by_weight() -> None:
+    model = tiny_model("qwen3", dtype=torch.float64)
+    gates, (own,) = gates_of(model), documents(1)
+    sources = {"appendix": 1.0, "continuation": 3.0}
+    target = TargetSettings(sources=sources, continuation_tokens=4)
+    objective = Lookahead(gates, frozen_of(model), target, seed=0)
+    (row,) = objective.look([own])
+    with torch.no_grad():
+        written = model.generate(torch.tensor([own.context_ids]), max_new_tokens=4, do_sample=False)
+        answer = tuple(written[0, len(own.context_ids) :].tolist())
+        loss = naive_loss(model, gates, own, {own.appendix_ids: 1.0, answer: 3.0}, "mean")
+    assert row["loss"] == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_a_continuation_is_written_once_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny_model("llama"), []
+    plain = model.generate
+    monkeypatch.setattr(model, "generate", lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs))
+    target = TargetSettings(sources={"continuation": 1.0}, continuation_tokens=3)
+    objective = Lookahead(gates_of(model), frozen_of(model), target, seed=0)
+    own = documents(2)
+    first = objective.look(own)
+    assert objective.look(own) == first and objective.look(own[::-1]) == first[::-1]
+    assert len(calls) == 1
+
+
+def test_gradients_add_up_and_nothing_is_drawn() -> None:
+    model = tiny_model("qwen3")
+    gates, own = gates_of(model), documents(3)
+    objective = Lookahead(gates, frozen_of(model), ANSWER, seed=0)
+
+    def gradient(batches: list[list[Document]], step: int) -> list[torch.Tensor]:
+        gates.zero_grad()
+        for batch in batches:
+            objective.accumulate_(batch, step, 0.25)
+        return [parameter.grad.clone() for parameter in objective.parameters()]
+
+    random = torch.get_rng_state()
+    whole, again = gradient([own], 0), gradient([own], 5)
+    assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+    apart = gradient([[one] for one in own], 0)
+    for one, other in zip(whole, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_looking_leaves_no_gradient_and_reports_heads_and_baselines() -> None:
+    model = tiny_model("gemma3")
+    gates = gates_of(model)
+    objective = Lookahead(gates, frozen_of(model), ANSWER, seed=0)
+    rows = objective.look(documents(2), baselines=True)
+    assert all(parameter.grad is None for parameter in gates.parameters())
+    names = {"loss", "overlap", "overlap_of", "overlap_random", "overlap_recency", "overlap_value_norm"}
+    assert all(set(row) == names for row in rows)
+    assert list(rows[0]["overlap_of"]) == [str(layer) for layer in gates.layers]
+    assert rows[0]["overlap"] == pytest.approx(
+        sum(sum(heads) / len(heads) for heads in rows[0]["overlap_of"].values()) / len(gates.layers)
+    )
+    assert objective.look(documents(2), baselines=True) == rows
+
+
+def test_divergence_is_zero_at_the_target_only() -> None:
+    target = normalised(torch.rand(2, 9))
+    assert float(divergence(target, target)) == 0.0
+    other = normalised(torch.rand(2, 9))
+    wanted = (target.double() * (target.double() / other.double()).log()).sum(-1).mean()
+    assert float(divergence(target, other)) == pytest.approx(float(wanted), rel=1e-5)
+    one_hot = torch.eye(2, 9)
+    assert torch.isfinite(divergence(one_hot, other)) and torch.isfinite(divergence(target, one_hot))
+
+
+def test_what_cannot_be_learned_is_refused() -> None:
+    model = tiny_model("llama")
+    frozen = frozen_of(model)
+    with pytest.raises(
+        ValueError, match=r"lookahead tokens learn what comes behind .* set target.sources to"
+    ):
+        Lookahead(gates_of(model), frozen, TargetSettings(), seed=0)
+    linear = build_gates("linear", {spec.layer_idx: {"E": 32, "H": 2} for spec in describe(model)})
+    with pytest.raises(ValueError, match="gates of family 'linear' have none: set gate.family=lookahead"):
+        Lookahead(linear, frozen, ANSWER, seed=0)
+    with pytest.raises(ValueError, match="needs something after every document, and document 0 has nothing"):
+        Lookahead(gates_of(model), frozen, ANSWER, seed=0).look(documents(1, appendix=0))
+
+
+def test_it_learns_on_the_reference_model() -> None:
+    frozen = load_frozen("reference:0")
+    settings = DataSettings(documents=32, held_out=4, min_tokens=150, max_tokens=200)
+    corpus = load_corpus(settings, shortest=32, seed=0, encode=frozen.encode)
+    objective = Lookahead(lookahead_gates(frozen.model, num_tokens=8), frozen, ANSWER, seed=0)
+    before = mean_of(objective.look(corpus.held_out, baselines=True))
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=2e-3)
+    for step in range(24):
+        optimizer.zero_grad()
+        objective.accumulate_([corpus.train[(4 * step + i) % 32] for i in range(4)], step, 0.25)
+        optimizer.step()
+    after = mean_of(objective.look(corpus.held_out))
+    assert after["loss"] < 0.6 * before["loss"]
+    assert after["overlap"] > before["overlap"] + 0.05
+    assert after["overlap"] > max(before["overlap_random"], before["overlap_recency"]) + 0.05
+
+
+def mean_of(rows: list[dict]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0] if name != "overlap_of"}

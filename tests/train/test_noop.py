@@ -1,0 +1,160 @@
+"""Gates that close alike are found out, gates that choose pass, and the controls are what they say."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.future import future_risk
+from retain.gates import GateSet, build_gates
+from retain.hf.model import describe, observe
+from retain.train.documents import Document
+from retain.train.noop import Control, noop_report
+from retain.train.opening import Moment, Opening
+from retain.train.soft import SoftSettings
+from retain.train.teacher import Frozen, load_frozen
+
+SOFT = SoftSettings(protected=16, sinks=4, keep_to=0.25)
+HORIZON = 16
+
+
+def copying(seed: int) -> Document:
+    """Random tokens of the reference model's, a stretch of which comes again at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(300, 3000, (150,), generator=generator).tolist()
+    return Document(tuple(ids), tuple(ids[30:60]))
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Frozen:
+    return load_frozen("reference:0", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return [copying(seed) for seed in range(2)]
+
+
+def gates_for(frozen: Frozen) -> GateSet:
+    specs = describe(frozen.model)
+    return build_gates(
+        "linear", {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in specs}
+    )
+
+
+@pytest.fixture(scope="module")
+def useful(frozen: Frozen, documents: list[Document]) -> GateSet:
+    """Linear gates solved for the log future risk of these very documents, half open at the budget."""
+    gates, seen = gates_for(frozen), {}
+    for document in documents:
+        n = len(document.context_ids)
+        for evidence in observe(frozen.model, torch.tensor([document.context_ids + document.appendix_ids])):
+            risk, _ = future_risk(evidence, document_tokens=n, horizon=HORIZON)
+            assert evidence.hidden_BTE is not None
+            seen.setdefault(evidence.layer_idx, []).append(
+                (evidence.hidden_BTE[0, :n], (risk[0] + 1e-4).log())
+            )
+    for layer, parts in seen.items():
+        gate = gates[layer]
+        hidden = torch.cat([part[0] for part in parts])
+        gate.standardise_as_(hidden)
+        x = torch.cat([gate.standardise(hidden[None])[0], torch.ones(len(hidden), 1)], -1)
+        y = torch.cat([part[1] for part in parts], -1).T
+        weight = 2 * torch.linalg.solve(x.T @ x + torch.eye(x.shape[1]), x.T @ y)
+        with torch.no_grad():
+            gate.out.weight.copy_(weight[:-1].T)
+            gate.out.bias.copy_(weight[-1] - (x @ weight).quantile(0.75, 0))
+    return gates
+
+
+def test_gates_that_choose_pass(frozen: Frozen, documents: list[Document], useful: GateSet) -> None:
+    report = noop_report(useful, frozen, documents, SOFT)
+    soft, hard = report["soft"], report["hard"]
+    assert report["useful"] and report["verdict"].startswith("The gates choose")
+    assert soft["trained"] < 0.9 * min(soft["shuffled"], soft["random"]) and hard["gate"] < hard["random"]
+    assert hard["documents"] == 2 and report["term"] == "kl_forward"
+    assert json.loads(json.dumps(report)) == report
+    assert noop_report(useful, frozen, documents, SOFT) == report, "keyed draws"
+
+
+def test_gates_that_all_close_alike_are_found_out(frozen: Frozen, documents: list[Document]) -> None:
+    """They satisfy a budget of a quarter, and choose nothing."""
+    gates = gates_for(frozen)
+    for layer in gates.layers:
+        torch.nn.init.zeros_(gates[layer].out.weight)
+        torch.nn.init.constant_(gates[layer].out.bias, -2.0)
+    report = noop_report(gates, frozen, documents, SOFT)
+    assert not report["useful"] and "do not choose" in report["verdict"]
+    soft = report["soft"]
+    assert soft["open"] < 0.4
+    for how in ("alike", "shuffled", "random"):
+        assert math.isclose(soft["trained"], soft[how], rel_tol=1e-3)
+
+
+def test_gates_that_stay_open_are_found_out(frozen: Frozen, documents: list[Document]) -> None:
+    gates = gates_for(frozen)
+    for layer in gates.layers:
+        gates[layer].open_()
+    report = noop_report(gates, frozen, documents[:1], SOFT)
+    assert not report["useful"] and report["verdict"].startswith("The gates are open (99%")
+
+
+def test_scores_upside_down_are_found_out_by_an_eviction(
+    frozen: Frozen, documents: list[Document], useful: GateSet
+) -> None:
+    gates = gates_for(frozen)
+    gates.load_state_dict(useful.state_dict())
+    for layer in gates.layers:
+        with torch.no_grad():
+            gates[layer].out.weight.neg_()
+            gates[layer].out.bias.neg_()
+    report = noop_report(gates, frozen, documents, SOFT)
+    assert not report["useful"] and "Evicting by the gates loses" in report["verdict"]
+
+
+def test_documents_that_fit_the_budget_are_not_evicted_from(
+    frozen: Frozen, documents: list[Document], useful: GateSet
+) -> None:
+    report = noop_report(useful, frozen, documents[:1], replace(SOFT, budget=4096, terms={"hidden": 1.0}))
+    assert report["hard"] == {"gate": 0.0, "random": 0.0, "documents": 0} and report["term"] == "hidden"
+    assert "no document is long enough" in report["verdict"]
+
+
+def test_a_document_without_an_appendix_is_continued_by_its_own_end(
+    frozen: Frozen, documents: list[Document], useful: GateSet
+) -> None:
+    bare = [Document(documents[0].context_ids)]
+    hard = noop_report(useful, frozen, bare, SOFT)["hard"]
+    assert hard["documents"] == 1 and hard["random"] > 0
+
+
+def test_no_documents_are_refused(frozen: Frozen, useful: GateSet) -> None:
+    with pytest.raises(ValueError, match="there are none: hold some out"):
+        noop_report(useful, frozen, [], SOFT)
+
+
+def test_controls_are_as_open_and_choose_nothing() -> None:
+    gates = build_gates("linear", {0: {"E": 4, "H": 3}, 1: {"E": 4, "H": 3}})
+    opening = Opening(gates)
+    opening.moment = Moment(torch.ones(1, 50, dtype=torch.bool), (7,), 0, False)
+    torch.manual_seed(0)
+    output = torch.randn(1, 3, 50) + torch.tensor([[-2.0], [0.0], [2.0]])
+    made = {
+        (how, layer): Control(opening, how, sinks=5, seed=1)(output, gates[layer])
+        for how in ("trained", "alike", "shuffled", "random")
+        for layer in (0, 1)
+    }
+    trained = made["trained", 0]
+    assert torch.equal(trained, torch.nn.functional.logsigmoid(output))
+    for how in ("alike", "shuffled", "random"):
+        assert torch.equal(made[how, 0][..., :5], trained[..., :5]), "sinks take no part"
+    own = trained[..., 5:]
+    alike, shuffled, random = (made[how, 0][..., 5:] for how in ("alike", "shuffled", "random"))
+    assert (alike == alike[..., :1]).all()
+    torch.testing.assert_close(alike.exp().mean(-1), own.exp().mean(-1))
+    assert torch.equal(shuffled.sort(-1).values, own.sort(-1).values) and not torch.equal(shuffled, own)
+    assert set(random.flatten().tolist()) <= set(own.flatten().tolist())
+    assert not set(random[0, 0].tolist()) <= set(own[0, 0].tolist()), "of whichever head"
+    assert not torch.equal(made["shuffled", 1], made["shuffled", 0]), "each layer its own draws"

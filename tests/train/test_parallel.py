@@ -1,0 +1,339 @@
+"""One optimiser over several processes, and frozen models in parts: real processes, equal numbers."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from retain.train.checkpoint import begin_, latest, load_checkpoint, save_checkpoint
+from retain.train.parallel import (
+    Surrogate,
+    Synchroniser,
+    decoder_layers,
+    engine_config,
+    is_sharded,
+    shard_frozen_,
+    zero_stage,
+)
+from tests.tiny import tiny_model
+from tests.train.two_processes import (
+    CLIP,
+    FAMILIES,
+    accumulate_,
+    same,
+    state_of,
+    toy_gates,
+    toy_synchroniser,
+    train_toy,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+ALWAYS = ("plain", "elastic", "spoilt", "full_disk", "told", "fsdp_frozen")
+# DeepSpeed is an extra. Where it is installed, what follows is asserted; where it is not, it cannot run.
+DEEPSPEED = ("deepspeed_gates", "zero3_frozen")
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain[deepspeed]'"
+)
+Results = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def launched(folder: Path, arguments: list[str], **environment: str) -> Results:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    def results(job: str) -> list[dict[str, Any]]:
+        return [torch.load(path, weights_only=False) for path in sorted(folder.glob(f"{job}-*.pt"))]
+
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(accelerator: Accelerator) -> dict[str, Any]:
+    """Six steps of one process."""
+    gates = toy_gates()
+    norms, documents = train_toy(accelerator, gates, toy_synchroniser(accelerator, gates), range(6))
+    return {"state": state_of(gates), "norms": norms, "documents": documents}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, accelerator: Accelerator) -> tuple[Path, Results]:
+    """Everything that takes two processes, in one launch."""
+    folder = tmp_path_factory.mktemp("two")
+    gates = toy_gates()
+    synchroniser = toy_synchroniser(accelerator, gates)
+    begin_(folder / "elastic", {}, {})
+    train_toy(accelerator, gates, synchroniser, range(3))
+    save_checkpoint(accelerator, folder / "elastic", 3, synchroniser, {"seconds": 1.5})
+    jobs = [*ALWAYS, *(DEEPSPEED if find_spec("deepspeed") else ())]
+    script = ["tests/train/two_processes.py", str(folder), *jobs]
+    results = launched(
+        folder,
+        ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script],
+        ACCELERATE_USE_CPU="true",
+        DS_ACCELERATOR="cpu",
+    )
+    for job in jobs:
+        # Launchers have been seen to start one process, or two that each believe to be alone.
+        assert [result["num_processes"] for result in results(job)] == [2, 2]
+    return folder, results
+
+
+def assert_same_numbers(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Equal but for the order in which a mean was summed."""
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_is_clipped_adamw_on_the_gradient_of_all_parameters(accelerator: Accelerator) -> None:
+    gates = toy_gates()
+    parameters = dict(gates.named_parameters())
+    unused = next(iter(parameters))
+    synchroniser = Synchroniser(accelerator, gates, lr=0.0, betas=(0.8, 0.95), weight_decay=0.1)
+    value = {name: p.detach().double().numpy().copy() for name, p in parameters.items()}
+    first = {name: np.zeros_like(v) for name, v in value.items()}
+    second = {name: np.zeros_like(v) for name, v in value.items()}
+    for step, (lr, clip) in enumerate([(0.1, 1e9), (0.03, 0.2), (0.01, 0.2)], start=1):
+        synchroniser.lr_(lr)
+        synchroniser.zero_()
+        accumulate_(gates, step, 1.0)
+        accumulate_(gates, step + 7, 0.5)
+        if step == 2:
+            parameters[unused].grad = None
+        gradient = {
+            name: np.zeros_like(value[name]) if p.grad is None else p.grad.double().numpy().copy()
+            for name, p in parameters.items()
+        }
+        norm = synchroniser.step_(clip)
+        wanted = math.sqrt(sum(float((g**2).sum()) for g in gradient.values()))
+        assert norm == pytest.approx(wanted, rel=1e-6) and (norm > clip) == (step > 1)
+        for name, g in gradient.items():
+            g = g * min(1.0, clip / wanted)
+            first[name] = 0.8 * first[name] + 0.2 * g
+            second[name] = 0.95 * second[name] + 0.05 * g**2
+            m, v = first[name] / (1 - 0.8**step), second[name] / (1 - 0.95**step)
+            value[name] = value[name] * (1 - lr * 0.1) - lr * m / (np.sqrt(v) + 1e-8)
+            np.testing.assert_allclose(parameters[name].detach().numpy(), value[name], rtol=2e-5, atol=2e-6)
+        assert all(p.grad is None for p in parameters.values())
+    assert synchroniser.num_updates == 3
+
+
+def test_a_tied_parameter_is_stepped_once_and_frozen_ones_never(accelerator: Accelerator) -> None:
+    shared = nn.Linear(3, 3, bias=False)
+    gates = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(3, 2)})
+    gates["c"].requires_grad_(False)
+    synchroniser = Synchroniser(accelerator, gates, lr=0.1)
+    assert list(synchroniser.parameters) == ["a.weight"]
+    before = state_of(gates)
+    shared(torch.ones(3)).sum().backward()
+    synchroniser.step_(1.0)
+    assert not torch.equal(gates["a"].weight, before["a.weight"]) and gates["a"].weight is gates["b"].weight
+    assert torch.equal(gates["c"].weight, before["c.weight"])
+    gates.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires gradients"):
+        Synchroniser(accelerator, gates, lr=0.1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_touches_nothing(accelerator: Accelerator, bad: float) -> None:
+    gates = toy_gates()
+    synchroniser = toy_synchroniser(accelerator, gates)
+    train_toy(accelerator, gates, synchroniser, range(1))
+    before, moments = state_of(gates), synchroniser.optimizer_tensors()
+    accumulate_(gates, 0, bad)
+    assert not math.isfinite(synchroniser.step_(CLIP))
+    assert same(before, gates) and synchroniser.num_updates == 1
+    assert all(
+        torch.equal(tensor, moments[name]) for name, tensor in synchroniser.optimizer_tensors().items()
+    )
+
+
+def test_the_surrogate_has_the_gradient_that_it_is_given() -> None:
+    parameters = list(toy_gates().parameters())
+    surrogate = Surrogate(parameters, num_processes=4)
+    count = sum(p.numel() for p in parameters)
+    assert count % 2, "without padding, nothing would be tested"
+    assert surrogate.flat.numel() == count + (-count % 4)
+    gradient = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 1e20
+    surrogate(gradient).backward()
+    assert surrogate.flat.grad is not None
+    assert torch.equal(surrogate.flat.grad[:count], gradient) and not surrogate.flat.grad[count:].any()
+
+
+def test_two_processes_step_as_one_on_the_same_documents(
+    two: tuple[Path, Results], alone: dict[str, Any]
+) -> None:
+    first, second = two[1]("plain")
+    assert first["distributed_type"] == "DistributedType.MULTI_CPU"
+    assert first["norms"] == second["norms"] == pytest.approx(alone["norms"], rel=1e-6)
+    for mine, theirs, both in zip(first["documents"], second["documents"], alone["documents"], strict=True):
+        assert len(mine) == len(theirs) == 2 and sorted(mine + theirs) == sorted(both)
+    assert all(torch.equal(tensor, second["state"][name]) for name, tensor in first["state"].items())
+    assert_same_numbers(first["state"], alone["state"])
+
+
+def test_from_one_process_to_two_and_back(
+    two: tuple[Path, Results], alone: dict[str, Any], accelerator: Accelerator
+) -> None:
+    folder, results = two
+    first, second = results("elastic")
+    assert first["from"] == second["from"] == 3
+    for step, (mine, theirs) in enumerate(zip(first["documents"], second["documents"], strict=True), start=3):
+        assert sorted(mine + theirs) == sorted(alone["documents"][step]), "the very documents of one process"
+    found = latest(folder / "elastic")
+    assert found is not None and found[0] == 5
+    gates = toy_gates()
+    synchroniser = toy_synchroniser(accelerator, gates)
+    step, extra = load_checkpoint(accelerator, found[1], synchroniser)
+    assert extra == {"seconds": 1.5, "by": 2} and synchroniser.num_updates == 5
+    train_toy(accelerator, gates, synchroniser, range(step, 6))
+    assert_same_numbers(state_of(gates), alone["state"])
+
+
+def test_what_one_process_meets_all_of_them_know(two: tuple[Path, Results]) -> None:
+    for result in two[1]("spoilt"):
+        assert math.isnan(result["norm"]) and result["same"] and result["updates"] == 0
+    for result in two[1]("full_disk"):
+        assert "No space left on device" in result["said"] and "step-000001, is untouched" in result["said"]
+        assert result["latest"][0] == 1
+    first, second = two[1]("told")
+    assert (first["mine"], second["mine"]) == (None, "SIGUSR1")
+    assert all(not result["before"] and result["after"] for result in (first, second))
+
+
+def check_frozen(result: dict[str, Any], family: str, *, exact: bool) -> None:
+    found = result[family]
+    for parts, whole in found["states"]:
+        assert torch.equal(parts, whole)
+    mine, wanted = found["gradients"]
+    torch.testing.assert_close(mine, wanted, rtol=0, atol=0 if exact else 1e-5 * float(wanted.abs().max()))
+    # Three forwards without gradients and one with them.
+    assert found["inside"] == [True] * len(found["inside"]) and len(found["inside"]) % 4 == 0
+    assert found["inside"] and found["held"] == 0.5 and found["is_sharded"] == (True, False)
+    assert not any(found["trains"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_model_in_parts_by_fsdp_computes_what_the_whole_one_does(
+    two: tuple[Path, Results], family: str
+) -> None:
+    for result in two[1]("fsdp_frozen"):
+        check_frozen(result, family, exact=True)
+        assert not result[family]["outside"]
+        assert "is in parts" in result[family]["said"] and "while its decoder layer" in result[family]["said"]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_model_in_parts_by_zero3_computes_what_the_whole_one_does(
+    two: tuple[Path, Results], family: str
+) -> None:
+    for result in two[1]("zero3_frozen"):
+        check_frozen(result, family, exact=False)
+        assert result[family]["outside"], "put together for whoever asks"
+
+
+@needs_deepspeed
+def test_deepspeed_steps_the_gates_as_one_process_does(
+    two: tuple[Path, Results], alone: dict[str, Any], accelerator: Accelerator
+) -> None:
+    numbers = sum(p.numel() for p in toy_gates().parameters())
+    for result in two[1]("deepspeed_gates"):
+        stages = [result[f"stage {stage}"] for stage in (1, 2, 3)]
+        assert [stage["start"] for stage in stages] == [0, 2, 4], "each goes on from the one before"
+        norms = [norm for stage in stages for norm in stage["norms"]]
+        assert norms == pytest.approx(alone["norms"], rel=1e-5)
+        assert_same_numbers(stages[2]["state"], alone["state"])
+        assert stages[1]["held"] >= numbers and stages[2]["held"] == 0, "stage 3 keeps parts"
+    # What ZeRO-3 saved, one process without DeepSpeed reads.
+    found = latest(two[0] / "deepspeed")
+    assert found is not None and found[0] == 6
+    gates = toy_gates()
+    load_checkpoint(accelerator, found[1], toy_synchroniser(accelerator, gates))
+    assert_same_numbers(state_of(gates), alone["state"])
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_shipped_deepspeed_configs_run_through_accelerate(
+    tmp_path: Path, alone: dict[str, Any], stage: int
+) -> None:
+    # One process: with two on a CPU, accelerate and DeepSpeed do not agree on how many there are.
+    config = f"configs/accelerate/deepspeed_zero{stage}.yaml"
+    results = launched(
+        tmp_path,
+        [
+            "accelerate.commands.launch",
+            "--config_file",
+            config,
+            "--num_processes",
+            "1",
+            "--main_process_port",
+            "0",
+            "tests/train/two_processes.py",
+            str(tmp_path),
+            "as_launched",
+        ],
+        DS_ACCELERATOR="cpu",
+    )
+    (result,) = results("as_launched")
+    assert result["distributed_type"] == "DistributedType.DEEPSPEED"
+    assert result["engine"] == "DeepSpeedEngine"
+    assert (result["sharding"], result["is_sharded"]) == (("none", False) if stage == 2 else ("zero3", True))
+    assert torch.equal(*result["logits"])
+    assert result["norms"] == pytest.approx(alone["norms"], rel=1e-6)
+    assert_same_numbers(result["state"], alone["state"])
+
+
+def test_deepspeed_is_told_where_things_lie_and_nothing_else() -> None:
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "Adam"},
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    told = engine_config(config)
+    assert told["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
+    assert told["train_micro_batch_size_per_gpu"] == 1 and told["gradient_clipping"] == 0.0
+    assert not {"fp16", "bf16", "optimizer", "scheduler"} & told.keys()
+    assert zero_stage(config) == 3 and zero_stage({}) == 0
+
+
+def test_stage_0_is_plain_adamw(accelerator: Accelerator, alone: dict[str, Any]) -> None:
+    gates = toy_gates()
+    config = {"zero_optimization": {"stage": 0}}
+    synchroniser = toy_synchroniser(accelerator, gates, deepspeed_config=config)
+    assert train_toy(accelerator, gates, synchroniser, range(6))[0] == alone["norms"]
+
+
+def test_what_cannot_be_sharded_is_refused(accelerator: Accelerator) -> None:
+    model = tiny_model("llama")
+    assert shard_frozen_(model, accelerator) is model and not is_sharded(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert len(decoder_layers(model)) == 2
+    model.hf_device_map = {"": "cpu"}
+    with pytest.raises(ValueError, match=r"quantised or spread by device_map cannot be sharded \(fsdp\)"):
+        shard_frozen_(model, accelerator, sharding="fsdp")
+    with pytest.raises(ValueError, match="Linear has no list of None decoder layers.*ddp.yaml"):
+        decoder_layers(nn.Linear(2, 2))

@@ -1,0 +1,254 @@
+"""The plan of a run: the numbers of known models, what it advises, and a process that was watched."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, MixtralConfig
+
+from retain.gates import build_gates
+from retain.train.plan import (
+    GIB,
+    Device,
+    ModelShape,
+    PlanSettings,
+    Work,
+    check_plan,
+    device_here,
+    feature_bytes,
+    flops_of,
+    measured_tflops,
+    model_shape,
+    plan_of,
+    shape_by_name,
+    shape_of_config,
+    work_of,
+)
+from retain.train.schedule import TrainingSettings
+from tests.tiny import tiny_model
+
+H100 = Device("cuda", "one GPU of 80 GB", 80e9, 990.0, 0.4, "stated")
+
+
+def llama(width: int, feed_forward: int, layers: int, heads: int) -> ModelShape:
+    """A Llama 3.1, by the numbers of its config."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+    )
+    return shape_of_config(config, f"Llama of {layers} layers", torch.bfloat16)
+
+
+def long_work(shape: ModelShape, tokens: int = 131072, **changes: object) -> Work:
+    """Ten million tokens in documents of that length."""
+    gates = shape.gated * (shape.E * 256 + 256 * shape.H)
+    lengths = ((tokens - 64, 64),) * 8
+    work = Work("local", lengths, 76, 1, 1, gates, 256)
+    return replace(work, **changes)
+
+
+def test_parameters_are_those_of_the_published_models() -> None:
+    small, large = llama(4096, 14336, 32, 32), llama(8192, 28672, 80, 64)
+    assert small.parameters == 8_030_261_248 and large.parameters == 70_553_706_496
+    assert (small.E, small.F, small.Q, small.H, small.D, small.gated) == (4096, 14336, 32, 8, 128, 32)
+    # Without embeddings, head and last norm.
+    assert small.active == 8_030_261_248 - 2 * 128256 * 4096 - 4096
+    assert small.active == 32 * small.largest_layer
+
+
+def test_an_8b_model_learns_from_128k_tokens_on_one_gpu_of_80_gb() -> None:
+    shape = llama(4096, 14336, 32, 32)
+    plan = plan_of(shape, long_work(shape), H100)
+    assert plan.fits and plan.advice == ()
+    sizes = {line.name: line.num_bytes / GIB for line in plan.lines}
+    assert sizes["frozen weights"] == pytest.approx(16.06e9 / GIB, rel=1e-3)
+    assert sizes["residual stream"] == 2.0 and sizes["input norm"] == 4.0
+    assert sizes["feed-forward"] == 2 + 3 * 14336 / 4096
+    assert 25 < plan.peak_bytes / GIB < 40
+    assert "fits" in plan.text() and "131,072 tokens" in plan.text()
+    # In pieces, the feed-forward part is no longer what counts.
+    assert plan_of(shape, long_work(shape, chunk=8192), H100).phase.name == "gate, forward and backward"
+
+
+def test_a_70b_model_does_not_fit_on_one_and_the_plan_says_what_would() -> None:
+    shape = llama(8192, 28672, 80, 64)
+    plan = plan_of(shape, long_work(shape), H100)
+    assert not plan.fits and plan.peak_bytes > shape.parameters * 2
+    assert "DOES NOT FIT" in plan.text()
+    assert any("4 bits" in advice for advice in plan.advice)
+    sharded = next(advice for advice in plan.advice if "fsdp2 or zero3" in advice)
+    assert "over 4 devices" in sharded and "device_map=auto" in sharded
+    # The advice was planned, and does fit; half of it does not.
+    share = replace(long_work(shape), chunk=4096, sharding="fsdp2", num_processes=4)
+    assert plan_of(shape, share, H100).fits
+    assert not plan_of(shape, replace(share, num_processes=2), H100).fits
+
+
+def test_advice_shortens_what_is_too_long_to_a_length_that_fits() -> None:
+    shape = llama(4096, 14336, 32, 32)
+    work = long_work(shape, 1_000_000, chunk=4096)
+    plan = plan_of(shape, work, H100)
+    assert not plan.fits
+    advice = next(advice for advice in plan.advice if advice.startswith("data.max_tokens="))
+    longest = int(advice.split("=")[1].split()[0])
+    assert longest % 256 == 0 and longest > 131072
+    assert plan_of(shape, replace(work, lengths=((longest, 64),)), H100).fits
+    assert not plan_of(shape, replace(work, lengths=((longest + 512, 64),)), H100).fits
+
+
+def test_advice_names_the_smaller_row_the_precision_and_the_last_resort() -> None:
+    shape = replace(llama(4096, 14336, 32, 32), dtype_bytes=4)
+    device = replace(H100, memory_bytes=40e9)
+    advice = plan_of(shape, long_work(shape, 16384, micro_batch=4), device).advice
+    assert any(one.startswith("dtype=bfloat16") for one in advice)
+    assert any(
+        one.startswith("training.micro_batch=1")
+        for one in plan_of(
+            llama(4096, 14336, 32, 32),
+            long_work(shape, 131072, micro_batch=4, chunk=4096),
+            replace(H100, memory_bytes=50e9),
+        ).advice
+    )
+    nothing = plan_of(shape, long_work(shape), Device("cpu", "a small machine", 1e9, None, 0.4, "nobody"))
+    assert nothing.advice[0].startswith("a smaller model") and nothing.seconds is None
+    assert "state plan.tflops" in nothing.text()
+
+
+def test_end_to_end_keeps_every_layer_and_a_piece_of_logits() -> None:
+    shape = llama(4096, 14336, 32, 32)
+    local = plan_of(shape, long_work(shape, 8192), H100)
+    soft = plan_of(shape, long_work(shape, 8192, stage="end_to_end"), H100)
+    held = {line.name: line.num_bytes for line in soft.lines}
+    assert held["kept for the backward pass"] > 32 * 8192 * 4096 * 2
+    assert held["logits"] < 8192 * 128256 * 4 * 4
+    assert soft.peak_bytes > local.peak_bytes and soft.flops > 2 * local.flops
+    whole = plan_of(shape, long_work(shape, 8192, stage="end_to_end", checkpointing=False), H100)
+    assert whole.peak_bytes > soft.peak_bytes and whole.flops < soft.flops
+
+
+def test_flops_against_counting_loops() -> None:
+    shape = ModelShape("m", 1000, 640, 320, 4, 2, 1, E=8, F=16, Q=4, H=2, D=4, V=50)
+    work = Work("local", ((6, 2), (4, 0)), steps=3, batch_documents=2, micro_batch=1, gate_parameters=10)
+    pairs = tokens = documents = 0.0
+    for t, s in work.lengths:
+        tokens, documents = tokens + t + s, documents + t
+        # Half of a document's square; a branch sees the document, and half of itself.
+        pairs += t * t / 2 + s * t + s * s / 2
+    expected = {
+        "projections": 2 * 640 * tokens,
+        "attention": 2 * (4 * 4 * 4 * pairs),
+        "targets": 4 * 4 * 4 * pairs + 2 * 4 * 4 * 8 * documents,
+        "gates": 6 * 10 * documents,
+    }
+    run, per_token = flops_of(shape, work)
+    assert per_token == pytest.approx({name: value / tokens for name, value in expected.items()})
+    assert run == pytest.approx(3 * 2 / 2 * sum(expected.values()))
+    plan = plan_of(shape, work, Device("cpu", "here", 1e12, 2e-6, 0.5, "stated"))
+    assert plan.seconds == pytest.approx(run / 1e6)
+
+
+def test_experts_count_as_often_as_they_are_chosen() -> None:
+    config = MixtralConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    shape = shape_of_config(config, "experts", torch.float32)
+    experts = 2 * 8 * 3 * 32 * 64
+    layers = 2 * shape.largest_layer
+    assert layers - shape.active == pytest.approx(experts * 6 / 8, abs=2)
+    assert shape.F == 2 * 64
+
+
+def test_features_on_disk_are_counted_and_refused(tmp_path: Path) -> None:
+    shape = llama(4096, 14336, 32, 32)
+    work = long_work(shape, features=True, features_folder=tmp_path / "not" / "yet")
+    documents = sum(t for t, _ in work.lengths)
+    assert feature_bytes(shape, work) == documents * 32 * (4096 * 2 + 8 * 5)
+    wide = replace(work, gate_inputs=frozenset({"keys", "values", "token_ids"}))
+    assert feature_bytes(shape, wide) == documents * 32 * (2 * 1024 * 2 + 8 + 8 * 5)
+    plan = replace(plan_of(shape, work, H100), disk_free=1e9)
+    assert not plan.fits and plan.fits_memory and "features on disk" in plan.text()
+
+
+def test_a_model_by_name_is_planned_without_its_weights(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", num_hidden_layers=2)
+    model.config.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert shape_by_name(str(tmp_path), dtype="float32") == model_shape(model, str(tmp_path))
+    reference = shape_by_name("reference:0")
+    assert (reference.E, reference.H, reference.gated, reference.dtype_bytes) == (128, 2, 4, 4)
+    assert shape_by_name("reference:0", dtype="bfloat16").dtype_bytes == 2
+    with pytest.raises(ValueError, match="has no config to plan with.*reference:0"):
+        shape_by_name(str(tmp_path / "nothing"))
+
+
+def test_layers_with_windows_have_no_gates() -> None:
+    assert model_shape(tiny_model("gpt_oss"), "m").gated == 2
+    every = tiny_model("mistral")
+    assert model_shape(every, "m").gated == every.config.num_hidden_layers
+
+
+def test_the_device_at_hand_or_the_one_that_is_stated() -> None:
+    here = device_here(torch.device("cpu"), torch.float32, PlanSettings())
+    assert here.kind == "cpu" and here.memory_bytes > 2**28 and here.tflops and "measured" in here.rate_from
+    other = device_here(torch.device("cpu"), torch.float32, PlanSettings(memory_gib=80.0))
+    assert other.kind == "cuda" and other.memory_bytes == 80 * GIB and other.tflops is None
+    told = device_here(torch.device("cpu"), torch.float32, PlanSettings(memory_gib=80.0, tflops=990.0))
+    assert told.tflops == 990.0 and told.rate_from == "stated"
+    assert measured_tflops(torch.device("cpu"), torch.float32, seconds=0.01) > 0
+
+
+def test_wrong_settings_are_refused_all_at_once() -> None:
+    with pytest.raises(
+        ValueError, match=r"plan.memory_gib=0.0 must be positive; plan.efficiency=2.0 is a share"
+    ):
+        check_plan(PlanSettings(memory_gib=0.0, efficiency=2.0))
+    with pytest.raises(ValueError, match="at least one training document"):
+        Work("local", (), 1, 1, 1, 1)
+
+
+def test_gate_parameters_come_from_the_gates() -> None:
+    gates = build_gates("mlp", {0: {"E": 8, "H": 2}, 1: {"E": 8, "H": 2}})
+
+    class Config:
+        """What `work_of` reads of a config."""
+
+        stage = "local"
+        training = TrainingSettings()
+
+    work = work_of(Config(), gates, [(10, 2), (7, 0)], 2, chunk=64)
+    assert work.gate_parameters == sum(p.numel() for p in gates.parameters())
+    assert work.gate_hidden == 64 and work.row_tokens == 19 and work.document_tokens == 10
+    assert work.num_processes == 2 and work.chunk == 64 and not work.features
+
+
+def test_the_planned_peak_is_that_of_a_process_that_was_watched() -> None:
+    """A layer-local step of the scoring benchmark's widths: the plan is above what was held, by less than half
+    as much again, and what was held is linear in the length."""
+    from retain.train.speed import Setting, watched
+
+    rows = watched(Setting(layers=1, threads=1), (1024, 2048, 4096))
+    assert [row["tokens"] for row in rows] == [1024, 2048, 4096]
+    for row in rows:
+        assert row["bytes"] < row["planned"] < 1.5 * row["bytes"], row
+    first, second = (
+        (after["bytes"] - before["bytes"]) / (after["tokens"] - before["tokens"])
+        for before, after in zip(rows, rows[1:], strict=False)
+    )
+    assert first == pytest.approx(second, rel=0.1)
+    # Far less than rows of attention would take: 8 heads of float32.
+    assert rows[-1]["bytes"] < 4096 * 4096 * 8 * 4 / 4

@@ -1,0 +1,104 @@
+"""The bar's numbers, and what is asked of trackers."""
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from retain.train import progress
+from retain.train.progress import TRACKERS, Progress, check_tracker, tracked, tracker_options
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_bar_shows_rate_loss_overlap_and_the_time_left() -> None:
+    clock, written = Clock(), io.StringIO()
+    with Progress(
+        10, 4, True, clock=clock, file=written, mininterval=0.0, dynamic_ncols=False, ncols=200
+    ) as bar:
+        clock.now = 2.0
+        bar.step(tokens=5000, loss=1.25)
+        assert bar.tokens_per_second == 2500 and bar.held_out is None
+        bar.step(tokens=5000, loss=1.0, held_out=0.5)
+        assert bar.tokens_per_second == 5000
+        bar.step(tokens=0, loss=0.5)
+        assert bar.held_out == 0.5
+    text = written.getvalue()
+    assert "5/10" in text and "7/10" in text and "4/10" in text
+    assert "tokens/s=2.5k" in text and "loss=1.250" in text and "held-out=0.500" in text and "<" in text
+
+
+def test_a_rate_is_of_the_last_steps() -> None:
+    clock = Clock()
+    with Progress(1000, 0, False, clock=clock) as bar:
+        assert bar.tokens_per_second is None
+        for step in range(200):
+            clock.now += 1.0
+            bar.step(tokens=10 if step < 150 else 1000, loss=0.0)
+        assert bar.tokens_per_second == 1000
+
+
+def test_nothing_is_written_where_it_is_not_shown() -> None:
+    written = io.StringIO()
+    with Progress(2, 0, False, file=written) as bar:
+        bar.step(tokens=1, loss=1.0)
+    assert written.getvalue() == ""
+
+
+def test_trackers_are_off_unless_asked_for(tmp_path: Path) -> None:
+    assert tracker_options("none", tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", [name for name in TRACKERS if name != "none"])
+def test_a_tracker_that_is_missing_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=rf'needs the package .{TRACKERS[name][0]}.*"retain\[{name}\]"'):
+        tracker_options(name, tmp_path)
+    monkeypatch.setattr(progress, "find_spec", lambda package: object())
+    assert tracker_options(name, tmp_path) == {"log_with": name, "project_dir": str(tmp_path / "tracker")}
+
+
+@pytest.mark.parametrize("name", [name for name in TRACKERS if name != "none"])
+def test_a_tracker_that_is_there_takes_a_record_and_one_that_is_not_says_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not any(find_spec(package) for package in TRACKERS[name]):
+        with pytest.raises(ValueError, match="pip install"):
+            check_tracker(name)
+        return
+    from accelerate import Accelerator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    accelerator = Accelerator(cpu=True, **tracker_options(name, tmp_path))
+    accelerator.init_trackers("retain-distill", config={"steps": 1})
+    accelerator.log(tracked({"step": 1, "loss": 0.5}), step=1)
+    accelerator.end_training()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_an_unknown_tracker_is_refused() -> None:
+    with pytest.raises(ValueError, match="'wandbb' is not known: choose one of none, wandb, tensorboard"):
+        check_tracker("wandbb")
+
+
+def test_a_record_becomes_flat_numbers() -> None:
+    record = {
+        "step": 3,
+        "loss": 0.5,
+        "documents": [[1]],
+        "ok": True,
+        "held_out": {"overlap": 0.4, "overlap_of": {"0": [0.1]}},
+    }
+    assert tracked(record) == {"loss": 0.5, "held_out/overlap": 0.4}

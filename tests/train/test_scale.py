@@ -1,0 +1,279 @@
+"""Whole runs, launched, stopped, killed and starved; and the files that launch them."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from safetensors.torch import load_file
+
+from retain.config import save
+from retain.train import checkpoint
+from retain.train.checkpoint import DiskError, latest, read_log
+from retain.train.distill import DistillConfig, distill, main
+from retain.train.signals import STOP_FILE, StopRequested
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+LAUNCH_FILES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
+Make = Callable[..., Any]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    env.pop("TRITON_INTERPRET", None)
+    return env
+
+
+def written(config: DistillConfig, path: Path) -> Path:
+    save(config, path)
+    return path
+
+
+def test_all_launch_files_are_there() -> None:
+    assert [path.stem for path in LAUNCH_FILES] == [
+        "cpu",
+        "ddp",
+        "deepspeed_zero2",
+        "deepspeed_zero3",
+        "fsdp2",
+        "one_gpu",
+        "two_cpu_processes",
+    ]
+    assert [path.stem for path in sorted((CONFIGS / "deepspeed").glob("*.json"))] == ["zero2", "zero3"]
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_a_launch_file_is_what_accelerate_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = path.read_text().splitlines()
+    assert all(line.startswith("# ") for line in lines[:3]) and f"configs/accelerate/{path.name}" in lines[2]
+    assert "accelerate launch" in lines[2] and "train/distill.py --config configs/distill/" in lines[2]
+    # Accelerate's loader refuses keys that it does not know.
+    loaded = load_config_from_file(str(path))
+    mapping = yaml.safe_load(path.read_text())
+    parser: ArgumentParser = launch_command_parser()
+    known = {action.dest for action in parser._actions}
+    for section in ("fsdp_config", "deepspeed_config"):
+        assert mapping.get(section, {}).keys() <= known
+    if "deepspeed_config" in mapping:
+        # Accelerate refuses a launch file that repeats what DeepSpeed's own file says.
+        assert "mixed_precision" not in mapping
+        assert (ROOT / loaded.deepspeed_config["deepspeed_config_file"]).is_file()
+
+
+def test_accelerate_would_refuse_an_unknown_key(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text((CONFIGS / "accelerate" / "cpu.yaml").read_text() + "num_procesess: 2\n")
+    with pytest.raises(ValueError, match="num_procesess"):
+        load_config_from_file(str(path))
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain[deepspeed]'")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_reads_its_file(stage: int) -> None:
+    code = (
+        "import json, sys; from deepspeed.runtime.config import DeepSpeedConfig\n"
+        "from deepspeed.runtime.zero.config import DeepSpeedZeroConfig\n"
+        "mapping = json.load(open(sys.argv[1])); config = DeepSpeedConfig(mapping)\n"
+        "names = set(DeepSpeedZeroConfig.model_fields)\n"
+        "names |= {field.alias for field in DeepSpeedZeroConfig.model_fields.values()}\n"
+        "assert mapping['zero_optimization'].keys() <= names, mapping['zero_optimization'].keys() - names\n"
+        "print('stage', config.zero_config.stage)\n"
+    )
+    path = CONFIGS / "deepspeed" / f"zero{stage}.json"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        env=environment(DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and f"stage {stage}" in done.stdout, done.stderr[-2000:]
+    assert json.loads(path.read_text()).keys() == {
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "zero_allow_untested_optimizer",
+        "zero_optimization",
+    }
+
+
+def test_the_slurm_script_is_bash_and_says_what_it_needs() -> None:
+    path = CONFIGS / "slurm" / "distill.sbatch"
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = path.read_text().splitlines()
+    assert lines[0] == "#!/bin/bash" and all(line.startswith("# ") for line in lines[1:4])
+    assert "sbatch" in lines[3] and "configs/slurm/distill.sbatch" in lines[3]
+
+
+SRUN = """#!/bin/bash
+# Two nodes, one after the other: says what each would launch.
+while [ "${1#--}" != "$1" ]; do shift; done
+for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done
+if [ -n "$SLOW" ]; then
+    for _ in $(seq 200); do [ -e "$OUTPUT/STOP" ] && exit 1; sleep 0.1; done
+fi
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["whole", "asked_to_stop"])
+def test_the_slurm_script_launches_every_node_and_stops_in_time(tmp_path: Path, asked: bool) -> None:
+    tools = {
+        "srun": SRUN,
+        "accelerate": '#!/bin/bash\nprintf "%s " "$@" >> "$LAUNCHED"; echo >> "$LAUNCHED"\n',
+        "scontrol": '#!/bin/bash\n[ "$1" = show ] && printf "one\\ntwo\\n" || echo "$@" >> "$LAUNCHED"\n',
+    }
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    output = tmp_path / "run"
+    (output / "checkpoints").mkdir(parents=True)
+    env = environment(
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        LAUNCHED=str(tmp_path / "launched"),
+        SLURM_JOB_ID="7",
+        SLURM_NNODES="2",
+        SLURM_JOB_NODELIST="node[1-2]",
+        SLURM_GPUS_ON_NODE="4",
+        CONFIG="configs/distill/hub.yaml",
+        OUTPUT=str(output),
+        SLOW="1" if asked else "",
+    )
+    script = ["bash", str(CONFIGS / "slurm" / "distill.sbatch"), "model=a b", "seed=1"]
+    with subprocess.Popen(
+        script, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        if asked:
+            while not (tmp_path / "launched").exists() or len((tmp_path / "launched").read_text()) < 300:
+                time.sleep(0.05)
+            job.send_signal(signal.SIGUSR1)
+        said = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, said
+    lines = (tmp_path / "launched").read_text().splitlines()
+    for rank, line in enumerate(lines[:2]):
+        assert f"--num_machines 2 --num_processes 8 --machine_rank {rank} --main_process_ip one" in line
+        assert line.rstrip().endswith(f"--config configs/distill/hub.yaml output={output} model=a b seed=1")
+    assert lines[2:] == (["requeue 7"] if asked else [])
+    assert (output / STOP_FILE).exists() == asked
+
+
+def test_the_cpu_launch_file_runs_a_distillation(make_config: Make, tmp_path: Path) -> None:
+    path = written(make_config(output=str(tmp_path / "run")), tmp_path / "c.yaml")
+    arguments = ["--config_file", "configs/accelerate/cpu.yaml", "train/distill.py", "--config", str(path)]
+    done = subprocess.run(
+        command("accelerate.commands.launch", *arguments, "training.steps=2"),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [record["step"] for record in read_log(tmp_path / "run") if "loss" in record] == [1, 2]
+    assert (tmp_path / "run" / "gates.safetensors").is_file()
+
+
+def test_asked_to_stop_a_run_saves_and_goes_on_to_the_same_gates(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = distill(make_config(output=str(tmp_path / "whole"), **{"training.checkpoint_every": 0}))
+    config = make_config(output=str(tmp_path / "asked"), **{"training.checkpoint_every": 0})
+    append = checkpoint.append_log
+
+    def asking(folder: Path, record: Any) -> None:
+        append(folder, record)
+        if record.get("step") == 3 and "loss" in record:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("retain.train.loop.append_log", asking)
+        with pytest.raises(StopRequested) as raised:
+            distill(config)
+    assert raised.value.code == 143 and "after step 3" in capsys.readouterr().err
+    assert (latest(tmp_path / "asked") or (0,))[0] == 3 and not (tmp_path / "asked" / "gates.json").exists()
+    asked = distill(config)
+    one, two = (load_file(folder / "gates.safetensors") for folder in (whole, asked))
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path: Path) -> None:
+    changes = {"training.steps": 120, "training.held_out_every": 0, "training.checkpoint_every": 0}
+    config = make_config(output=str(tmp_path / "run"), **changes)
+    output, path = tmp_path / "run", written(config, tmp_path / "c.yaml")
+    launch = command("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    env = environment(ACCELERATE_USE_CPU="true")
+    with subprocess.Popen(
+        [*launch, "train/distill.py", "--config", str(path)], cwd=ROOT, env=env, **pipes
+    ) as run:
+        while run.poll() is None and len(read_log(output)) < 4:
+            time.sleep(0.01)
+        (output / STOP_FILE).touch()
+        said = run.communicate(timeout=120)[0]
+    assert run.returncode != 0 and "stopped on request after step" in said, said[-3000:]
+    assert "exitcode  : 143" in said, "as a launcher expects of a process that was told to end"
+    found = latest(output)
+    assert found is not None and 3 <= found[0] < 120 and not (output / STOP_FILE).exists()
+    assert found[0] == [record["step"] for record in read_log(output) if "loss" in record][-1]
+    assert json.loads((found[1] / "state.json").read_text())["num_processes"] == 2
+
+    distill(config)
+    whole = distill(make_config(output=str(tmp_path / "whole"), **changes))
+    pairs = list(zip(read_log(whole), read_log(output), strict=True))
+    for one, two in pairs:
+        if "loss" in one:
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
+            assert sorted(sum(one["documents"], [])) == sorted(sum(two["documents"], []))
+    assert {len(two["documents"]) for _, two in pairs if "loss" in two} == {1, 2}, "by one, and by two"
+    first, second = (load_file(folder / "gates.safetensors") for folder in (whole, output))
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "log"])
+def test_a_full_disk_ends_a_run_with_what_to_do(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    config = make_config(output=str(tmp_path / "run"), **{"training.checkpoint_every": 2})
+    output, room = tmp_path / "run", []
+    name = "_write_synced" if what == "checkpoint" else "append_log"
+    write = getattr(checkpoint, name)
+
+    def full(*arguments: Any) -> None:
+        room.append(arguments)
+        if len(room) > 6:
+            with checkpoint.disk_errors(output):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
+        write(*arguments)
+
+    path = written(config, tmp_path / "c.yaml")
+    with monkeypatch.context() as patch:
+        patch.setattr(f"retain.train.{'checkpoint' if what == 'checkpoint' else 'loop'}.{name}", full)
+        with pytest.raises(SystemExit, match=r"(?s)error: .*No space left .*step-00000\d, is untouched"):
+            main(["--config", str(path)])
+    found = latest(output)
+    assert found is not None and found[0] in (2, 4)
+    assert not (output / "gates.json").exists()
+    before = [record for record in read_log(output) if record["step"] <= found[0]]
+    assert read_log(distill(config))[: len(before)] == before, "the same command goes on"
+
+
+def test_the_disk_error_is_an_os_error() -> None:
+    assert issubclass(DiskError, OSError)

@@ -1,0 +1,81 @@
+"""Being asked to stop: notes, the file, the second signal, and handlers that are put back."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+from retain.train.signals import EXIT_CODE, STOP_FILE, Signals, StopRequested
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_waits_for_the_end_of_the_step(
+    tmp_path: Path, accelerator: Accelerator, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    with Signals(accelerator, tmp_path) as signals:
+        assert not signals.requested
+        os.kill(os.getpid(), number)
+        assert signals.requested and signals.received == number.name
+        assert f"{number.name}: finishing this step, then a checkpoint" in capfd.readouterr().err
+        with pytest.raises(StopRequested) as raised:
+            signals.stop(7)
+    assert raised.value.code == EXIT_CODE == 143
+    assert "stopped on request after step 7" in (said := capfd.readouterr().err)
+    assert f"{tmp_path}. The same command goes on" in said
+    assert signal.getsignal(number) == before
+
+
+def test_the_file_asks_too_and_an_old_one_is_forgotten(tmp_path: Path, accelerator: Accelerator) -> None:
+    (tmp_path / STOP_FILE).touch()
+    with Signals(accelerator, tmp_path) as signals:
+        assert not signals.requested, "somebody asked an earlier run"
+        (tmp_path / STOP_FILE).touch()
+        assert signals.requested
+        with pytest.raises(StopRequested):
+            signals.stop(1)
+    assert not (tmp_path / STOP_FILE).exists()
+
+
+def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from accelerate import Accelerator\n"
+        "from retain.train.signals import Signals\n"
+        "with Signals(Accelerator(cpu=True), Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); print('still here', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); print('too late', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGTERM and done.stdout == "still here\n"
+
+
+def test_outside_the_main_thread_only_the_file_is_heard(tmp_path: Path, accelerator: Accelerator) -> None:
+    found = []
+
+    def run() -> None:
+        with Signals(accelerator, tmp_path) as signals:
+            (tmp_path / STOP_FILE).touch()
+            found.append((signals.requested, signals._before))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [(True, {})]

@@ -1,0 +1,374 @@
+"""The end-to-end objective: terms by hand, gradients that add up, seeds, ramps, refusals; and it learns."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from retain.gates import GateSet, build_gates
+from retain.hf.model import describe
+from retain.hf.soft import soft_gated
+from retain.train.documents import Document
+from retain.train.soft import (
+    COST,
+    FIDELITY,
+    EndToEnd,
+    SoftSettings,
+    check_loophole,
+    check_soft,
+    keep_ratio_at,
+)
+from retain.train.soft_losses import capacity_term, open_entries
+from retain.train.targets import TargetSettings
+from retain.train.teacher import Frozen, load_frozen
+from tests.close import MODEL, assert_close
+from tests.tiny import PAD, VOCAB, tiny_model
+
+SOFT = SoftSettings(protected=6, sinks=2, keep_from=0.3, keep_to=0.3, ramp_steps=0, chunk=7)
+ALL = dict.fromkeys((*FIDELITY, *COST), 1.0)
+
+
+def frozen_of(family: str = "qwen3", **settings) -> Frozen:
+    return Frozen(tiny_model(family, **settings), None, PAD)
+
+
+def gates_of(frozen: Frozen, family: str = "linear", *, spread: float = 1.0, **settings) -> GateSet:
+    specs = describe(frozen.model)
+    gates = build_gates(
+        family,
+        {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads, **settings} for spec in specs},
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in gates.layers:
+            out = gates[layer].out
+            out.weight.copy_(
+                spread * torch.randn(out.weight.shape, generator=generator) / out.weight.shape[1] ** 0.5
+            )
+            out.bias.fill_(3.0 if gates.ages else 0.0)
+    return gates
+
+
+def document(length: int, appendix: int = 0, seed: int = 0) -> Document:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCAB, (length + appendix,), generator=generator).tolist()
+    return Document(tuple(ids[:length]), tuple(ids[length:]))
+
+
+DOCUMENTS = [document(30, 4, seed=1), document(22, 3, seed=2)]
+
+
+def by_hand(frozen: Frozen, gates: GateSet, one: Document, soft: SoftSettings) -> dict[str, torch.Tensor]:
+    """One document, whole logits of the model's own forward, no batch, no chunks."""
+    ids = torch.tensor([one.context_ids + one.appendix_ids])
+    n = ids.shape[1]
+    spared = (torch.arange(n) < soft.sinks)[None]
+    full = frozen.model(ids, use_cache=False, output_hidden_states=True)
+    with soft_gated(frozen.model, gates, protected=soft.protected, spared_BHT=spared) as made:
+        gated = frozen.model(ids, use_cache=False, output_hidden_states=True)
+    first = soft.protected + soft.sinks
+    if soft.positions == "appendix":
+        first = max(first, len(one.context_ids) - 1)
+    logits = [x.logits[0, first:].double() for x in (full, gated)]
+    log_p, log_q = ((x / soft.temperature).log_softmax(-1) for x in logits)
+    phis = [phi.double() for phi in made.log_gates.values()]
+    valid, rows = torch.ones(1, n, dtype=torch.bool), torch.arange(n)
+    opened = torch.cat(
+        [open_entries(x, valid, rows, protected=soft.protected, ages=gates.ages) for x in phis], 1
+    )
+    seen = torch.arange(1, n + 1)[None].double()
+    limit = soft.keep_to * seen if soft.budget is None else torch.full_like(seen, soft.budget)
+    share = torch.cat(phis, 1).exp().mean()
+    off = (soft.protected / (n - torch.arange(n))).clamp_max(1.0)
+    return {
+        "kl_forward": soft.temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(),
+        "kl_reverse": soft.temperature**2 * (log_q.exp() * (log_q - log_p)).sum(-1).mean(),
+        "next_token": torch.nn.functional.cross_entropy(logits[1][:-1], ids[0, first + 1 :]),
+        "hidden": (full.hidden_states[-1] - gated.hidden_states[-1])[0, first:].square().mean(),
+        "capacity_head": capacity_term(opened, seen, limit, variant=soft.variant)[0],
+        "capacity_global": capacity_term(opened.mean(1, keepdim=True), seen, limit, variant=soft.variant)[0],
+        "closed": (share - soft.keep_to).relu(),
+        "eviction_rate": (share - soft.keep_to).abs(),
+        "admitted": torch.cat([off + (1 - off) * (1 - (1 - x.exp()) ** 2) for x in phis], 1).mean(),
+        "open": opened[..., -1].mean() / n,
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 2.0, "variant": "code"},
+        {"positions": "appendix", "budget": 5},
+        {"protected": 0, "sinks": 3},
+    ],
+    ids=str,
+)
+def test_a_padded_batch_gives_each_document_its_own_terms(settings: dict) -> None:
+    frozen = frozen_of()
+    gates = gates_of(frozen)
+    soft = replace(SOFT, terms=ALL, **settings)
+    objective = EndToEnd(gates, frozen, soft)
+    rows = objective.look(DOCUMENTS)
+    assert objective.fields == ("loss", *ALL, "open", "keep")
+    for row, one in zip(rows, DOCUMENTS, strict=True):
+        wanted = {name: value.detach() for name, value in by_hand(frozen, gates, one, soft).items()}
+        for name, value in wanted.items():
+            assert math.isclose(row[name], float(value), rel_tol=2e-4, abs_tol=1e-6), name
+        assert math.isclose(row["loss"], sum(float(wanted[name]) for name in ALL), rel_tol=1e-4)
+        assert row["keep"] == pytest.approx(0.3)
+    assert rows[0]["kl_forward"] > 1e-3, "the gates must bite"
+
+
+@pytest.mark.parametrize("protected", [0, 6])
+def test_decays_by_hand(protected: int) -> None:
+    frozen = frozen_of()
+    gates = gates_of(frozen, "decay", F=8)
+    terms = {"kl_forward": 1.0, "capacity_head": 1.0, "capacity_global": 0.5}
+    soft = replace(SOFT, terms=terms, protected=protected, sinks=0, budget=4)
+    for row, one in zip(EndToEnd(gates, frozen, soft).look(DOCUMENTS), DOCUMENTS, strict=True):
+        wanted = {name: value.detach() for name, value in by_hand(frozen, gates, one, soft).items()}
+        for name in (*terms, "open"):
+            value = float(wanted[name].detach())
+            assert math.isclose(row[name], value, rel_tol=2e-4, abs_tol=1e-6), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_next"])
+def test_the_gradient_is_that_of_the_loss_by_hand(family: str) -> None:
+    frozen = frozen_of(family)
+    gates = gates_of(frozen)
+    soft = replace(SOFT, terms={"kl_forward": 1.0, "hidden": 0.3, "capacity_global": 0.5})
+    objective = EndToEnd(gates, frozen, soft)
+    rows = objective.accumulate_(DOCUMENTS, 0, 0.5)
+    found = [parameter.grad.clone() for parameter in objective.parameters()]
+    gates.zero_grad()
+    losses = []
+    for one in DOCUMENTS:
+        wanted = by_hand(frozen, gates, one, soft)
+        losses.append(sum(weight * wanted[name] for name, weight in soft.terms.items()))
+    (0.5 * sum(losses)).backward()
+    for gradient, parameter in zip(found, objective.parameters(), strict=True):
+        assert gradient.any()
+        assert_close(gradient, parameter.grad.double(), ops=4 * MODEL)
+    assert [row["loss"] for row in rows] == pytest.approx([float(loss.detach()) for loss in losses], rel=1e-4)
+
+
+@pytest.mark.parametrize("hard", ["none", "gumbel"])
+def test_neither_batches_nor_checkpointing_change_the_gradient(hard: str) -> None:
+    frozen = frozen_of()
+    gates = gates_of(frozen)
+    found = {}
+    for name, packs, checkpointing in (
+        ("together", [DOCUMENTS], False),
+        ("apart", [DOCUMENTS[:1], DOCUMENTS[1:]], False),
+        ("again", [DOCUMENTS], True),
+    ):
+        objective = EndToEnd(gates, frozen, replace(SOFT, hard=hard, checkpointing=checkpointing), seed=4)
+        gates.zero_grad()
+        rows = [row for pack in packs for row in objective.accumulate_(pack, 3, 0.5)]
+        found[name] = rows, [parameter.grad.clone() for parameter in gates.parameters()]
+    for name in ("apart", "again"):
+        for row, wanted in zip(found[name][0], found["together"][0], strict=True):
+            assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+        for gradient, wanted in zip(found[name][1], found["together"][1], strict=True):
+            assert wanted.any()
+            assert_close(gradient, wanted.double(), ops=8 * MODEL)
+    layer = frozen.model.model.layers[0]
+    assert not layer.training and not layer.gradient_checkpointing, "the model is as it was"
+
+
+def test_checkpointing_lets_nothing_drop_out() -> None:
+    frozen = frozen_of("phi3", resid_pdrop=0.5)
+    gates = gates_of(frozen)
+    rows = [
+        EndToEnd(gates, frozen, replace(SOFT, checkpointing=on)).accumulate_(DOCUMENTS, 0, 1.0)
+        for on in (False, True)
+    ]
+    assert rows[0][0] == pytest.approx(rows[1][0], rel=1e-4, abs=1e-6)
+
+
+def test_hard_decisions_are_drawn_by_seed_step_and_document() -> None:
+    frozen = frozen_of()
+    gates = gates_of(frozen)
+
+    def loss(step: int, seed: int = 0) -> float:
+        objective = EndToEnd(gates, frozen, replace(SOFT, hard="gumbel"), seed=seed)
+        return objective.accumulate_(DOCUMENTS[:1], step, 1.0)[0]["kl_forward"]
+
+    torch.manual_seed(1)
+    first = loss(1)
+    torch.manual_seed(2)
+    assert loss(1) == first != loss(2) != loss(1, seed=1) != first
+    looks = [
+        EndToEnd(gates, frozen, replace(SOFT, hard=how)).look(DOCUMENTS)
+        for how in ("gumbel", "straight_through")
+    ]
+    assert looks[0] == looks[1], "without noise both decide alike"
+
+
+def test_autocast_comes_near() -> None:
+    frozen = frozen_of()
+    gates = gates_of(frozen)
+    plain, fast = (
+        EndToEnd(gates, frozen, replace(SOFT, autocast=on)).accumulate_(DOCUMENTS, 0, 1.0)[0]
+        for on in (False, True)
+    )
+    assert plain != fast
+    assert fast["kl_forward"] == pytest.approx(plain["kl_forward"], rel=0.2)
+
+
+def test_gates_that_are_open_lose_nothing() -> None:
+    """Teacher and student are the same weights: an open gate is the model itself, half precision or not."""
+    frozen = frozen_of()
+    gates = gates_of(frozen, spread=0.0)
+    for layer in gates.layers:
+        torch.nn.init.constant_(gates[layer].out.bias, 60.0)
+    row = EndToEnd(gates, frozen, replace(SOFT, terms=ALL)).look(DOCUMENTS)[0]
+    assert abs(row["kl_forward"]) < 1e-6 and abs(row["kl_reverse"]) < 1e-6 and row["hidden"] < 1e-9
+    assert row["open"] == 1.0 and row["closed"] == pytest.approx(0.7)
+
+
+def test_a_head_that_caps_its_logits_is_used_as_it_is() -> None:
+    torch.manual_seed(0)
+    settings = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "final_logit_softcapping": 0.3,
+    }
+    model = Gemma2ForCausalLM(
+        Gemma2Config(**settings, **heads, pad_token_id=PAD, attn_implementation="eager")
+    )
+    frozen = Frozen(model.eval().requires_grad_(False), None, PAD)
+    gates = gates_of(frozen)
+    row = EndToEnd(gates, frozen, SOFT).look(DOCUMENTS)[0]
+    wanted = by_hand(frozen, gates, DOCUMENTS[0], SOFT)["kl_forward"]
+    assert math.isclose(row["kl_forward"], float(wanted.detach()), rel_tol=1e-2, abs_tol=1e-7)
+
+
+def test_preparing_opens_the_gates_alike_on_every_process() -> None:
+    frozen = frozen_of()
+    made = []
+    for noise in (1, 2):
+        gates = gates_of(frozen, "decay", F=8, opens_at=4.0)
+        torch.manual_seed(noise)
+        before = torch.random.get_rng_state()
+        objective = EndToEnd(gates, frozen, replace(SOFT, sinks=0, protected=0), seed=5)
+        objective.prepare_(DOCUMENTS)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        made.append(copy.deepcopy(gates.state_dict()))
+        row = objective.look(DOCUMENTS)[0]
+        assert row["open"] > 0.7 and all(gates[layer].out.bias.eq(4.0).all() for layer in gates.layers)
+    for name, value in made[0].items():
+        assert torch.equal(value, made[1][name]), name
+    assert any(float(value.abs().max()) > 0 for name, value in made[0].items() if "input_mean" in name)
+
+
+def test_held_out_overlap_is_that_of_the_order_at_the_end() -> None:
+    frozen = frozen_of()
+    target = TargetSettings(horizon=6)
+    for family, settings in (("linear", {}), ("decay", {"F": 8})):
+        objective = EndToEnd(gates_of(frozen, family, **settings), frozen, SOFT, target)
+        row = objective.look(DOCUMENTS, baselines=True)[0]
+        assert 0 <= row["overlap"] <= 1 and {"overlap_random", "overlap_recency"} <= row.keys()
+        assert sorted(row["overlap_of"]) == [str(layer) for layer in objective.gates.layers]
+    # A decay that is the same for all entries orders them by age.
+    gates = gates_of(frozen, "decay", F=8, spread=0.0)
+    row = EndToEnd(gates, frozen, SOFT, target).look(DOCUMENTS, baselines=True)[0]
+    assert row["overlap"] == pytest.approx(row["overlap_recency"])
+
+
+def copying(seed: int) -> Document:
+    """Random tokens of the reference model's, a stretch of which comes again at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(300, 3000, (110,), generator=generator).tolist()
+    return Document(tuple(ids), tuple(ids[30:60]))
+
+
+@pytest.mark.parametrize("family", ["mlp", "decay"])
+def test_a_few_steps_on_the_reference_model_close_gates_and_keep_what_it_says(family: str) -> None:
+    frozen = load_frozen("reference:0", dtype="float32")
+    documents = [copying(seed) for seed in range(2)]
+    settings = {"F": 16, "opens_at": 5.0} if family == "decay" else {"F": 16}
+    gates = gates_of(frozen, family, **settings)
+    soft = SoftSettings(
+        protected=0 if family == "decay" else 16, keep_from=0.5, keep_to=0.5, ramp_steps=0, sinks=4
+    )
+    objective = EndToEnd(gates, frozen, soft, steps=8)
+    objective.prepare_(documents)
+    optimiser = torch.optim.Adam(objective.parameters(), lr=3e-2)
+    losses = []
+    for step in range(8):
+        optimiser.zero_grad()
+        rows = objective.accumulate_(documents, step, 1 / len(documents))
+        optimiser.step()
+        losses.append({name: sum(row[name] for row in rows) / len(rows) for name in rows[0]})
+    assert losses[-1]["loss"] < 0.75 * losses[0]["loss"]
+    assert losses[-1]["capacity_global"] < 0.75 * losses[0]["capacity_global"]
+    assert losses[-1]["kl_forward"] < 0.1
+
+
+def test_the_ramp() -> None:
+    soft = SoftSettings(keep_from=1.0, keep_to=0.25, ramp_steps=100)
+    assert [keep_ratio_at(step, soft, 500) for step in (0, 50, 100, 400)] == [1.0, 0.625, 0.25, 0.25]
+    compression = replace(soft, ramp="compression", keep_to=1 / 16, ramp_steps=510)
+    assert 1 / keep_ratio_at(0, compression, 544) == pytest.approx(1.0)
+    assert 1 / keep_ratio_at(255, compression, 544) == pytest.approx(8.5)
+    assert 1 / keep_ratio_at(510, compression, 544) == pytest.approx(16.0)
+    assert keep_ratio_at(3, replace(soft, ramp_steps=None), 12) == 0.625, "half of the run"
+    assert keep_ratio_at(0, replace(soft, ramp_steps=0), 12) == 0.25
+
+
+def test_settings_that_mean_nothing_are_refused_together() -> None:
+    check_soft(SoftSettings())
+    with pytest.raises(
+        ValueError, match="did you mean 'kl_forward'.*keep_to=1.5.*sinks=-1.*must be positive"
+    ):
+        check_soft(SoftSettings(terms={"kl_foward": 1.0}, keep_to=1.5, sinks=-1, chunk=0))
+    with pytest.raises(ValueError, match="admitted=-1.0 must not be negative.*budget=0.*ramp_steps=-2"):
+        check_soft(SoftSettings(terms={"admitted": -1.0}, budget=0, ramp_steps=-2))
+
+
+def test_settings_with_the_no_op_loophole_are_refused() -> None:
+    frozen = frozen_of()
+    gates, decays = gates_of(frozen), gates_of(frozen, "decay", F=8)
+    bare = replace(SOFT, protected=0, sinks=0)
+    with pytest.raises(ValueError, match="softmax does not see gates that all close alike.*soft.anchor=256"):
+        EndToEnd(gates, frozen, bare)
+    check_loophole(replace(bare, anchor=256), gates)
+    check_loophole(bare, decays)
+    with pytest.raises(ValueError, match="never asks a gate to close.*add one of capacity_head"):
+        check_loophole(replace(SOFT, terms={"kl_forward": 1.0, "capacity_head": 0.0}), gates)
+    with pytest.raises(ValueError, match="never asks for what the model says.*add one of kl_forward"):
+        check_loophole(replace(SOFT, terms={"closed": 1.0}), gates)
+    with pytest.raises(ValueError, match="admitted, closed.*say a decay.*use capacity_head or"):
+        check_loophole(replace(SOFT, terms={"hidden": 1.0, "closed": 1.0, "admitted": 1.0}), decays)
+    with pytest.raises(ValueError, match="set hard=none and anchor=0"):
+        check_loophole(replace(SOFT, hard="gumbel"), decays)
+
+
+def test_documents_in_which_nothing_is_gated_are_refused() -> None:
+    frozen = frozen_of()
+    gates = gates_of(frozen)
+    with pytest.raises(ValueError, match="has 8 tokens.*protected=6 and soft.sinks=2 cover all"):
+        EndToEnd(gates, frozen, SOFT).look([document(8)])
+    with pytest.raises(ValueError, match="has no appendix: set soft.positions=all"):
+        EndToEnd(gates, frozen, replace(SOFT, positions="appendix")).look([document(30)])
+
+
+def test_relative_gates_train() -> None:
+    frozen = frozen_of()
+    gates = gates_of(frozen)
+    objective = EndToEnd(gates, frozen, replace(SOFT, protected=0, sinks=0, anchor=8))
+    (row,) = objective.accumulate_(DOCUMENTS[:1], 0, 1.0)
+    shifted = copy.deepcopy(gates)
+    for layer in shifted.layers:
+        with torch.no_grad():
+            shifted[layer].out.bias.sub_(5.0)
+    again = EndToEnd(shifted, frozen, objective.soft).look(DOCUMENTS[:1])[0]
+    assert again["open"] == pytest.approx(row["open"], rel=1e-4), "to close alike changes nothing"
+    assert all(gates[layer].out.weight.grad.any() for layer in gates.layers)

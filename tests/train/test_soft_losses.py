@@ -1,0 +1,333 @@
+"""End-to-end terms agree with naive float64 versions, in value and gradient, and hold nothing quadratic."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
+
+import retain.train.soft_losses as soft_losses
+from retain.train.soft_losses import (
+    NO_TOKEN,
+    Head,
+    admitted_term,
+    capacity_term,
+    closed_term,
+    even_rows,
+    eviction_rate_term,
+    head_of,
+    hidden_term,
+    open_entries,
+    open_share,
+    vocabulary_terms,
+)
+from tests.tiny import FAMILIES, tiny_batch, tiny_model
+
+B, H, T, N, E, V = 2, 3, 24, 7, 5, 11
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def head(**settings) -> Head:
+    torch.manual_seed(1)
+    return Head(nn.Linear(E, V, bias=False).double().requires_grad_(False), **settings)
+
+
+def states() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    gated, full = (torch.randn(N, E, dtype=torch.float64) * 4 for _ in range(2))
+    return gated, full, torch.tensor([3, 0, NO_TOKEN, 7, 10, NO_TOKEN, 2])
+
+
+def shares(logits: list[float], temperature: float) -> list[float]:
+    weights = [math.exp(x / temperature) for x in logits]
+    return [x / sum(weights) for x in weights]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("settings", [{}, {"soft_cap": 1.5}, {"factor": 0.3, "soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_divergences_are_named_after_what_they_average_over(temperature, settings, chunk) -> None:
+    own, (gated, full, following) = head(**settings), states()
+    weight = own.projection.weight
+
+    def logits(hidden: torch.Tensor) -> list[float]:
+        row = [settings.get("factor", 1.0) * float(hidden @ weight[v]) for v in range(V)]
+        cap = settings.get("soft_cap")
+        return row if cap is None else [cap * math.tanh(x / cap) for x in row]
+
+    expected: dict[str, list[float]] = {"kl_forward": [], "kl_reverse": [], "next_token": []}
+    for n in range(N):
+        p, q = (shares(logits(hidden[n]), temperature) for hidden in (full, gated))
+        square = temperature**2
+        expected["kl_forward"].append(square * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+        expected["kl_reverse"].append(square * sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)))
+        token = int(following[n])
+        plain = shares(logits(gated[n]), 1.0)
+        expected["next_token"].append(0.0 if token == NO_TOKEN else -math.log(plain[token]))
+    found = vocabulary_terms(
+        own, gated, full, following, list(expected), temperature=temperature, chunk=chunk
+    )
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], torch.tensor(value, dtype=torch.float64))
+    # Not symmetric here: a swap of the two would not pass.
+    gap = (found["kl_forward"] - found["kl_reverse"]).abs()
+    assert (gap > 1e-3 * found["kl_forward"]).all()
+
+
+@pytest.mark.parametrize("name", ["kl_forward", "kl_reverse", "next_token"])
+def test_the_gradient_is_made_from_logits_that_are_made_again(name: str) -> None:
+    own, (gated, full, following) = head(soft_cap=3.0), states()
+    gated.requires_grad_()
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return vocabulary_terms(own, x, full, following, [name], chunk=3)[name]
+
+    assert torch.autograd.gradcheck(of, (gated,))
+    assert vocabulary_terms(own, gated, full, following, [], chunk=3) == {}
+
+
+def test_logits_exist_for_one_chunk_at_a_time() -> None:
+    sizes = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(x))
+            return super().forward(x)
+
+    own = Head(Counted(E, V, bias=False).double().requires_grad_(False))
+    gated, full, following = states()
+    gated.requires_grad_()
+    vocabulary_terms(own, gated, full, following, ["kl_forward"], chunk=3)["kl_forward"].sum().backward()
+    assert sizes == [3, 3, 3, 3, 1, 1, 1, 1, 3, 3, 3, 3]  # gated and full, then again from the last chunk on
+
+
+def test_hidden_is_a_mean_square() -> None:
+    gated, full, _ = states()
+    expected = [sum(float(gated[n, e] - full[n, e]) ** 2 for e in range(E)) / E for n in range(N)]
+    torch.testing.assert_close(hidden_term(gated, full), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_is_the_models_own(family: str) -> None:
+    model = tiny_model(family)
+    hidden = model.base_model(input_ids=tiny_batch((0,), 6)[0], use_cache=False).last_hidden_state[0]
+    wanted = model(input_ids=tiny_batch((0,), 6)[0], use_cache=False).logits[0]
+    torch.testing.assert_close(head_of(model)(hidden), wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "model_class", "settings"),
+    [
+        (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": 0.5}),
+        (CohereConfig, CohereForCausalLM, {"logit_scale": 0.25}),
+        (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 8.0}),
+    ],
+    ids=["gemma2", "cohere", "granite"],
+)
+def test_heads_that_cap_or_scale(config, model_class, settings) -> None:
+    torch.manual_seed(0)
+    model = model_class(config(**{**TINY, **settings})).eval().requires_grad_(False)
+    ids = torch.tensor([[5, 9, 13]])
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    found, wanted = head_of(model)(hidden), model(input_ids=ids, use_cache=False).logits[0]
+    torch.testing.assert_close(found, wanted)
+    plain = model.get_output_embeddings()(hidden)
+    assert not torch.allclose(plain, wanted, rtol=1e-3), "a head without cap and scale would be found out"
+
+
+def test_a_head_that_is_not_understood_is_refused() -> None:
+    model = tiny_model("qwen3")
+    projection = model.lm_head
+
+    class Odd(type(model)):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits + 1.0
+            return output
+
+    model.__class__ = Odd
+    with pytest.raises(ValueError, match="logits of Odd are not what its output embeddings give"):
+        head_of(model)
+    assert model.lm_head is projection
+
+
+# How much is open.
+
+
+def gates_of(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    valid = torch.arange(T) >= torch.tensor([[0], [5]])
+    return functional.logsigmoid(torch.randn(B, H, T, dtype=torch.float64)), valid
+
+
+def naive_open(phi: torch.Tensor, valid: torch.Tensor, t: int, protected: int, ages: bool) -> torch.Tensor:
+    total = torch.zeros(B, H, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for i in range(t + 1):
+                if valid[b, i]:
+                    power = (t - i) if ages else 1
+                    near = t - i < protected
+                    total[b, h] += 1.0 if near else math.exp(power * float(phi.detach()[b, h, i]))
+    return total
+
+
+@pytest.mark.parametrize("ages", [False, True])
+@pytest.mark.parametrize("protected", [0, 1, 6, 100])
+@pytest.mark.parametrize("block", [1, 400, 2**22])
+def test_open_entries_are_counted_without_a_matrix(ages, protected, block, monkeypatch) -> None:
+    monkeypatch.setattr(soft_losses, "BLOCK", block)
+    phi, valid = gates_of()
+    rows = torch.tensor([0, 4, 5, 17, T - 1])
+    found = open_entries(phi, valid, rows, protected=protected, ages=ages)
+    expected = [naive_open(phi, valid, int(t), protected, ages) for t in rows]
+    torch.testing.assert_close(found, torch.stack(expected, -1))
+    phi.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: open_entries(x, valid, rows, protected=protected, ages=ages), (phi,)
+    )
+
+
+def test_a_block_of_pairs_is_all_that_exists(monkeypatch) -> None:
+    """Numbers saved for the gradient, and the largest number of pairs at once."""
+    monkeypatch.setattr(soft_losses, "BLOCK", 4 * B * H * T)
+    seen = []
+    blocks = soft_losses._blocks
+
+    def counted(*args):
+        for block in blocks(*args):
+            seen.append(block[2].numel())
+            yield block
+
+    monkeypatch.setattr(soft_losses, "_blocks", counted)
+    phi, valid = gates_of()
+    phi.requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        total = open_entries(phi, valid, torch.arange(T), protected=0, ages=True).sum()
+    total.backward()
+    assert max(seen) == 4 * T and len(seen) == 2 * T / 4
+    assert sum(saved) <= phi.numel() + valid.numel() + T
+
+
+def test_rows_are_spread_evenly_up_to_the_last() -> None:
+    assert even_rows(12, 0).tolist() == even_rows(12, 40).tolist() == list(range(12))
+    assert even_rows(12, 4).tolist() == [2, 5, 8, 11]
+    assert even_rows(100, 1).tolist() == [99]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("variant", ["paper", "code"])
+def test_capacity(variant: str, shared: bool) -> None:
+    phi, valid = gates_of()
+    rows = torch.arange(T)
+    open_BHR = open_entries(phi, valid, rows, protected=2, ages=True)
+    if shared:
+        open_BHR = open_BHR.mean(1, keepdim=True)
+    seen = (valid.cumsum(-1) * valid).double()
+    limit = 0.2 * seen if shared else torch.full_like(seen, 3.0)
+    expected = []
+    for b in range(B):
+        heads = []
+        for h in range(open_BHR.shape[1]):
+            terms = []
+            for t in range(T):
+                if valid[b, t]:
+                    m = float(limit[b, t])
+                    excess, count = max(0.0, float(open_BHR[b, h, t]) - m), float(seen[b, t])
+                    terms.append(
+                        excess / count if variant == "paper" else min(1.0, excess / max(count - m, 1))
+                    )
+            if variant == "code":
+                terms = [x for x in terms if x > 0]
+            heads.append(sum(terms) / max(1, len(terms)))
+        expected.append(sum(heads) / len(heads))
+    found = capacity_term(open_BHR, seen, limit, variant=variant)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("variant", ["paper", "code"])
+def test_a_capacity_that_is_kept_costs_nothing(variant: str) -> None:
+    phi, valid = gates_of()
+    phi.requires_grad_()
+    open_BHR = open_entries(phi, valid, torch.arange(T), protected=0, ages=False)
+    seen = (valid.cumsum(-1) * valid).double()
+    loss = capacity_term(open_BHR, seen, seen, variant=variant)
+    loss.sum().backward()
+    assert (loss == 0).all() and phi.grad is not None and not phi.grad.any()
+
+
+def shares_open(phi: torch.Tensor, valid: torch.Tensor) -> list[float]:
+    means = []
+    for b in range(B):
+        own = [math.exp(float(phi[b, h, i])) for h in range(H) for i in range(T) if valid[b, i]]
+        means.append(sum(own) / len(own))
+    return means
+
+
+def test_costs_of_openness() -> None:
+    phi, valid = gates_of()
+    other = gates_of(4)[0]
+    layers = [phi, other]
+    both = [(a + b) / 2 for a, b in zip(shares_open(phi, valid), shares_open(other, valid), strict=True)]
+    torch.testing.assert_close(open_share(layers, valid), torch.tensor(both, dtype=torch.float64))
+    for keep in (0.2, 0.9):
+        closed = [max(0.0, (1 - keep) - (1 - x)) for x in both]
+        torch.testing.assert_close(
+            closed_term(layers, valid, keep), torch.tensor(closed, dtype=torch.float64)
+        )
+        rate = [abs(x - keep) for x in both]
+        torch.testing.assert_close(
+            eviction_rate_term(layers, valid, keep), torch.tensor(rate, dtype=torch.float64)
+        )
+    assert (closed_term(layers, valid, 0.9) == 0).all() and (eviction_rate_term(layers, valid, 0.9) > 0).all()
+
+
+@pytest.mark.parametrize("protected", [0, 4])
+def test_admitted_share(protected: int) -> None:
+    phi, valid = gates_of()
+    expected = []
+    for b in range(B):
+        terms, n = [], int(valid[b].sum())
+        for h in range(H):
+            for i in range(T):
+                if valid[b, i]:
+                    s = i - (T - n)
+                    off, g = min(1.0, protected / (n - s)), math.exp(float(phi[b, h, i]))
+                    terms.append(off + (1 - off) * (1 - (1 - g) ** 2))
+        expected.append(sum(terms) / len(terms))
+    found = admitted_term([phi], valid, protected)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["closed", "eviction_rate", "admitted"])
+def test_costs_pass_gradients(name: str) -> None:
+    phi, valid = gates_of()
+    phi.requires_grad_()
+    costs = {
+        "closed": lambda x: closed_term([x], valid, 0.2),
+        "eviction_rate": lambda x: eviction_rate_term([x], valid, 0.2),
+        "admitted": lambda x: admitted_term([x], valid, 3),
+    }
+    assert torch.autograd.gradcheck(costs[name], (phi,))

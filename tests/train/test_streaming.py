@@ -1,0 +1,285 @@
+"""A stream of documents: every one once a pass, resumed to the very documents of the uninterrupted run."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain.train.data import Corpus, DataSettings, Document, StreamingCorpus, held_out_fraction, load_corpus
+from retain.train.rows import Reader
+from retain.train.sources import LocalCursor, Row
+
+NUM_ROWS = 90
+FOLDER_KINDS = ("jsonl", "parquet", "text", "hub")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": f"document {i}" * (1 + i % 3)} for i in range(NUM_ROWS)]
+    made = {kind: tmp_path_factory.mktemp(kind) for kind in FOLDER_KINDS}
+    for start in range(0, NUM_ROWS, 40):
+        part = rows[start : start + 40]
+        lines = "".join(json.dumps(row) + "\n" for row in part)
+        (made["jsonl"] / f"{start:02d}.jsonl").write_text(lines)
+        (made["hub"] / f"{start:02d}.jsonl").write_text(lines)
+        (made["text"] / f"{start:02d}.txt").write_text("\n\n".join(row["text"] for row in part))
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(part), made["parquet"] / f"{start:02d}.parquet", row_group_size=7
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield made
+
+
+def encode(text: str, special: bool) -> list[int]:
+    return [1] * special + [ord(letter) for letter in text]
+
+
+def settings_of(folders: dict[str, Path], kind: Any = "jsonl", **changes: Any) -> DataSettings:
+    values: dict[str, Any] = {
+        "documents": 0,
+        "held_out": 3,
+        "held_out_share": 0.1,
+        "min_tokens": 1,
+        "shuffle_rows": 16,
+        "separator": "" if kind == "text" else None,
+    }
+    return DataSettings(source=kind, path=str(folders[kind]), streaming=True, **{**values, **changes})
+
+
+def stream(made: DataSettings, batch: int = 4, seed: int = 0, **others: Any) -> StreamingCorpus:
+    corpus = load_corpus(made, shortest=0, seed=seed, batch_documents=batch, encode=encode, **others)
+    assert isinstance(corpus, StreamingCorpus)
+    return corpus
+
+
+def read(corpus: StreamingCorpus, first: int, last: int) -> list[Document]:
+    return [document for step in range(first, last) for document in corpus.documents_of(step)]
+
+
+def trained_on(folders: dict[str, Path], share: float) -> set[Document]:
+    """By a loader that holds everything in memory."""
+    made = replace(settings_of(folders), streaming=False, held_out=0)
+    corpus = load_corpus(made, shortest=0, seed=0, encode=encode)
+    assert isinstance(corpus, Corpus)
+    return {d for d in corpus.train if held_out_fraction(d.context_ids) >= share}
+
+
+def test_every_document_is_read_once_a_pass(folders: dict[str, Path]) -> None:
+    wanted = trained_on(folders, 0.1)
+    corpus = stream(settings_of(folders), batch=1)
+    passes = [read(corpus, i * len(wanted), (i + 1) * len(wanted)) for i in range(3)]
+    assert all(set(documents) == wanted for documents in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert len(corpus.held_out) == 3 and not set(corpus.held_out) & wanted
+    assert corpus.num_documents is None
+    # Rows move within their block of 16 and no further.
+    places = [int(d.origin.rpartition(" ")[2]) + 40 * (int(Path(d.origin).name[:2]) // 40) for d in passes[0]]
+    assert places != sorted(places)
+    assert [(p - 1) // 16 for p in places] == sorted((p - 1) // 16 for p in places)
+
+
+def test_order_depends_on_the_seed_and_sides_do_not(folders: dict[str, Path]) -> None:
+    one, two, again = (stream(settings_of(folders), seed=seed) for seed in (0, 1, 0))
+    assert one.held_out == two.held_out
+    first = read(one, 0, 20)
+    assert first == read(again, 0, 20), "every process reads the same"
+    assert first != read(two, 0, 20)
+    in_order = read(stream(settings_of(folders, shuffle_rows=1)), 0, 10)
+    origins = [d.origin for d in in_order]
+    assert origins == sorted(origins, key=lambda o: (o.rpartition(" line ")[0], int(o.rpartition(" ")[2])))
+
+
+@pytest.mark.parametrize("kind", FOLDER_KINDS)
+@settings(max_examples=10, deadline=None)
+@given(
+    stops=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    shuffle_rows=st.sampled_from([1, 7, 16, 200]),
+    batch=st.integers(1, 9),
+)
+def test_a_stream_resumes_at_any_position(
+    folders: dict[str, Path], kind: str, stops: list[int], shuffle_rows: int, batch: int
+) -> None:
+    made = settings_of(folders, kind, shuffle_rows=shuffle_rows)
+    last = sum(stops) + 8
+    whole = read(stream(made, batch), 0, last)
+    resumed: list[Document] = []
+    state, step = None, 0
+    for stop in (*stops, 8):
+        corpus = stream(made, batch)
+        if state is not None:
+            corpus.restore_(json.loads(json.dumps(state)))
+        resumed += read(corpus, step, step + stop)
+        state, step = corpus.state(), step + stop
+        assert state["step"] == step
+    assert resumed == whole
+    assert [d.origin for d in resumed] == [d.origin for d in whole]
+
+
+def test_a_step_can_be_asked_for_again_and_not_be_left_out(folders: dict[str, Path]) -> None:
+    corpus = stream(settings_of(folders))
+    first = corpus.documents_of(0)
+    assert corpus.documents_of(0) == first
+    assert corpus.documents_of(1) != first
+    with pytest.raises(AssertionError, match="step 0 of a stream that is at step 2"):
+        corpus.documents_of(0)
+    with pytest.raises(ValueError, match=r"corpus that is 'in memory', and this run's is 'streaming'"):
+        corpus.restore_({"kind": "in memory"})
+
+
+class Endless:
+    """Rows without end, which counts how many were taken."""
+
+    taken = 0
+
+    def open(self, state: Mapping[str, Any] | None = None) -> LocalCursor:
+        start = state["rows"] if state else 0
+
+        def rows() -> Iterator[Row]:
+            for number in count(start):
+                self.taken += 1
+                yield Row(f"row {number}", {"text": f"document {number}"}, ("text",))
+
+        return LocalCursor(rows(), start)
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_stream_is_read_no_further_than_is_needed() -> None:
+    source = Endless()
+    corpus = StreamingCorpus(
+        source,
+        Reader(encode),
+        lambda document: True,
+        held_out=2,
+        held_out_share=0.2,
+        batch_documents=4,
+        shuffle_rows=32,
+        seed=0,
+        settings={},
+    )
+    ahead = source.taken
+    assert ahead < 100
+    read(corpus, 0, 30)
+    # 120 documents are four fifths of 150 rows; the last block is read to its end.
+    assert source.taken - ahead <= 150 + 2 * 32 + 20
+    source.taken = 0
+    other = StreamingCorpus(
+        source,
+        Reader(encode),
+        lambda document: True,
+        held_out=0,
+        held_out_share=0.2,
+        batch_documents=4,
+        shuffle_rows=32,
+        seed=0,
+        settings={},
+    )
+    other.restore_(corpus.state())
+    before = source.taken
+    assert other.documents_of(30) and source.taken - before <= 64, "going on costs a block, not the history"
+    assert other.held_out == ()
+    assert list(islice(source.open(corpus.state()["source"]), 1))[0].where.startswith("row 1")
+
+
+def test_a_stream_is_known_by_its_source_settings_and_first_documents(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = settings_of(folders)
+    known = stream(made).describe()
+    assert stream(made).describe() == known
+    changes = [
+        {"shuffle_rows": 17},
+        {"max_tokens": 700},
+        {"held_out_share": 0.2},
+        {"lengths": (300,)},
+        {"appendix": "{answer}"},
+        {"long": "skip"},
+    ]
+    others = [stream(replace(made, **change)).describe() for change in changes]  # type: ignore[arg-type]
+    others += [stream(made, seed=1).describe(), stream(made, batch=5).describe()]
+    for name in ("00.jsonl", "40.jsonl", "80.jsonl"):
+        (tmp_path / name).write_bytes((folders["jsonl"] / name).read_bytes())
+    moved = replace(made, path=str(tmp_path))
+    assert stream(moved).describe() == known, "the same files elsewhere"
+    first = (tmp_path / "00.jsonl").read_text()
+    (tmp_path / "00.jsonl").write_text(first.replace("document 3", "document x"))
+    others.append(stream(moved).describe())
+    (tmp_path / "00.jsonl").write_text(first)
+    (tmp_path / "80.jsonl").rename(tmp_path / "81.jsonl")
+    others.append(stream(moved).describe())
+    assert len({known, *others}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"held_out": 30},
+            r"gives \d+ held-out documents, of data.held_out=30 .*0.1 is held out.* some other",
+        ),
+        (
+            {"min_tokens": 700, "short": "skip"},
+            "gives 0 held-out documents, .* and no other usable documents",
+        ),
+        ({"min_tokens": 20}, r"00.jsonl line 1 is too short: its context has 11 tokens, and more than 19"),
+        ({"columns": {"text": "txet"}}, r"line 1 has no column 'txet' .*did you mean 'text'"),
+    ],
+    ids=["few", "none", "short", "column"],
+)
+def test_streams_that_cannot_be_read(folders: dict[str, Path], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stream(settings_of(folders, **changes))
+
+
+def test_damage_further_on_ends_the_step_that_meets_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    text = (folders["jsonl"] / "00.jsonl").read_text()
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "fine"}\n\0\0\0\n')
+    made = settings_of({"jsonl": tmp_path}, held_out=1)
+    corpus = stream(made, batch=1)
+    with pytest.raises(ValueError, match=r"b.jsonl line 2 is not text: byte 0 of the line is zero"):
+        read(corpus, 0, 40)
+    # Once it is mended, the state of the last good step goes on.
+    good = stream(made, batch=1)
+    read(good, 0, 20)
+    state = good.state()
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "mended"}\n')
+    resumed, whole = stream(made, batch=1), stream(made, batch=1)
+    resumed.restore_(state)
+    read(whole, 0, 20)
+    assert read(resumed, 20, 60) == read(whole, 20, 60)
+
+
+def test_every_document_of_a_stream_is_checked(folders: dict[str, Path]) -> None:
+    seen: list[Document] = []
+    corpus = stream(settings_of(folders, held_out=0), check=seen.append)
+    del seen[:]
+    documents = read(corpus, 0, 5)
+    assert seen == documents
+
+    def refuse(document: Document) -> None:
+        raise ValueError(f"{document.origin} is longer than the model takes")
+
+    with pytest.raises(ValueError, match="line 1 is longer than"):
+        stream(settings_of(folders), check=refuse)
+
+
+def test_data_that_vanishes_between_two_passes(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text((folders["jsonl"] / "00.jsonl").read_text())
+    corpus = stream(settings_of({"jsonl": tmp_path}, held_out=0, min_tokens=5, short="skip"), batch=40)
+    corpus.documents_of(0)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="the data was changed while it was read"):
+        corpus.documents_of(1)

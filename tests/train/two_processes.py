@@ -1,0 +1,262 @@
+"""What every process of a launched test does; the launching test reads the results and compares them.
+
+    torchrun --nproc_per_node 2 tests/train/two_processes.py FOLDER JOB [JOB ...]
+
+In: a folder with what the test prepared. Out: `JOB-<process>.pt` in it, from every process.
+"""
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from retain.gates import GateInputs, GateSet, build_gates
+from retain.hf.projection import dense_weight
+from retain.train import checkpoint
+from retain.train.checkpoint import DiskError, begin_, latest, load_checkpoint, save_checkpoint
+from retain.train.parallel import Synchroniser, decoder_layers, is_sharded, shard_frozen_, sharding_of
+from retain.train.signals import Signals
+from tests.tiny import tiny_model
+
+DOCUMENTS_PER_STEP = 4
+CLIP = 0.5
+FAMILIES = ("qwen3", "gpt_oss")
+
+
+def toy_gates() -> GateSet:
+    """Gates with an odd number of parameters, the same whenever they are asked for."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build_gates("mlp", {layer: {"E": 9, "H": 3, "F": 6 + layer} for layer in range(2)})
+
+
+def toy_synchroniser(accelerator: Accelerator, gates: nn.Module, **settings: Any) -> Synchroniser:
+    return Synchroniser(accelerator, gates, lr=1.0, betas=(0.9, 0.99), weight_decay=0.01, **settings)
+
+
+def accumulate_(gates: GateSet, document: int, scale: float) -> None:
+    """The gradient of one document, by a backward pass of its own for every layer."""
+    for layer in gates.layers:
+        draw = torch.Generator().manual_seed(100 * document + layer)
+        hidden_BTE = torch.randn(1, 5, 9, generator=draw)
+        (scale * gates[layer](GateInputs(hidden_BTE=hidden_BTE)).square().mean()).backward()
+
+
+def train_toy(
+    accelerator: Accelerator, gates: GateSet, synchroniser: Synchroniser, steps: range
+) -> tuple[list[float], list[list[int]]]:
+    """Steps that are functions of their number, each process with every n-th document."""
+    norms, read = [], []
+    for step in steps:
+        synchroniser.lr_(1e-2 / (step + 1))
+        synchroniser.zero_()
+        documents = range(step * DOCUMENTS_PER_STEP, (step + 1) * DOCUMENTS_PER_STEP)
+        mine = list(documents[accelerator.process_index :: accelerator.num_processes])
+        for document in mine:
+            accumulate_(gates, document, 1 / len(mine))
+        norms.append(synchroniser.step_(CLIP))
+        read.append(mine)
+    return norms, read
+
+
+def state_of(gates: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in gates.state_dict().items()}
+
+
+def plain(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    gates = toy_gates()
+    norms, read = train_toy(accelerator, gates, toy_synchroniser(accelerator, gates), range(6))
+    return {"state": state_of(gates), "norms": norms, "documents": read}
+
+
+def elastic(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """Goes on from what one process saved, and saves for one process again."""
+    gates = toy_gates()
+    synchroniser = toy_synchroniser(accelerator, gates)
+    found = latest(folder / "elastic")
+    assert found is not None
+    step, extra = load_checkpoint(accelerator, found[1], synchroniser)
+    _, read = train_toy(accelerator, gates, synchroniser, range(step, step + 2))
+    accelerator.wait_for_everyone()
+    save_checkpoint(accelerator, folder / "elastic", step + 2, synchroniser, {**extra, "by": 2})
+    return {"documents": read, "from": step}
+
+
+def spoilt(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """A gradient that is not finite on the last process only."""
+    gates = toy_gates()
+    synchroniser = toy_synchroniser(accelerator, gates)
+    before = state_of(gates)
+    accumulate_(gates, 0, float("nan") if accelerator.is_last_process else 1.0)
+    norm = synchroniser.step_(CLIP)
+    return {"norm": norm, "same": same(before, gates), "updates": synchroniser.num_updates}
+
+
+def same(before: dict[str, Tensor], gates: nn.Module) -> bool:
+    return all(torch.equal(tensor, gates.state_dict()[name]) for name, tensor in before.items())
+
+
+def full_disk(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """The first process alone meets the full disk; nobody waits for it."""
+    gates = toy_gates()
+    synchroniser = toy_synchroniser(accelerator, gates)
+    run = folder / "full_disk"
+    if accelerator.is_main_process:
+        begin_(run, {}, {})
+    accelerator.wait_for_everyone()
+    save_checkpoint(accelerator, run, 1, synchroniser, {})
+    write = checkpoint._write_synced
+
+    def full(path: Path, payload: bytes) -> None:
+        assert accelerator.is_main_process
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    checkpoint._write_synced = full
+    said = ""
+    try:
+        save_checkpoint(accelerator, run, 2, synchroniser, {})
+    except DiskError as error:
+        said = str(error)
+    checkpoint._write_synced = write
+    return {"said": said, "latest": latest(run)}
+
+
+def told(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """The last process alone is told to stop."""
+    with Signals(accelerator, folder) as signals:
+        before = signals.requested
+        if accelerator.is_last_process:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return {"before": before, "mine": signals.received, "after": signals.requested}
+
+
+def deepspeed_gates(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """The same steps in DeepSpeed's hands, resumed under each stage from what the stage before it saved."""
+    outcome: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        config = {
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            # What the user says about these is not for the gates.
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1e-6,
+        }
+        gates = toy_gates()
+        synchroniser = toy_synchroniser(accelerator, gates, deepspeed_config=config)
+        run, start = folder / "deepspeed", 0
+        if accelerator.is_main_process and stage == 1:
+            begin_(run, {}, {})
+        accelerator.wait_for_everyone()
+        if (found := latest(run)) is not None:
+            start, _ = load_checkpoint(accelerator, found[1], synchroniser)
+        norms, _ = train_toy(accelerator, gates, synchroniser, range(start, start + 2))
+        save_checkpoint(accelerator, run, start + 2, synchroniser, {})
+        outcome[f"stage {stage}"] = {"state": state_of(gates), "norms": norms, "start": start}
+        partitioned = synchroniser._surrogate
+        assert partitioned is not None
+        outcome[f"stage {stage}"]["held"] = partitioned.flat.numel()
+    return outcome
+
+
+def frozen(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, Any]:
+    """A sharded model beside a whole one."""
+    outcome: dict[str, Any] = {}
+    for family in FAMILIES:
+        ids = torch.arange(2, 40)[None] + accelerator.process_index
+        whole, parts = tiny_model(family), tiny_model(family)
+        config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+        shard_frozen_(parts, accelerator, sharding=sharding, deepspeed_config=config)
+        weights = [layer.self_attn.o_proj.weight for layer in decoder_layers(whole)]
+        inside = []
+
+        def look(attention: nn.Module, *_: Any, weights: list = weights, inside: list = inside) -> None:
+            found = dense_weight(attention.o_proj, torch.float32)
+            inside.append(torch.equal(found.T, weights[attention.layer_idx]))
+
+        for layer in decoder_layers(parts):
+            layer.self_attn.register_forward_pre_hook(look)
+        with torch.no_grad():
+            # The decoder alone, the whole model, the decoder again: the walk, a soft stage, the next walk.
+            states = [
+                (parts.model(ids).last_hidden_state, whole.model(ids).last_hidden_state),
+                (parts(ids).logits, whole(ids).logits),
+                (parts.model(ids).last_hidden_state, whole.model(ids).last_hidden_state),
+            ]
+        gradients = []
+        for model in (parts, whole):
+            embeds_BTE = whole.get_input_embeddings()(ids).detach().requires_grad_(True)
+            model.model(inputs_embeds=embeds_BTE).last_hidden_state.square().sum().backward()
+            gradients.append(embeds_BTE.grad)
+        output = decoder_layers(parts)[0].self_attn.o_proj
+        try:
+            outside = torch.equal(dense_weight(output, torch.float32).T, weights[0])
+            said = ""
+        except ValueError as error:
+            outside, said = False, str(error)
+        held = output.weight.to_local() if hasattr(output.weight, "to_local") else output.weight.ds_tensor
+        outcome[family] = {
+            "states": states,
+            "gradients": gradients,
+            "inside": inside,
+            "outside": outside,
+            "said": said,
+            "held": held.numel() / weights[0].numel(),
+            "is_sharded": (is_sharded(parts), is_sharded(whole)),
+            "trains": [p.requires_grad for p in parts.parameters()],
+        }
+    return outcome
+
+
+def as_launched(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """Gates and a frozen model under whatever accelerate was configured to be."""
+    gates, model, whole = toy_gates(), tiny_model("qwen3"), tiny_model("qwen3")
+    synchroniser = toy_synchroniser(accelerator, gates)
+    norms, _ = train_toy(accelerator, gates, synchroniser, range(6))
+    shard_frozen_(model, accelerator)
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        logits = [each(ids).logits for each in (model, whole)]
+    return {
+        "state": state_of(gates),
+        "norms": norms,
+        "logits": logits,
+        "is_sharded": is_sharded(model),
+        "sharding": sharding_of(accelerator),
+        "engine": type(synchroniser._engine).__name__,
+    }
+
+
+def fsdp_frozen(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    return frozen(accelerator, folder, "fsdp")
+
+
+def zero3_frozen(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    return frozen(accelerator, folder, "zero3")
+
+
+JOBS = (as_launched, plain, elastic, spoilt, full_disk, told, fsdp_frozen, deepspeed_gates, zero3_frozen)
+
+
+def main() -> None:
+    folder, jobs = Path(sys.argv[1]), sys.argv[2:]
+    accelerator = Accelerator()
+    for job in JOBS:
+        if job.__name__ in jobs:
+            outcome = job(accelerator, folder)
+            outcome["num_processes"] = accelerator.num_processes
+            outcome["distributed_type"] = str(accelerator.distributed_type)
+            torch.save(outcome, folder / f"{job.__name__}-{accelerator.process_index}.pt")
+    accelerator.wait_for_everyone()
+    # DeepSpeed leaves threads of gloo behind that abort an orderly exit.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What is learned from: a context, what is appended after it, and the hash by which it is known.
+
+In: token ids. Out: `Document`, a padded `Batch` of them, and the number by which the split is made. The one
+decision taken here: a document is known by its tokens alone, not by its place in a file; so what is drawn for
+it, and the side of the split on which it falls, are the same in any order, beside any other documents, for
+any seed and any number of processes.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+Encode = Callable[[str, bool], list[int]]  # (text, with the tokenizer's own special tokens) -> ids
+
+
+@dataclass(frozen=True)
+class Document:
+    """A context, and what is appended after it (question and answer; may be empty), as token ids.
+
+    Args:
+        context_ids: the context.
+        appendix_ids: what comes after it.
+        origin: file and line, for messages; documents of the same tokens are equal wherever they are from.
+    """
+
+    context_ids: tuple[int, ...]
+    appendix_ids: tuple[int, ...] = ()
+    origin: str = field(default="", compare=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.context_ids) + len(self.appendix_ids)
+
+    @cached_property
+    def key(self) -> int:
+        """Names the document in logs and seeds what is drawn for it: 48 bits, which JSON keeps whole."""
+        return int.from_bytes(_digest(b"key", self.context_ids, self.appendix_ids)[:6], "big")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents padded on the left to one width: `[pads | context | appendix]`.
+
+    Args:
+        input_ids_BT: token ids.
+        valid_BT: False on padding.
+        document_length_B: tokens of the context (without padding, without appendix).
+        appendix_length_B: tokens of the appendix.
+        keys: an integer per document that seeds what is drawn for it.
+    """
+
+    input_ids_BT: Int[Tensor, "B T"]
+    valid_BT: Bool[Tensor, "B T"]
+    document_length_B: Int[Tensor, " B"]
+    appendix_length_B: Int[Tensor, " B"]
+    keys: tuple[int, ...]
+
+
+def fraction_of(context_ids: Sequence[int], purpose: str) -> float:
+    """A number in [0, 1) that depends on the context's tokens alone, as if drawn at random.
+
+    Args:
+        context_ids: the tokens.
+        purpose: numbers of two purposes are independent of each other.
+
+    Returns:
+        the first 53 bits of a BLAKE2b hash over 2^53.
+    """
+    return (int.from_bytes(_digest(purpose.encode(), context_ids)[:8], "big") >> 11) / 2**53
+
+
+def held_out_fraction(context_ids: Sequence[int]) -> float:
+    """The split's hash: a context is held out where this is below `data.held_out_share`."""
+    return fraction_of(context_ids, "held out")
+
+
+def tokens_digest(documents: Sequence[Document]) -> str:
+    """SHA-256 of documents, token by token, in their order."""
+    digest = hashlib.sha256(np.int64(len(documents)).tobytes())
+    for document in documents:
+        digest.update(_bytes(document.context_ids))
+        digest.update(_bytes(document.appendix_ids))
+    return digest.hexdigest()
+
+
+def _digest(purpose: bytes, *parts: Sequence[int]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16, person=purpose[:16])
+    for ids in parts:
+        digest.update(_bytes(ids))
+    return digest.digest()
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    """Length first, so that no two lists of parts look alike."""
+    return np.array([len(ids), *ids], dtype="<i8").tobytes()
+
+
+def collate(
+    documents: Sequence[Document],
+    keys: Sequence[int] | None = None,
+    *,
+    pad_id: int,
+    device: torch.device | str,
+) -> Batch:
+    """Pad documents on the left to the longest of them; `keys` are their own unless given."""
+    width = max(document.num_tokens for document in documents)
+    input_ids_BT = torch.full((len(documents), width), pad_id, dtype=torch.long)
+    valid_BT = torch.zeros((len(documents), width), dtype=torch.bool)
+    for row, document in enumerate(documents):
+        start = width - document.num_tokens
+        input_ids_BT[row, start:] = torch.tensor(
+            document.context_ids + document.appendix_ids, dtype=torch.long
+        )
+        valid_BT[row, start:] = True
+    return Batch(
+        input_ids_BT.to(device),
+        valid_BT.to(device),
+        torch.tensor([len(document.context_ids) for document in documents], device=device),
+        torch.tensor([len(document.appendix_ids) for document in documents], device=device),
+        tuple(document.key for document in documents) if keys is None else tuple(keys),
+    )

@@ -1,0 +1,230 @@
+"""Curves from a gate's score to risk, fitted on held-out documents: monotone, one per head or one for all.
+
+In: scores and targets of the entries of each head. Out: the calibrators of `retain.gates.calibrate`, filled.
+The one decision taken here: a curve is the *mean* target of entries with about that score, made monotone by
+isotonic regression (pool adjacent violators). The mean, because a joint budget that takes the largest
+expected risks keeps the most risk; the logarithm is only the axis on which it is drawn.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from retain.gates.calibrate import SMALLEST_SLOPE, Remap, Shared, axis
+
+# Distance of neighbouring knots on the axis, at least: nothing that float32 would round away.
+SMALLEST_STEP = 1e-3
+# Mean targets below this share of the mean over all heads are drawn at it.
+FLOOR_SHARE = 1e-6
+# Log-risks of knots lie in -MOST .. MOST, which leaves a curve room to go on beyond them.
+MOST = 60.0
+# Bins of equal count per knot that the isotonic regression is made of.
+BINS_A_KNOT = 8
+# Ends of the logistic curve along which knots lie: dense where a budget cuts, at either end of the scores.
+REACH_OF_KNOTS = 5.0
+# A head's gain on the shared curve, at least.
+SMALLEST_GAIN = 0.1
+# Rounds of the alternating fit of the shared curve.
+ROUNDS = 30
+
+
+def pool_adjacent(values_N: Float64[Tensor, " N"], weights_N: Float64[Tensor, " N"]) -> Float64[Tensor, " N"]:
+    """Isotonic regression by pooling adjacent violators: the non-decreasing `y` of least
+    `sum_i w_i (y_i - v_i)^2`.
+
+    Args:
+        values_N: in the order of what they should rise with.
+        weights_N: positive.
+    """
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values_N.tolist(), weights_N.tolist(), strict=True):
+        mean, total, count = value, weight, 1
+        while blocks and blocks[-1][0] >= mean:
+            before, own, members = blocks.pop()
+            mean = (before * own + mean * total) / (own + total)
+            total, count = own + total, members + count
+        blocks.append((mean, total, count))
+    return torch.cat([values_N.new_full((count,), mean) for mean, _, count in blocks])
+
+
+class Steps:
+    """The isotonic regression of one head: block centres on the axis, and the logarithms of their means.
+
+    Args:
+        x_N: scores on the axis.
+        target_N: targets, at least 0.
+        floor: means below are drawn at it.
+        bins: entries are averaged in so many bins of equal count first.
+    """
+
+    def __init__(self, x_N: Float64[Tensor, " N"], target_N: Float64[Tensor, " N"], floor: float, bins: int):
+        order_N = x_N.sort(stable=True).indices
+        x_N, target_N = x_N[order_N], target_N[order_N]
+        # Equal scores get one mean, so that no order among them is learnt.
+        _, group_N, size_n = x_N.unique_consecutive(return_inverse=True, return_counts=True)
+        start_n = size_n.cumsum(0) - size_n
+        bin_n = torch.div(start_n * bins, len(x_N), rounding_mode="floor")
+        _, bin_n = bin_n.unique_consecutive(return_inverse=True)
+        bin_N = bin_n[group_N]
+        count_b = torch.bincount(bin_N).double()
+        x_b = torch.bincount(bin_N, x_N) / count_b
+        mean_b = torch.bincount(bin_N, target_N) / count_b
+        fitted_b = pool_adjacent(mean_b, count_b)
+        _, block_b, _ = fitted_b.unique_consecutive(return_inverse=True, return_counts=True)
+        weight_k = torch.bincount(block_b, count_b)
+        self.x_k = torch.bincount(block_b, x_b * count_b) / weight_k
+        mean_k = torch.bincount(block_b, mean_b * count_b) / weight_k
+        self.value_k = mean_k.clamp_min(floor).log()
+
+    def at(self, x_K: Float64[Tensor, " K"]) -> Float64[Tensor, " K"]:
+        """Straight lines between block centres, level beyond them."""
+        if len(self.x_k) == 1:
+            return self.value_k.expand(len(x_K)).clone()
+        right_K = torch.searchsorted(self.x_k, x_K).clamp(1, len(self.x_k) - 1)
+        left_K = right_K - 1
+        share_K = (x_K - self.x_k[left_K]) / (self.x_k[right_K] - self.x_k[left_K])
+        return torch.lerp(self.value_k[left_K], self.value_k[right_K], share_K.clamp(0, 1))
+
+
+def knots_of(x_N: Float64[Tensor, " N"], K: int) -> Float64[Tensor, " K"]:
+    """Where the knots lie: at quantiles `logistic(-5 .. 5)` of the scores, ends at their ends, strictly
+    rising."""
+    place_K = torch.linspace(-REACH_OF_KNOTS, REACH_OF_KNOTS, K, dtype=torch.float64).sigmoid()
+    share_K = (place_K - place_K[0]) / (place_K[-1] - place_K[0])
+    sorted_N = x_N.sort().values
+    index_K = share_K * (len(sorted_N) - 1)
+    low_K, high_K = sorted_N[index_K.floor().long()], sorted_N[index_K.ceil().long()]
+    return rising(torch.lerp(low_K, high_K, index_K.frac()), torch.full((K - 1,), SMALLEST_STEP))
+
+
+def rising(values_K: Float64[Tensor, " K"], least_k: Float[Tensor, " k"]) -> Float64[Tensor, " K"]:
+    """The smallest values, none below these, that rise from each to the next by at least so much."""
+    least = [0.0, *least_k.double().cumsum(0).tolist()]
+    offset_K = torch.tensor(least, dtype=torch.float64)
+    return (values_K - offset_K).cummax(0).values + offset_K
+
+
+def space_of(unit: str) -> str:
+    """The axis for scores of a unit: those of `rank` may have a sign."""
+    return "asinh" if unit == "rank" else "log"
+
+
+def scale_of(score_N: Float[Tensor, " N"], space: str) -> float:
+    """The unit of an asinh axis: the median size of a head's scores (1 where most are 0)."""
+    typical = float(score_N.double().abs().median()) if space == "asinh" else 1.0
+    return typical if typical > 0 else 1.0
+
+
+def fit_remaps(
+    scores: Mapping[int, Sequence[Tensor]],
+    targets: Mapping[int, Sequence[Tensor]],
+    *,
+    K: int,
+    space: str,
+    unit: str,
+) -> dict[int, Remap]:
+    """A curve for every head of every layer.
+
+    Args:
+        scores: layer -> for each head, the scores of all entries that count, over all documents.
+        targets: the same of what should have been predicted.
+        K: knots.
+        space, unit: of `retain.gates.calibrate`.
+    """
+    floor = _floor(targets)
+    made = {}
+    for layer, of_heads in scores.items():
+        remap = Remap(H=len(of_heads), K=K, space=space, unit=unit)
+        for head, score_N in enumerate(of_heads):
+            x_N, scale = _on_axis(score_N, space)
+            knots_K = knots_of(x_N, K)
+            steps = Steps(x_N, targets[layer][head].double(), floor, BINS_A_KNOT * K)
+            values_K = rising(steps.at(knots_K).clamp(-MOST, MOST), SMALLEST_SLOPE * knots_K.diff())
+            remap.scale_H[head] = scale
+            remap.knots_HK[head], remap.values_HK[head] = knots_K.float(), values_K.float()
+        made[layer] = remap
+    return made
+
+
+def fit_shared(
+    scores: Mapping[int, Sequence[Tensor]],
+    targets: Mapping[int, Sequence[Tensor]],
+    *,
+    K: int,
+    space: str,
+    unit: str,
+) -> dict[int, Shared]:
+    """One curve for all heads, and a mean, a spread, an offset and a gain for each.
+
+    Each head's scores are standardised on the axis by their median and half the distance of their 16% and 84%
+    quantiles. With `Y_hk` the head's own isotonic log-risk at the common knots, `o_h + g_h c_k` is fitted to
+    it by least squares: `c` given `o, g` (then made monotone), and `o, g` given `c`, in turns.
+
+    Args:
+        scores: as in `fit_remaps`.
+        targets: the same.
+        K: knots.
+        space, unit: of `retain.gates.calibrate`.
+    """
+    floor = _floor(targets)
+    standard, numbers = {}, {}
+    for layer, of_heads in scores.items():
+        for head, score_N in enumerate(of_heads):
+            x_N, scale = _on_axis(score_N, space)
+            low, mean, high = x_N.quantile(torch.tensor([0.16, 0.5, 0.84], dtype=torch.float64)).tolist()
+            spread = max((high - low) / 2, 10 * SMALLEST_STEP)
+            standard[layer, head] = (x_N - mean) / spread
+            numbers[layer, head] = (scale, mean, spread)
+    knots_K = knots_of(torch.cat(list(standard.values())), K)
+    Y_hK = torch.stack(
+        [
+            Steps(z_N, targets[layer][head].double(), floor, BINS_A_KNOT * K).at(knots_K)
+            for (layer, head), z_N in standard.items()
+        ]
+    )
+    curve_K = rising(
+        pool_adjacent(Y_hK.mean(0), torch.ones(K, dtype=torch.float64)), SMALLEST_SLOPE * knots_K.diff()
+    )
+    for _ in range(ROUNDS):
+        gain_h, offset_h = _lines(Y_hK, curve_K)
+        best_K = (gain_h[:, None] * (Y_hK - offset_h[:, None])).sum(0) / gain_h.square().sum()
+        curve_K = pool_adjacent(best_K, torch.ones(K, dtype=torch.float64))
+        curve_K = rising(curve_K, SMALLEST_SLOPE * knots_K.diff())
+        curve_K = (curve_K - curve_K.mean()) / curve_K.std(correction=0)
+    gain_h, offset_h = _lines(Y_hK, curve_K)
+    made = {}
+    for number, ((layer, head), (scale, mean, spread)) in enumerate(numbers.items()):
+        if head == 0:
+            made[layer] = Shared(H=len(scores[layer]), K=K, space=space, unit=unit)
+        shared, gain, offset = made[layer], float(gain_h[number]), float(offset_h[number])
+        ends = offset + gain * curve_K[0], offset + gain * curve_K[-1]
+        # Curves stay inside of what float32's exponential holds, whatever a head without any target asks.
+        shift = min(0.0, MOST - float(ends[1])) + max(0.0, -MOST - float(ends[0]))
+        shared.knots_K.copy_(knots_K)
+        shared.values_K.copy_(curve_K)
+        shared.scale_H[head], shared.mean_H[head], shared.spread_H[head] = scale, mean, spread
+        shared.gain_H[head], shared.offset_H[head] = gain, offset + shift
+    return made
+
+
+def _lines(
+    Y_hK: Float64[Tensor, "h K"], curve_K: Float64[Tensor, " K"]
+) -> tuple[Float64[Tensor, " h"], Float64[Tensor, " h"]]:
+    """Gain and offset of each head by least squares; a gain is never below `SMALLEST_GAIN`."""
+    centred_K = curve_K - curve_K.mean()
+    gain_h = ((Y_hK * centred_K).sum(-1) / centred_K.square().sum()).clamp_min(SMALLEST_GAIN)
+    return gain_h, Y_hK.mean(-1) - gain_h * curve_K.mean()
+
+
+def _on_axis(score_N: Tensor, space: str) -> tuple[Float64[Tensor, " N"], float]:
+    """A head's scores where they lie on the axis, and the axis' unit."""
+    scale = scale_of(score_N, space)
+    return axis(score_N[None].float(), space, torch.tensor([scale]))[0], scale
+
+
+def _floor(targets: Mapping[int, Sequence[Tensor]]) -> float:
+    """A mean target below which heads are not told apart."""
+    whole = torch.cat([target_N.double() for of_heads in targets.values() for target_N in of_heads])
+    return max(FLOOR_SHARE * float(whole.mean()), 1e-30)

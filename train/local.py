@@ -1,0 +1,246 @@
+"""The layer-local stage: every gate learns its own layer's target while the frozen model walks by.
+
+In: a frozen model, gates, which future and which loss. Out: gradients in the gates' parameters, and numbers
+of each document. The one decision taken here: a layer's gate runs forward and backward as soon as that
+layer's attention is seen, inside the walk. Nothing of a layer is kept for later, no graph leads through the
+model, and memory does not grow with the number of layers.
+
+Where the examples come from is a seam: `TeacherExamples` makes them out of the frozen model, and
+`retain.train.features.CachedExamples` reads those that were written to disk.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain.gates import GateInputs, GateSet, inputs_of
+from retain.gates.base import UNITS
+from retain.train.branches import readings_of
+from retain.train.data import Document
+from retain.train.features import Example, Examples
+from retain.train.losses import LossSettings, check_fit, local_losses, top_entries, total_loss
+from retain.train.targets import (
+    TargetSettings,
+    baseline_overlaps,
+    layer_target,
+    target_unit,
+    token_targets,
+)
+from retain.train.teacher import Frozen, walk
+
+# Stands for the step in what is drawn for held-out documents: always the same pairs.
+HELD_OUT_STEP = 2**40
+# Share of a head's entries whose finding is reported.
+OVERLAP_SHARE = 0.2
+# Entries of a layer, over all documents of the first step, from which input statistics are made.
+PREPARED_ENTRIES = 8192
+
+Visit = Callable[[list[Example]], None]
+
+
+class TeacherExamples:
+    """Examples out of the frozen model, one layer at a time.
+
+    Args:
+        gates: which layers, and what their gates look at.
+        frozen: the model.
+        target: what is asked of them.
+    """
+
+    def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings):
+        self.gates, self.frozen, self.target = gates, frozen, target
+
+    def of(self, documents: Sequence[Document], visit: Visit) -> None:
+        """Walk over the documents; `visit` gets the examples of a layer, or of a layer and one document."""
+        readings = readings_of(documents, self.target, self.frozen)
+        tokens = None
+        if self.target.granularity == "token":
+            tokens = token_targets(self.frozen, readings, self.target)
+
+        def see(views: list[Any]) -> None:
+            examples = []
+            for view in views:
+                if tokens is None:
+                    target_HT, reached_HT = layer_target(view, self.target)
+                else:
+                    heads = view.document.num_heads
+                    device = view.document.keys_BHTD.device
+                    target_HT, reached_HT = (part.to(device).expand(heads, -1) for part in tokens[view.row])
+                inputs = inputs_of(view.document, self.gates[view.layer_idx])
+                key = documents[view.row].key
+                examples.append(Example(view.layer_idx, view.row, key, inputs, target_HT, reached_HT, view))
+            visit(examples)
+
+        walk(self.frozen, readings, see, wanted=self.gates.inputs)
+
+
+class LayerLocal:
+    """Objective of the layer-local stage.
+
+    Args:
+        gates: trained in place.
+        frozen: the model; None where all examples are read from disk.
+        target: which future the gates learn.
+        loss: which terms.
+        seed: of pairs.
+        examples: where examples come from; None: the frozen model.
+
+    Raises:
+        ValueError: terms that do not go with these gates.
+    """
+
+    def __init__(
+        self,
+        gates: GateSet,
+        frozen: Frozen,
+        target: TargetSettings,
+        loss: LossSettings,
+        *,
+        seed: int,
+        examples: Examples | None = None,
+    ):
+        self.gates, self.target, self.loss, self.seed = gates, target, loss, seed
+        self.examples = TeacherExamples(gates, frozen, target) if examples is None else examples
+        for layer in gates.layers:
+            check_fit(loss, gates[layer])
+        self.fields = ("loss", *loss.terms, "overlap")
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What the optimiser trains."""
+        return list(self.gates.parameters())
+
+    @torch.no_grad()
+    def prepare_(self, documents: Sequence[Document]) -> None:
+        """Set every gate's input statistics, target floor and output bias; each gate moves to its layer.
+
+        Every process does the same on the same documents, so nothing has to be exchanged.
+        """
+        found: dict[int, list[tuple[GateInputs, Tensor]]] = {}
+        share = max(1, PREPARED_ENTRIES // len(documents))
+
+        def see(examples: list[Example]) -> None:
+            for example in examples:
+                entries = example.reached_HT.any(0).nonzero()[:, 0]
+                # Evenly spread, where a document is longer than is needed.
+                entries = entries[:: -(-len(entries) // share) or 1]
+                risk_HN = example.target_HT[:, entries].masked_fill(
+                    ~example.reached_HT[:, entries], torch.nan
+                )
+                inputs = example.inputs.entries(entries)
+                found.setdefault(example.layer_idx, []).append((inputs, risk_HN))
+
+        for document in documents:
+            self.examples.of([document], see)
+        for layer, parts in found.items():
+            gate = self.gates[layer]
+            risk_HN = torch.cat([risk_HN for _, risk_HN in parts], dim=1).double()
+            inputs = joined([inputs for inputs, _ in parts])
+            counted_BT = torch.ones((1, risk_HN.shape[1]), dtype=torch.bool, device=risk_HN.device)
+            floor_H = torch.zeros(len(risk_HN), dtype=torch.float64, device=risk_HN.device)
+            if gate.unit == "log_risk":
+                floor_H = self.target.floor * risk_HN.nanmean(1)
+                risk_HN = (risk_HN + floor_H[:, None]).log()
+            gate.to(risk_HN.device)
+            gate.prepare_(inputs, counted_BT, floor_H.float(), risk_HN.nanmean(1).float())
+
+    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
+        """Add the gradient of `scale` times the documents' summed loss to the parameters'."""
+        rows = self._run(documents, step, scale)
+        return [{name: float(row[name]) for name in self.fields} for row in rows]
+
+    @torch.no_grad()
+    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
+        """The same numbers of held-out documents, and `overlap_of`: layer -> overlap of each head."""
+        return self._run(documents, HELD_OUT_STEP, None, baselines=baselines)
+
+    def _run(
+        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
+    ) -> list[dict[str, Any]]:
+        layers = len(self.gates.layers)
+        # Summed on the device, and read once: a layer does not wait for the one before it.
+        sums: list[dict[str, Any]] = [{} for _ in documents]
+        heads: list[dict[str, Tensor]] = [{} for _ in documents]
+
+        def see(examples: list[Example]) -> None:
+            for example in examples:
+                gate = self.gates[example.layer_idx]
+                key = (self.seed, step, example.key, example.layer_idx)
+                with torch.set_grad_enabled(scale is not None):
+                    output_HT = gate(example.inputs)[0]
+                    terms = local_losses(
+                        output_HT,
+                        gate,
+                        example.target_HT,
+                        example.reached_HT,
+                        example.view,
+                        self.loss,
+                        key,
+                        horizon=self.target.horizon,
+                    )
+                    loss = total_loss(terms, self.loss)
+                    if scale is not None:
+                        (loss * (scale / layers)).backward()
+                overlap_H = head_overlaps(output_HT.detach(), example.target_HT, example.reached_HT)
+                found = {"loss": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
+                found["overlap"] = overlap_H.mean()
+                if baselines and example.view is not None:
+                    found |= baseline_overlaps(example.view, self.target, self.seed)
+                row = sums[example.row]
+                for name, value in found.items():
+                    row[name] = row[name] + _at_home(value) if name in row else _at_home(value)
+                heads[example.row][str(example.layer_idx)] = overlap_H
+
+        self.examples.of(documents, see)
+        rows = []
+        for row, own in zip(sums, heads, strict=True):
+            means: dict[str, Any] = {name: float(value) / layers for name, value in row.items()}
+            if scale is None:
+                means["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in own.items()}
+            rows.append(means)
+        return rows
+
+
+def check_unit(gates: GateSet, target: TargetSettings) -> str:
+    """The unit of the score that gates of this family have after learning this target.
+
+    Raises:
+        ValueError: a gate that says a share of attention, asked for what is none.
+    """
+    gate = gates[gates.layers[0]]
+    unit = target_unit(target)
+    if gate.unit in ("risk", "log_risk"):
+        return unit  # it learns whatever number it is shown, or its logarithm
+    if gate.unit == "mass" and unit != "mass":
+        raise ValueError(
+            f"gates of family {gate.family!r} say attention (mass, 0..1), and target.weight={target.weight} "
+            f"makes a target in {unit}: set target.weight=none, or choose gate.family=mlp."
+        )
+    return UNITS[gate.unit]
+
+
+def head_overlaps(output_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> Tensor:
+    """How much of the target's top fifth of each head's reached entries the output finds, `[H]`. Chance: a
+    fifth."""
+    size_BH1 = torch.round(OVERLAP_SHARE * reached_HT.sum(-1, keepdim=True)).long().clamp_min(1)[None]
+    both_BHT = top_entries(output_HT[None], reached_HT[None], size_BH1) & top_entries(
+        target_HT[None], reached_HT[None], size_BH1
+    )
+    return (both_BHT.sum(-1) / size_BH1[..., 0])[0]
+
+
+def _at_home(value: Tensor | float) -> Tensor | float:
+    """On the CPU if layers may lie on several devices: sums must meet somewhere."""
+    if isinstance(value, Tensor) and value.is_cuda and torch.cuda.device_count() > 1:
+        return value.cpu()
+    return value
+
+
+def joined(parts: Sequence[GateInputs]) -> GateInputs:
+    """Entries of several documents in one row."""
+    along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
+    names = [name for name in vars(parts[0]) if isinstance(getattr(parts[0], name), Tensor)]
+    return GateInputs(
+        **{name: torch.cat([getattr(part, name) for part in parts], dim=along.get(name, 2)) for name in names}
+    )

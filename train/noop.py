@@ -1,0 +1,224 @@
+"""Whether gates that were trained end to end do anything: controls on documents that they never saw.
+
+In: gates, the frozen model, held-out documents, the settings of the stage. Out: numbers and a verdict, for
+the training card. The one decision taken here: trained gates are compared with gates that are just as open
+but choose nothing (closed alike, shuffled among the entries, drawn at random), under the very loss that they
+were trained on; and then by what they are for, an eviction through the real cache.
+
+Softmax does not see a constant added to all logits, so that a soft stage can end with a small loss, a
+satisfied capacity, and gates that say nothing (IndexMem, arXiv 2605.25475, saw it happen). Settings that
+invite it are refused by `retain.train.soft.check_loophole`; this looks at what came out.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from retain.gates import Gate, GateSet
+from retain.hf.attach import attach
+from retain.hf.cache import Cache
+from retain.hf.soft import SoftGated
+from retain.train.data import Document
+from retain.train.losses import keyed_generator
+from retain.train.opening import Opening
+from retain.train.soft import LOOKING, EndToEnd, SoftSettings
+from retain.train.soft_losses import VOCABULARY
+from retain.train.teacher import Frozen
+
+How = Literal["trained", "alike", "shuffled", "random"]
+# Gates must lose less than this share of what the same numbers lose when they lie at other entries.
+MARGIN = 0.9
+# Above this openness, where the budget asks for less, gates have not begun to close.
+OPEN_SHARE = 0.95
+# Of a document without an appendix, the share at its end that is read after the eviction, and the most of it.
+CONTINUATION, LONGEST = 0.25, 64
+
+
+class Control:
+    """`to_log_gate` of gates that choose nothing: made of what the trained ones say, so that about as much is
+    open.
+
+    Args:
+        opening: of the trained gates.
+        how: `trained` (as they are), `alike` (every entry of a head as open as its mean), `shuffled` (the
+            numbers of a head dealt anew among its entries), `random` (every entry draws one of its layer's
+            numbers, of whichever head).
+        sinks: first entries, which are spared and take no part.
+        seed: of the draws.
+    """
+
+    def __init__(self, opening: Opening, how: How, *, sinks: int, seed: int):
+        self.opening, self.how, self.sinks, self.seed = opening, how, sinks, seed
+
+    def __call__(self, output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
+        log_gate_BHT = self.opening(output_BHT, gate)
+        if self.how == "trained":
+            return log_gate_BHT
+        moment = self.opening.moment
+        assert moment is not None and bool(moment.valid_BT.all()), "one document at a time, without padding"
+        B, H, T = log_gate_BHT.shape
+        own_BHN = log_gate_BHT[..., self.sinks :]
+        key = (self.seed, moment.keys[0], self.opening.layer_of[id(gate)])
+        draws = keyed_generator(key)
+        if self.how == "alike":
+            other_BHN = own_BHN.exp().mean(-1, keepdim=True).log().expand_as(own_BHN)
+        elif self.how == "shuffled":
+            order = torch.rand(own_BHN.shape, generator=draws).argsort(-1)
+            other_BHN = own_BHN.gather(-1, order.to(own_BHN.device))
+        else:
+            pick = torch.randint(own_BHN[0].numel(), own_BHN.shape, generator=draws)
+            other_BHN = own_BHN.flatten(1)[:, pick[0].to(own_BHN.device)]
+        return torch.cat([log_gate_BHT[..., : self.sinks], other_BHN], -1)
+
+
+@torch.no_grad()
+def noop_report(
+    gates: GateSet, frozen: Frozen, documents: Sequence[Document], soft: SoftSettings, *, seed: int = 0
+) -> dict[str, Any]:
+    """Do trained gates choose?
+
+    Two comparisons, each a mean over the documents:
+
+    - `soft`: KL(full || gated) a token (where that is no term of the stage, the error of the last hidden
+      state) under the trained gates and under `Control`s of about the same openness. Gates that choose lose
+      less than their own numbers at other entries (shuffled, random). Gates closed alike are reported, and
+      prove nothing: what is a little closed everywhere may lose less than any choice;
+    - `hard`: KL(full || evicted) a token of what follows a context, after the cache evicted it down to the
+      budget by the gates' scores, or at random, with the same entries protected (a budget below what is
+      protected is raised to that and one).
+
+    Args:
+        gates: trained.
+        frozen: the model.
+        documents: held out.
+        soft: settings of the stage; the final budget counts.
+        seed: of the controls.
+
+    Returns:
+        plain numbers for JSON: `soft` (trained, alike, shuffled, random, open), `hard` (gate, random,
+        documents), `useful` and `verdict`, a sentence or two.
+
+    Raises:
+        ValueError: no documents.
+    """
+    if not documents:
+        raise ValueError("the no-op report looks at held-out documents, and there are none: hold some out.")
+    term = "kl_forward" if soft.terms.keys() & set(VOCABULARY) else "hidden"
+    looking = replace(soft, terms={term: 1.0, "capacity_global": 1.0}, checkpointing=False, autocast=False)
+    objective = EndToEnd(gates, frozen, looking, seed=seed)
+    means: dict[str, float] = {}
+    for how in get_args(How):
+        control = Control(objective.opening, how, sinks=soft.sinks, seed=seed)
+        gated = SoftGated(objective.base, gates, protected=soft.protected, to_log_gate=control)
+        with closing(gated):
+            objective.gated = gated
+            found = [objective.terms_of([document], LOOKING) for document in documents]
+        means[how] = math.fsum(float(row[term][0]) for row in found) / len(found)
+        if how == "trained":
+            means["open"] = math.fsum(float(row["open"][0]) for row in found) / len(found)
+    hard = _evicted(gates, frozen, documents, soft)
+    problems = _problems(means, hard, soft)
+    return {
+        "term": term,
+        "soft": means,
+        "hard": hard,
+        "useful": not problems,
+        "verdict": " ".join(problems) or _praise(means, hard),
+    }
+
+
+def _problems(means: dict[str, float], hard: dict[str, float], soft: SoftSettings) -> list[str]:
+    problems = []
+    if soft.budget is None and means["open"] > OPEN_SHARE > soft.keep_to:
+        problems.append(
+            f"The gates are open ({means['open']:.0%} of the entries, and the budget is "
+            f"{soft.keep_to:.0%}): train longer, or weigh the capacity more."
+        )
+    best = min(("shuffled", "random"), key=lambda how: means[how])
+    if not means["trained"] < MARGIN * means[best]:
+        problems.append(
+            f"The gates do not choose: they lose {means['trained']:.3g} a token, and gates that are {best} "
+            f"lose {means[best]:.3g}. This is the no-op loophole: protect more, or set soft.anchor."
+        )
+    if hard["documents"] and not hard["gate"] < hard["random"]:
+        problems.append(
+            f"Evicting by the gates loses {hard['gate']:.3g} a token, and at random {hard['random']:.3g}."
+        )
+    return problems
+
+
+def _praise(means: dict[str, float], hard: dict[str, float]) -> str:
+    text = (
+        f"The gates choose: they lose {means['trained']:.3g} a token, shuffled {means['shuffled']:.3g}, at "
+        f"random {means['random']:.3g}"
+    )
+    if hard["documents"]:
+        text += f"; evicting by them loses {hard['gate']:.3g}, and at random {hard['random']:.3g}."
+    else:
+        text += "; no document is long enough for an eviction at this budget."
+    if means["alike"] <= means["trained"]:
+        text += (
+            f" Closed alike they would lose {means['alike']:.3g}: gates this soft do not feel the budget, so "
+            "judge them by evictions, or train with soft.hard."
+        )
+    return text
+
+
+def _evicted(
+    gates: GateSet, frozen: Frozen, documents: Sequence[Document], soft: SoftSettings
+) -> dict[str, float]:
+    """KL of what follows the context, after an eviction by the gates and after one at random. Documents whose
+    contexts fit into the budget are left out."""
+    sums, count = {"gate": 0.0, "random": 0.0}, 0
+    protection = {
+        "sinks": soft.sinks,
+        "recent": soft.protected,
+        "prefix_fraction": 0,
+        "suffix_fraction": 0,
+    }
+    device = frozen.model.get_input_embeddings().weight.device
+    with attach(frozen.model):
+        for document in documents:
+            context, rest = _split(document)
+            budget = round(soft.keep_to * len(context)) if soft.budget is None else soft.budget
+            budget = max(budget, soft.protected + soft.sinks + 1)
+            if budget >= len(context) or len(rest) < 1:
+                continue
+            count += 1
+            context_ids, rest_ids = (torch.tensor([ids], device=device) for ids in (context, rest))
+            whole = _after(
+                frozen.model, Cache(frozen.model, policy="full", keep_ratio=1.0), context_ids, rest_ids
+            )
+            own: dict[str, dict[str, Any]] = {
+                "gate": {"gates": gates},
+                "random": {"seeds": [document.key % 2**31]},
+            }
+            for name, given in own.items():
+                cache = Cache(
+                    frozen.model, policy=name, tokens_per_head=budget, protection=protection, **given
+                )
+                log_q = _after(frozen.model, cache, context_ids, rest_ids)
+                sums[name] += float(functional.kl_div(log_q, whole, log_target=True, reduction="batchmean"))
+    return {**{name: total / max(1, count) for name, total in sums.items()}, "documents": count}
+
+
+def _split(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What is evicted from, and what is read afterwards."""
+    if document.appendix_ids:
+        return document.context_ids, document.appendix_ids
+    count = min(LONGEST, int(CONTINUATION * len(document.context_ids)))
+    return document.context_ids[: len(document.context_ids) - count], document.context_ids[-count:]
+
+
+def _after(model: Any, cache: Cache, context_ids: Tensor, rest_ids: Tensor) -> Tensor:
+    """Log-probabilities at the tokens after the context, `[tokens, V]`."""
+    cache.prefill(context_ids)
+    logits = model(input_ids=rest_ids, past_key_values=cache).logits[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

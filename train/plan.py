@@ -1,0 +1,714 @@
+"""What a run will need: memory at its peak, disk, and time, told before anything is loaded or trained.
+
+In: the shape of the frozen model, the lengths of the documents, a device. Out: a `Plan`, a table with a
+verdict and, where it does not fit, what to change. The one decision taken here: a formula per phase of a
+layer, of which only the largest counts beside what is held all along, since the walk holds one layer at a
+time. The formulas are upper estimates of transformers' own decoder layers (`tests/train/test_plan.py`
+compares with a process that was watched); what is not modelled is in the row `process and slack`.
+
+Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads of width D, b bytes a number:
+
+    residual stream   2 N E b                                   and the embeddings: held all along
+    input norm        8 N E                                     in float32, then one of:
+    attention         N b (E + 4 Q D + 4 H D)                   queries, keys, values, RoPE, output
+    targets           N b (E + Q D + 2 H D) + 16 T Q + workspace
+    gate              N b (E + Q D + 2 H D) + 4 T (4 E + 6 F)   float32, forward and backward of one document
+    feed-forward      N b 2 E + 3 b min(N, chunk) I
+"""
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from retain.hf.families import FULL, kinds_of
+from retain.hf.model import base_model
+
+GIB = 2**30
+Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
+Stage = Literal["local", "end_to_end", "lookahead"]
+
+# What a process holds before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
+PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
+# Share of the activations that an allocator loses to fragments.
+SLACK = 0.1
+# Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
+# longer), what the kernels put aside on a GPU.
+WORKSPACE = {"cpu": 16.0 * 2**20, "cuda": 64.0 * 2**20}
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """For which device is planned; by default the one at hand.
+
+    Args:
+        memory_gib: memory of one device in GiB; None: what the device at hand has free.
+        tflops: its dense matrix rate in the model's precision, in 10^12 operations a second; None: measured
+            for a fifth of a second on the device at hand.
+        efficiency: share of that rate that training reaches; the plan prints it, the progress bar measures.
+    """
+
+    memory_gib: float | None = None
+    tflops: float | None = None
+    efficiency: float = 0.4
+
+
+def check_plan(settings: PlanSettings) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        ValueError: with all of them.
+    """
+    problems = [
+        f"plan.{name}={value} must be positive"
+        for name, value in (("memory_gib", settings.memory_gib), ("tflops", settings.tflops))
+        if value is not None and value <= 0
+    ]
+    if not 0 < settings.efficiency <= 1:
+        problems.append(f"plan.efficiency={settings.efficiency} is a share, above 0 and at most 1")
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides memory and time.
+
+    Args:
+        name: as the config has it.
+        parameters: all of them, tied ones once.
+        active: of those in the decoder's layers, the ones that one token meets (of experts, those chosen).
+        largest_layer: parameters of the largest decoder layer.
+        dtype_bytes: b, of weights and activations.
+        num_layers: of the decoder.
+        gated: L, attention layers that evict.
+        E: width.
+        F: width of the feed-forward part (of all experts that a token meets).
+        Q: query heads.
+        H: KV heads.
+        D: head width.
+        V: vocabulary.
+    """
+
+    name: str
+    parameters: int
+    active: int
+    largest_layer: int
+    dtype_bytes: int
+    num_layers: int
+    gated: int
+    E: int
+    F: int
+    Q: int
+    H: int
+    D: int
+    V: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked of the model.
+
+    Args:
+        stage: `local`, `end_to_end` or `lookahead`.
+        lengths: of each training document, its tokens and those of its branches.
+        steps: optimiser steps.
+        batch_documents: documents of a step, over all processes.
+        micro_batch: documents of one packed row of one process.
+        gate_parameters: numbers that are trained.
+        gate_hidden: width of the gates' hidden layer.
+        gate_inputs: what the gates look at, of `retain.gates.base.INPUTS`.
+        optimizer_states: float32 numbers that the optimiser keeps of each parameter (AdamW 2, SGD with
+            momentum 1).
+        chunk: tokens of the feed-forward part at a time; None: all.
+        num_processes: processes, one device each.
+        sharding: how the frozen weights lie on several devices.
+        weight_bits: bits of a quantised weight; None: the model's own precision.
+        logits_chunk: tokens whose logits are there at once (`end_to_end`).
+        checkpointing: whether the soft pass recomputes layers in its backward pass (`end_to_end`,
+            `lookahead`).
+        features: whether the gates' inputs are written to disk.
+        features_folder: where, for the free space there.
+    """
+
+    stage: Stage
+    lengths: tuple[tuple[int, int], ...]
+    steps: int
+    batch_documents: int
+    micro_batch: int
+    gate_parameters: int
+    gate_hidden: int = 0
+    gate_inputs: frozenset[str] = frozenset({"hidden"})
+    optimizer_states: int = 2
+    chunk: int | None = None
+    num_processes: int = 1
+    sharding: Sharding = "replicated"
+    weight_bits: int | None = None
+    logits_chunk: int = 1024
+    checkpointing: bool = True
+    features: bool = False
+    features_folder: Path = Path(".")
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            raise ValueError("a plan needs the length of at least one training document; got none.")
+
+    @property
+    def row_tokens(self) -> int:
+        """N: tokens of the longest packed row."""
+        rows = sorted((document + branches for document, branches in self.lengths), reverse=True)
+        return sum(rows[: self.micro_batch])
+
+    @property
+    def document_tokens(self) -> int:
+        """T: tokens of the longest document."""
+        return max(document for document, _ in self.lengths)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    Args:
+        kind: `cpu` or `cuda`.
+        name: for the table.
+        memory_bytes: that can be used.
+        tflops: dense matrix rate, 10^12 operations a second; None: nobody said.
+        efficiency: share of it that training reaches.
+        rate_from: where the rate comes from, in words.
+    """
+
+    kind: str
+    name: str
+    memory_bytes: float
+    tflops: float | None
+    efficiency: float
+    rate_from: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plan: bytes, and whether they are held all along or only in one phase of a layer."""
+
+    name: str
+    num_bytes: float
+    about: str
+    always: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs.
+
+    Args:
+        shape: of the model.
+        work: asked for.
+        device: that is planned for.
+        lines: of memory.
+        slack: what is lost to fragments.
+        flops: of the whole run, over all processes.
+        flops_per_token: mean, by part.
+        disk_bytes: of the features, over all documents; 0: none are written.
+        disk_free: bytes free where they go.
+        advice: what to change, if it does not fit.
+    """
+
+    shape: ModelShape
+    work: Work
+    device: Device
+    lines: tuple[Line, ...]
+    slack: float
+    flops: float
+    flops_per_token: dict[str, float]
+    disk_bytes: float
+    disk_free: float
+    advice: tuple[str, ...] = ()
+
+    @property
+    def phase(self) -> Line:
+        """The phase in which the most is held."""
+        return max((line for line in self.lines if not line.always), key=lambda line: line.num_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """All that is held all along, the largest phase, and the slack."""
+        return sum(line.num_bytes for line in self.lines if line.always) + self.phase.num_bytes + self.slack
+
+    @property
+    def fits_memory(self) -> bool:
+        return self.peak_bytes <= self.device.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_memory and self.disk_bytes <= self.disk_free
+
+    @property
+    def seconds(self) -> float | None:
+        """Estimated duration; None where no rate is known."""
+        if self.device.tflops is None:
+            return None
+        return self.flops / (self.device.tflops * 1e12 * self.device.efficiency * self.work.num_processes)
+
+    def text(self) -> str:
+        """The table that is printed before a run."""
+        work, device = self.work, self.device
+        largest = self.phase
+        where = f"each of {work.num_processes} devices" if work.num_processes > 1 else device.name
+        rows = [
+            f"plan: {self.shape.name} ({self.shape.parameters / 1e9:.3g} B parameters), stage {work.stage}, "
+            f"{work.steps} steps of {work.batch_documents} documents, rows of up to {work.row_tokens:,} "
+            f"tokens, on {where}"
+        ]
+        for line in self.lines:
+            mark = "" if line.always else " (largest phase)" if line is largest else " (not at the same time)"
+            rows.append(f"  {line.name:<42}{_size(line.num_bytes):>12}  {line.about}{mark}")
+        rows.append(f"  {'slack of the allocator':<42}{_size(self.slack):>12}  {SLACK:.0%} of activations")
+        verdict = "fits" if self.fits_memory else "DOES NOT FIT"
+        rows.append(
+            f"  {'peak':<42}{_size(self.peak_bytes):>12}  of {_size(device.memory_bytes)} on {device.name}: "
+            f"{verdict}"
+        )
+        if self.disk_bytes:
+            enough = "fits" if self.disk_bytes <= self.disk_free else "DOES NOT FIT"
+            rows.append(
+                f"  {'features on disk':<42}{_size(self.disk_bytes):>12}  of {_size(self.disk_free)} free: "
+                f"{enough}"
+            )
+        parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in self.flops_per_token.items())
+        rows.append(f"  GFLOP a token: {parts}; {self.flops / 1e15:,.3f} PFLOP in all")
+        if self.seconds is None:
+            rows.append("  time: unknown (state plan.tflops, the device's dense rate, for an estimate)")
+        else:
+            rows.append(
+                f"  time: about {_duration(self.seconds)}, if {device.efficiency:.0%} of {device.tflops:.3g} "
+                f"TFLOP/s are reached ({device.rate_from}); the progress bar's own estimate is measured"
+            )
+        rows += [f"  to change: {advice}" for advice in self.advice]
+        return "\n".join(rows)
+
+
+def model_shape(model: nn.Module, name: str) -> ModelShape:
+    """Count what a plan needs of a model, loaded or on the meta device.
+
+    Args:
+        model: a causal language model of transformers.
+        name: for the table.
+
+    Raises:
+        ValueError: it is no decoder of transformers with `layers`.
+    """
+    base = base_model(model)
+    text: Any = base.config
+    kinds = [kind.name for kind in kinds_of(text, text.num_hidden_layers)]
+    heads = int(text.num_attention_heads)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    chosen = (getattr(text, "num_experts_per_tok", None) or 0) if experts else 0
+    layers: Any = base.layers
+    active = largest = 0
+    for layer in layers:
+        own = 0.0
+        for path, parameter in layer.named_parameters():
+            own += parameter.numel() * (chosen / experts if ".experts." in path and experts else 1.0)
+        active += int(own)
+        largest = max(largest, sum(parameter.numel() for parameter in layer.parameters()))
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
+    dtype = next(parameter.dtype for parameter in layers.parameters() if parameter.is_floating_point())
+    return ModelShape(
+        name=name,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        active=active,
+        largest_layer=largest,
+        dtype_bytes=dtype.itemsize,
+        num_layers=len(layers),
+        gated=kinds.count(FULL) or len(kinds),  # where all layers have windows, those evict
+        E=int(text.hidden_size),
+        F=int(width) * max(1, chosen),
+        Q=heads,
+        H=int(getattr(text, "num_key_value_heads", None) or heads),
+        D=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        V=int(text.vocab_size),
+    )
+
+
+def shape_by_name(
+    name: str,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelShape:
+    """The shape of a model that is not loaded: its config is read, its weights are not.
+
+    Args:
+        name: `reference:<seed>`, a local folder, or a hub name.
+        dtype: of the run's config.
+        revision: of the hub model.
+        trust_remote_code: as in the config.
+
+    Raises:
+        ValueError: the config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    if name.startswith("reference:"):
+        from retain.reference.model import config as reference_config
+
+        config, precision = reference_config(), torch.float32
+    else:
+        try:
+            config = AutoConfig.from_pretrained(
+                name, revision=revision or "main", trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"model={name!r} has no config to plan with: {error} Pass a local folder, a hub name, or "
+                "reference:0."
+            ) from error
+        # What "auto" makes of it when the weights are read.
+        precision = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    if dtype != "auto":
+        precision = getattr(torch, dtype)
+    return shape_of_config(config, name, precision, trust_remote_code=trust_remote_code)
+
+
+def shape_of_config(
+    config: Any, name: str, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> ModelShape:
+    """The shape of the model that a transformers config describes, made on the meta device.
+
+    Args:
+        config: of transformers.
+        name: for the table.
+        dtype: of its weights.
+        trust_remote_code: whether code that comes with it may make it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model_shape(model, name)
+
+
+def device_here(device: torch.device, dtype: torch.dtype, settings: PlanSettings) -> Device:
+    """The device at hand, or the one that the settings state.
+
+    Args:
+        device: of this process.
+        dtype: of the model.
+        settings: may state another memory or rate.
+    """
+    stated = settings.memory_gib is not None
+    memory = settings.memory_gib * GIB if settings.memory_gib is not None else _memory(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
+    if stated:
+        name = f"one device of {settings.memory_gib:g} GiB"
+    if settings.tflops is not None:
+        rate, rate_from = settings.tflops, "stated"
+    elif stated:
+        rate, rate_from = None, "nobody stated it"
+    else:
+        rate, rate_from = measured_tflops(device, dtype), "measured just now on a square product"
+    kind = "cuda" if stated or device.type == "cuda" else "cpu"
+    return Device(kind, name, memory, rate, settings.efficiency, rate_from)
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes that can be used: what the GPU has, or what the machine and its control group leave free."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = min(free, 1024.0 * int(line.split()[1]))
+    if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+        free = min(free, float(most))
+    return free
+
+
+def measured_tflops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
+    """Rate of a square matrix product, for about this long."""
+    size = 4096 if device.type == "cuda" else 768
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    left @ left
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
+    done, start = 0, time.perf_counter()
+    while done < 2 or time.perf_counter() - start < seconds:
+        left @ left
+        wait()
+        done += 1
+    return done * 2.0 * size**3 / (time.perf_counter() - start) / 1e12
+
+
+def feature_bytes(shape: ModelShape, work: Work) -> float:
+    """Bytes of the features of all training documents: inputs in the model's precision, target float32,
+    reached."""
+    b, E, Q, H, D = shape.dtype_bytes, shape.E, shape.Q, shape.H, shape.D
+    of_input = {
+        **{"hidden": E * b, "stream": E * b, "queries": Q * D * b, "queries_before": Q * D * b},
+        **{"keys": H * D * b, "keys_before": H * D * b, "values": H * D * b, "token_ids": 8},
+    }
+    entry = sum(of_input.get(name, 0) for name in work.gate_inputs) + H * (4 + 1)
+    return float(shape.gated * entry * sum(document for document, _ in work.lengths))
+
+
+def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, ...], float]:
+    """The lines of a plan, and the bytes that are lost to fragments.
+
+    Args:
+        shape: of the model.
+        work: asked for.
+        kind: of device, `cpu` or `cuda`.
+    """
+    b, E, F, V = shape.dtype_bytes, shape.E, shape.F, shape.V
+    queries, entries = shape.Q * shape.D, shape.H * shape.D
+    N, T = work.row_tokens, work.document_tokens
+    weight = b if work.weight_bits is None else work.weight_bits / 8
+    shards = 1 if work.sharding == "replicated" else work.num_processes
+    weights = shape.parameters * weight / shards
+    how = f"{8 * weight:g} bits a weight" + (f", a share of {shards} ({work.sharding})" if shards > 1 else "")
+    always = [Line("frozen weights", weights, how, True)]
+    if shards > 1 and work.sharding != "device_map":
+        gathered = 2.0 * shape.largest_layer * b
+        always.append(Line("gathered layers", gathered, "the one at work and the next", True))
+    states = 2 + work.optimizer_states + (1 if work.num_processes > 1 else 0)
+    always += [
+        Line(
+            "gates, gradients, optimiser",
+            4.0 * states * work.gate_parameters,
+            f"{work.gate_parameters:,} parameters, {states} float32 numbers each",
+            True,
+        ),
+        Line("process", PROCESS_BYTES[kind], "libraries, device context", True),
+    ]
+    seen = N * b * (E + queries + 2 * entries)
+    gate = 4.0 * T * (4 * E + 6 * work.gate_hidden)
+    chunk = N if work.chunk is None else min(N, work.chunk)
+    stream = Line("residual stream", 2.0 * N * E * b, f"{N:,} x {E}, and the embeddings", True)
+    mlp = f"{chunk:,} tokens at a time" if chunk < N else "all tokens at once"
+    phases = [
+        Line("input norm", 8.0 * N * E, "float32", False),
+        Line("attention", float(N * b * (E + 4 * queries + 4 * entries)), "q, k, v, RoPE, output", False),
+        Line(
+            "targets", seen + 16.0 * T * shape.Q + WORKSPACE[kind], "statistics of attention, no rows", False
+        ),
+        Line("gate, forward and backward", seen + gate, "float32, one document", False),
+        Line("feed-forward", N * b * 2.0 * E + 3.0 * b * chunk * F, mlp, False),
+    ]
+    if work.stage != "local":
+        # What the backward pass of one layer needs of it, the layer's own gradients included.
+        one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
+        kept, how = (
+            (N * E * b * float(shape.num_layers) + one, "inputs of every layer, and one layer again")
+            if work.checkpointing
+            else (one * float(shape.num_layers), "every layer")
+        )
+        always.append(Line("kept for the backward pass", kept, how, True))
+    if work.stage == "end_to_end":
+        logits = 4.0 * 4 * min(N, work.logits_chunk) * V
+        phases.append(Line("logits", logits + 2.0 * N * E * b, f"{work.logits_chunk:,} at once", False))
+    lines = (*always, stream, *phases)
+    largest = max(line.num_bytes for line in phases)
+    held = stream.num_bytes + (always[-1].num_bytes if work.stage != "local" else 0.0)
+    return lines, SLACK * (largest + held)
+
+
+def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
+    """Operations of a run, and per token by part.
+
+    A product of `m x k` and `k x n` counts `2 m k n`. Attention and targets count pairs of a query and an
+    entry that it sees, `4 Q D` each: two products (scores and output, or the two passes of the statistics).
+
+    Returns:
+        operations of the whole run; and a mapping part -> operations per token of a row.
+    """
+    tokens = sum(document + branches for document, branches in work.lengths)
+    pairs = sum(t * t / 2 + s * t + s * s / 2 for t, s in work.lengths)
+    documents = sum(document for document, _ in work.lengths)
+    queries = shape.Q * shape.D
+    forward = 2.0 * shape.active * tokens
+    attention = 4.0 * queries * pairs * shape.num_layers
+    totals = {
+        "projections": forward,
+        "attention": attention,
+        "targets": shape.gated * (4.0 * queries * pairs + 2.0 * queries * shape.E * documents),
+        "gates": 6.0 * work.gate_parameters * documents,
+    }
+    if work.stage == "end_to_end":
+        # The soft pass: forward, again if recomputed, and the gradient of activations (weights are frozen).
+        times = 2.0 + work.checkpointing
+        totals |= {
+            "targets": 0.0,
+            "soft pass": times * forward + (times + 0.5) * attention,
+            "logits": 2.0 * 4 * shape.E * shape.V * tokens,
+        }
+    elif work.stage == "lookahead":
+        totals["soft pass"] = forward + attention
+    run = work.steps * work.batch_documents / len(work.lengths) * sum(totals.values())
+    return run, {name: total / tokens for name, total in totals.items() if total}
+
+
+def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
+    """Plan a run.
+
+    Args:
+        shape: of the model (`model_shape`, `shape_by_name`).
+        work: asked for (`work_of`).
+        device: `device_here`.
+
+    Returns:
+        the plan, with advice if it does not fit.
+    """
+    plan = _bare(shape, work, device)
+    return replace(plan, advice=tuple(_advice(plan)))
+
+
+def _bare(shape: ModelShape, work: Work, device: Device) -> Plan:
+    lines, slack = memory_lines(shape, work, device.kind)
+    flops, per_token = flops_of(shape, work)
+    disk = feature_bytes(shape, work) if work.features else 0.0
+    folder = work.features_folder
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free = float(shutil.disk_usage(folder).free)
+    return Plan(shape, work, device, lines, slack, flops, per_token, disk, free)
+
+
+def _advice(plan: Plan) -> list[str]:
+    """What would make it fit, cheapest first; each was planned, and says what it comes to."""
+    shape, work, device = plan.shape, plan.work, plan.device
+    found = []
+    if plan.disk_bytes > plan.disk_free:
+        found.append(
+            f"features.folder on a disk with {_size(plan.disk_bytes)} free, data.documents="
+            f"{int(len(work.lengths) * plan.disk_free / plan.disk_bytes)}, or no features"
+        )
+    if plan.fits_memory:
+        return found
+
+    def fits(**changes: Any) -> Plan | None:
+        other = _bare(shape, replace(work, **changes), device)
+        return other if other.fits_memory else None
+
+    if work.micro_batch > 1 and (one := fits(micro_batch=1)):
+        found.append(f"training.micro_batch=1: {_size(one.peak_bytes)}")
+    if work.chunk is None and (one := fits(micro_batch=1, chunk=4096)):
+        found.append(f"teacher chunk of 4096 tokens: {_size(one.peak_bytes)}")
+    weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
+    smallest = {"micro_batch": 1, "chunk": min(4096, work.chunk or 4096)}
+    longest = _longest(plan, smallest)
+    if longest:
+        found.append(f"data.max_tokens={longest} (with micro_batch=1 and a teacher chunk of 4096 tokens)")
+    if shape.dtype_bytes == 4 and work.weight_bits is None:
+        half = _bare(replace(shape, dtype_bytes=2), replace(work, **smallest), device)
+        if half.fits_memory:
+            found.append(f"dtype=bfloat16: {_size(half.peak_bytes)}")
+    if device.kind == "cuda":
+        if work.weight_bits is None and (one := fits(**smallest, weight_bits=4)):
+            found.append(f"weights of 4 bits (quantised): {_size(one.peak_bytes)}")
+        if work.sharding == "replicated":
+            for devices in (2, 4, 8, 16, 32, 64):
+                if one := fits(**smallest, sharding="fsdp2", num_processes=devices):
+                    found.append(
+                        f"weights sharded over {devices} devices (fsdp2 or zero3, configs/accelerate and "
+                        f"configs/deepspeed): {_size(one.peak_bytes)} each; or device_map=auto over them"
+                    )
+                    break
+    if not found:
+        found.append(
+            f"a smaller model: its weights alone take {_size(weights)}, and no change of lengths, chunks or "
+            "sharding over up to 64 devices fits"
+        )
+    return found
+
+
+def _longest(plan: Plan, changes: dict[str, Any]) -> int:
+    """The longest document, in whole 256 tokens, with which the plan fits; 0: none, or it is no shorter."""
+    longest = plan.work.document_tokens
+    low, high = 0, longest // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        lengths = tuple((min(t, 256 * middle), s) for t, s in plan.work.lengths)
+        work = replace(plan.work, lengths=lengths, **changes)
+        if _bare(plan.shape, work, plan.device).fits_memory:
+            low = middle
+        else:
+            high = middle - 1
+    return 256 * low if 256 * low < longest else 0
+
+
+def work_of(
+    config: Any,
+    gates: nn.Module,
+    lengths: Sequence[tuple[int, int]],
+    num_processes: int,
+    *,
+    inputs: frozenset[str] = frozenset({"hidden"}),
+    chunk: int | None = None,
+    sharding: Sharding = "replicated",
+    weight_bits: int | None = None,
+    checkpointing: bool = True,
+) -> Work:
+    """What a distillation config asks for.
+
+    Args:
+        config: a `DistillConfig`.
+        gates: whose parameters are trained (on any device, meta included).
+        lengths: of each training document, its tokens and those of its branches.
+        num_processes: of the run.
+        inputs: what the gates look at.
+        chunk: tokens of the teacher's feed-forward part at a time.
+        sharding: of the frozen weights.
+        weight_bits: of a quantised model.
+        checkpointing: whether the soft pass recomputes.
+    """
+    features = getattr(getattr(config, "features", None), "folder", None)
+    trained = [parameter for parameter in gates.parameters() if parameter.requires_grad]
+    # The widest output of a weight matrix of one gate: what its activations are counted by.
+    hidden = max((parameter.shape[0] for parameter in trained if parameter.dim() == 2), default=0)
+    return Work(
+        stage=config.stage,
+        lengths=tuple((int(document), int(branches)) for document, branches in lengths),
+        steps=config.training.steps,
+        batch_documents=config.training.batch_documents,
+        micro_batch=config.training.micro_batch,
+        gate_parameters=sum(parameter.numel() for parameter in trained),
+        gate_hidden=hidden,
+        gate_inputs=inputs,
+        optimizer_states=1 if getattr(config.training, "optimizer", "adamw") == "sgd" else 2,
+        chunk=chunk,
+        num_processes=num_processes,
+        sharding=sharding,
+        weight_bits=weight_bits,
+        checkpointing=checkpointing,
+        features=features is not None,
+        features_folder=Path(features or "."),
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

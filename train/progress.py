@@ -1,0 +1,153 @@
+"""What is seen while a run goes on: one bar, and a tracker for whoever wants one.
+
+In: what each step did. Out: a bar with tokens a second, loss, held-out overlap and the time that is left; the
+options that accelerate takes for a tracker. The one decision taken here: a rate is that of this process's
+last steps, not of the whole run, so that a run that goes on from a checkpoint does not count what another
+process did; and nothing is tracked anywhere unless it was asked for.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+# Tracker -> the packages of which one must be there.
+TRACKERS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "wandb": ("wandb",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+}
+
+# Steps over which a rate is taken.
+_STEPS = 20
+
+
+class Progress:
+    """The bar of a run.
+
+    Args:
+        total_steps: of the run.
+        start: steps that an earlier process has done.
+        show: whether anything is written (on the main process).
+        clock: seconds, for tests.
+        **bar: passed on to tqdm (`file`, `mininterval`).
+
+    Example:
+        >>> with Progress(2, 0, False) as progress:
+        ...     progress.step(tokens=100, loss=1.5)
+        >>> progress.held_out is None
+        True
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start: int,
+        show: bool,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        **bar: Any,
+    ) -> None:
+        self.clock = clock
+        self.held_out: float | None = None
+        # (time, tokens of this process's steps until then), the newest last.
+        self._marks: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=_STEPS + 1)
+        options: dict[str, Any] = {"mininterval": 0.5, "dynamic_ncols": True, **bar}
+        self._bar = tqdm(
+            total=total_steps, initial=start, desc="distill", unit="step", disable=not show, **options
+        )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the last steps; None before the first."""
+        (first, before), (last, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (last - first) if last > first else None
+
+    def step(self, tokens: int, loss: float, held_out: float | None = None) -> None:
+        """One step is done.
+
+        Args:
+            tokens: that all processes read in it, documents and branches.
+            loss: of the step.
+            held_out: overlap of the last look at the held-out documents; None: there was none since.
+        """
+        self._marks.append((self.clock(), self._marks[-1][1] + tokens))
+        self.held_out = self.held_out if held_out is None else held_out
+        shown = {"tokens/s": _thousands(self.tokens_per_second), "loss": f"{loss:.3f}"}
+        if self.held_out is not None:
+            shown["held-out"] = f"{self.held_out:.3f}"
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
+
+
+def _thousands(rate: float | None) -> str:
+    if rate is None:
+        return "?"
+    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
+
+
+def check_tracker(name: str) -> None:
+    """Refuse a tracker whose package is not installed.
+
+    Raises:
+        ValueError: an unknown name, or a package is missing; says how to get it.
+    """
+    if name not in TRACKERS:
+        raise ValueError(f"tracker={name!r} is not known: choose one of {', '.join(TRACKERS)}.")
+    packages = TRACKERS[name]
+    if packages and not any(find_spec(package) for package in packages):
+        raise ValueError(
+            f"tracker={name} needs the package {packages[0]!r}, which is not installed: "
+            f'pip install "retain[{name}]", or leave tracker=none (the log is in log.jsonl anyway).'
+        )
+
+
+def tracker_options(name: str, folder: Path) -> dict[str, Any]:
+    """What `accelerate.Accelerator` is made with.
+
+    wandb reads its own environment: with `WANDB_MODE=offline` it writes below its folder and sends nothing.
+
+    Args:
+        name: of `TRACKERS`.
+        folder: of the run; tensorboard writes to `tracker/` in it.
+
+    Raises:
+        ValueError: as `check_tracker`.
+    """
+    check_tracker(name)
+    if name == "none":
+        return {}
+    return {"log_with": name, "project_dir": str(folder / "tracker")}
+
+
+def tracked(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a log record under flat names, `held_out/loss` say; what is no number is left out.
+
+    Args:
+        record: of the log.
+        prefix: of the names.
+    """
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            flat |= tracked(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[f"{prefix}{name}"] = value
+    flat.pop("step", None)
+    return flat

@@ -1,0 +1,451 @@
+"""The benchmark: what a training step costs beside reading the documents, in time and in memory.
+
+    python -m retain.train.speed [--what step|memory] [--tokens 4096] [--device cuda --shape 8b] ...
+
+In: the shape of a random Llama, one document, a gate. Out: a table, and every single time beside it as JSON.
+`step` measures the wall time of a layer-local step (walk, targets, gates forward and backward, clipping,
+AdamW) over that of the frozen decoder alone, on the same tokens, without its language-model head. `memory`
+measures, in a process of its own for each length, what a step holds beyond model and gates, and puts the
+plan of `retain.train.plan` beside it.
+
+The one decision taken here: a cost is a ratio of neighbours, as in `retain.eval.speed`. The two sides of a
+pair run one after the other, which of them comes first alternates, and the median is taken over the pairs'
+ratios, so that a machine that drifts moves both sides alike.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from retain.gates import build_gates, dims_for
+from retain.gates.store import write_beside
+from retain.hf.model import base_model, describe
+from retain.registry import lookup
+from retain.train.data import Document
+from retain.train.local import LayerLocal
+from retain.train.losses import LossSettings
+from retain.train.plan import GIB, PROCESS_BYTES, Device, model_shape, plan_of, work_of
+from retain.train.provenance import provenance
+from retain.train.schedule import TrainingSettings
+from retain.train.targets import TargetSettings
+from retain.train.teacher import Frozen
+
+VOCABULARY = 1024
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Tokens of the question and answer behind the document, part of the row.
+APPENDIX = 64
+TEN_MILLION = 10_000_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One benchmark: the model, the row, the gate and the clock.
+
+    Args:
+        tokens: of the row: a document and an appendix of 64.
+        layers: L.
+        width: E.
+        heads: Q, query heads, of width `width / heads`.
+        kv_heads: H.
+        intermediate: width of the feed-forward part.
+        family: of the gates.
+        threads: CPU threads.
+        pairs: ratios measured.
+        warmup: pairs before them that are not counted.
+        dtype: of weights and activations.
+        device: where it runs.
+        seed: of weights, gates and tokens.
+    """
+
+    tokens: int = 4096
+    layers: int = 4
+    width: int = 512
+    heads: int = 8
+    kv_heads: int = 2
+    intermediate: int = 1376
+    family: str = "mlp"
+    threads: int = 2
+    pairs: int = 20
+    warmup: int = 2
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"tokens": APPENDIX + 64, "warmup": 0, "seed": 0, "pairs": 2}
+        problems = [
+            f"{name} is a whole number of at least {least.get(name, 1)}, got {value}"
+            for name, value in vars(self).items()
+            if isinstance(value, int) and value < least.get(name, 1)
+        ]
+        if not problems and (self.width % (2 * self.heads) or self.heads % self.kv_heads):
+            problems.append(
+                f"width {self.width}, {self.heads} heads and {self.kv_heads} KV heads do not divide one "
+                "another (heads are of an even width)"
+            )
+        if self.dtype not in DTYPES:
+            problems.append(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        kind = self.device.partition(":")[0]
+        if kind not in ("cpu", "cuda"):
+            problems.append(f"device is cpu or cuda, got {self.device!r}")
+        elif kind == "cuda" and not torch.cuda.is_available():
+            problems.append(f"device {self.device!r} is not there: torch sees no CUDA device; take cpu")
+        if problems:
+            raise ValueError(f"benchmark: {'; '.join(problems)}.")
+
+
+# Shapes by name, for whoever has the device: what they change of the defaults.
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {},
+    "8b": {
+        "layers": 32,
+        "width": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "intermediate": 14336,
+        "dtype": "bfloat16",
+        "pairs": 3,
+        "warmup": 1,
+        "tokens": 32768,
+    },
+}
+
+
+def build_model(setting: Setting) -> PreTrainedModel:
+    """A random Llama of that shape, with `sdpa`; the one that `retain.eval.speed` times scoring on."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=setting.width,
+        intermediate_size=setting.intermediate,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=setting.heads,
+        num_key_value_heads=setting.kv_heads,
+        head_dim=setting.width // setting.heads,
+        max_position_embeddings=max(2048, setting.tokens),
+        attn_implementation="sdpa",
+    )
+    # Made where it runs and as it is used: a large one has no room to be made elsewhere, or in float32 first.
+    with torch.random.fork_rng(), torch.device(setting.device):
+        torch.manual_seed(setting.seed)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting.dtype])
+    return model.eval().requires_grad_(False)
+
+
+class Step:
+    """One optimiser step, and the decoder alone on the same tokens.
+
+    Args:
+        setting: of the benchmark.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.model = build_model(setting)
+        sizes = {
+            spec.layer_idx: {
+                "E": spec.hidden_size,
+                "H": spec.num_kv_heads,
+                "Q": spec.num_heads,
+                "D": spec.head_dim,
+            }
+            for spec in describe(self.model)
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(setting.seed)
+            gates = build_gates(setting.family, dims_for(setting.family, sizes)).to(setting.device)
+        draw = torch.Generator().manual_seed(setting.seed)
+        ids = torch.randint(VOCABULARY, (setting.tokens,), generator=draw).tolist()
+        self.document = Document(tuple(ids[:-APPENDIX]), tuple(ids[-APPENDIX:]))
+        self.input_ids = torch.tensor([ids], device=setting.device)
+        frozen = Frozen(self.model, None, 0)
+        self.chunk = frozen.chunk
+        self.objective = LayerLocal(gates, frozen, TargetSettings(), LossSettings(), seed=setting.seed)
+        self.objective.prepare_([self.document])
+        self.parameters = self.objective.parameters()
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3)
+        self.steps = 0
+
+    def train(self) -> None:
+        """One whole step."""
+        self.optimizer.zero_grad()
+        self.objective.accumulate_([self.document], self.steps, 1.0)
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.steps += 1
+
+    @torch.no_grad()
+    def read(self) -> Any:
+        """The decoder alone."""
+        return base_model(self.model)(input_ids=self.input_ids, use_cache=False)
+
+    def planned_bytes(self) -> float:
+        """What the plan says of this step, the process itself and the weights left out."""
+        setting = self.setting
+
+        @dataclass(frozen=True)
+        class Config:
+            stage: str = "local"
+            training: TrainingSettings = field(
+                default_factory=lambda: TrainingSettings(steps=1, batch_documents=1, micro_batch=1)
+            )
+
+        lengths = [(setting.tokens - APPENDIX, APPENDIX)]
+        gates = self.objective.gates
+        work = work_of(Config(), gates, lengths, 1, inputs=gates.inputs, chunk=self.chunk)
+        kind = setting.device.partition(":")[0]
+        plan = plan_of(model_shape(self.model, "random"), work, Device(kind, "", 1.0, None, 0.4, ""))
+        weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
+        return plan.peak_bytes - weights - PROCESS_BYTES[kind]
+
+
+def seconds_of(run: Callable[[], Any], device: str) -> float:
+    """How long a call takes; what the one before has left is not paid for."""
+    gc.collect()
+
+    def wait() -> None:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+
+    wait()
+    start = time.perf_counter()
+    result = run()
+    wait()
+    end = time.perf_counter()
+    del result  # freed after the clock has stopped
+    return end - start
+
+
+def measure_step(setting: Setting) -> dict[str, Any]:
+    """Pairs of a training step and the decoder alone, alternating."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(setting.threads)
+    on_gpu = setting.device.startswith("cuda")
+    try:
+        step = Step(setting)
+        pairs: list[tuple[float, float]] = []
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(setting.device)
+        for pair in range(-setting.warmup, setting.pairs):
+            sides: dict[str, Callable[[], Any]] = {"read": step.read, "train": step.train}
+            order = ("read", "train") if pair % 2 else ("train", "read")
+            taken = {side: seconds_of(sides[side], setting.device) for side in order}
+            if pair >= 0:
+                pairs.append((taken["read"], taken["train"]))
+    finally:
+        torch.set_num_threads(before)
+    train_s = statistics.median(train for _, train in pairs)
+    found: dict[str, Any] = {
+        "ratio": spread_of([train / read for read, train in pairs]),
+        "read_ms": [1e3 * read for read, _ in pairs],
+        "train_ms": [1e3 * train for _, train in pairs],
+        "tokens_per_second": setting.tokens / train_s,
+        "hours_per_10m_tokens": TEN_MILLION / (setting.tokens / train_s) / 3600,
+    }
+    if on_gpu:
+        found["peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / GIB
+    return found
+
+
+def spread_of(values: Sequence[float]) -> dict[str, float]:
+    """Median, and 20th and 80th percentile, of at least two values."""
+    low, _, _, high = statistics.quantiles(values, n=5, method="inclusive")
+    return {"median": statistics.median(values), "p20": low, "p80": high}
+
+
+# glibc: whatever is larger is a mapping of its own, gone when it is freed.
+_GIVES_BACK = {f"MALLOC_{name}_": "65536" for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD")}
+
+LENGTHS = (1024, 2048, 4096, 8192)
+
+
+def measure_memory(setting: Setting) -> dict[str, Any]:
+    """What a step holds beyond model and gates, a process for each length."""
+    rows = [row for tokens in LENGTHS for row in watched(setting, [tokens])]
+    ends = (rows[-1]["bytes"] - rows[0]["bytes"]) / (LENGTHS[-1] - LENGTHS[0])
+    pieces = [
+        (after["bytes"] - before["bytes"]) / (after["tokens"] - before["tokens"])
+        for before, after in zip(rows, rows[1:], strict=False)
+    ]
+    return {"rows": rows, "bytes_per_token": ends, "of_each_piece": pieces}
+
+
+def watched(setting: Setting, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of these lengths, one after the other in a process of its own: `{"tokens", "bytes", "planned"}`.
+
+    Its allocator gives back what is freed, so that what it holds is what is alive.
+    """
+    environment = {**os.environ, **_GIVES_BACK}
+    command = [sys.executable, "-m", "retain.train.speed", "--what", "watch", "--lengths"]
+    command += [str(tokens) for tokens in lengths]
+    for own in fields(setting):
+        command += [f"--{own.name.replace('_', '-')}", str(getattr(setting, own.name))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+    if done.returncode:
+        raise RuntimeError(f"the watched process failed: {done.stderr.strip()[-2000:]}")
+    return [json.loads(line) for line in done.stdout.strip().splitlines()[-len(lengths) :]]
+
+
+def watch(setting: Setting) -> dict[str, Any]:
+    """In this process: the most that two steps hold, less what model, gates and libraries held before."""
+    torch.set_num_threads(setting.threads)
+    # Libraries are loaded, and thread pools started, by a short row.
+    Step(replace(setting, tokens=APPENDIX + 64, layers=1)).train()
+    step = Step(setting)
+    gc.collect()
+    if setting.device.startswith("cuda"):
+        torch.cuda.synchronize(setting.device)
+        before = torch.cuda.memory_allocated(setting.device)
+        torch.cuda.reset_peak_memory_stats(setting.device)
+        step.train()
+        step.train()
+        most = torch.cuda.max_memory_allocated(setting.device)
+    else:
+        reset_peak()
+        before = memory_now("VmRSS")
+        step.train()
+        step.train()
+        most = memory_now("VmHWM")
+    return {"tokens": setting.tokens, "bytes": most - before, "planned": step.planned_bytes()}
+
+
+def reset_peak() -> None:
+    """Forget the most that this process ever held (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_now(name: str) -> int:
+    """A line of `/proc/self/status` in bytes: VmRSS, what is held; VmHWM, the most that was."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {name}: memory is measured on Linux only.")
+
+
+MEASURES: dict[str, Callable[[Setting], dict[str, Any]]] = {"step": measure_step, "memory": measure_memory}
+
+
+def benchmark(what: str, setting: Setting, *, command: str = "") -> dict[str, Any]:
+    """Run one benchmark.
+
+    Args:
+        what: a name in `MEASURES`.
+        setting: of the model, the row and the clock.
+        command: that a reader would type.
+
+    Returns:
+        the record: setting, what was found, where it comes from.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    measure = lookup(what, MEASURES, what="benchmark")
+    load = os.getloadavg()[0]
+    found = measure(setting)
+    return {
+        "what": what,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command,
+        "setting": asdict(setting),
+        **found,
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
+        "provenance": provenance(),
+    }
+
+
+def table(record: dict[str, Any]) -> str:
+    """A record as the text that is printed and kept."""
+    setting, origin = Setting(**{**record["setting"], "device": "cpu"}), record["provenance"]
+    clean = {True: "NOT clean: scratch, no evidence", False: "clean", None: "no checkout"}[origin["dirty"]]
+    lines = [
+        f"layer-local training, {record['what']} ({record['date']})",
+        f"model: Llama, random weights, {setting.layers} layers, width {setting.width}, {setting.heads} "
+        f"query and {setting.kv_heads} KV heads, feed-forward {setting.intermediate}, {setting.dtype}; "
+        f"{setting.family} gates",
+        f"device: {record['setting']['device']} ({origin['device']}), {setting.threads} threads; load "
+        f"{record['load_before']:.2f} before, {record['load_after']:.2f} after",
+        f"versions: torch {origin['versions']['torch']}, transformers {origin['versions']['transformers']}; "
+        f"commit {origin['commit']}, {clean}",
+        f"command: {record['command']}",
+        "",
+    ]
+    if record["what"] == "memory":
+        lines.append(f"{'tokens':>8} {'step MiB':>10} {'planned MiB':>12}")
+        lines += [
+            f"{row['tokens']:>8} {row['bytes'] / 2**20:>10.1f} {row['planned'] / 2**20:>12.1f}"
+            for row in record["rows"]
+        ]
+        pieces = ", ".join(f"{piece / 1024:.1f}" for piece in record["of_each_piece"])
+        lines.append(
+            f"KiB a token: {record['bytes_per_token'] / 1024:.1f} from end to end; between lengths {pieces}"
+        )
+    else:
+        ratio = record["ratio"]
+        lines += [
+            f"row of {setting.tokens} tokens; medians of {setting.pairs} interleaved pairs",
+            f"step / decoder alone: {ratio['median']:.3f} (20 % {ratio['p20']:.3f}, 80 % {ratio['p80']:.3f})",
+            f"decoder alone {statistics.median(record['read_ms']):.1f} ms, step "
+            f"{statistics.median(record['train_ms']):.1f} ms",
+            f"{record['tokens_per_second']:,.0f} tokens/s, {record['hours_per_10m_tokens']:.2f} hours for "
+            "ten million tokens",
+        ]
+        if "peak_gib" in record:
+            lines.append(f"peak memory: {record['peak_gib']:.1f} GiB")
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, measure, print the table and write it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m retain.train.speed", description="Time a training step, and watch its memory."
+    )
+    parser.add_argument("--what", default="step", help=f"{', '.join(MEASURES)}; default step")
+    parser.add_argument("--shape", default="small", help=f"{', '.join(SHAPES)}; default small")
+    for own in fields(Setting):
+        flag = f"--{own.name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(own.default), default=None, help=f"default {own.default}")
+    parser.add_argument("--lengths", type=int, nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--output", type=Path, help="default results/speed/training-WHAT.json; the table lies beside it"
+    )
+    given = parser.parse_args(arguments)
+    typed = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        changes = {own.name: getattr(given, own.name) for own in fields(Setting)}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        setting = Setting(**{**lookup(given.shape, SHAPES, what="shape"), **changes})
+        if given.what == "watch":  # a process of `memory`
+            for tokens in given.lengths or [setting.tokens]:
+                print(json.dumps(watch(replace(setting, tokens=tokens))), flush=True)
+            return 0
+        command = shlex.join(["python", "-m", "retain.train.speed", *typed])
+        record = benchmark(given.what, setting, command=command)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text = table(record)
+    output = given.output or Path("results/speed") / f"training-{given.what}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    print(text, end="")
+    os.replace(write_beside(output, (json.dumps(record, indent=2) + "\n").encode()), output)
+    note = output.with_suffix(".txt")
+    os.replace(write_beside(note, text.encode()), note)
+    print(f"written: {output}, {note}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
