@@ -9,12 +9,10 @@ is looked at, and what it will cost is said before it is spent.
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,15 +20,13 @@ from torch import nn
 from tqdm import tqdm
 
 from retain.config import load, to_mapping
-from retain.evidence import Evidence
 from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.store import save_gates
 from retain.hf.gates import load_gates
-from retain.hf.lookahead import lookahead_gates, observe_ahead
+from retain.hf.lookahead import lookahead_gates
 from retain.hf.model import describe, fingerprint
-from retain.registry import lookup
-from retain.train.branches import readings_of, row_tokens
-from retain.train.calibration import CalibrationSettings, LayerLook, calibrate_, look_at
+from retain.train.artifact import command_line, metadata_of, reports_of
+from retain.train.branches import row_tokens
 from retain.train.card import write_card
 from retain.train.checkpoint import (
     begin_,
@@ -40,18 +36,14 @@ from retain.train.checkpoint import (
     finish_,
     inspect_run,
 )
-from retain.train.data import DataSettings, Document, check_data, load_corpus
-from retain.train.features import CachedExamples, FeatureSettings, fill_, recipe_of
+from retain.train.data import Document, load_corpus
+from retain.train.features import CachedExamples, fill_, recipe_of
 from retain.train.local import LayerLocal, TeacherExamples, check_unit
 from retain.train.lookahead import Lookahead
 from retain.train.loop import Lesson, Objective, train
-from retain.train.losses import LossSettings, check_losses
-from retain.train.noop import noop_report
 from retain.train.parallel import is_sharded, shard_frozen_, sharding_of
 from retain.train.plan import (
     Plan,
-    PlanSettings,
-    check_plan,
     device_here,
     model_shape,
     plan_of,
@@ -59,135 +51,9 @@ from retain.train.plan import (
     work_of,
 )
 from retain.train.progress import check_tracker, tracker_options
-from retain.train.provenance import provenance
-from retain.train.schedule import TrainingSettings, check_training
-from retain.train.soft import EndToEnd, SoftSettings, check_soft
-from retain.train.targets import TargetSettings, check_targets, layer_target, target_unit
-from retain.train.teacher import Frozen, View, check_documents, load_frozen, walk
-
-# Documents on which a finished soft stage is asked whether its gates do anything.
-NOOP_DOCUMENTS = 8
-
-
-@dataclass(frozen=True)
-class GateSettings:
-    """Which gate.
-
-    Args:
-        family: a name in `retain.gates.GATES`.
-        settings: of the family, by the names of its constructor (an `mlp` has F, its hidden width); what is
-            left out has the family's default.
-    """
-
-    family: str = "mlp"
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class DistillConfig:
-    """A run.
-
-    Args:
-        output: folder of the run and of the artifact.
-        stage: `local` (each layer's gate learns its own target), `end_to_end` (soft gates in the model's own
-            attention, a loss on what the model says) or `lookahead` (tokens that look for the answer).
-        model: `reference:<seed>`, a local folder, or a hub name.
-        dtype: precision of the frozen model (the gates are float32).
-        revision: of the hub model.
-        trust_remote_code: run code that comes with the checkpoint; off unless asked.
-        device_map: of transformers (`auto` spreads the frozen model over this process's devices).
-        quantization: settings of transformers' quantisation, as its config has them (`quant_method`, ...).
-        chunk: tokens of the frozen model's token-wise parts at a time; bounds the memory, changes no number.
-        initial: an artifact whose gates the run begins with (of the same family); null: fresh ones.
-        seed: of documents, order, pairs and the gates' first weights.
-        data: where documents come from.
-        gate: which gate.
-        target: which future the gates learn.
-        loss: terms of the layer-local stage.
-        soft: the end-to-end stage.
-        training: how long, how fast, how often.
-        calibration: what is fitted after training, on held-out documents.
-        features: whether the teacher's answers are kept on disk, for many epochs.
-        plan: what device to plan for.
-        tracker: `none`, `wandb` or `tensorboard`.
-        overwrite: replace whatever run the folder holds.
-        resume: go on with an unfinished run of the same config, model and documents.
-    """
-
-    output: str
-    stage: Literal["local", "end_to_end", "lookahead"] = "local"
-    model: str = "reference:0"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    device_map: str | None = None
-    quantization: dict[str, Any] | None = None
-    chunk: int | None = 8192
-    initial: str | None = None
-    seed: int = 0
-    data: DataSettings = field(default_factory=DataSettings)
-    gate: GateSettings = field(default_factory=GateSettings)
-    target: TargetSettings = field(default_factory=TargetSettings)
-    loss: LossSettings = field(default_factory=LossSettings)
-    soft: SoftSettings = field(default_factory=SoftSettings)
-    training: TrainingSettings = field(default_factory=TrainingSettings)
-    calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
-    features: FeatureSettings = field(default_factory=FeatureSettings)
-    plan: PlanSettings = field(default_factory=PlanSettings)
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    overwrite: bool = False
-    resume: bool = True
-
-
-def check(config: DistillConfig, num_processes: int) -> None:
-    """All that can be seen to be wrong without loading anything.
-
-    Raises:
-        ValueError: with every problem.
-    """
-    problems = []
-    for part in (
-        lambda: lookup(config.gate.family, GATES, what="gate family"),
-        lambda: _check_stage(config),
-        lambda: check_data(config.data),
-        lambda: check_targets(config.target),
-        lambda: check_losses(config.loss),
-        lambda: check_soft(config.soft),
-        lambda: check_plan(config.plan),
-        lambda: check_training(config.training, num_processes),
-    ):
-        try:
-            part()
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def _check_stage(config: DistillConfig) -> None:
-    gate = lookup(config.gate.family, GATES, what="gate family")
-    if (config.stage == "lookahead") != (gate.extension is not None):
-        raise ValueError(
-            f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
-            "`lookahead` and the family `lookahead` go together, and with nothing else."
-        )
-    if config.features.folder is not None and (
-        config.stage != "local" or "layer_output" in config.loss.terms
-    ):
-        raise ValueError(
-            "features.folder keeps inputs and targets of the layer-local stage; leave it out with "
-            f"stage={config.stage}"
-            + (
-                " and the loss term layer_output, which looks at the layer itself."
-                if config.stage == "local"
-                else "."
-            )
-        )
-    if config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"device_map={config.device_map} spreads one model over the devices of one process, and several "
-            "processes were started: start one, or leave device_map out."
-        )
+from retain.train.recipe import DistillConfig, check, document_check
+from retain.train.soft import EndToEnd
+from retain.train.teacher import Frozen, load_frozen
 
 
 def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
@@ -282,7 +148,7 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         batch_documents=config.training.batch_documents,
         encode=frozen.encode,
         chat=frozen.chat,
-        check=_checker(config, frozen),
+        check=document_check(config, frozen),
         progress=accelerator.is_main_process,
     )
     base = fingerprint(frozen.model)
@@ -342,12 +208,12 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         prepare=config.initial is None,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
-    metadata = {**_metadata(config, summary, corpus), "score_unit": score_unit}
-    metadata |= _after(config, gates, frozen, corpus)
+    metadata = {**metadata_of(config, summary, corpus), "score_unit": score_unit}
+    metadata |= reports_of(config, gates, frozen, corpus)
     if accelerator.is_main_process:
         with disk_errors(folder):
             save_gates(gates, folder, fingerprint=base, metadata=metadata)
-            write_card(folder, command=_command(), say=tqdm.write)
+            write_card(folder, command=command_line(), say=tqdm.write)
         finish_(folder)
         tqdm.write(f"gates: {folder} (retain.load_gates({str(folder)!r}, model))", file=sys.stdout)
     accelerator.wait_for_everyone()
@@ -396,22 +262,6 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
     return earlier.requires_grad_(True)
 
 
-def _checker(config: DistillConfig, frozen: Frozen) -> Any:
-    """What every document has to be, asked as it is read."""
-    alone = set(config.target.sources) == {"appendix"}
-
-    def check_one(document: Document) -> None:
-        check_documents(frozen.model.config, [document])
-        if alone and not document.appendix_ids and config.stage != "end_to_end":
-            raise ValueError(
-                f"target.sources={config.target.sources} needs a question and answer after every document, "
-                f"and {document.origin or 'one'} has none: add `own`, or give rows with context, question "
-                "and answer."
-            )
-
-    return check_one
-
-
 def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Objective:
     if config.stage == "end_to_end":
         return EndToEnd(
@@ -456,80 +306,6 @@ def _with_features(
     accelerator.wait_for_everyone()
     cached = CachedExamples(folder, recipe)
     return LayerLocal(gates, frozen, config.target, config.loss, seed=config.seed, examples=cached)
-
-
-def _after(config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any) -> dict[str, Any]:
-    """What is fitted and asked once training is over: every process does the same, so that a sharded model
-    walks in step."""
-    reports: dict[str, Any] = {"calibration": None}
-    if config.stage == "end_to_end" and corpus.held_out:
-        reports["noop"] = noop_report(gates, frozen, corpus.held_out[:NOOP_DOCUMENTS], config.soft)
-    if config.calibration.wanted and corpus.held_out:
-        reports["calibration"] = _calibrate_(config, gates, frozen, corpus.held_out)
-    return reports
-
-
-def _calibrate_(
-    config: DistillConfig, gates: GateSet, frozen: Frozen, documents: Sequence[Document]
-) -> dict[str, Any]:
-    """Fit on held-out documents what makes scores comparable.
-
-    The unit is risk, whatever the gates learned: their own target where it is one, else the default's. A
-    decay is no number that a curve could turn into risk, so that ageing gates keep theirs.
-    """
-    settings, target = config.calibration, config.target
-    if target_unit(target) != "risk" or target.granularity != "head" or config.stage != "local":
-        target = TargetSettings(horizon=target.horizon, chunk=target.chunk)
-    if gates.ages:
-        settings = replace(settings, kind="none")
-    looks = []
-    for document in documents:
-        own: dict[int, LayerLook] = {}
-        shown: dict[int, Evidence] = {}
-        if gates.extension is not None:
-            ids_BT = torch.tensor([document.context_ids], device=frozen.model.device)
-            shown = {layer.layer_idx: layer for layer in observe_ahead(frozen.model, gates, ids_BT)}
-
-        def see(views: list[View], own: dict[int, LayerLook] = own, shown: Any = shown) -> None:
-            for view in views:
-                target_HT, reached_HT = layer_target(view, target)
-                evidence = shown.get(view.layer_idx, view.document)
-                own[view.layer_idx] = look_at(gates, evidence, target_HT, reached_HT.any(0), settings)
-
-        walk(frozen, readings_of([document], target, frozen), see, wanted=gates.inputs)
-        looks.append(own)
-    return calibrate_(gates, looks, settings)
-
-
-def _metadata(config: DistillConfig, summary: dict[str, Any], corpus: Any) -> dict[str, Any]:
-    """What the artifact says about its making."""
-    mapping = to_mapping(config)
-    used = corpus.num_documents
-    return {
-        "base_model": config.model,
-        "base_revision": config.revision,
-        "stage": config.stage,
-        "gate": mapping["gate"],
-        "target": mapping["target"],
-        "protected_window": config.soft.protected if config.stage == "end_to_end" else config.target.horizon,
-        "loss": mapping["loss"] if config.stage == "local" else None,
-        "soft": mapping["soft"] if config.stage == "end_to_end" else None,
-        "data": {
-            **mapping["data"],
-            "documents_used": used if used is not None else sum(summary["documents_of_process"]),
-            "held_out_used": len(corpus.held_out),
-            "sha256": corpus.describe(),
-        },
-        "training": {**mapping["training"], **summary, "seed": config.seed},
-        "config": mapping,
-        "command": _command(),
-        "provenance": provenance(),
-    }
-
-
-def _command() -> str:
-    """How this process was started, as one types it."""
-    return "accelerate launch " + shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
 
 
 def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -176,14 +176,9 @@ def _extract(documents: Sequence[Document], source: Examples, settings: FeatureS
         for example in examples:
             prefix = f"{names[example.row]}/{example.layer_idx}"
             for part in fields(GateInputs):
-                tensor = getattr(example.inputs, part.name)
-                if isinstance(tensor, Tensor):
-                    tensors[f"{prefix}/{part.name}"] = _own(tensor)
-                elif tensor is not None:
-                    raise ValueError(
-                        f"these gates look at {part.name}, which features do not hold: leave features.folder "
-                        "unset, and every step asks the teacher."
-                    )
+                value = getattr(example.inputs, part.name)
+                if value is not None:
+                    tensors[f"{prefix}/{part.name}"] = _own(value)
             target_HT = example.target_HT.detach()
             if dtype == torch.float16 and float(target_HT.abs().max()) > torch.finfo(dtype).max:
                 raise ValueError(
@@ -197,9 +192,17 @@ def _extract(documents: Sequence[Document], source: Examples, settings: FeatureS
     return tensors
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """A copy that shares nothing: views of one packed row would be written whole, or refused."""
-    return tensor.detach().to("cpu", copy=True).contiguous().clone()
+def _own(value: Tensor | float) -> Tensor:
+    """A copy that shares nothing: views of one packed row would be written whole, or refused. A number is
+    kept in full precision, without axes."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+    return value.detach().to("cpu", copy=True).contiguous().clone()
+
+
+def _back(tensor: Tensor, device: torch.device) -> Any:
+    """What `_own` was given."""
+    return tensor.to(device) if tensor.dim() else tensor.item()
 
 
 def _check_room(
@@ -314,8 +317,8 @@ class CachedExamples:
                 for row, (name, document) in enumerate(zip(names, documents, strict=True)):
                     path = self.shards[name]
                     prefix = f"{name}/{layer}/"
-                    own = {
-                        key.removeprefix(prefix): opened[path].get_tensor(key).to(self.device)
+                    own: dict[str, Any] = {
+                        key.removeprefix(prefix): _back(opened[path].get_tensor(key), self.device)
                         for key in keys[path]
                         if key.startswith(prefix)
                     }

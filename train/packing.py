@@ -29,17 +29,21 @@ def share_of(documents: Sequence[Document], *, process: int, num_processes: int)
         its documents, by falling length.
     """
     assert 0 <= process < num_processes, f"process {process} of {num_processes}"
+    return _shares(documents, num_processes)[process]
+
+
+def _shares(documents: Sequence[Document], num_processes: int) -> list[list[Document]]:
     room, rest = divmod(len(documents), num_processes)
     shares: list[list[Document]] = [[] for _ in range(num_processes)]
     tokens = [0] * num_processes
+    larger = 0  # processes with one document more than the others; `rest` of them in the end
     for document in _longest_first(documents, None):
-        # `rest` processes take one document more than the others.
-        larger = sum(len(share) > room for share in shares)
         open_to = [i for i, share in enumerate(shares) if len(share) < room + (larger < rest)]
         chosen = min(open_to, key=lambda i: (tokens[i], i))
         shares[chosen].append(document)
         tokens[chosen] += document.num_tokens
-    return shares[process]
+        larger += len(shares[chosen]) > room
+    return shares
 
 
 def packs(
@@ -94,12 +98,9 @@ def num_packs(
     Where the frozen model is sharded, every forward pass is a meeting of all processes: one that has fewer
     packs must run as many forwards as the one that has most.
     """
-    counts = []
-    for process in range(num_processes):
-        share = share_of(documents, process=process, num_processes=num_processes)
-        mine = packs(share, micro_batch=micro_batch, tokens_per_pack=tokens_per_pack, size_of=size_of)
-        counts.append(len(mine))
-    return max(counts)
+    limits = {"micro_batch": micro_batch, "tokens_per_pack": tokens_per_pack}
+    shares = _shares(documents, num_processes)
+    return max(len(packs(share, size_of=size_of, **limits)) for share in shares)
 
 
 def _num_tokens(document: Document) -> int:

@@ -39,6 +39,8 @@ Stage = Literal["local", "end_to_end", "lookahead"]
 PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
 # Share of the activations that an allocator loses to fragments.
 SLACK = 0.1
+# Lookahead tokens behind a document, forward and backward.
+LOOKAHEAD = 3 * 32
 # Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
 # longer), what the kernels put aside on a GPU.
 WORKSPACE = {"cpu": 16.0 * 2**20, "cuda": 64.0 * 2**20}
@@ -132,8 +134,7 @@ class Work:
         sharding: how the frozen weights lie on several devices.
         weight_bits: bits of a quantised weight; None: the model's own precision.
         logits_chunk: tokens whose logits are there at once (`end_to_end`).
-        checkpointing: whether the soft pass recomputes layers in its backward pass (`end_to_end`,
-            `lookahead`).
+        checkpointing: whether the soft pass computes layers again for its gradient (`end_to_end`).
         features: whether the gates' inputs are written to disk.
         features_folder: where, for the free space there.
     """
@@ -508,7 +509,11 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
         Line("gate, forward and backward", seen + gate, "float32, one document", False),
         Line("feed-forward", N * b * 2.0 * E + 3.0 * b * chunk * F, mlp, False),
     ]
-    if work.stage != "local":
+    if work.stage == "lookahead":
+        # The lookahead tokens are few: what they attend to is what is held.
+        kept = 2.0 * N * b * entries * shape.num_layers
+        always.append(Line("kept for the backward pass", kept, "keys and values of every layer", True))
+    elif work.stage == "end_to_end":
         # What the backward pass of one layer needs of it, the layer's own gradients included.
         one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
         kept, how = (
@@ -556,7 +561,7 @@ def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
             "logits": 2.0 * 4 * shape.E * shape.V * tokens,
         }
     elif work.stage == "lookahead":
-        totals["soft pass"] = forward + attention
+        totals["lookahead pass"] = 4.0 * queries * documents * LOOKAHEAD * shape.num_layers
     run = work.steps * work.batch_documents / len(work.lengths) * sum(totals.values())
     return run, {name: total / tokens for name, total in totals.items() if total}
 
@@ -605,6 +610,8 @@ def _advice(plan: Plan) -> list[str]:
 
     if work.micro_batch > 1 and (one := fits(micro_batch=1)):
         found.append(f"training.micro_batch=1: {_size(one.peak_bytes)}")
+    if work.stage == "end_to_end" and not work.checkpointing and (one := fits(checkpointing=True)):
+        found.append(f"soft.checkpointing=true: {_size(one.peak_bytes)}")
     if work.chunk is None and (one := fits(micro_batch=1, chunk=4096)):
         found.append(f"teacher chunk of 4096 tokens: {_size(one.peak_bytes)}")
     weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
@@ -660,7 +667,7 @@ def work_of(
     chunk: int | None = None,
     sharding: Sharding = "replicated",
     weight_bits: int | None = None,
-    checkpointing: bool = True,
+    checkpointing: bool | None = None,
 ) -> Work:
     """What a distillation config asks for.
 
@@ -673,7 +680,7 @@ def work_of(
         chunk: tokens of the teacher's feed-forward part at a time.
         sharding: of the frozen weights.
         weight_bits: of a quantised model.
-        checkpointing: whether the soft pass recomputes.
+        checkpointing: whether the soft pass recomputes; None: as the config's `soft` says.
     """
     features = getattr(getattr(config, "features", None), "folder", None)
     trained = [parameter for parameter in gates.parameters() if parameter.requires_grad]
@@ -693,7 +700,9 @@ def work_of(
         num_processes=num_processes,
         sharding=sharding,
         weight_bits=weight_bits,
-        checkpointing=checkpointing,
+        checkpointing=bool(getattr(getattr(config, "soft", None), "checkpointing", True))
+        if checkpointing is None
+        else checkpointing,
         features=features is not None,
         features_folder=Path(features or "."),
     )

@@ -1,7 +1,7 @@
 """The hidden layer of a gate: its activation, by the name that a config writes, and its width.
 
-In: a name, a width. Out: the function, the width checked. The one decision taken here: `gelu` is the exact one (erf), as in the released
-KVzap and WG-KV gates.
+In: a name, a width. Out: the function, the width checked. The one decision taken here: `gelu` is the exact
+one (erf), as in the released KVzap and WG-KV gates.
 """
 
 from collections.abc import Callable, Mapping

@@ -39,7 +39,7 @@ def make_config(tiny_folder: Path, documents_path: Path, tmp_path: Path) -> Call
 
     def make(**changes: Any) -> Any:
         from retain.config import build
-        from retain.train.distill import DistillConfig
+        from retain.train.recipe import DistillConfig
 
         mapping: dict[str, Any] = {
             "output": str(tmp_path / "run"),

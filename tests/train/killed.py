@@ -23,7 +23,8 @@ from accelerate import Accelerator
 
 from retain.config import load
 from retain.train.checkpoint import CHECKPOINTS, _is_whole, latest, read_log
-from retain.train.distill import DistillConfig, distill
+from retain.train.distill import distill
+from retain.train.recipe import DistillConfig
 
 # Of the kills, those that come while the run loads and looks around.
 EARLY = 0.25
@@ -66,10 +67,14 @@ def sign_of_life(folder: Path) -> tuple[int, int, int]:
     return (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
+def has_ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def killed_once(config: DistillConfig, folder: Path, wait: float, *, early: bool) -> bool:
     """Whether the run was still going when it was killed."""
     before, child = sign_of_life(folder), forked(config, folder)
-    while not early and sign_of_life(folder) == before and not os.waitpid(child, os.WNOHANG | os.WNOWAIT)[0]:
+    while not early and sign_of_life(folder) == before and not has_ended(child):
         time.sleep(0.002)
     time.sleep(wait)
     os.kill(child, signal.SIGKILL)

@@ -21,7 +21,8 @@ from retain.hf.model import observe
 from retain.policy import load_policy
 from retain.train import local, loop
 from retain.train.checkpoint import latest, read_log
-from retain.train.distill import DistillConfig, distill, main
+from retain.train.distill import distill, main
+from retain.train.recipe import DistillConfig
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from retain.config import save
 from retain.train import checkpoint
 from retain.train.checkpoint import DiskError, latest, read_log
-from retain.train.distill import DistillConfig, distill, main
+from retain.train.distill import distill, main
+from retain.train.recipe import DistillConfig
 from retain.train.signals import STOP_FILE, StopRequested
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +215,7 @@ def test_asked_to_stop_a_run_saves_and_goes_on_to_the_same_gates(
 
 
 def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path: Path) -> None:
-    changes = {"training.steps": 120, "training.held_out_every": 0, "training.checkpoint_every": 0}
+    changes = {"training.steps": 30, "training.held_out_every": 0, "training.checkpoint_every": 0}
     config = make_config(output=str(tmp_path / "run"), **changes)
     output, path = tmp_path / "run", written(config, tmp_path / "c.yaml")
     launch = command("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -230,7 +231,7 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
     assert run.returncode != 0 and "stopped on request after step" in said, said[-3000:]
     assert "exitcode  : 143" in said, "as a launcher expects of a process that was told to end"
     found = latest(output)
-    assert found is not None and 3 <= found[0] < 120 and not (output / STOP_FILE).exists()
+    assert found is not None and 3 <= found[0] < 30 and not (output / STOP_FILE).exists()
     assert found[0] == [record["step"] for record in read_log(output) if "loss" in record][-1]
     assert json.loads((found[1] / "state.json").read_text())["num_processes"] == 2
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from retain.gates import GateSet, build_gates
+from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.hf.model import describe
 from retain.hf.soft import soft_gated
 from retain.train.documents import Document
+from retain.train.noop import noop_report
 from retain.train.soft import (
     COST,
     FIDELITY,
@@ -280,6 +281,36 @@ def test_held_out_overlap_is_that_of_the_order_at_the_end() -> None:
     gates = gates_of(frozen, "decay", F=8, spread=0.0)
     row = EndToEnd(gates, frozen, SOFT, target).look(DOCUMENTS, baselines=True)[0]
     assert row["overlap"] == pytest.approx(row["overlap_recency"])
+
+
+@pytest.mark.parametrize("family", sorted(GATES.keys() - {"lookahead"}))
+def test_every_family_that_can_be_gated_softly_trains(family: str) -> None:
+    frozen = frozen_of()
+    sizes = {
+        spec.layer_idx: {
+            "E": spec.hidden_size,
+            "H": spec.num_kv_heads,
+            "Q": spec.num_heads,
+            "D": spec.head_dim,
+        }
+        for spec in describe(frozen.model)
+    }
+    torch.manual_seed(0)
+    gates = build_gates(family, dims_for(family, sizes))
+    objective = EndToEnd(gates, frozen, SOFT, TargetSettings(horizon=6), seed=1)
+    objective.prepare_(DOCUMENTS)
+    first = objective.look(DOCUMENTS)[0]
+    assert first["open"] > 0.5, "it begins open"
+    optimiser = torch.optim.Adam(objective.parameters(), lr=0.05)
+    for step in range(4):
+        optimiser.zero_grad()
+        objective.accumulate_(DOCUMENTS, step, 0.5)
+        assert any(one.grad is not None and one.grad.any() for one in objective.parameters())
+        optimiser.step()
+    row = objective.look(DOCUMENTS)[0]
+    assert row["capacity_global"] < first["capacity_global"] and 0 <= row["overlap"] <= 1
+    report = noop_report(gates, frozen, DOCUMENTS, SOFT)
+    assert report["hard"]["documents"] == 2 and report["verdict"]
 
 
 def copying(seed: int) -> Document:

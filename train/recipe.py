@@ -1,0 +1,160 @@
+"""The request: which gates, on which model and documents, towards which future, by which loss.
+
+In: a YAML, by `retain.config.load`. Out: a `DistillConfig`, or every problem with it in one message. The one
+decision taken here: target, loss, gate, stage and calibration are separate sections, so that a published
+recipe is one file, and "what if" is one line of it.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from retain.gates import GATES
+from retain.registry import lookup
+from retain.train.calibration import CalibrationSettings
+from retain.train.data import DataSettings, Document, check_data
+from retain.train.features import FeatureSettings
+from retain.train.losses import LossSettings, check_losses
+from retain.train.plan import PlanSettings, check_plan
+from retain.train.schedule import TrainingSettings, check_training
+from retain.train.soft import SoftSettings, check_soft
+from retain.train.targets import TargetSettings, check_targets
+from retain.train.teacher import Frozen, check_documents
+
+
+@dataclass(frozen=True)
+class GateSettings:
+    """Which gate.
+
+    Args:
+        family: a name in `retain.gates.GATES`.
+        settings: of the family, by the names of its constructor (an `mlp` has F, its hidden width); what is
+            left out has the family's default.
+    """
+
+    family: str = "mlp"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """A run.
+
+    Args:
+        output: folder of the run and of the artifact.
+        stage: `local` (each layer's gate learns its own target), `end_to_end` (soft gates in the model's own
+            attention, a loss on what the model says) or `lookahead` (tokens that look for the answer).
+        model: `reference:<seed>`, a local folder, or a hub name.
+        dtype: precision of the frozen model (the gates are float32).
+        revision: of the hub model.
+        trust_remote_code: run code that comes with the checkpoint; off unless asked.
+        device_map: of transformers (`auto` spreads the frozen model over this process's devices).
+        quantization: settings of transformers' quantisation, as its config has them (`quant_method`, ...).
+        chunk: tokens of the frozen model's token-wise parts at a time; bounds the memory, changes no number.
+        initial: an artifact whose gates the run begins with (of the same family); null: fresh ones.
+        seed: of documents, order, pairs and the gates' first weights.
+        data: where documents come from.
+        gate: which gate.
+        target: which future the gates learn.
+        loss: terms of the layer-local stage.
+        soft: the end-to-end stage.
+        training: how long, how fast, how often.
+        calibration: what is fitted after training, on held-out documents.
+        features: whether the teacher's answers are kept on disk, for many epochs.
+        plan: what device to plan for.
+        tracker: `none`, `wandb` or `tensorboard`.
+        overwrite: replace whatever run the folder holds.
+        resume: go on with an unfinished run of the same config, model and documents.
+    """
+
+    output: str
+    stage: Literal["local", "end_to_end", "lookahead"] = "local"
+    model: str = "reference:0"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    device_map: str | None = None
+    quantization: dict[str, Any] | None = None
+    chunk: int | None = 8192
+    initial: str | None = None
+    seed: int = 0
+    data: DataSettings = field(default_factory=DataSettings)
+    gate: GateSettings = field(default_factory=GateSettings)
+    target: TargetSettings = field(default_factory=TargetSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    soft: SoftSettings = field(default_factory=SoftSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
+    features: FeatureSettings = field(default_factory=FeatureSettings)
+    plan: PlanSettings = field(default_factory=PlanSettings)
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    overwrite: bool = False
+    resume: bool = True
+
+
+def check(config: DistillConfig, num_processes: int) -> None:
+    """All that can be seen to be wrong without loading anything.
+
+    Raises:
+        ValueError: with every problem.
+    """
+    problems = []
+    for part in (
+        lambda: lookup(config.gate.family, GATES, what="gate family"),
+        lambda: _check_stage(config),
+        lambda: check_data(config.data),
+        lambda: check_targets(config.target),
+        lambda: check_losses(config.loss),
+        lambda: check_soft(config.soft),
+        lambda: check_plan(config.plan),
+        lambda: check_training(config.training, num_processes),
+    ):
+        try:
+            part()
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _check_stage(config: DistillConfig) -> None:
+    gate = lookup(config.gate.family, GATES, what="gate family")
+    if (config.stage == "lookahead") != (gate.extension is not None):
+        raise ValueError(
+            f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
+            "`lookahead` and the family `lookahead` go together, and with nothing else."
+        )
+    if config.features.folder is not None and (
+        config.stage != "local" or "layer_output" in config.loss.terms
+    ):
+        raise ValueError(
+            "features.folder keeps inputs and targets of the layer-local stage; leave it out with "
+            f"stage={config.stage}"
+            + (
+                " and the loss term layer_output, which looks at the layer itself."
+                if config.stage == "local"
+                else "."
+            )
+        )
+    if config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"device_map={config.device_map} spreads one model over the devices of one process, and several "
+            "processes were started: start one, or leave device_map out."
+        )
+
+
+def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document], None]:
+    """What every document has to be, asked as it is read."""
+    alone = set(config.target.sources) == {"appendix"}
+
+    def check_one(document: Document) -> None:
+        check_documents(frozen.model.config, [document])
+        if alone and not document.appendix_ids and config.stage != "end_to_end":
+            raise ValueError(
+                f"target.sources={config.target.sources} needs a question and answer after every document, "
+                f"and {document.origin or 'one'} has none: add `own`, or give rows with context, question "
+                "and answer."
+            )
+
+    return check_one
