@@ -17,29 +17,40 @@ export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
 DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	train/distill.py --config configs/distill/reference.yaml
+	train/distill.py
 
-.PHONY: demo compare methods test bench builds sanitize quantised lint format reference install gates gates-seed0 gates-seed1 gates-seed2
+# One recipe a family of gates.
+FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
+
+.PHONY: demo compare methods test bench builds sanitize quantised lint format reference install gates reference-gates gates-seed0 gates-seed1 gates-seed2 $(addprefix family-,$(FAMILIES))
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
-	$(DISTILL) model=reference:0 seed=0 output=runs/gates-seed0 overwrite=true
+	$(DISTILL) --config configs/distill/reference.yaml model=reference:0 seed=0 output=runs/gates-seed0 overwrite=true
 	rm -rf results/demo
 	$(BIN)/python eval/compare.py --config configs/compare/demo.yaml
 
 compare: $(INSTALLED)
-	$(MAKE) -j 2 gates
+	$(MAKE) -j 2 reference-gates
 	$(BIN)/python eval/compare.py --config configs/compare/reference.yaml
 
 # Every published method, with and without protection: which published orderings hold here.
 methods: $(INSTALLED)
-	$(MAKE) -j 2 gates
+	$(MAKE) -j 2 reference-gates
 	$(BIN)/python eval/compare.py --config configs/compare/methods.yaml
 
-gates: gates-seed0 gates-seed1 gates-seed2
+reference-gates: gates-seed0 gates-seed1 gates-seed2
 
 gates-seed0 gates-seed1 gates-seed2: gates-seed%: $(INSTALLED)
-	$(DISTILL) model=reference:$* seed=$* output=runs/gates-seed$*
+	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* output=runs/gates-seed$*
+
+# Every family of gates by its own recipe, and one table of them: overlap, score, parameters, seconds.
+gates: $(INSTALLED)
+	$(MAKE) -j 2 $(addprefix family-,$(FAMILIES))
+	$(BIN)/python -m retain.eval.families --folder runs/families
+
+$(addprefix family-,$(FAMILIES)): family-%: $(INSTALLED)
+	$(DISTILL) --config configs/distill/families/$*.yaml
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -85,5 +96,5 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(TORCH)
-	$(BIN)/pip install -c constraints.txt -e '.[train,eval,kernels,dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,kernels,dev]'
 	touch $@

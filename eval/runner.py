@@ -213,7 +213,7 @@ def run_alike(
         base.crop(num_seen)
         evidence = [truncate(layer, num_seen) for layer in teacher]
         observed = [truncate(layer, observed_tokens(first, regime)) for layer in teacher]
-        if getattr(subject.gates, "extension", None) is not None:
+        if subject.gates is not None and getattr(subject.gates, "extension", None) is not None:
             asked_behind = whole.fork()
             asked_behind.crop(observed_tokens(first, regime))
             observed = look_ahead(subject.model, subject.gates, asked_behind.read_only(), observed)

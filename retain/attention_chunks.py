@@ -28,6 +28,8 @@ def truncate(evidence: Evidence, stop: int) -> Evidence:
         queries_BQSD=evidence.queries_BQSD[:, :, :queries],
         queried_BS=_cut(evidence.queried_BS, queries, axis=1),
         running=None,  # it counts queries that come after
+        lookahead_BQSD=None,  # and these have seen the entries that come after
+        lookahead_keys_BHSD=None,
     )
 
 

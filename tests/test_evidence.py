@@ -199,6 +199,9 @@ def _with_all_fields():
         hidden_BTE=torch.randn(B, T, 5),
         token_ids_BT=torch.arange(B * T).view(B, T),
         queried_BS=torch.rand(B, ASKED) < 0.5,
+        stream_BTE=torch.randn(B, T, 5),
+        lookahead_BQSD=torch.randn(B, evidence.queries_BQSD.shape[1], 2, evidence.keys_BHTD.shape[3]),
+        lookahead_keys_BHSD=torch.randn(B, evidence.num_heads, 2, evidence.keys_BHTD.shape[3]),
     )
 
 
@@ -224,7 +227,7 @@ def test_the_first_entries_keep_every_field():
     for name, value in vars(cut).items():
         whole = getattr(evidence, name)
         letters = name.rpartition("_")[2]
-        if name == "running":
+        if name in ("running", "lookahead_BQSD", "lookahead_keys_BHSD"):
             assert value is None
         elif "T" in letters:
             assert torch.equal(value, whole.narrow(letters.index("T"), 0, stop)), name

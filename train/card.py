@@ -60,7 +60,7 @@ def _overlap_of(
 ) -> Mapping[str, Sequence[float]]:
     """Layer -> overlap of each head, of the last look at the held-out documents."""
     last = metadata.get("training", {}).get("held_out") or {}
-    found = last.get("overlap_of") or next(
+    found: Mapping[str, Sequence[float]] = last.get("overlap_of") or next(
         (look["overlap_of"] for look in reversed(_looks(records)) if look.get("overlap_of")), {}
     )
     return {str(layer): heads for layer, heads in found.items()}

@@ -71,6 +71,7 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
     steps = [record for record in records if "loss" in record]
     looks = [record for record in records if "held_out" in record]
@@ -105,17 +106,18 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         if looks and key in looks[0]["held_out"]:
             middle.axhline(looks[0]["held_out"][key], color=color, linestyle="--", linewidth=1, label=label)
     middle.set(xlabel="step", ylim=(0, 1), title="overlap with the target's top fifth")
-    rates, norms = [record.get("lr") for record in steps], [record.get("grad_norm") for record in steps]
-    if all(norm is not None for norm in norms):
+    rates = [float(record["lr"]) for record in steps if "lr" in record]
+    norms = [float(record["grad_norm"]) for record in steps if "grad_norm" in record]
+    if len(norms) == len(steps):
         right.plot(at, norms, color="#1f77b4", linewidth=0.9, label="gradient norm, before clipping")
         if max(norms) > 0:
             right.set_yscale("log")
     right.set(xlabel="step", title="gradient norm and learning rate")
-    if all(rate is not None for rate in rates):
+    if len(rates) == len(steps):
         twin = right.twinx()
         (line,) = twin.plot(at, rates, color="#2ca02c", linewidth=1.2, label="learning rate")
         twin.set_ylim(bottom=0)
-        right.add_line(pyplot.Line2D([], [], color=line.get_color(), label="learning rate (right axis)"))
+        right.add_line(Line2D([], [], color=line.get_color(), label="learning rate (right axis)"))
     for axis in (left, middle, right):
         axis.grid(alpha=0.25)
         if axis.get_legend_handles_labels()[0]:

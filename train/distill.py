@@ -165,6 +165,12 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         return folder
     shape, layers = model_shape(frozen.model, config.model), describe(frozen.model)
     shard_frozen_(frozen.model, accelerator)
+    if is_sharded(frozen.model) and "continuation" in config.target.sources:
+        raise ValueError(
+            "target.sources has `continuation`, which each process generates at its own length, and a sharded "
+            "model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
+            "continuations into the data as answers (context, question, answer)."
+        )
     for spec in layers:
         gates[spec.layer_idx].to(next(spec.module.parameters()).device)
     objective = _objective(config, gates, frozen)

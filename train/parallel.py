@@ -101,15 +101,14 @@ class Synchroniser:
         if deepspeed_config is None and accelerator.distributed_type == DistributedType.DEEPSPEED:
             deepspeed_config = accelerator.state.deepspeed_plugin.deepspeed_config
         self._surrogate: Surrogate | None = None
+        self._engine: Any = None
         trained: list[nn.Parameter] = list(self.parameters.values())
         # ZeRO-0 shards nothing: DeepSpeed would only stand in the way.
-        engine_wanted = deepspeed_config is not None and zero_stage(deepspeed_config) > 0
-        if engine_wanted:
+        if deepspeed_config is not None and zero_stage(deepspeed_config) > 0:
             self._surrogate = Surrogate(trained, num_processes=_num_processes())
             trained = [self._surrogate.flat]
         self.optimizer = torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=weight_decay)
-        self._engine: Any = None
-        if engine_wanted:
+        if self._surrogate is not None:
             assert deepspeed_config is not None
             self._engine = _deepspeed_engine(self._surrogate, self.optimizer, deepspeed_config)
 
@@ -374,7 +373,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     Raises:
         ValueError: there is none.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     wanted = getattr(config, "num_hidden_layers", None)
     for module in model.modules():

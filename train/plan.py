@@ -17,22 +17,34 @@ Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads
 """
 
 import math
-import os
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
-from retain.hf.families import FULL, kinds_of
-from retain.hf.model import base_model
+from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here
+from retain.train.model_shape import ModelShape, model_shape, shape_by_name
 
-GIB = 2**30
+__all__ = [
+    "Device",
+    "ModelShape",
+    "Plan",
+    "PlanSettings",
+    "Work",
+    "check_plan",
+    "device_here",
+    "model_shape",
+    "plan_of",
+    "shape_by_name",
+    "work_of",
+]
+
 Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
+Stage = Literal["local", "end_to_end", "lookahead"]
+
 Stage = Literal["local", "end_to_end", "lookahead"]
 
 # What a process holds before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
@@ -44,74 +56,6 @@ LOOKAHEAD = 3 * 32
 # Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
 # longer), what the kernels put aside on a GPU.
 WORKSPACE = {"cpu": 16.0 * 2**20, "cuda": 64.0 * 2**20}
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """For which device is planned; by default the one at hand.
-
-    Args:
-        memory_gib: memory of one device in GiB; None: what the device at hand has free.
-        tflops: its dense matrix rate in the model's precision, in 10^12 operations a second; None: measured
-            for a fifth of a second on the device at hand.
-        efficiency: share of that rate that training reaches; the plan prints it, the progress bar measures.
-    """
-
-    memory_gib: float | None = None
-    tflops: float | None = None
-    efficiency: float = 0.4
-
-
-def check_plan(settings: PlanSettings) -> None:
-    """Refuse settings that mean nothing.
-
-    Raises:
-        ValueError: with all of them.
-    """
-    problems = [
-        f"plan.{name}={value} must be positive"
-        for name, value in (("memory_gib", settings.memory_gib), ("tflops", settings.tflops))
-        if value is not None and value <= 0
-    ]
-    if not 0 < settings.efficiency <= 1:
-        problems.append(f"plan.efficiency={settings.efficiency} is a share, above 0 and at most 1")
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What of a model decides memory and time.
-
-    Args:
-        name: as the config has it.
-        parameters: all of them, tied ones once.
-        active: of those in the decoder's layers, the ones that one token meets (of experts, those chosen).
-        largest_layer: parameters of the largest decoder layer.
-        dtype_bytes: b, of weights and activations.
-        num_layers: of the decoder.
-        gated: L, attention layers that evict.
-        E: width.
-        F: width of the feed-forward part (of all experts that a token meets).
-        Q: query heads.
-        H: KV heads.
-        D: head width.
-        V: vocabulary.
-    """
-
-    name: str
-    parameters: int
-    active: int
-    largest_layer: int
-    dtype_bytes: int
-    num_layers: int
-    gated: int
-    E: int
-    F: int
-    Q: int
-    H: int
-    D: int
-    V: int
 
 
 @dataclass(frozen=True)
@@ -171,27 +115,6 @@ class Work:
     def document_tokens(self) -> int:
         """T: tokens of the longest document."""
         return max(document for document, _ in self.lengths)
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device.
-
-    Args:
-        kind: `cpu` or `cuda`.
-        name: for the table.
-        memory_bytes: that can be used.
-        tflops: dense matrix rate, 10^12 operations a second; None: nobody said.
-        efficiency: share of it that training reaches.
-        rate_from: where the rate comes from, in words.
-    """
-
-    kind: str
-    name: str
-    memory_bytes: float
-    tflops: float | None
-    efficiency: float
-    rate_from: str
 
 
 @dataclass(frozen=True)
@@ -293,165 +216,6 @@ class Plan:
             )
         rows += [f"  to change: {advice}" for advice in self.advice]
         return "\n".join(rows)
-
-
-def model_shape(model: nn.Module, name: str) -> ModelShape:
-    """Count what a plan needs of a model, loaded or on the meta device.
-
-    Args:
-        model: a causal language model of transformers.
-        name: for the table.
-
-    Raises:
-        ValueError: it is no decoder of transformers with `layers`.
-    """
-    base = base_model(model)
-    text: Any = base.config
-    kinds = [kind.name for kind in kinds_of(text, text.num_hidden_layers)]
-    heads = int(text.num_attention_heads)
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
-    chosen = (getattr(text, "num_experts_per_tok", None) or 0) if experts else 0
-    layers: Any = base.layers
-    active = largest = 0
-    for layer in layers:
-        own = 0.0
-        for path, parameter in layer.named_parameters():
-            own += parameter.numel() * (chosen / experts if ".experts." in path and experts else 1.0)
-        active += int(own)
-        largest = max(largest, sum(parameter.numel() for parameter in layer.parameters()))
-    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
-    dtype = next(parameter.dtype for parameter in layers.parameters() if parameter.is_floating_point())
-    return ModelShape(
-        name=name,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        active=active,
-        largest_layer=largest,
-        dtype_bytes=dtype.itemsize,
-        num_layers=len(layers),
-        gated=kinds.count(FULL) or len(kinds),  # where all layers have windows, those evict
-        E=int(text.hidden_size),
-        F=int(width) * max(1, chosen),
-        Q=heads,
-        H=int(getattr(text, "num_key_value_heads", None) or heads),
-        D=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-        V=int(text.vocab_size),
-    )
-
-
-def shape_by_name(
-    name: str,
-    *,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> ModelShape:
-    """The shape of a model that is not loaded: its config is read, its weights are not.
-
-    Args:
-        name: `reference:<seed>`, a local folder, or a hub name.
-        dtype: of the run's config.
-        revision: of the hub model.
-        trust_remote_code: as in the config.
-
-    Raises:
-        ValueError: the config cannot be read.
-    """
-    from transformers import AutoConfig
-
-    if name.startswith("reference:"):
-        from retain.reference.model import config as reference_config
-
-        config, precision = reference_config(), torch.float32
-    else:
-        try:
-            config = AutoConfig.from_pretrained(
-                name, revision=revision or "main", trust_remote_code=trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"model={name!r} has no config to plan with: {error} Pass a local folder, a hub name, or "
-                "reference:0."
-            ) from error
-        # What "auto" makes of it when the weights are read.
-        precision = getattr(config.get_text_config(), "dtype", None) or torch.float32
-    if dtype != "auto":
-        precision = getattr(torch, dtype)
-    return shape_of_config(config, name, precision, trust_remote_code=trust_remote_code)
-
-
-def shape_of_config(
-    config: Any, name: str, dtype: torch.dtype, *, trust_remote_code: bool = False
-) -> ModelShape:
-    """The shape of the model that a transformers config describes, made on the meta device.
-
-    Args:
-        config: of transformers.
-        name: for the table.
-        dtype: of its weights.
-        trust_remote_code: whether code that comes with it may make it.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    return model_shape(model, name)
-
-
-def device_here(device: torch.device, dtype: torch.dtype, settings: PlanSettings) -> Device:
-    """The device at hand, or the one that the settings state.
-
-    Args:
-        device: of this process.
-        dtype: of the model.
-        settings: may state another memory or rate.
-    """
-    stated = settings.memory_gib is not None
-    memory = settings.memory_gib * GIB if settings.memory_gib is not None else _memory(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
-    if stated:
-        name = f"one device of {settings.memory_gib:g} GiB"
-    if settings.tflops is not None:
-        rate, rate_from = settings.tflops, "stated"
-    elif stated:
-        rate, rate_from = None, "nobody stated it"
-    else:
-        rate, rate_from = measured_tflops(device, dtype), "measured just now on a square product"
-    kind = "cuda" if stated or device.type == "cuda" else "cpu"
-    return Device(kind, name, memory, rate, settings.efficiency, rate_from)
-
-
-def _memory(device: torch.device) -> float:
-    """Bytes that can be used: what the GPU has, or what the machine and its control group leave free."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = min(free, 1024.0 * int(line.split()[1]))
-    if limit.is_file() and (most := limit.read_text().strip()).isdigit():
-        free = min(free, float(most))
-    return free
-
-
-def measured_tflops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
-    """Rate of a square matrix product, for about this long."""
-    size = 4096 if device.type == "cuda" else 768
-    left = torch.ones(size, size, device=device, dtype=dtype)
-    left @ left
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    wait()
-    done, start = 0, time.perf_counter()
-    while done < 2 or time.perf_counter() - start < seconds:
-        left @ left
-        wait()
-        done += 1
-    return done * 2.0 * size**3 / (time.perf_counter() - start) / 1e12
 
 
 def feature_bytes(shape: ModelShape, work: Work) -> float:
@@ -615,7 +379,7 @@ def _advice(plan: Plan) -> list[str]:
     if work.chunk is None and (one := fits(micro_batch=1, chunk=4096)):
         found.append(f"teacher chunk of 4096 tokens: {_size(one.peak_bytes)}")
     weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
-    smallest = {"micro_batch": 1, "chunk": min(4096, work.chunk or 4096)}
+    smallest: dict[str, Any] = {"micro_batch": 1, "chunk": min(4096, work.chunk or 4096)}
     longest = _longest(plan, smallest)
     if longest:
         found.append(f"data.max_tokens={longest} (with micro_batch=1 and a teacher chunk of 4096 tokens)")

@@ -137,6 +137,11 @@ def _check_stage(config: DistillConfig) -> None:
                 else "."
             )
         )
+    if "bce" in config.loss.terms and config.stage == "local" and config.target.aggregate == "mass":
+        raise ValueError(
+            "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: take "
+            "max, mean or block_max, or the loss smooth_l1."
+        )
     if config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"device_map={config.device_map} spreads one model over the devices of one process, and several "

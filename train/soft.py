@@ -233,6 +233,8 @@ class EndToEnd:
     ):
         check_soft(soft)
         check_loophole(soft, gates)
+        for layer in gates.layers:  # refused now, not in the first step
+            gates[layer].log_gate(torch.zeros(1, gates[layer].H, 1))
         self.gates, self.frozen, self.soft, self.target = gates, frozen, soft, target
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)

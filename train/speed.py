@@ -35,9 +35,11 @@ from retain.gates.store import write_beside
 from retain.hf.model import base_model, describe
 from retain.registry import lookup
 from retain.train.data import Document
+from retain.train.device import GIB, Device
 from retain.train.local import LayerLocal
 from retain.train.losses import LossSettings
-from retain.train.plan import GIB, PROCESS_BYTES, Device, model_shape, plan_of, work_of
+from retain.train.model_shape import model_shape
+from retain.train.plan import PROCESS_BYTES, plan_of, work_of
 from retain.train.provenance import provenance
 from retain.train.schedule import TrainingSettings
 from retain.train.targets import TargetSettings
@@ -173,10 +175,13 @@ class Step:
         frozen = Frozen(self.model, None, 0)
         self.chunk = frozen.chunk
         self.objective = LayerLocal(gates, frozen, TargetSettings(), LossSettings(), seed=setting.seed)
-        self.objective.prepare_([self.document])
         self.parameters = self.objective.parameters()
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3)
         self.steps = 0
+
+    def prepare(self) -> None:
+        """What a run does once: input statistics, floors, biases."""
+        self.objective.prepare_([self.document])
 
     def train(self) -> None:
         """One whole step."""
@@ -235,6 +240,7 @@ def measure_step(setting: Setting) -> dict[str, Any]:
     on_gpu = setting.device.startswith("cuda")
     try:
         step = Step(setting)
+        step.prepare()
         pairs: list[tuple[float, float]] = []
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(setting.device)
@@ -299,24 +305,32 @@ def watched(setting: Setting, lengths: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def watch(setting: Setting) -> dict[str, Any]:
-    """In this process: the most that two steps hold, less what model, gates and libraries held before."""
+    """In this process: the most that preparing and two steps hold, less what model, gates and libraries held
+    before."""
     torch.set_num_threads(setting.threads)
-    # Libraries are loaded, and thread pools started, by a short row.
-    Step(replace(setting, tokens=APPENDIX + 64, layers=1)).train()
+    # Libraries are loaded, thread pools started and pools filled, by a short row.
+    short = Step(replace(setting, tokens=min(1024, setting.tokens)))
+    short.prepare()
+    short.train()
+    del short
     step = Step(setting)
     gc.collect()
+
+    def run() -> None:
+        step.prepare()
+        step.train()
+        step.train()  # the optimiser's states are there now
+
     if setting.device.startswith("cuda"):
         torch.cuda.synchronize(setting.device)
         before = torch.cuda.memory_allocated(setting.device)
         torch.cuda.reset_peak_memory_stats(setting.device)
-        step.train()
-        step.train()
+        run()
         most = torch.cuda.max_memory_allocated(setting.device)
     else:
         reset_peak()
         before = memory_now("VmRSS")
-        step.train()
-        step.train()
+        run()
         most = memory_now("VmHWM")
     return {"tokens": setting.tokens, "bytes": most - before, "planned": step.planned_bytes()}
 

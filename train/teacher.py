@@ -120,7 +120,7 @@ def walk(
     Args:
         frozen: the model.
         readings: at least one.
-        visit: looks at a layer; called without gradients, and may enable them.
+        visit: looks at a layer; called without gradients, and may enable them. It must not run the model.
         wanted: of `retain.gates.base.INPUTS`, what gates will look at; `stream` is recorded only if it is
             here, all else always.
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,6 +26,10 @@ MOST_PAID = 2**26
 ADAPTER = "retain_lookahead"
 # What peft asks of a model to know how its weights are packed.
 PACKED = ("is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer")
+# What peft made of a decoder's modules for an extension, which takes it longer than the pass itself: kept
+# beside both, while both live, so that later prompts only swap modules.
+_WRAPPED: "WeakKeyDictionary[LookaheadExtension, WeakKeyDictionary[nn.Module, dict[str, Any]]]"
+_WRAPPED = WeakKeyDictionary()
 
 
 class LookaheadExtension(Extension):
@@ -101,7 +106,12 @@ class LookaheadExtension(Extension):
         """
         decoder = _decoder(model)
         found = {name: _module(decoder, name, widths) for name, widths in self.modules_of.items()}
-        wrapped = self._wrapped(model, found)
+        known = _WRAPPED.setdefault(self, WeakKeyDictionary())
+        wrapped = known.get(decoder, {})
+        if [module.base_layer for module in wrapped.values()] != list(found.values()):
+            wrapped = known[decoder] = self._wrapped(model, found)
+        for name, module in wrapped.items():
+            self._lend(name, module)
         try:
             for name, module in wrapped.items():
                 _put(decoder, name, module)
@@ -110,7 +120,7 @@ class LookaheadExtension(Extension):
             for name, module in found.items():
                 _put(decoder, name, module)
 
-    def _wrapped(self, model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    def _wrapped(self, model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, Any]:
         """The modules as peft wraps them, on this extension's own parameters."""
         if not found:
             return {}
@@ -142,14 +152,15 @@ class LookaheadExtension(Extension):
         inject_adapter_in_model(config, container, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         for parameter, requires_grad in trained.items():
             parameter.requires_grad_(requires_grad)
-        wrapped: dict[str, nn.Module] = {}
-        for name, base in found.items():
-            module: Any = container[names[name]]
-            device = next((p.device for p in base.parameters()), self.tokens_SE.device)
-            for adapters, own in ((module.lora_A, self.down), (module.lora_B, self.up)):
-                adapters[ADAPTER].weight = _followed(own[_key(name)], device)
-            wrapped[name] = module.train(base.training)
-        return wrapped
+        return {name: container[names[name]] for name in found}
+
+    def _lend(self, name: str, module: Any) -> None:
+        """Put our own parameters into a module that peft has wrapped."""
+        base = module.base_layer
+        device = next((parameter.device for parameter in base.parameters()), self.tokens_SE.device)
+        for adapters, own in ((module.lora_A, self.down), (module.lora_B, self.up)):
+            adapters[ADAPTER].weight = _followed(own[_key(name)], device)
+        module.train(base.training)
 
 
 class LookaheadGate(Gate):

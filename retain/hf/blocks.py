@@ -203,8 +203,8 @@ def read_texts(
         texts: at least one, none empty.
         visit: called with what one layer shows, layers in order; of all texts at once, or (models with
             recurrent layers, and with rotary embeddings that look at the length) text by text. It is called
-            without gradients, and may enable them for what is its own. What it is given is forgotten behind
-            it.
+            without gradients, and may enable them for what is its own; it must not run the model. What it is
+            given is forgotten behind it.
         wanted: `stream` for the residual stream before the input norm.
         chunk: tokens that token-wise modules (feed-forward, norms) take at a time; None: all.
         layout: of the model, if it is known (`retain.hf.model.layout_of`).

@@ -1,9 +1,11 @@
 """Lookahead gates against three loops in float64; their extension is plain parameters that enter a model and
 leave it."""
 
+import gc
 import json
 import math
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -155,6 +157,28 @@ def test_the_adapter_is_the_formula_inside_and_nothing_outside() -> None:
     assert torch.equal(torch.get_rng_state(), random)
     inside.sum().backward()
     assert own.down["layers/0/q_proj"].grad is not None and own.up["layers/0/q_proj"].grad is not None
+
+
+def test_peft_wraps_a_model_once_while_its_modules_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own, calls, x = Decoder(), extension(), [], torch.randn(3, 6)
+    plain = peft.inject_adapter_in_model
+    monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *a, **k: calls.append(1) or plain(*a, **k))
+
+    first = inside_of(own, model, x)
+    assert torch.equal(inside_of(own, model, x), first) and len(calls) == 1
+    own.up["layers/0/q_proj"] = nn.Parameter(torch.zeros(6, 2))  # another parameter, not another value
+    assert torch.equal(inside_of(own, model, x), model(x)) and len(calls) == 1
+    model.layers[0]["q_proj"] = nn.Linear(6, 6)
+    assert torch.equal(inside_of(own, model, x), model(x)) and len(calls) == 2
+    assert [list(kept) for kept in lookahead._WRAPPED[own].values()] == [["layers.0.q_proj"]]
+    del model
+    gc.collect()
+    assert len(lookahead._WRAPPED[own]) == 0
+
+
+def inside_of(own: LookaheadExtension, model: Decoder, x: torch.Tensor) -> torch.Tensor:
+    with own.extend(model):
+        return model(x)
 
 
 def test_the_model_is_whole_again_after_an_error() -> None:

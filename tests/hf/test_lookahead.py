@@ -1,15 +1,19 @@
 """The lookahead pass: what it scores is what `[prompt; lookahead tokens]` would, and nothing else changes."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import retain
 from retain.gates import GateSet
+from retain.gates.store import save_gates
 from retain.hf.cache import Cache
 from retain.hf.given import Given
 from retain.hf.lookahead import lookahead_gates, observe_ahead
-from retain.hf.model import describe, observe
+from retain.hf.model import describe, fingerprint, observe
 from retain.hf.rule import make_rule
 from tests.hf.behind import paid_behind
 from tests.tiny import tiny_batch, tiny_model
@@ -187,6 +191,57 @@ def test_layers_left_alone_are_as_after_a_plain_prefill() -> None:
         for one, other in zip(plain._foreign, ahead._foreign, strict=True):
             for name, tensor in retain.hf.foreign.tensors_of(one).items():
                 assert torch.equal(tensor, retain.hf.foreign.tensors_of(other)[name])
+
+
+def test_nothing_is_asked_where_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr("retain.hf.lookahead.ReadCache.attention", _no_memory)
+    with retain.attach(model):
+        cache = Cache(model, "gate", tokens_per_head=60, gates=trained(model), **PROTECTION)
+        cache.prefill(*tiny_batch((0, 7)))
+    assert cache.entries_evicted == 0
+
+
+def test_a_sequence_decides_as_it_would_alone() -> None:
+    model = tiny_model("qwen3")
+    gates = trained(model)
+    input_ids, mask = tiny_batch((0, 25), 40)
+    with retain.attach(model):
+        # The second sequence has 15 tokens, which its budget holds: it is not scored, and loses nothing.
+        both = Cache(model, "gate", tokens_per_head=20, gates=gates, **PROTECTION).prefill(input_ids, mask)
+        alone = Cache(model, "gate", tokens_per_head=20, gates=gates, **PROTECTION).prefill(input_ids[:1])
+    for one, other in zip(both.ragged, alone.ragged, strict=True):
+        positions, index = one.store.positions_C, one.store.index_N()
+        first = one.store.rows_N() < one.store.num_heads
+        assert torch.equal(positions[index[first]], other.store.positions_C[other.store.index_N()])
+        assert one.store.lengths_BH[1].tolist() == [15, 15]
+
+
+def test_an_artifact_and_a_saved_conversation_go_on(tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    gates = trained(model)
+    save_gates(gates, tmp_path / "gates", fingerprint=fingerprint(model))
+    again = retain.load_gates(tmp_path / "gates", model)
+    assert again.extension.dims() == gates.extension.dims()
+    assert all(torch.equal(one, again.state_dict()[name]) for name, one in gates.state_dict().items())
+    input_ids, mask = tiny_batch((0, 7))
+    with retain.attach(model):
+        cache = Cache(model, "gate", keep_ratio=0.5, gates=tmp_path / "gates", **PROTECTION)
+        cache.prefill(input_ids, mask).save(tmp_path / "cache.safetensors")
+        read = Cache.load(tmp_path / "cache.safetensors", model, gates=tmp_path / "gates")
+    assert read.entries_held == cache.entries_held < cache.entries_seen
+
+
+def test_an_artifact_is_read_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    save_gates(trained(model), tmp_path, fingerprint=fingerprint(model))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    gates = retain.load_gates(tmp_path, model)
+    with (
+        retain.attach(model),
+        pytest.raises(ValueError, match=r'adapters of peft: pip install "retain\[train\]"'),
+    ):
+        Cache(model, "gate", keep_ratio=0.5, gates=gates, **PROTECTION).prefill(*tiny_batch((0,)))
 
 
 def test_held_evidence_may_be_evicted_by_lookahead_gates_later() -> None:

@@ -8,23 +8,9 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from retain.gates import build_gates
-from retain.train.plan import (
-    GIB,
-    Device,
-    ModelShape,
-    PlanSettings,
-    Work,
-    check_plan,
-    device_here,
-    feature_bytes,
-    flops_of,
-    measured_tflops,
-    model_shape,
-    plan_of,
-    shape_by_name,
-    shape_of_config,
-    work_of,
-)
+from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here, measured_tflops
+from retain.train.model_shape import ModelShape, model_shape, shape_by_name, shape_of_config
+from retain.train.plan import Work, feature_bytes, flops_of, plan_of, work_of
 from retain.train.schedule import TrainingSettings
 from tests.tiny import tiny_model
 
@@ -246,18 +232,18 @@ def test_gate_parameters_come_from_the_gates() -> None:
 
 
 def test_the_planned_peak_is_that_of_a_process_that_was_watched() -> None:
-    """A layer-local step of the scoring benchmark's widths: the plan is above what was held, by less than
-    half as much again, and what was held is linear in the length."""
+    """A layer-local step of the scoring benchmark's widths: the plan is above what was held, by less than a
+    third, and what was held is linear in the length."""
     from retain.train.speed import Setting, watched
 
-    rows = watched(Setting(layers=1, threads=1), (2048, 4096, 8192))
-    assert [row["tokens"] for row in rows] == [2048, 4096, 8192]
+    rows = watched(Setting(layers=2, threads=1), (1024, 2048, 4096))
+    assert [row["tokens"] for row in rows] == [1024, 2048, 4096]
     for row in rows:
-        assert row["bytes"] < row["planned"] < 1.5 * row["bytes"], row
+        assert row["bytes"] < row["planned"] < 1.33 * row["bytes"], row
     first, second = (
         (after["bytes"] - before["bytes"]) / (after["tokens"] - before["tokens"])
         for before, after in zip(rows, rows[1:], strict=False)
     )
     assert first == pytest.approx(second, rel=0.1)
     # Far less than rows of attention would take: 8 heads of float32.
-    assert rows[-1]["bytes"] < 8192 * 8192 * 8 * 4 / 8
+    assert rows[-1]["bytes"] < 4096 * 4096 * 8 * 4 / 4

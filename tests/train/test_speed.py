@@ -25,6 +25,7 @@ SMALL: dict[str, Any] = {
 
 def test_a_step_trains_the_gates_and_reads_the_same_tokens() -> None:
     step = Step(Setting(**SMALL))
+    step.prepare()
     assert step.input_ids[0].tolist() == [*step.document.context_ids, *step.document.appendix_ids]
     before = [parameter.detach().clone() for parameter in step.parameters]
     step.train()

@@ -1,0 +1,152 @@
+"""What of a model decides how much memory and time it takes, counted without loading its weights.
+
+In: a model, loaded or not, or the name of one. Out: its `ModelShape`. The one decision taken here: parameters
+are counted on a model that transformers makes on the meta device, never from a formula of ours, so that
+biases, norms, experts and tied weights are those of the architecture at hand.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from retain.hf.families import FULL, kinds_of
+from retain.hf.model import base_model
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides memory and time.
+
+    Args:
+        name: as the config has it.
+        parameters: all of them, tied ones once.
+        active: of those in the decoder's layers, the ones that one token meets (of experts, those chosen).
+        largest_layer: parameters of the largest decoder layer.
+        dtype_bytes: b, of weights and activations.
+        num_layers: of the decoder.
+        gated: L, attention layers that evict.
+        E: width.
+        F: width of the feed-forward part (of all experts that a token meets).
+        Q: query heads.
+        H: KV heads.
+        D: head width.
+        V: vocabulary.
+    """
+
+    name: str
+    parameters: int
+    active: int
+    largest_layer: int
+    dtype_bytes: int
+    num_layers: int
+    gated: int
+    E: int
+    F: int
+    Q: int
+    H: int
+    D: int
+    V: int
+
+
+def model_shape(model: nn.Module, name: str) -> ModelShape:
+    """Count what a plan needs of a model, loaded or on the meta device.
+
+    Args:
+        model: a causal language model of transformers.
+        name: for the table.
+
+    Raises:
+        ValueError: it is no decoder of transformers with `layers`.
+    """
+    base = base_model(model)
+    text: Any = base.config
+    kinds = [kind.name for kind in kinds_of(text, text.num_hidden_layers)]
+    heads = int(text.num_attention_heads)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    chosen = int(getattr(text, "num_experts_per_tok", None) or 0) if experts else 0
+    layers: Any = base.layers
+    active = largest = 0
+    for layer in layers:
+        own = 0.0
+        for path, parameter in layer.named_parameters():
+            own += parameter.numel() * (chosen / experts if ".experts." in path and experts else 1.0)
+        active += int(own)
+        largest = max(largest, sum(parameter.numel() for parameter in layer.parameters()))
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
+    dtype = next(parameter.dtype for parameter in layers.parameters() if parameter.is_floating_point())
+    return ModelShape(
+        name=name,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        active=active,
+        largest_layer=largest,
+        dtype_bytes=dtype.itemsize,
+        num_layers=len(layers),
+        gated=kinds.count(FULL) or len(kinds),  # where all layers have windows, those evict
+        E=int(text.hidden_size),
+        F=int(width or 0) * max(1, chosen),
+        Q=heads,
+        H=int(getattr(text, "num_key_value_heads", None) or heads),
+        D=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        V=int(text.vocab_size),
+    )
+
+
+def shape_by_name(
+    name: str,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelShape:
+    """The shape of a model that is not loaded: its config is read, its weights are not.
+
+    Args:
+        name: `reference:<seed>`, a local folder, or a hub name.
+        dtype: of the run's config.
+        revision: of the hub model.
+        trust_remote_code: as in the config.
+
+    Raises:
+        ValueError: the config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    if name.startswith("reference:"):
+        from retain.reference.model import config as reference_config
+
+        config, precision = reference_config(), torch.float32
+    else:
+        try:
+            config = AutoConfig.from_pretrained(
+                name, revision=revision or "main", trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"model={name!r} has no config to plan with: {error} Pass a local folder, a hub name, or "
+                "reference:0."
+            ) from error
+        # What "auto" makes of it when the weights are read.
+        precision = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    if dtype != "auto":
+        precision = getattr(torch, dtype)
+    return shape_of_config(config, name, precision, trust_remote_code=trust_remote_code)
+
+
+def shape_of_config(
+    config: Any, name: str, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> ModelShape:
+    """The shape of the model that a transformers config describes, made on the meta device.
+
+    Args:
+        config: of transformers.
+        name: for the table.
+        dtype: of its weights.
+        trust_remote_code: whether code that comes with it may make it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model_shape(model, name)
