@@ -165,7 +165,7 @@ IMPORT_NAMES = {"PyYAML": "yaml"}
 @pytest.mark.parametrize(
     ("package", "extras"),
     [
-        ("retain", ()),
+        ("retain", ("train", "deepspeed")),  # inside of functions: the next test
         ("retain.kernels", ("kernels",)),
         ("retain.train", ("train", "deepspeed", "wandb")),
         ("retain.eval", ("eval",)),
@@ -184,3 +184,18 @@ def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> 
         for target in imported_modules(module)
     }
     assert used - known == set()
+
+
+def test_retain_runs_without_the_training_extras() -> None:
+    """What only training needs is imported where it is used; the peft adapter is a file of its own."""
+    extras = {"accelerate", "datasets", "deepspeed", "matplotlib", "peft", "pyarrow"}
+    found = set()
+    for module, path in sources().items():
+        if within(module, "retain") and not within(module, "retain.train", "retain.eval"):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                found |= {(module, name.partition(".")[0]) for name in names} if names else set()
+    assert {(module, name) for module, name in found if name in extras} == {("retain.hf.adapter", "peft")}
+    importers = [module for module in sources() if "retain.hf.adapter" in imported_modules(module)]
+    assert importers == []

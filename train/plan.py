@@ -45,7 +45,6 @@ __all__ = [
 Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
 Stage = Literal["local", "end_to_end", "lookahead"]
 
-Stage = Literal["local", "end_to_end", "lookahead"]
 
 # What a process holds before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
 PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}

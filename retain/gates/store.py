@@ -104,7 +104,7 @@ def save_gates(
         record["extension"] = gates.extension.dims()
     calibrators = {layer: cast(Calibrator, each).dims() for layer, each in gates.calibrators.items()}
     if calibrators:
-        record["calibration"] = {**metadata.get("calibration", {}), "layers": calibrators}
+        record["calibration"] = {**(metadata.get("calibration") or {}), "layers": calibrators}
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
     fresh = []
     try:
@@ -254,7 +254,7 @@ def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: 
         gates = build_gates(
             family,
             {int(layer): dims for layer, dims in layers.items()},
-            calibrators=calibrated_layers(metadata.get("calibration", {})),
+            calibrators=calibrated_layers(metadata.get("calibration") or {}),
             extension=extension,
         )
     except (TypeError, ValueError, AttributeError) as error:

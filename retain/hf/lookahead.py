@@ -4,7 +4,9 @@ In: a model, gates with an extension, and the keys and values of a prompt in eve
 that evicts, the lookahead tokens' queries and keys, which the gate scores entries by. The one decision taken
 here: two passes. The prompt is read by the frozen model as ever; then the tokens alone run through the
 extended one, on a cache that is read and never written. So the adapters are on their path only, and when the
-pass is over nothing of the model, of the prompt's cache or of the layers left alone has changed.
+pass is over nothing of the model, of the prompt's cache or of the layers left alone has changed. The price is
+the peak: no layer can be cut before the last one has read the prompt, so that all of its keys and values are
+held once (and, a layer at a time, once more beside the tokens' own).
 """
 
 from collections.abc import Mapping, Sequence
@@ -162,10 +164,16 @@ def look_ahead(
         gates: with an extension.
         cache: of the prompt.
         evidence: one per layer that evicts, nothing evicted from.
+
+    Raises:
+        ValueError: something was evicted; or the extension does not fit the model.
     """
     base, first = base_model(model), evidence[0]
-    if first.window is not None and first.held_BHT is not None:
-        raise ValueError("lookahead tokens run behind a whole prompt, and some of it has been evicted.")
+    if first.held_BHT is not None:
+        raise ValueError(
+            "lookahead tokens ask behind a whole prompt, and this evidence shows what is left of one: ask "
+            "before the first eviction (a prefill with evict=False, hold_evidence=True)."
+        )
     with gates.extend(base) as extension:
         assert isinstance(extension, LookaheadExtension)
         weight = base.get_input_embeddings().weight

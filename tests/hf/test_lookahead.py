@@ -1,6 +1,7 @@
 """The lookahead pass: what it scores is what `[prompt; lookahead tokens]` would, and nothing else changes."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 from torch import nn
 
 import retain
-from retain.gates import GateSet
+from retain.gates import GateSet, inputs_of
 from retain.gates.store import save_gates
 from retain.hf.cache import Cache
 from retain.hf.given import Given
-from retain.hf.lookahead import lookahead_gates, observe_ahead
+from retain.hf.lookahead import look_ahead, lookahead_gates, observe_ahead
 from retain.hf.model import describe, fingerprint, observe
 from retain.hf.rule import make_rule
 from tests.hf.behind import paid_behind
@@ -292,6 +293,18 @@ def test_evidence_without_the_pass_says_what_is_missing() -> None:
         trained(model).score(observe(model, *tiny_batch((0,)))[0])
 
 
+def test_what_is_left_of_a_prompt_is_refused() -> None:
+    model = tiny_model("llama")
+    gates, (input_ids, mask) = trained(model), tiny_batch((0,))
+    layers = [replace(layer, held_BHT=layer.exists_BHT) for layer in observe(model, input_ids, mask)]
+    with (
+        retain.attach(model),
+        pytest.raises(ValueError, match="shows what is left of one: ask before the first"),
+    ):
+        whole = Cache(model, policy=None).prefill(input_ids, mask, evict=False)
+        look_ahead(model, gates, whole.read_only(), layers)
+
+
 def test_a_broken_pass_leaves_model_and_cache_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     input_ids, mask = tiny_batch((0,))
@@ -332,8 +345,6 @@ def test_every_adapted_parameter_is_reached() -> None:
     """What the score does not depend on would be weights that nobody can train."""
     model = tiny_model("qwen3")
     gates = trained(model).requires_grad_(True)
-    from retain.gates import inputs_of
-
     with torch.enable_grad():
         evidence = observe_ahead.__wrapped__(model, gates, *tiny_batch((0, 3)))
         weights = [torch.randn(layer.valid_BT.shape[1]) for layer in evidence]

@@ -65,6 +65,9 @@ def test_shares_by_hand() -> None:
     ]
     assert share_of(documents, process=0, num_processes=1) == [ten, eight, six, four, three, two]
     assert share_of([six], process=1, num_processes=2) == []
+    # One process has a document of nearly all tokens, and still its share of the others.
+    uneven = documents_of([20, 3, 3, 2, 2, 1, 1])
+    assert [len(share_of(uneven, process=p, num_processes=3)) for p in range(3)] == [2, 3, 2]
 
 
 @given(lengths=lengths, num_processes=st.integers(1, 4), micro_batch=st.integers(1, 3))

@@ -191,6 +191,66 @@ def test_the_cpu_launch_file_runs_a_distillation(make_config: Make, tmp_path: Pa
     assert (tmp_path / "run" / "gates.safetensors").is_file()
 
 
+def test_two_processes_distil_from_a_model_in_parts_what_one_does_from_a_whole_one(
+    make_config: Make, tmp_path: Path
+) -> None:
+    changes = {"training.steps": 3, "training.micro_batch": 1}
+    config = make_config(output=str(tmp_path / "whole"), **changes)
+    written(config, tmp_path / "c.yaml")
+    whole = distill(config)
+    ways = ("fsdp", "zero3") if find_spec("deepspeed") else ("fsdp",)
+    script = ["tests/train/two_processes.py", str(tmp_path), *(f"distill_{way}" for way in ways)]
+    done = subprocess.run(
+        command("torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script),
+        cwd=ROOT,
+        env=environment(ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    wanted = load_file(whole / "gates.safetensors")
+    for way in ways:
+        for process in range(2):
+            outcome = torch.load(tmp_path / f"distill_{way}-{process}.pt")
+            assert outcome["sharded"] == [True] and outcome["num_processes"] == 2
+        records = [record for record in read_log(tmp_path / way) if "loss" in record]
+        assert [len(record["documents"]) for record in records] == [2, 2, 2]
+        for name, tensor in load_file(tmp_path / way / "gates.safetensors").items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain[deepspeed]'")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_deepspeed_launch_files_run_a_distillation(make_config: Make, tmp_path: Path, stage: int) -> None:
+    config = make_config(output=str(tmp_path / "run"), **{"training.steps": 2})
+    path = written(config, tmp_path / "c.yaml")
+    # Shipped settings, but that tiny weights are sharded too.
+    settings = json.loads((CONFIGS / "deepspeed" / f"zero{stage}.json").read_text())
+    if stage == 3:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    (tmp_path / "zero.json").write_text(json.dumps(settings))
+    launch = yaml.safe_load((CONFIGS / "accelerate" / f"deepspeed_zero{stage}.yaml").read_text())
+    # On a CPU, accelerate and DeepSpeed agree on one process only (two: raw DeepSpeed, in test_parallel).
+    launch |= {"num_processes": 1}
+    launch["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "zero.json")
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(launch))
+    arguments = ["--config_file", str(tmp_path / "launch.yaml"), "train/distill.py", "--config", str(path)]
+    done = subprocess.run(
+        command("accelerate.commands.launch", *arguments),
+        cwd=ROOT,
+        env=environment(DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole = distill(make_config(output=str(tmp_path / "whole"), **{"training.steps": 2}))
+    one, two = (load_file(folder / "gates.safetensors") for folder in (whole, tmp_path / "run"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6)
+
+
 def test_asked_to_stop_a_run_saves_and_goes_on_to_the_same_gates(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

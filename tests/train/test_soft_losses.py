@@ -278,6 +278,12 @@ def test_a_capacity_that_is_kept_costs_nothing(variant: str) -> None:
     assert (loss == 0).all() and phi.grad is not None and not phi.grad.any()
 
 
+def test_the_released_hinge_is_at_most_one_a_token() -> None:
+    """Never reached by what open_entries counts, which is no more than what was seen; the release caps it."""
+    open_BXR, seen_BR = torch.full((1, 1, 2), 50.0), torch.tensor([[4.0, 10.0]])
+    assert capacity_term(open_BXR, seen_BR, torch.full((1, 2), 3.0), variant="code").item() == 1.0
+
+
 def shares_open(phi: torch.Tensor, valid: torch.Tensor) -> list[float]:
     means = []
     for b in range(B):

@@ -305,6 +305,33 @@ def test_hub_data_sets_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, on
     assert next(Hub("o/n", None, "train", "abc").open(cursor.state())).values == {"text": "document 5"}
 
 
+def test_the_state_that_datasets_keeps_is_used(monkeypatch: pytest.MonkeyPatch, online: None) -> None:
+    """It knows which file to open; to skip rows would be to download them again."""
+
+    class Stateful:
+        def __init__(self) -> None:
+            self.place = 0
+
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            while True:
+                self.place += 1
+                yield {"text": f"document {self.place - 1}"}
+
+        def state_dict(self) -> dict[str, int]:
+            return {"place": self.place}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.place = state["place"]
+
+    fake_hub(monkeypatch, lambda *arguments, **settings: Stateful())
+    source = Hub("o/n", None, "train", None)
+    cursor = source.open()
+    assert len(list(islice(cursor, 5))) == 5 and cursor.state() == {"rows": 5, "datasets": {"place": 5}}
+    assert next(source.open(cursor.state())).values == {"text": "document 5"}
+    # Nothing was read since: the state is the one that was given.
+    assert source.open(cursor.state()).state() == cursor.state()
+
+
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package, offline: at once, and with what to do."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -16,9 +16,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from retain.config import load
 from retain.gates import GateInputs, GateSet, build_gates
 from retain.hf.projection import dense_weight
-from retain.train import checkpoint
+from retain.train import checkpoint, distill
 from retain.train.checkpoint import DiskError, begin_, latest, load_checkpoint, save_checkpoint
 from retain.train.parallel import Synchroniser, decoder_layers, is_sharded, shard_frozen_, sharding_of
 from retain.train.signals import Signals
@@ -239,7 +240,35 @@ def zero3_frozen(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     return frozen(accelerator, folder, "zero3")
 
 
+def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, Any]:
+    """A whole run of `folder/c.yaml` on a sharded model; accelerate itself shards nothing on a CPU."""
+    config = load(folder / "c.yaml", distill.DistillConfig, [f"output={folder / sharding}"])
+    config_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    sharded = []
+
+    def shard_(model: nn.Module, accelerator: Accelerator) -> None:
+        shard_frozen_(model, accelerator, sharding=sharding, deepspeed_config=config_3)
+        sharded.append(is_sharded(model))
+
+    kept = distill.shard_frozen_, distill.sharding_of, accelerator.end_training
+    # The jobs after this one need the processes to stay together.
+    accelerator.end_training = lambda: None
+    distill.shard_frozen_, distill.sharding_of = shard_, lambda _: sharding
+    distill.distill(config, accelerator)
+    distill.shard_frozen_, distill.sharding_of, accelerator.end_training = kept
+    return {"sharded": sharded}
+
+
+def distill_fsdp(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    return distil(accelerator, folder, "fsdp")
+
+
+def distill_zero3(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    return distil(accelerator, folder, "zero3")
+
+
 JOBS = (as_launched, plain, elastic, spoilt, full_disk, told, fsdp_frozen, deepspeed_gates, zero3_frozen)
+JOBS += (distill_fsdp, distill_zero3)
 
 
 def main() -> None:
