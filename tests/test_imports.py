@@ -187,7 +187,7 @@ def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> 
 
 
 def test_retain_runs_without_the_training_extras() -> None:
-    """What only training needs is imported where it is used; the peft adapter is a file of its own."""
+    """What only training needs is imported where it is used."""
     extras = {"accelerate", "datasets", "deepspeed", "matplotlib", "peft", "pyarrow"}
     found = set()
     for module, path in sources().items():
@@ -196,6 +196,4 @@ def test_retain_runs_without_the_training_extras() -> None:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 found |= {(module, name.partition(".")[0]) for name in names} if names else set()
-    assert {(module, name) for module, name in found if name in extras} == {("retain.hf.adapter", "peft")}
-    importers = [module for module in sources() if "retain.hf.adapter" in imported_modules(module)]
-    assert importers == []
+    assert {(module, name) for module, name in found if name in extras} == set()

@@ -47,14 +47,11 @@ def _calibrate_(
 ) -> dict[str, Any]:
     """Fit on held-out documents what makes scores comparable.
 
-    The unit is risk, whatever the gates learned: their own target where it is one, else the default's. A
-    decay is no number that a curve could turn into risk, so that ageing gates keep theirs.
+    The unit is risk, whatever the gates learned: their own target where it is one, else the default's.
     """
     settings, target = config.calibration, config.target
     if target_unit(target) != "risk" or target.granularity != "head" or config.stage != "local":
         target = TargetSettings(horizon=target.horizon, chunk=target.chunk)
-    if gates.ages:
-        settings = replace(settings, kind="none")
     looks = []
     for document in documents:
         own: dict[int, LayerLook] = {}

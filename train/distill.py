@@ -140,7 +140,10 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         chunk=config.chunk,
     )
     gates = _fresh_gates(config, frozen.model)
+    # What was trained to be an openness orders entries, whatever its family's number meant.
     score_unit = check_unit(gates, config.target) if config.stage == "local" else None
+    if config.stage == "end_to_end" and gates.unit == "risk":
+        score_unit = "rank"
     corpus = load_corpus(
         config.data,
         shortest=config.target.horizon,

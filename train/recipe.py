@@ -142,6 +142,12 @@ def _check_stage(config: DistillConfig) -> None:
             "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: take "
             "max, mean or block_max, or the loss smooth_l1."
         )
+    if config.calibration.wanted and config.data.held_out == 1:
+        raise ValueError(
+            "data.held_out=1: calibration fits on one half of the held-out documents and reports on the other. "
+            "Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none, "
+            "calibration.curve=false and calibration.fusion_weights=false."
+        )
     if config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"device_map={config.device_map} spreads one model over the devices of one process, and several "

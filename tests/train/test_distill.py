@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,12 +18,13 @@ import yaml
 
 import retain
 from retain.config import load, save
+from retain.gates import GATES
 from retain.hf.model import observe
 from retain.policy import load_policy
 from retain.train import local, loop
 from retain.train.checkpoint import latest, read_log
 from retain.train.distill import distill, main
-from retain.train.recipe import DistillConfig
+from retain.train.recipe import DistillConfig, check
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 
@@ -237,15 +239,51 @@ def test_appendix_alone_needs_appendices(make_config: Make, tmp_path: Path) -> N
         distill(make_config(**{"data.path": str(rows), "target.sources": {"appendix": 1.0}}))
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs" / "distill").glob("*.yaml")), ids=lambda path: path.stem
-)
+SHIPPED = sorted((ROOT / "configs" / "distill").rglob("*.yaml"))
+
+
+def test_every_family_has_a_recipe() -> None:
+    recipes = {load(path, DistillConfig).gate.family for path in SHIPPED if path.parent.name == "families"}
+    assert recipes == set(GATES) and len(SHIPPED) == len(GATES) + 3
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_configs_build(path: Path) -> None:
     config = load(path, DistillConfig)
+    check(config, 1)
     assert config.output.startswith("runs/")
     assert config.target.horizon <= load_policy("gate").protection.recent
     head = path.read_text().splitlines()[:3]
     assert all(line.startswith("# ") for line in head) and "accelerate launch train/distill.py" in head[2]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_each_familys_recipe_trains_in_small(
+    path: Path, tiny_folder: Path, documents_path: Path, tmp_path: Path
+) -> None:
+    """Its own stage, target, loss and gate, on a tiny model: gates move, load, and say something finite."""
+    small = [
+        *(f"model={tiny_folder}", f"output={tmp_path / 'run'}", "dtype=float32", "target.horizon=8"),
+        *("data.source=jsonl", f"data.path={documents_path}", "data.subset=null", "data.streaming=false"),
+        *("data.documents=0", "data.held_out=2", "data.held_out_share=0.25", "data.min_tokens=20"),
+        *("data.max_tokens=100", "data.lengths=[]", "data.length_weights=[]", "data.pack_tokens=0"),
+        *("target.continuation_tokens=4", "soft.protected=8", "soft.ramp_steps=1", "training.warmup_steps=1"),
+        *("training.steps=2", "training.batch_documents=2", "training.micro_batch=2"),
+    ]
+    config = load(path, DistillConfig, small)
+    folder = distill(config)
+    looks = [record["held_out"] for record in read_log(folder) if "held_out" in record]
+    assert len(looks) == 2 and all(math.isfinite(found["loss"]) for found in looks)
+    assert looks[0]["loss"] != looks[1]["loss"], "training moved something"
+    frozen = load_frozen(config.model, dtype="float32")
+    gates = retain.load_gates(folder, frozen.model)
+    assert gates.family == config.gate.family
+    ids_BT = torch.arange(2, 60)[None]
+    retain.attach(frozen.model)
+    policy: Any = {"policy": "gate", "tokens_per_head": 32, "gates": gates, "protection": {"recent": 8}}
+    cache = retain.Cache(frozen.model, **policy)
+    cache.prefill(ids_BT)
+    assert cache.entries_held == 2 * 2 * 32 and cache.entries_evicted == 2 * 2 * (58 - 32)
 
 
 @pytest.mark.parametrize("name", ["demo", "reference"])
