@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch

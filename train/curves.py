@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MISSING = (
-    'there are no curves: matplotlib is not installed (pip install "retain[plot]", then python -m '
+    'there are no curves: matplotlib is not installed (pip install "retain[train]", then python -m '
     "retain.train.card FOLDER); the numbers are in log.jsonl."
 )
 CURVES, HEADS = "curves.png", "heads.png"

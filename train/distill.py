@@ -170,8 +170,8 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     shard_frozen_(frozen.model, accelerator)
     if is_sharded(frozen.model) and "continuation" in config.target.sources:
         raise ValueError(
-            "target.sources has `continuation`, which each process generates at its own length, and a sharded "
-            "model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
+            "target.sources has `continuation`, which each process generates at its own length, and a "
+            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
             "continuations into the data as answers (context, question, answer)."
         )
     for spec in layers:
@@ -313,7 +313,7 @@ def _with_features(
             say=accelerator.print,
         )
     accelerator.wait_for_everyone()
-    cached = CachedExamples(folder, recipe)
+    cached = CachedExamples(folder, recipe, device=accelerator.device)
     return LayerLocal(gates, frozen, config.target, config.loss, seed=config.seed, examples=cached)
 
 

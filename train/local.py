@@ -183,7 +183,10 @@ class LayerLocal:
                     if scale is not None:
                         (loss * (scale / layers)).backward()
                 overlap_H = head_overlaps(output_HT.detach(), example.target_HT, example.reached_HT)
-                found = {"loss": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
+                found: dict[str, Any] = {
+                    "loss": loss.detach(),
+                    **{name: term.detach() for name, term in terms.items()},
+                }
                 found["overlap"] = overlap_H.mean()
                 if baselines and example.view is not None:
                     found |= baseline_overlaps(example.view, self.target, self.seed)
@@ -241,6 +244,7 @@ def joined(parts: Sequence[GateInputs]) -> GateInputs:
     """Entries of several documents in one row."""
     along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
     names = [name for name in vars(parts[0]) if isinstance(getattr(parts[0], name), Tensor)]
-    return GateInputs(
-        **{name: torch.cat([getattr(part, name) for part in parts], dim=along.get(name, 2)) for name in names}
-    )
+    joint: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts], dim=along.get(name, 2)) for name in names
+    }
+    return GateInputs(**joint)

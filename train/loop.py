@@ -104,7 +104,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         StopRequested: a signal asked for it; a checkpoint was written.
     """
     training, corpus, objective = lesson.training, lesson.corpus, lesson.objective
-    start, held_out = 0, {}
+    start = 0
+    held_out: dict[str, Any] = {}
     so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "documents_of_process": {}}
     if not resume and lesson.prepare:
         objective.prepare_(corpus.documents_of(0))

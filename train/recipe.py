@@ -139,13 +139,13 @@ def _check_stage(config: DistillConfig) -> None:
         )
     if "bce" in config.loss.terms and config.stage == "local" and config.target.aggregate == "mass":
         raise ValueError(
-            "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: take "
-            "max, mean or block_max, or the loss smooth_l1."
+            "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: "
+            "take max, mean or block_max, or the loss smooth_l1."
         )
     if config.calibration.wanted and config.data.held_out == 1:
         raise ValueError(
-            "data.held_out=1: calibration fits on one half of the held-out documents and reports on the other. "
-            "Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none, "
+            "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
+            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none, "
             "calibration.curve=false and calibration.fusion_weights=false."
         )
     if config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -8,7 +8,7 @@ retain leaves alone (sliding window, linear attention) simply have none.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -82,7 +82,7 @@ class GateInputs:
     def entries(self, idx: Int[Tensor, " N"] | slice) -> "GateInputs":
         """The same for some of the entries (a slice gives views); lookahead tokens belong to all."""
         along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
-        chosen = {}
+        chosen: dict[str, Any] = {}
         for part in fields(self):
             tensor = getattr(self, part.name)
             if isinstance(tensor, Tensor) and part.name not in _OF_THE_LAYER:
@@ -232,15 +232,13 @@ class Extension(nn.Module):
         """The keyword arguments that build this extension again (plain JSON values)."""
         raise NotImplementedError
 
-    @contextmanager
-    def extend(self, model: nn.Module) -> Iterator[Self]:
+    def extend(self, model: nn.Module) -> AbstractContextManager[Self]:
         """Inside, the model has the extension; outside, it is as it was.
 
         Args:
             model: the frozen model.
         """
         raise NotImplementedError
-        yield self
 
 
 class GateSet(nn.Module):
