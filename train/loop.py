@@ -115,6 +115,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         lr=training.lr,
         betas=training.betas,
         weight_decay=training.weight_decay,
+        eps=training.eps,
     )
     if resume and (checkpoint := latest(folder)) is not None:
         start, extra = load_checkpoint(accelerator, checkpoint[1], synchroniser)

@@ -75,6 +75,7 @@ class Synchroniser:
         lr: learning rate, until `lr_` says another.
         betas: of AdamW.
         weight_decay: of AdamW.
+        eps: of AdamW.
         deepspeed_config: DeepSpeed's settings; None: those of accelerate, if it runs DeepSpeed.
 
     Raises:
@@ -89,6 +90,7 @@ class Synchroniser:
         lr: float,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        eps: float = 1e-8,
         deepspeed_config: Mapping[str, Any] | None = None,
     ):
         self.accelerator, self.gates = accelerator, gates
@@ -107,7 +109,7 @@ class Synchroniser:
         if deepspeed_config is not None and zero_stage(deepspeed_config) > 0:
             self._surrogate = Surrogate(trained, num_processes=_num_processes())
             trained = [self._surrogate.flat]
-        self.optimizer = torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
         if self._surrogate is not None:
             assert deepspeed_config is not None
             self._engine = _deepspeed_engine(self._surrogate, self.optimizer, deepspeed_config)

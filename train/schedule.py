@@ -29,6 +29,8 @@ class TrainingSettings:
         final_lr: share of `lr` that `cosine` and `decay` end at.
         weight_decay: of AdamW.
         betas: of AdamW.
+        eps: of AdamW, beside the root of the second moment: gradients far below it hardly move anything (those
+            of a decay that opens at 18 are 1e-8 of others).
         warmup_steps: linear warm-up.
         clip: largest gradient norm.
         held_out_every: steps between looks at the held-out documents (0 = only at the end).
@@ -43,6 +45,7 @@ class TrainingSettings:
     final_lr: float = 0.05
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
     warmup_steps: int = 10
     clip: float = 1.0
     held_out_every: int = 50
@@ -56,7 +59,7 @@ def check_training(settings: TrainingSettings, num_processes: int) -> None:
         ValueError: with all of them.
     """
     problems = []
-    for name in ("steps", "batch_documents", "micro_batch", "lr", "clip"):
+    for name in ("steps", "batch_documents", "micro_batch", "lr", "clip", "eps"):
         if getattr(settings, name) <= 0:
             problems.append(f"training.{name}={getattr(settings, name)} must be positive")
     for name in ("warmup_steps", "held_out_every", "checkpoint_every", "weight_decay", "final_lr"):
