@@ -65,12 +65,14 @@ def future_use(
     With the G query heads q of KV head h, and w_s the weight of a source,
 
         max:        r_s[h, i] = max_{j in J_s(i), q} p_qj[i]                        r = max_s w_s r_s
-        mean:       r_s[h, i] = 1 / (G |J_s(i)|) sum_{j in J_s(i), q} p_qj[i]       r = sum_s w_s r_s
+        mean:       r_s[h, i] = 1 / (G |J_s(i)|) sum_{j in J_s(i), q} p_qj[i]       r = sum_s w_s r_s / W(i)
         block_max:  r_s[h, i] = max_b 1 / (G |b|) sum_{j in b and J_s(i), q} p_qj[i]      r = max_s w_s r_s
-        mass:       r_s[h, i] = 1 / G sum_{j in J_s(i), q} p_qj[i]                  r = sum_s w_s r_s
+        mass:       r_s[h, i] = 1 / G sum_{j in J_s(i), q} p_qj[i]                  r = sum_s w_s r_s / W(i)
 
-    where the blocks b are `block` consecutive queries of the document, or of one branch (the last is shorter;
-    those of its queries that are not in `J_s(i)` pay 0 and are counted in |b|).
+    where `W(i)` is the sum of the weights of those sources that have a query in `J_s(i)`: an entry that fewer
+    sources reach is not thereby worth less. The blocks b are `block` consecutive queries of the document, or
+    of one branch (the last is shorter; those of its queries that are not in `J_s(i)` pay 0 and are counted in
+    |b|).
 
     Published, with sources: `max` of `repeat`, weight `none`: KVzip (arXiv 2505.23416; it normalises within
     the chunk that is repeated, here rows are over everything that is seen). `max` of `repeat`,
@@ -130,8 +132,9 @@ def future_use(
             else:
                 torch.maximum(first_BHT, use_BHT, out=first_BHT)
         counts[source] += _count(part, distance, T)
+        del part
     use_BHT = torch.zeros((B, H, T), device=device)
-    reached_BT = torch.zeros((B, T), dtype=torch.bool, device=device)
+    weight_BT = torch.zeros((B, T), device=device)
     for source, found_BHT in found.items():
         own_BHT = found_BHT * sources[source]
         if aggregate == "mean":
@@ -140,8 +143,10 @@ def future_use(
             use_BHT += own_BHT
         else:
             use_BHT = torch.maximum(use_BHT, own_BHT)
-        reached_BT |= counts[source] > 0
-    reached_BT &= document.valid_BT
+        weight_BT += sources[source] * (counts[source] > 0)
+    if aggregate in ("mean", "mass"):
+        use_BHT /= torch.where(weight_BT > 0, weight_BT, 1.0)[:, None]
+    reached_BT = (weight_BT > 0) & document.valid_BT
     reached_BHT = reached_BT[:, None].expand(B, H, T)
     return use_BHT.masked_fill(~reached_BHT, 0.0), reached_BHT
 
@@ -164,6 +169,7 @@ def _parts(
                     "branch's own queries only."
                 )
             yield source, evidence, 0
+        del evidence  # before the next one is made
 
 
 def _uses(

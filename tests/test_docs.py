@@ -6,17 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from retain.gates import build_gates
+import retain
+from retain.config import load
+from retain.gates import GATES, build_gates
 from retain.gates.store import save_gates
 from retain.hf import attach
 from retain.hf.cache import Cache
 from retain.hf.model import describe, fingerprint
 from retain.reference import load_model
+from retain.train.distill import distill
+from retain.train.recipe import DistillConfig
 from tests.chat import SENTENCES, chat_tokenizer
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"regimes": 10, "cache": 4, "families": 2}
+PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4}
 TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))
 
 
@@ -195,6 +199,43 @@ def test_families(family, tmp_path, capsys) -> None:
     assert (len(report.alone) > 0) == (family != "phi3")
     shown = capsys.readouterr().out
     assert all(left.kind in shown for left in report.alone) and "layer" in shown
+
+
+def test_gates(folders, tmp_path) -> None:
+    """Trained for a moment, with and without calibration: the page is about what can be done with them."""
+
+    def trained(output: str, *more: str) -> str:
+        small = ["data.documents=8", "data.held_out=4", "data.max_tokens=300", f"output={tmp_path / output}"]
+        small += [f"model={folders['name']}", "training.steps=2", "training.batch_documents=2", *more]
+        return str(distill(load(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig, small)))
+
+    plain = ["calibration.kind=none", "calibration.curve=false", "calibration.fusion_weights=false"]
+    scope = {
+        "name": folders["name"],
+        "folder": trained("gates"),
+        "uncalibrated": trained("plain", *plain),
+        "adapter_folder": str(tmp_path / "adapter"),
+        "context_ids": torch.arange(2, 302)[None],
+    }
+    first, second, third, fourth = blocks("gates")
+    exec(first, scope)
+    assert scope["gates"].unit == "risk"
+    evicts(scope["cache"])
+    exec(second, scope)
+    evicts(scope["fused"])
+    evicts(scope["blended"])
+    exec(third, scope)
+    evicts(scope["adaptive"])
+    exec(fourth, scope)
+    before = retain.load_gates(scope["uncalibrated"]).state_dict()
+    after = scope["same"].state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def test_the_page_of_gates_names_every_family() -> None:
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", page("gates"), re.MULTILINE))))
+    assert named == set(GATES)
 
 
 def test_the_table_of_families_is_the_table_of_the_code() -> None:

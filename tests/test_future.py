@@ -217,8 +217,10 @@ def _naive_use(document, branches, sources, aggregate, weight, horizon, block):
                                 "mass": total,
                             }[aggregate]
                         )
-                combine = max if aggregate in ("max", "block_max") else sum
-                use[b, h, i] = combine(by_source.values()) if by_source else 0.0
+                if by_source and aggregate in ("max", "block_max"):
+                    use[b, h, i] = max(by_source.values())
+                elif by_source:
+                    use[b, h, i] = sum(by_source.values()) / sum(sources[name] for name in by_source)
     return use, reached
 
 
@@ -268,6 +270,20 @@ def test_future_risk_is_future_use_of_one_sequence():
         document, [("appendix", appended)], sources={"own": 1.0, "appendix": 1.0}, horizon=4
     )
     assert torch.equal(risk, use) and torch.equal(reached, use_reached)
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "mass"])
+def test_an_entry_that_fewer_sources_reach_is_not_worth_less(aggregate):
+    """The last entries, which no query of the document reaches, are as the appendix alone says."""
+    document, branches = _parts()
+    given = {"aggregate": aggregate, "horizon": 4}
+    both, reached = future_use(document, branches, sources={"own": 3.0, "appendix": 1.0}, **given)
+    alone, _ = future_use(document, branches, sources={"appendix": 1.0}, **given)
+    own, own_reached = future_use(document, branches, sources={"own": 1.0}, **given)
+    near = reached & ~own_reached
+    assert near.any() and own_reached.any()
+    assert_close(both[near], alone[near])
+    assert_close(both[own_reached], (3 * own[own_reached] + alone[own_reached]) / 4)
 
 
 def test_branches_of_other_sources_are_not_looked_at():

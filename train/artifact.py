@@ -3,26 +3,41 @@
 In: trained gates, the frozen model, held-out documents. Out: calibrators in the gate set, and plain values
 for the artifact's JSON. The one decision taken here: nothing of this is done on a document that was trained
 on; half of the held-out ones are fitted to, and what is reported is found on the other half.
+
+The last step's checkpoint stays until all of this is done and saved. So whatever ends this phase (a signal,
+an error, a full disk) costs no training: the same command goes on here, and with another `calibration` too.
+
+Processes share the documents; where the frozen model is sharded, which takes all of them in step, all look at
+each. One process fits, and all get what it fitted, to the last bit.
 """
 
+import copy
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
+from tqdm import tqdm
 
 from retain.config import to_mapping
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.hf.lookahead import observe_ahead
 from retain.train.branches import readings_of
-from retain.train.calibration import LayerLook, calibrate_, look_at
+from retain.train.calibration import LayerLook, Look, calibrate_, look_at
 from retain.train.data import Document
 from retain.train.noop import noop_report
+from retain.train.parallel import is_sharded
 from retain.train.provenance import provenance
 from retain.train.recipe import DistillConfig
+from retain.train.signals import Signals
 from retain.train.targets import TargetSettings, layer_target, target_unit
 from retain.train.teacher import Frozen, View, walk
 
@@ -30,44 +45,151 @@ from retain.train.teacher import Frozen, View, walk
 NOOP_DOCUMENTS = 8
 
 
-def reports_of(config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any) -> dict[str, Any]:
-    """What is fitted and asked once training is over: every process does the same, so that a sharded model
-    walks in step."""
+def reports_of(
+    config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What is fitted and asked once training is over; every process calls it, and gets the same gates.
+
+    Args:
+        config: of the run; its last step's checkpoint is on disk.
+        gates: as trained; calibrators are put in.
+        frozen: the model.
+        corpus: its held-out documents are looked at.
+        accelerator: of this process.
+
+    Returns:
+        `calibration` (None: none was wanted), and `noop` after the end-to-end stage.
+
+    Raises:
+        ValueError: on every process, if it cannot be done; says that training is not lost.
+        StopRequested: a signal asked for it.
+    """
     reports: dict[str, Any] = {"calibration": None}
-    if config.stage == "end_to_end" and corpus.held_out:
-        reports["noop"] = noop_report(gates, frozen, corpus.held_out[:NOOP_DOCUMENTS], config.soft)
-    if config.calibration.wanted and corpus.held_out:
-        reports["calibration"] = _calibrate_(config, gates, frozen, corpus.held_out)
+    if not corpus.held_out:
+        return reports
+    promise = "finishing this document (training is over, and its last checkpoint is on disk)"
+    with _not_lost(config), Signals(accelerator, Path(config.output), promise) as signals:
+        if config.stage == "end_to_end":
+            reports["noop"] = noop_report(gates, frozen, corpus.held_out[:NOOP_DOCUMENTS], config.soft)
+        if config.calibration.wanted:
+            looks = _looks(config, gates, frozen, corpus.held_out, accelerator, signals)
+            accelerator.print(
+                f"calibration: fitting {config.calibration.kind!r} to {len(corpus.held_out)} documents"
+            )
+            reports["calibration"] = _fitted(config, gates, looks, accelerator)
     return reports
 
 
-def _calibrate_(
-    config: DistillConfig, gates: GateSet, frozen: Frozen, documents: Sequence[Document]
-) -> dict[str, Any]:
-    """Fit on held-out documents what makes scores comparable.
+@contextmanager
+def _not_lost(config: DistillConfig) -> Iterator[None]:
+    """Inside, an error also says that the run need not be trained again."""
+    told = (
+        f"Training is over: all {config.training.steps} steps are in the last checkpoint of {config.output}, "
+        "and the same command, also with other calibration.* (kind=none leaves it out), goes on from there "
+        "without training again."
+    )
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} {told}") from error
+    except Exception as error:
+        error.add_note(told)
+        raise
+
+
+def _looks(
+    config: DistillConfig,
+    gates: GateSet,
+    frozen: Frozen,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    signals: Signals,
+) -> list[Look]:
+    """A look at each document, in order, on the first process; elsewhere nothing is kept.
+
+    A document a process and round; after each round the processes compare notes on signals and errors.
+    """
+    together = is_sharded(frozen.model)
+    each = 1 if together else accelerator.num_processes
+    place = 0 if together else accelerator.process_index
+    looks: list[Look] = []
+    show = accelerator.is_main_process
+    with tqdm(total=len(documents), desc="calibration", unit="doc", disable=not show) as bar:
+        for start in range(0, len(documents), each):
+            mine: tuple[Look | None, str | None] = (None, None)
+            try:
+                if start + place < len(documents):
+                    mine = (_look(config, gates, frozen, documents[start + place]), None)
+            except ValueError as error:
+                if each == 1:
+                    raise
+                mine = (None, str(error))
+            everyone = [mine] if each == 1 else gather_object([mine])
+            if problems := [said for _, said in everyone if said is not None]:
+                raise ValueError(problems[0])
+            found = [look for look, _ in everyone if look is not None]
+            looks += found if show else []
+            bar.update(len(found))
+            if signals.requested:
+                bar.close()
+                signals.stop(config.training.steps)
+    return looks
+
+
+def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Document) -> Look:
+    """What every layer shows of one document.
 
     The unit is risk, whatever the gates learned: their own target where it is one, else the default's.
     """
     settings, target = config.calibration, config.target
     if target_unit(target) != "risk" or target.granularity != "head" or config.stage != "local":
         target = TargetSettings(horizon=target.horizon, chunk=target.chunk)
-    looks = []
-    for document in documents:
-        own: dict[int, LayerLook] = {}
-        shown: dict[int, Evidence] = {}
-        if gates.extension is not None:
-            ids_BT = torch.tensor([document.context_ids], device=frozen.model.device)
-            shown = {layer.layer_idx: layer for layer in observe_ahead(frozen.model, gates, ids_BT)}
+    own: dict[int, LayerLook] = {}
+    shown: dict[int, Evidence] = {}
+    if gates.extension is not None:
+        ids_BT = torch.tensor([document.context_ids], device=frozen.model.device)
+        shown = {layer.layer_idx: layer for layer in observe_ahead(frozen.model, gates, ids_BT)}
 
-        def see(views: list[View], own: dict[int, LayerLook] = own, shown: Any = shown) -> None:
-            for view in views:
-                target_HT, reached_HT = layer_target(view, target)
-                evidence = shown.get(view.layer_idx, view.document)
-                own[view.layer_idx] = look_at(gates, evidence, target_HT, reached_HT.any(0), settings)
+    def see(views: list[View]) -> None:
+        for view in views:
+            target_HT, reached_HT = layer_target(view, target)
+            evidence = shown.get(view.layer_idx, view.document)
+            own[view.layer_idx] = look_at(
+                gates, evidence, target_HT, reached_HT.any(0), settings, key=document.key
+            )
 
-        walk(frozen, readings_of([document], target, frozen), see, wanted=gates.inputs)
-        looks.append(own)
-    return calibrate_(gates, looks, settings)
+    walk(frozen, readings_of([document], target, frozen), see, wanted=gates.inputs)
+    return own
+
+
+def _fitted(
+    config: DistillConfig, gates: GateSet, looks: Sequence[Look], accelerator: Accelerator
+) -> dict[str, Any]:
+    """The record, and the calibrators in the gates: fitted by the first process, handed to the others."""
+    problem: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            calibrate_(gates, looks, config.calibration)
+        except Exception as error:
+            problem = error
+    fitted: list[Any] = [None]
+    if accelerator.is_main_process:
+        said = None if problem is None else f"{type(problem).__name__}: {problem}"
+        record = gates.metadata.get("calibration")
+        fitted = [(said, record, copy.deepcopy(gates.calibrators).cpu())]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(fitted)
+    said, record, calibrators = fitted[0]
+    if problem is not None:
+        raise problem
+    if said is not None:
+        raise ValueError(f"the first process could not calibrate: {said}")
+    if not accelerator.is_main_process:
+        gates.calibrators = nn.ModuleDict(
+            {layer: calibrator.to(gates[int(layer)].device) for layer, calibrator in calibrators.items()}
+        )
+        gates.metadata["calibration"] = record
+    return record
 
 
 def metadata_of(config: DistillConfig, summary: dict[str, Any], corpus: Any) -> dict[str, Any]:

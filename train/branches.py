@@ -13,10 +13,9 @@ once for all of them, and what one asks changes nothing for the next.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from retain.hf.blocks import write_greedily
 from retain.train.data import Document
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 TAIL = 8
 # Tokens allowed for a prompt where there is no tokenizer at hand to count them.
 PROMPT_TOKENS = 32
-# Documents whose continuations are written together.
-AT_ONCE = 8
 # Continuations that are remembered: a corpus that is read again, and the documents of every look.
 REMEMBERED = 2**16
 
@@ -79,6 +76,8 @@ def readings_of(documents: Sequence[Document], settings: "TargetSettings", froze
     Raises:
         ValueError: a document for which no source is left, or a branch that is longer than the model takes.
     """
+    for number, document in enumerate(documents):
+        check_branches(document, settings, frozen, document.origin or f"document {number}")
     continuations: list[tuple[int, ...]] = [() for _ in documents]
     if "continuation" in settings.sources:
         continuations = continue_greedily(frozen, documents, settings.continuation_tokens)
@@ -94,11 +93,10 @@ def readings_of(documents: Sequence[Document], settings: "TargetSettings", froze
         if not branches and "own" not in settings.sources:
             raise ValueError(
                 f"target.sources=[{', '.join(settings.sources)}] needs something after every document, and "
-                f"document {number} has nothing: add `own`, or give rows with context, question and answer."
+                f"{document.origin or f'document {number}'} has nothing: add `own`, or give rows with "
+                "context, question and answer."
             )
-        reading = Reading(document, tuple(branches), document.key)
-        _check_length(frozen, reading, number)
-        readings.append(reading)
+        readings.append(Reading(document, tuple(branches), document.key))
     return readings
 
 
@@ -146,12 +144,11 @@ def repeats(document: Document, settings: "TargetSettings", frozen: "Frozen") ->
     return branches
 
 
-@torch.no_grad()
 def continue_greedily(frozen: "Frozen", documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
     """What the frozen model writes after each document, greedily, up to its end token (left out).
 
-    Documents are padded on the left and continued a few together; nothing is drawn, and what was written is
-    remembered. Beside which others a document is continued changes nothing but rounding.
+    Each document is continued alone, without a mask, and what was written is remembered: it is the same to
+    the last token whatever was asked for before, in whichever company, also after a resume.
 
     Args:
         frozen: the model.
@@ -161,48 +158,26 @@ def continue_greedily(frozen: "Frozen", documents: Sequence[Document], tokens: i
     Returns:
         per document its continuation; empty where the model ends at once.
     """
-    keys = [(document.key, tokens) for document in documents]
-    known = {key: frozen.written[key] for key in keys if key in frozen.written}
-    missing = {key: document for key, document in zip(keys, documents, strict=True) if key not in known}
-    for start in range(0, len(missing), AT_ONCE):
-        some = dict(list(missing.items())[start : start + AT_ONCE])
-        for key, ids in zip(some, _write(frozen, list(some.values()), tokens), strict=True):
-            known[key] = ids
+    written = []
+    for document in documents:
+        key = (document.key, tokens)
+        ids = frozen.written.get(key)
+        if ids is None:
+            ids = write_greedily(
+                frozen.model,
+                document.context_ids,
+                tokens,
+                ends=_ends(frozen.model),
+                chunk=frozen.chunk,
+                layout=frozen.layout,
+            )
             if len(frozen.written) < REMEMBERED:
                 frozen.written[key] = ids
-    return [known[key] for key in keys]
-
-
-def _write(frozen: "Frozen", documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
-    """Continuations of some documents, made together."""
-    model = frozen.model
-    device = model.get_input_embeddings().weight.device
-    ends = _ends(model)
-    contexts = [document.context_ids for document in documents]
-    width = max(map(len, contexts))
-    ids_BT = torch.tensor([[frozen.pad_id] * (width - len(ids)) + list(ids) for ids in contexts])
-    mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in contexts])
-    out_BT = model.generate(
-        input_ids=ids_BT.to(device),
-        attention_mask=mask_BT.to(device),
-        max_new_tokens=tokens,
-        do_sample=False,
-        num_beams=1,
-        # Checkpoints may state them, for sampling; said here, nothing is drawn and nobody is warned.
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        pad_token_id=frozen.pad_id,
-        eos_token_id=sorted(ends) or None,
-    )
-    written = []
-    for row in out_BT[:, width:].tolist():
-        stop = next((place for place, token in enumerate(row) if token in ends), len(row))
-        written.append(tuple(row[:stop]))
+        written.append(ids)
     return written
 
 
-def _ends(model: "torch.nn.Module") -> frozenset[int]:
+def _ends(model: Any) -> frozenset[int]:
     """Token ids at which the model stops writing."""
     found: set[int] = set()
     for config in (getattr(model, "generation_config", None), model.config):
@@ -211,15 +186,33 @@ def _ends(model: "torch.nn.Module") -> frozenset[int]:
     return frozenset(found)
 
 
-def _check_length(frozen: "Frozen", reading: Reading, number: int) -> None:
+def check_branches(document: Document, settings: "TargetSettings", frozen: "Frozen", name: str) -> None:
+    """Refuse a document that is longer than the model takes, with what is read after it. Nothing is written:
+    a continuation is taken to be as long as it may get.
+
+    Args:
+        document: what is read.
+        settings: which sources.
+        frozen: for its tokenizer, and the longest it takes.
+        name: what the message calls the document.
+
+    Raises:
+        ValueError: saying which branch.
+    """
     config = frozen.model.config
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(text_config, "max_position_embeddings", None)
-    tokens = len(reading.document.context_ids)
-    for branch in reading.branches:
-        if longest is not None and tokens + len(branch.ids) > longest:
+    if longest is None:
+        return
+    branches = {"appendix": len(document.appendix_ids) if "appendix" in settings.sources else 0}
+    if "repeat" in settings.sources:
+        branches["repeat"] = max(len(branch.ids) for branch in repeats(document, settings, frozen))
+    if "continuation" in settings.sources:
+        branches["continuation"] = settings.continuation_tokens
+    tokens = len(document.context_ids)
+    for source, length in branches.items():
+        if tokens + length > longest:
             raise ValueError(
-                f"document {number} has {tokens} tokens, {tokens + len(branch.ids)} with its "
-                f"{branch.source}, and the model takes {longest}: lower data.max_tokens, target.repeat_chunk "
-                "or target.continuation_tokens."
+                f"{name} has {tokens} tokens, {tokens + length} with its {source}, and the model takes "
+                f"{longest}: lower data.max_tokens, target.repeat_chunk or target.continuation_tokens."
             )

@@ -6,8 +6,9 @@ curve from keep_ratio to threshold, and a report. The one decision taken here: e
 second held-out document and reported on the others, so that the report is of documents that nothing was
 fitted to.
 
-`calibrate_` needs no model: arrays are enough. It keeps all looks in memory, `L H T` numbers of 4 bytes a
-document, three times.
+`calibrate_` needs no model: arrays are enough. Of a document, at most `MOST_ENTRIES` entries are looked at (a
+drawn one of each of as many stretches of equal length), whatever its length: memory and time are those of
+`L H MOST_ENTRIES` numbers a document.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +25,15 @@ from retain.gates import GateSet
 from retain.gates.base import UNITS
 from retain.gates.calibrate import UNITS as CALIBRATED_UNITS
 from retain.gates.calibrate import Calibrator
-from retain.ranking import order_entries
+from retain.ranking import order_entries, rank_entries
 from retain.scores import SCORES, Score
 from retain.train.isotonic import fit_remaps, fit_shared, space_of
+from retain.train.losses import keyed_generator
 
-# Entries of a document, spread evenly, by which weights of fusion are judged.
+# Entries of a document, spread evenly, that are fitted to and reported on.
 MOST_ENTRIES = 4096
+# Set behind the key of a document, so that these draws are no others.
+ENTRIES = 0xCA11
 # Kind -> what fits it: layer -> calibrator, of layer -> scores and targets of each head.
 FITS: dict[str, Callable[..., dict[int, Any]]] = {"remap": fit_remaps, "shared": fit_shared}
 
@@ -105,8 +109,11 @@ def look_at(
     target_HT: Float[Tensor, "H T"],
     counted_T: Bool[Tensor, " T"],
     settings: CalibrationSettings,
+    *,
+    key: int = 0,
 ) -> LayerLook:
-    """One layer's look, on the CPU, from what the frozen model shows of one document.
+    """One layer's look, on the CPU, from what the frozen model shows of one document: of the entries that
+    count, or of `MOST_ENTRIES` of them.
 
     Args:
         gates: as trained; calibrators that they have already are left out.
@@ -114,6 +121,7 @@ def look_at(
         target_HT: as the gates were trained on.
         counted_T: entries whose target counts.
         settings: whether observed risk is wanted.
+        key: of the document, by which entries are drawn; the same for all of its layers.
     """
     calibrators, gates.calibrators = gates.calibrators, nn.ModuleDict()
     try:
@@ -123,8 +131,35 @@ def look_at(
     observed_HT = None
     if settings.fusion_weights:
         window = min(settings.window, evidence.num_queries)
-        observed_HT = SCORES["observed_risk"].function(evidence, window=window).values_BHT[0].cpu()
-    return LayerLook(score_HT.cpu(), target_HT.float().cpu(), counted_T.cpu(), observed_HT)
+        observed_HT = SCORES["observed_risk"].function(evidence, window=window).values_BHT[0]
+    return sampled(LayerLook(score_HT, target_HT.float(), counted_T, observed_HT), key)
+
+
+def sampled(look: LayerLook, key: int) -> LayerLook:
+    """Only entries that count, on the CPU, at most `MOST_ENTRIES`.
+
+    Of N > n = `MOST_ENTRIES` entries, one is taken from each stretch `floor(i N / n) .. floor((i+1) N / n) -
+    1`, drawn by the key: evenly spread, and in step with nothing that repeats in a text.
+
+    Args:
+        look: of one layer.
+        key: of the document.
+    """
+    entries_N = look.counted_T.cpu().nonzero()[:, 0]
+    if len(entries_N) > MOST_ENTRIES:
+        ends_n = torch.arange(MOST_ENTRIES + 1) * len(entries_N) // MOST_ENTRIES
+        draw_n = torch.rand(MOST_ENTRIES, generator=keyed_generator((key, ENTRIES)), dtype=torch.float64)
+        entries_N = entries_N[ends_n[:-1] + (draw_n * ends_n.diff()).long()]
+
+    def taken(values_HT: Tensor) -> Tensor:
+        return values_HT[:, entries_N.to(values_HT.device)].cpu()
+
+    return LayerLook(
+        taken(look.score_HT),
+        taken(look.target_HT),
+        torch.ones(len(entries_N), dtype=torch.bool),
+        None if look.observed_HT is None else taken(look.observed_HT),
+    )
 
 
 def calibrate_(
@@ -151,12 +186,14 @@ def calibrate_(
         gates.metadata.pop("calibration", None)
         return {}
     _check(gates, looks, settings, unit)
+    looks = [
+        {layer: sampled(own, number) for layer, own in look.items()} for number, look in enumerate(looks)
+    ]
     fitted, reported = looks[0::2], looks[1::2]
-    raw_unit = UNITS[gates[gates.layers[0]].unit]
-    calibrators = _calibrators(gates.layers, fitted, settings, raw_unit, unit)
-    device = gates[gates.layers[0]].device
+    raw_unit = str(gates.metadata.get("score_unit") or UNITS[gates[gates.layers[0]].unit])
+    calibrators = _calibrators(gates, fitted, settings, raw_unit, unit)
     gates.calibrators = nn.ModuleDict(
-        {str(layer): calibrator.to(device) for layer, calibrator in calibrators.items()}
+        {str(layer): calibrator.to(gates[layer].device) for layer, calibrator in calibrators.items()}
     )
     score_unit = gates.unit
     scores = [_calibrated(look, calibrators) for look in looks]
@@ -219,7 +256,7 @@ def _check(gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings,
 
 
 def _calibrators(
-    layers: Sequence[int], looks: Sequence[Look], settings: CalibrationSettings, raw_unit: str, unit: str
+    gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings, raw_unit: str, unit: str
 ) -> dict[int, Calibrator]:
     """Fitted on these looks; none where none are wanted."""
     if settings.kind == "none":
@@ -230,11 +267,12 @@ def _calibrators(
                 torch.cat([getattr(look[layer], name)[head, look[layer].counted_T] for look in looks])
                 for head in range(looks[0][layer].score_HT.shape[0])
             ]
-            for layer in layers
+            for layer in gates.layers
         }
         for name in ("score_HT", "target_HT")
     )
-    return FITS[settings.kind](scores, targets, K=settings.knots, space=space_of(raw_unit), unit=unit)
+    space = space_of(raw_unit, scores, signed=gates[gates.layers[0]].signed)
+    return FITS[settings.kind](scores, targets, K=settings.knots, space=space, unit=unit)
 
 
 def _calibrated(look: Look, calibrators: Mapping[int, Calibrator]) -> dict[int, Tensor]:
@@ -260,8 +298,7 @@ def fit_weights(
 
     Of `settings.grid` weights in 0..1 the one of least `mean over keep_ratios and documents of (1 - share of
     the target that the head's first entries by the fused score have)`; of equal ones that nearest to 1/2. So
-    weights are judged by the order alone, at all budgets. Of long documents, `MOST_ENTRIES` entries are
-    looked at.
+    weights are judged by the order alone, at all budgets.
 
     Args:
         looks: with observed risk.
@@ -319,12 +356,10 @@ def _kept_by_head(
 ) -> Float[Tensor, "ratios H"]:
     """Share of each head's target that its first entries by the fused score have."""
     assert look.observed_HT is not None
-    step = -(-score_HT.shape[-1] // MOST_ENTRIES)
-    counted = look.counted_T.nonzero().flatten()[::step]
-    observed = Score(look.observed_HT[None, :, counted], "risk")
-    learned = Score(score_HT[None, :, ::step].float(), unit)
+    observed = Score(look.observed_HT[None, :, look.counted_T], "risk")
+    learned = Score(score_HT[None].float(), unit)
     fused = fuse(observed, learned, how, weight=weight).values_BHT[0]
-    return kept_shares(fused, look.target_HT[:, counted], settings.keep_ratios)
+    return kept_shares(fused, look.target_HT[:, look.counted_T], settings.keep_ratios)
 
 
 def kept_shares(
@@ -338,8 +373,12 @@ def kept_shares(
         target_RT: at least 0.
         keep_ratios: in 0..1.
     """
-    so_far_RT = target_RT.double().gather(-1, order_entries(score_RT)).cumsum(-1)
-    counts = torch.tensor([_count(score_RT.shape[-1], ratio) for ratio in keep_ratios])
+    return _kept_in_order(order_entries(score_RT), target_RT, keep_ratios)
+
+
+def _kept_in_order(order_RT: Tensor, target_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
+    so_far_RT = target_RT.double().gather(-1, order_RT).cumsum(-1)
+    counts = torch.tensor([_count(order_RT.shape[-1], ratio) for ratio in keep_ratios])
     kept, total_R1 = so_far_RT[:, counts - 1], so_far_RT[:, -1:]
     return torch.where(total_R1 > 0, kept / total_R1.clamp_min(1e-300), 1.0).T
 
@@ -349,12 +388,14 @@ def overlap_of(
 ) -> Float[Tensor, " R"]:
     """Share of the row's first entries by target that are among its first by score, `ceil(keep_ratio T)`
     each."""
-    count = _count(score_RT.shape[-1], keep_ratio)
-    chosen = []
-    for values_RT in (score_RT, target_RT):
-        first_Rk = order_entries(values_RT)[..., :count]
-        chosen.append(torch.zeros(values_RT.shape, dtype=torch.bool).scatter_(-1, first_Rk, True))
-    return (chosen[0] & chosen[1]).sum(-1).double() / count
+    return _overlaps_in_order(order_entries(score_RT), rank_entries(target_RT), (keep_ratio,))[0]
+
+
+def _overlaps_in_order(order_RT: Tensor, rank_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
+    """For each keep_ratio, of each row, from the order by score and the ranks by target."""
+    counts = [_count(order_RT.shape[-1], ratio) for ratio in keep_ratios]
+    ranked_RT = rank_RT.gather(-1, order_RT)
+    return torch.stack([(ranked_RT[:, :count] < count).sum(-1).double() / count for count in counts])
 
 
 def _count(entries: int, keep_ratio: float) -> int:
@@ -382,47 +423,50 @@ def report(
         the target's own choice; and `r2`, of log targets, in the mean over documents (None where scores are
         in a unit of their own). Inside a head the order is the same, so `head` is too.
     """
-    made: dict[str, Any] = {}
-    for name in ("before", "after"):
-        found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        fits = []
-        for look, calibrated in zip(looks, scores, strict=True):
-            raw = {layer: own.score_HT[:, own.counted_T] for layer, own in look.items()}
-            score = raw if name == "before" else calibrated
-            target = {layer: own.target_HT[:, own.counted_T] for layer, own in look.items()}
-            for scope in ("head", "layer", "model"):
-                pairs = _rows(score, target, scope)
-                shares = torch.cat([kept_shares(*pair, keep_ratios) for pair in pairs], dim=1).mean(1)
-                for ratio, kept in zip(keep_ratios, shares.tolist(), strict=True):
-                    overlap = torch.cat([overlap_of(*pair, ratio) for pair in pairs]).mean()
-                    of_ratio = found.setdefault(f"{ratio:g}", {})
-                    of_ratio.setdefault(scope, []).append((kept, float(overlap)))
-            if (raw_unit if name == "before" else unit) != "rank":
-                fits.append(_log_r2(score, target))
-        keep = {
-            ratio: {
-                scope: {
-                    "kept": sum(kept for kept, _ in pairs) / len(pairs),
-                    "overlap": sum(overlap for _, overlap in pairs) / len(pairs),
+    kept: dict[str, dict[str, list[Tensor]]] = {"before": {}, "after": {}}
+    overlaps: dict[str, dict[str, list[Tensor]]] = {"before": {}, "after": {}}
+    fits: dict[str, list[float]] = {"before": [], "after": []}
+    for look, calibrated in zip(looks, scores, strict=True):
+        raw = {layer: own.score_HT[:, own.counted_T] for layer, own in look.items()}
+        target = {layer: own.target_HT[:, own.counted_T] for layer, own in look.items()}
+        given = (("before", raw, raw_unit), ("after", calibrated, unit))
+        for scope in ("head", "layer", "model"):
+            targets = _rows(target, scope)
+            # One sort a row and a scope, whatever the number of keep_ratios.
+            ranks = [rank_entries(target_RT) for target_RT in targets]
+            for name, score, _ in given:
+                orders = [order_entries(score_RT) for score_RT in _rows(score, scope)]
+                shares = [_kept_in_order(*pair, keep_ratios) for pair in zip(orders, targets, strict=True)]
+                found = [_overlaps_in_order(*pair, keep_ratios) for pair in zip(orders, ranks, strict=True)]
+                kept[name].setdefault(scope, []).append(torch.cat(shares, dim=1).mean(1))
+                overlaps[name].setdefault(scope, []).append(torch.cat(found, dim=1).mean(1))
+        for name, score, own_unit in given:
+            if own_unit != "rank":
+                fits[name].append(_log_r2(score, target))
+    return {
+        name: {
+            "keep": {
+                f"{ratio:g}": {
+                    scope: {
+                        "kept": float(torch.stack(kept[name][scope])[:, number].mean()),
+                        "overlap": float(torch.stack(overlaps[name][scope])[:, number].mean()),
+                    }
+                    for scope in kept[name]
                 }
-                for scope, pairs in scopes.items()
-            }
-            for ratio, scopes in found.items()
+                for number, ratio in enumerate(keep_ratios)
+            },
+            "r2": sum(fits[name]) / len(fits[name]) if fits[name] else None,
         }
-        made[name] = {"keep": keep, "r2": sum(fits) / len(fits) if fits else None}
-    return made
+        for name in kept
+    }
 
 
-def _rows(
-    score: Mapping[int, Tensor], target: Mapping[int, Tensor], scope: str
-) -> list[tuple[Tensor, Tensor]]:
-    """Scores and targets with one row for whoever shares a budget."""
+def _rows(values: Mapping[int, Tensor], scope: str) -> list[Tensor]:
+    """One row for whoever shares a budget: a head, a layer, or the whole model."""
     if scope == "head":
-        return [(score[layer], target[layer]) for layer in score]
-    flat = [(score[layer].flatten()[None], target[layer].flatten()[None]) for layer in score]
-    if scope == "layer":
-        return flat
-    return [(torch.cat([one for one, _ in flat], dim=1), torch.cat([two for _, two in flat], dim=1))]
+        return list(values.values())
+    flat = [values_HT.flatten()[None] for values_HT in values.values()]
+    return flat if scope == "layer" else [torch.cat(flat, dim=1)]
 
 
 def _log_r2(score: Mapping[int, Tensor], target: Mapping[int, Tensor]) -> float:

@@ -3,12 +3,28 @@
 In: a tokenizer and a list of messages. Out: the tokens before the last assistant turn (with the template's
 generation prompt), and the tokens of that turn. The one decision taken here: the two parts are encoded apart,
 cut where the prompt ends, since that is what the model reads when it is used: a prompt, then its own tokens.
+
+A template that writes today's date (Llama 3, gpt-oss) is told that it is `TODAY`: documents, the split by
+their hash and what a run can go on from would all change overnight.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Protocol, runtime_checkable
 
-Chat = Callable[[Sequence[Mapping[str, Any]]], tuple[list[int], list[int]]]
+# The date that Llama 3's template writes where it is told none.
+TODAY = datetime(2024, 7, 26)
+
+
+@runtime_checkable
+class Chat(Protocol):
+    """Messages, and the tools that the model may call -> (context ids, appendix ids)."""
+
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), /
+    ) -> tuple[list[int], list[int]]: ...
+
 
 # ShareGPT's names of who speaks.
 SHAREGPT_ROLES = {
@@ -19,6 +35,8 @@ SHAREGPT_ROLES = {
     "bard": "assistant",
     "bing": "assistant",
     "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
     "system": "system",
     "observation": "tool",
     "function_response": "tool",
@@ -45,7 +63,7 @@ def turns(messages: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(f"message {number} is {_shown(message)}; wanted {{role, content}}")
-        fields = {name: value for name, value in message.items() if value is not None}
+        fields = _without_none(message)
         if "from" in fields and "role" not in fields:
             speaker = fields.pop("from")
             if speaker not in SHAREGPT_ROLES:
@@ -54,12 +72,81 @@ def turns(messages: Any) -> list[dict[str, Any]]:
                 )
             fields["role"] = SHAREGPT_ROLES[speaker]
             fields["content"] = fields.pop("value", None)
+            calls = _calls(fields["content"]) if speaker == "function_call" else []
+            if calls:
+                fields |= {"content": "", "tool_calls": calls}
         if not isinstance(fields.get("role"), str):
             raise ValueError(f"message {number} has fields {sorted(message)}; wanted role and content")
         if fields.get("content") is None and "tool_calls" not in fields:
             raise ValueError(f"message {number} ({fields['role']}) has no content")
+        if (half := half_character(fields)) is not None:
+            raise ValueError(f"message {number} holds {half}")
         made.append(fields)
     return made
+
+
+def tools_of(value: Any) -> list[Any]:
+    """The tools of a conversation, from a list of their descriptions or its JSON text (as ShareGPT has it).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value) if value.strip() else []
+        except ValueError as error:
+            raise ValueError(f"tools is no JSON ({error}), got {_shown(value)}") from error
+    if found is None:
+        return []
+    if not isinstance(found, list | tuple) or not all(isinstance(tool, Mapping) for tool in found):
+        raise ValueError(f"wanted tools as a list of descriptions (or its JSON text), got {_shown(value)}")
+    if (half := half_character(found)) is not None:
+        raise ValueError(f"tools holds {half}")
+    return [_without_none(tool) for tool in found]
+
+
+def half_character(value: Any) -> str | None:
+    """The first half of a surrogate pair without the other in a text, or in the texts of a list or mapping:
+    JSON can write it (`\\ud83d`), and no tokenizer reads it. None: none is there."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return (
+                f"half of a character, \\u{ord(value[error.start]):04x} at place {error.start}: the text was "
+                "cut inside of an emoji or the like. Write it again, or leave the row out"
+            )
+        return None
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    parts = value if isinstance(value, list | tuple) else ()
+    return next((half for half in map(half_character, parts) if half is not None), None)
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """ShareGPT's function calls, JSON text of one or of a list, as templates take them; else none."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return []
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        return []
+    return [
+        {
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call.get("arguments") or {}},
+        }
+        for call in calls
+    ]
+
+
+def _without_none(value: Any) -> Any:
+    """Mappings without the fields that are None, all the way down."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def chat_of(tokenizer: Any) -> Chat:
@@ -79,45 +166,54 @@ def chat_of(tokenizer: Any) -> Chat:
         tokenizer: of the frozen model; it may lack a template, which is an error only where one is needed.
 
     Returns:
-        messages (as `turns` gives them) -> (context ids, appendix ids).
+        messages (as `turns` gives them), tools (as `tools_of` does) -> (context ids, appendix ids).
     """
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
-    def render(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], prompt: bool) -> str:
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    [{**message} for message in messages], tokenize=False, add_generation_prompt=prompt
+                    [{**message} for message in messages],
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    strftime_now=TODAY.strftime,
                 )
             )
         # Templates are programs: jinja's own errors, and TypeError, KeyError from inside them.
         except Exception as error:
             raise ValueError(
-                f"the tokenizer's chat template refuses this conversation ({_what(error)}): "
-                "roles must be those that the template knows: mostly system first, then user and assistant "
-                "in turn"
+                f"the tokenizer's chat template refuses this conversation ({_what(error)}): {_advice(error)}"
             ) from error
 
-    def chat(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    def chat(
+        messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), /
+    ) -> tuple[list[int], list[int]]:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "the tokenizer has no chat template, which conversations need: take the instruction-tuned "
                 "model, save a tokenizer with a template beside the weights, or give plain text"
             )
+        if tools and render(messages, tools, False) == render(messages, (), False):
+            raise ValueError(
+                "the row has tools, and the tokenizer's chat template does not write them: take a model that "
+                "calls tools, or leave them out with data.columns={messages: ...}"
+            )
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
-            return encode(render(messages, True)), []
+            return encode(render(messages, tools, True)), []
         last = answers[-1]
         if last == 0:
             raise ValueError(
                 "the only assistant turn is the first message, and nothing comes before it to keep or evict: "
                 "leave the row out"
             )
-        whole = render(messages[: last + 1], False)
+        whole = render(messages[: last + 1], tools, False)
         for prompt in (True, False):
-            context = render(messages[:last], prompt)
+            context = render(messages[:last], tools, prompt)
             if whole.startswith(context):
                 return encode(context), encode(whole[len(context) :])
         raise ValueError(
@@ -126,6 +222,27 @@ def chat_of(tokenizer: Any) -> Chat:
         )
 
     return chat
+
+
+def _advice(error: Exception) -> str:
+    """What to do about a template's error, by its kind."""
+    from jinja2 import TemplateError, UndefinedError
+
+    if isinstance(error, UndefinedError):
+        return (
+            "it reads something that the messages do not have; look at the fields of this row's messages "
+            "beside those that the model's template names (tokenizer.chat_template), and add them or leave "
+            "the row out"
+        )
+    if isinstance(error, TemplateError):
+        return (
+            "roles must be those that the template knows: mostly system first, then user and assistant in "
+            "turn"
+        )
+    return (
+        "a field is of another type than it expects: contents must mostly be text, not lists of parts, and "
+        "arguments of tool calls objects; write the row so, or leave it out"
+    )
 
 
 def _what(error: Exception) -> str:

@@ -6,6 +6,7 @@ be resumed, or finished; checkpoints; the log.
     run.json                hashes of the base model and of the documents, written before the config
     config.yaml             the resolved config, written before the first step
     log.jsonl               one line a step, one more whenever the held-out documents are looked at
+    LOCK                    who trains in it (`retain.train.lock`)
     checkpoints/step-N/     the state after step N, the last two of them; removed when the run is finished
         gates.safetensors       the gates, with what is not trained of them
         optimizer.safetensors   what AdamW remembers of each parameter, whole, whoever held which part of it
@@ -13,9 +14,10 @@ be resumed, or finished; checkpoints; the log.
         manifest.json           bytes and sha256 of the other three, written last
     gates.safetensors, gates.json    the artifact; there only once a run has finished
 
-The one decision taken here: a run is known by its config, and by the model and the documents that the config
-named when it began. The same run goes on where it stopped, or has nothing left to do; another one never
-touches the folder unless `overwrite=true` is said.
+The one decision taken here: a run is known by its config (by what of it is trained, not by what is planned or
+fitted afterwards), and by the model and the documents that the config named when it began. The same run goes
+on where it stopped, or has nothing left to do; another one never touches the folder unless `overwrite=true`
+is said.
 
 A checkpoint says nothing about processes: state is saved whole, documents and draws are functions of the
 step, so that a run may go on with another number of processes, under DDP, FSDP or DeepSpeed alike. Nothing in
@@ -27,8 +29,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +54,9 @@ CHECKPOINTS = "checkpoints"
 # What is being deleted is renamed to this first: a kill in the middle leaves no half of a checkpoint that
 # looks whole.
 DELETED = "checkpoints.deleted"
+OTHERS = "checkpoints.others"
+# What checkpoints are called, while they are written and while they are dropped too.
+OURS = re.compile(r"step-[0-9]+(\.new|\.old|\.new\.old)?")
 GATES_FILE, OPTIMIZER_FILE, STATE_FILE = "gates.safetensors", "optimizer.safetensors", "state.json"
 MANIFEST_FILE = "manifest.json"
 # The last one, and one to fall back on.
@@ -66,8 +72,10 @@ DISK_ADVICE = {
     errno.EIO: "the disk fails: move the folder to another one and set `output` to it",
     errno.EACCES: "make the folder writable, or set `output` to one that is",
 }
-# Keys that say how to start, not what is trained.
-START_KEYS = ("overwrite", "resume")
+# Keys and sections that say how to start and what to plan for, not what is trained.
+START_KEYS = ("overwrite", "resume", "plan")
+# What is fitted after the last step: free to change until it has been fitted.
+AFTER_KEYS = ("calibration",)
 
 State = Literal["fresh", "resume", "finished"]
 
@@ -75,6 +83,9 @@ State = Literal["fresh", "resume", "finished"]
 def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, resume: bool) -> State:
     """What starting this config in this folder would mean; changes nothing. Model and documents are for
     `check_inputs`, once they are loaded.
+
+    An unfinished run goes on under another `calibration` (one that failed after hours of training can be
+    corrected), and any run under another `plan`; `adopt_` writes down what it goes on with.
 
     Raises:
         ValueError: the folder holds a run of another config, or an unfinished one that `resume=false` forbids
@@ -91,14 +102,15 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
             )
         return "fresh"
     earlier = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    differ = _differences(earlier, config)
+    finished = (folder / METADATA_FILE).is_file() and not (folder / CHECKPOINTS).exists()
+    differ = _differences(earlier, config, START_KEYS if finished else (*START_KEYS, *AFTER_KEYS))
     if differ:
         raise ValueError(
             f"{folder} holds a run of another config ({'; '.join(differ)}): choose another `output`, or "
             "pass overwrite=true "
             "to replace it."
         )
-    if (folder / METADATA_FILE).is_file() and not (folder / CHECKPOINTS).exists():
+    if finished:
         return "finished"
     if latest(folder) is None:
         return "fresh"
@@ -110,11 +122,13 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
     return "resume"
 
 
-def _differences(earlier: Any, config: Mapping[str, Any]) -> list[str]:
-    """`key: earlier -> now` for every leaf that differs, both sides as plain YAML values."""
+def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str]) -> list[str]:
+    """`key: earlier -> now` for every leaf that differs, both sides as plain YAML values; not of keys and
+    sections that are free to."""
     before, now = _leaves(earlier), _leaves(json.loads(json.dumps(config)))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in keys if key not in START_KEYS]
+    bound = [key for key in keys if key.partition(".")[0] not in free]
+    return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in bound]
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -163,24 +177,48 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
 
 
 def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
-    """Make the folder ready for a fresh run; an older artifact stays until the new one replaces it."""
-    finish_(folder)
-    (folder / CHECKPOINTS).mkdir(parents=True)
-    (folder / LOG_FILE).unlink(missing_ok=True)
-    text = json.dumps(dict(inputs), indent=2) + "\n"
-    os.replace(write_beside(folder / RUN_FILE, text.encode()), folder / RUN_FILE)
+    """Make the folder ready for a fresh run; an older artifact stays until the new one replaces it.
+
+    Raises:
+        DiskError: the folder could not be written.
+    """
+    with disk_errors(folder):
+        finish_(folder)
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (folder / LOG_FILE).unlink(missing_ok=True)
+        text = json.dumps(dict(inputs), indent=2) + "\n"
+        os.replace(write_beside(folder / RUN_FILE, text.encode()), folder / RUN_FILE)
+        adopt_(folder, config)
+
+
+def adopt_(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write down the config that the run goes on with, which `inspect_run` has let pass."""
     text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
-    os.replace(write_beside(folder / CONFIG_FILE, text.encode()), folder / CONFIG_FILE)
+    with disk_errors(folder):
+        os.replace(write_beside(folder / CONFIG_FILE, text.encode()), folder / CONFIG_FILE)
 
 
 def finish_(folder: Path) -> None:
-    """Drop the checkpoints, and what is left of those that a killed run was dropping."""
+    """Drop the checkpoints, and what is left of those that a killed run was dropping. What else somebody put
+    beside them is kept, in `checkpoints.others`."""
     deleted = folder / DELETED
     if deleted.exists():
-        shutil.rmtree(deleted)
+        _empty_(deleted)
     if (folder / CHECKPOINTS).exists():
         os.replace(folder / CHECKPOINTS, deleted)
-        shutil.rmtree(deleted)
+        _empty_(deleted)
+
+
+def _empty_(deleted: Path) -> None:
+    for path in deleted.iterdir():
+        if OURS.fullmatch(path.name):
+            shutil.rmtree(path)
+            continue
+        others = deleted.with_name(OTHERS)
+        others.mkdir(exist_ok=True)
+        names = (path.name, *(f"{path.name}.{number}" for number in range(1, 10**6)))
+        os.replace(path, next(others / name for name in names if not (others / name).exists()))
+    deleted.rmdir()
 
 
 class DiskError(OSError):
@@ -210,11 +248,23 @@ def disk_errors(folder: Path) -> Iterator[None]:
             f"cannot write {error.filename or folder}: {os.strerror(error.errno)}. Next step: "
             f"{DISK_ADVICE[error.errno]}. "
             + (
-                f"The last good checkpoint, {kept[1]}, is untouched, and the same command goes on from it."
+                f"The last good checkpoint, {kept[1]}, is untouched, and {same_command(folder)} goes on from "
+                "it."
                 if kept
                 else "There is no checkpoint yet: the same command starts anew."
             ),
         ) from error
+
+
+def same_command(folder: Path) -> str:
+    """What goes on with the folder's run, in words: with overwrite=true, the command that began it would
+    throw it away."""
+    try:
+        config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        config = None
+    overwrites = isinstance(config, Mapping) and config.get("overwrite") is True
+    return "the same command" + (" without overwrite=true" if overwrites else "")
 
 
 def latest(folder: Path) -> tuple[int, Path] | None:
@@ -227,7 +277,7 @@ def _named(folder: Path) -> list[tuple[int, Path]]:
     named = [
         (int(path.name.removeprefix("step-")), path)
         for path in (folder / CHECKPOINTS).glob("step-*")
-        if path.name.removeprefix("step-").isdigit()
+        if OURS.fullmatch(path.name) and not path.suffix
     ]
     return sorted(named, reverse=True)
 
@@ -311,10 +361,11 @@ def save_checkpoint(
             _sync_folder(final.parent)
         kept = [path for _, path in _named(folder)[:KEPT]]
         for path in (folder / CHECKPOINTS).iterdir():
-            if path not in kept:
+            # Whatever else lies there (a copy that somebody made, what a file browser leaves) is not ours.
+            if OURS.fullmatch(path.name) and path not in kept:
                 _drop(path)
 
-    _by_the_first(accelerator, write)
+    by_the_first(accelerator, write)
     return final
 
 
@@ -325,7 +376,7 @@ def _drop(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _by_the_first(accelerator: Accelerator, write: Callable[[], None]) -> None:
+def by_the_first(accelerator: Accelerator, write: Callable[[], None]) -> None:
     """Let the first process write, and all of them fail if it does: none waits for one that has gone."""
     error: OSError | None = None
     if accelerator.is_main_process:
@@ -345,10 +396,14 @@ def _state_of(synchroniser: Synchroniser) -> list[tuple[str, Tensor]]:
 
 
 def _write_synced(path: Path, payload: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # the system names a file only where it opens it
+        raise
 
 
 def _sync_folder(path: Path) -> None:
@@ -445,7 +500,12 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def rewind_log_(folder: Path, steps_done: int) -> None:
-    """Drop what was logged after the checkpoint from which the run goes on."""
+    """Drop what was logged after the checkpoint from which the run goes on.
+
+    Raises:
+        DiskError: the log could not be written; it is as it was.
+    """
     kept = [record for record in read_log(folder) if record["step"] <= steps_done]
     text = "".join(json.dumps(record) + "\n" for record in kept)
-    os.replace(write_beside(folder / LOG_FILE, text.encode()), folder / LOG_FILE)
+    with disk_errors(folder):
+        os.replace(write_beside(folder / LOG_FILE, text.encode()), folder / LOG_FILE)

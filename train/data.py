@@ -67,8 +67,9 @@ class DataSettings:
         subset: configuration of the hub data set.
         split: split of the hub data set.
         revision: of the hub data set; state it, and the artifact records it.
-        columns: which column holds `text`, or `context` + `question` + `answer`, or `messages`, or
-            `context_ids` (+ `appendix_ids`): `{text: body}`. Empty: the columns have these very names.
+        columns: which column holds `text`, or `context` + `question` + `answer`, or `messages` (+
+            `tools`), or `context_ids` (+ `appendix_ids`): `{text: body}`. Empty: the columns have these
+            very names.
         separator: `text` files: where one document ends (none: a file is a document; "": at blank lines).
         streaming: read documents as they are needed, for data that does not fit into memory.
         shuffle_rows: streaming: rows that are shuffled among themselves and held in memory.

@@ -87,7 +87,10 @@ def device_here(device: torch.device, dtype: torch.dtype, settings: PlanSettings
     elif stated:
         rate, rate_from = None, "nobody stated it"
     else:
-        rate, rate_from = measured_tflops(device, dtype), "measured just now on a square product"
+        rate, rate_from = (
+            measured_tflops(device, dtype),
+            "measured just now on a square product; low if the machine was busy",
+        )
     kind = "cuda" if stated or device.type == "cuda" else "cpu"
     return Device(kind, name, memory, rate, settings.efficiency, rate_from)
 

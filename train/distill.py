@@ -10,7 +10,7 @@ is looked at, and what it will cost is said before it is spent.
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from retain.train.artifact import command_line, metadata_of, reports_of
 from retain.train.branches import row_tokens
 from retain.train.card import write_card
 from retain.train.checkpoint import (
+    adopt_,
     begin_,
+    by_the_first,
     check_inputs,
     describe_inputs,
     disk_errors,
@@ -39,19 +41,24 @@ from retain.train.checkpoint import (
 from retain.train.data import Document, load_corpus
 from retain.train.features import CachedExamples, fill_, recipe_of
 from retain.train.local import LayerLocal, TeacherExamples, check_unit
+from retain.train.lock import locked
 from retain.train.lookahead import Lookahead
 from retain.train.loop import Lesson, Objective, train
-from retain.train.parallel import is_sharded, shard_frozen_, sharding_of
+from retain.train.opening import check_shift, regressed
+from retain.train.parallel import check_alike, is_sharded, shard_frozen_, sharding_of
 from retain.train.plan import (
     Plan,
     device_here,
+    lengths_of,
+    lookahead_on_meta,
+    meta_model,
     model_shape,
     plan_of,
-    shape_by_name,
     work_of,
 )
 from retain.train.progress import check_tracker, tracker_options
-from retain.train.recipe import DistillConfig, check, document_check
+from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
+from retain.train.signals import forget_
 from retain.train.soft import EndToEnd
 from retain.train.teacher import Frozen, load_frozen
 
@@ -85,22 +92,27 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
     Raises:
         ValueError: the model's config cannot be read.
     """
-    shape = shape_by_name(
+    model = meta_model(
         config.model,
         dtype=config.dtype,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
     )
-    sizes = {layer: {"E": shape.E, "H": shape.H, "Q": shape.Q, "D": shape.D} for layer in range(shape.gated)}
-    with torch.device("meta"):
-        gates = build_gates(config.gate.family, dims_for(config.gate.family, sizes, config.gate.settings))
+    shape = model_shape(model, config.model)
+    if GATES[config.gate.family].extension is not None:
+        gates = lookahead_on_meta(model, config.gate.settings)
+    else:
+        sizes = {
+            layer: {"E": shape.E, "H": shape.H, "Q": shape.Q, "D": shape.D} for layer in range(shape.gated)
+        }
+        with torch.device("meta"):
+            gates = build_gates(config.gate.family, dims_for(config.gate.family, sizes, config.gate.settings))
     longest = config.data.max_tokens
     document = Document(tuple(range(longest)), tuple(range(config.data.max_appendix_tokens or 64)))
-    row = row_tokens(document, config.target)
     work = work_of(
         config,
         gates,
-        [(longest, row - longest)] * max(1, config.data.documents),
+        [lengths_of(document, config.target)] * max(1, config.data.documents),
         accelerator.num_processes,
         inputs=gates.inputs,
         chunk=config.chunk,
@@ -128,6 +140,16 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     """
     accelerator = accelerator or make_accelerator(config.tracker, config.output)
     check(config, accelerator.num_processes)
+    with locked(Path(config.output), accelerator):
+        # Now, and never later: whoever asks while the model loads asks this run.
+        if accelerator.is_main_process:
+            forget_(Path(config.output))
+        accelerator.wait_for_everyone()
+        return _distill(config, accelerator)
+
+
+def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
+    """The same, in a folder that is held."""
     folder, mapping = Path(config.output), to_mapping(config)
     state = inspect_run(folder, mapping, overwrite=config.overwrite, resume=config.resume)
     frozen = load_frozen(
@@ -141,7 +163,7 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     )
     gates = _fresh_gates(config, frozen.model)
     # What was trained to be an openness orders entries, whatever its family's number meant.
-    score_unit = check_unit(gates, config.target) if config.stage == "local" else None
+    score_unit = check_unit(gates[gates.layers[0]], config.target) if config.stage == "local" else None
     if config.stage == "end_to_end" and gates.unit == "risk":
         score_unit = "rank"
     corpus = load_corpus(
@@ -156,6 +178,7 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     )
     base = fingerprint(frozen.model)
     inputs = describe_inputs(str(base["sha256"]), corpus)
+    check_alike(inputs)
     if state != "fresh":
         check_inputs(folder, inputs)
     if state == "finished":
@@ -168,24 +191,18 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         return folder
     shape, layers = model_shape(frozen.model, config.model), describe(frozen.model)
     shard_frozen_(frozen.model, accelerator)
-    if is_sharded(frozen.model) and "continuation" in config.target.sources:
-        raise ValueError(
-            "target.sources has `continuation`, which each process generates at its own length, and a "
-            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
-            "continuations into the data as answers (context, question, answer)."
-        )
+    if is_sharded(frozen.model):
+        check_lockstep(config, frozen)
     for spec in layers:
         gates[spec.layer_idx].to(next(spec.module.parameters()).device)
     objective = _objective(config, gates, frozen)
+    align = _alignment(config, objective, accelerator)
     if accelerator.is_main_process:
         known = corpus.documents_of(0) if corpus.num_documents is None else corpus.train
-        rows = [
-            (len(one.context_ids), row_tokens(one, config.target) - len(one.context_ids)) for one in known
-        ]
         work = work_of(
             config,
             gates,
-            rows,
+            [lengths_of(one, config.target) for one in known],
             accelerator.num_processes,
             inputs=gates.inputs,
             chunk=frozen.chunk,
@@ -194,10 +211,10 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         device = device_here(accelerator.device, frozen.model.dtype, config.plan)
         print(plan_of(shape, work, device).text())
     accelerator.wait_for_everyone()  # every process has looked at the folder before one of them changes it
-    if state == "fresh" and accelerator.is_main_process:
-        with disk_errors(folder):
-            begin_(folder, mapping, inputs)
-    accelerator.wait_for_everyone()
+    if state == "fresh":
+        by_the_first(accelerator, lambda: begin_(folder, mapping, inputs))
+    if state == "resume":  # with another plan, perhaps, or another calibration
+        by_the_first(accelerator, lambda: adopt_(folder, mapping))
     if config.tracker != "none":
         accelerator.init_trackers("retain-distill", config=_flat(mapping))
     documents = "a stream of" if corpus.num_documents is None else corpus.num_documents
@@ -214,11 +231,13 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         config.data.pack_tokens,
         lambda document: row_tokens(document, config.target),
         lockstep=is_sharded(frozen.model),
+        alone=is_sharded(frozen.model) and frozen.forward_of != "row",
         prepare=config.initial is None,
+        align=align,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
     metadata = {**metadata_of(config, summary, corpus), "score_unit": score_unit}
-    metadata |= reports_of(config, gates, frozen, corpus)
+    metadata |= reports_of(config, gates, frozen, corpus, accelerator)
     if accelerator.is_main_process:
         with disk_errors(folder):
             save_gates(gates, folder, fingerprint=base, metadata=metadata)
@@ -267,7 +286,7 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
         )
     if len(earlier.calibrators):
         earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
-    earlier.metadata = {}
+    earlier.metadata = {"initial_stage": earlier.metadata.get("stage")}
     return earlier.requires_grad_(True)
 
 
@@ -279,6 +298,30 @@ def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Objecti
     if config.stage == "lookahead":
         return Lookahead(gates, frozen, config.target, seed=config.seed)
     return LayerLocal(gates, frozen, config.target, config.loss, seed=config.seed)
+
+
+def _alignment(
+    config: DistillConfig, objective: Objective, accelerator: Accelerator
+) -> Callable[[Sequence[Document]], None] | None:
+    """What is done before the first step of an end-to-end stage with gates that learned a risk before: they
+    are shifted to where the budget cuts.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if config.initial is None or not isinstance(objective, EndToEnd):
+        return None
+    if not regressed(objective.gates, objective.gates.metadata["initial_stage"]):
+        return None
+    check_shift(objective.gates, config.soft.anchor)
+
+    def align(documents: Sequence[Document]) -> None:
+        accelerator.print(
+            f"{config.initial}: gates that learned a risk, shifted to the budget; they begin with "
+            f"{objective.align_(documents):.0%} of the entries open"
+        )
+
+    return align
 
 
 def _with_features(

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from retain.gates.calibrate import SMALLEST_SLOPE, Remap, Shared, axis
+from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, Remap, Shared, axis
 
 # Distance of neighbouring knots on the axis, at least: nothing that float32 would round away.
 SMALLEST_STEP = 1e-3
@@ -26,6 +26,9 @@ BINS_A_KNOT = 8
 REACH_OF_KNOTS = 5.0
 # A head's gain on the shared curve, at least.
 SMALLEST_GAIN = 0.1
+# Share of a head's scores that lie inside of the flat middle of an asinh axis, and its unit at least.
+SMALL_SHARE = 0.01
+SMALLEST_SCALE = 1e-30
 # Rounds of the alternating fit of the shared curve.
 ROUNDS = 30
 
@@ -106,15 +109,47 @@ def rising(values_K: Float64[Tensor, " K"], least_k: Float[Tensor, " k"]) -> Flo
     return (values_K - offset_K).cummax(0).values + offset_K
 
 
-def space_of(unit: str) -> str:
-    """The axis for scores of a unit: those of `rank` may have a sign."""
-    return "asinh" if unit == "rank" else "log"
+def strictly(values_K: Float64[Tensor, " K"], knots_K: Float64[Tensor, " K"]) -> Float64[Tensor, " K"]:
+    """The values nearest to these, in least squares, that rise strictly from knot to knot: with a slope of
+    `SMALLEST_SLOPE`, or over wide pieces by `LEAST_RISE / (K - 1)`.
+
+    So what is level is tilted about its middle, by `LEAST_RISE / 2` at either end at most, and a head keeps
+    its level, however far its scores reach.
+
+    Args:
+        values_K: log-risks.
+        knots_K: strictly increasing.
+    """
+    least_k = (SMALLEST_SLOPE * knots_K.diff()).clamp_max(LEAST_RISE / (len(knots_K) - 1))
+    offset_K = torch.cat([least_k.new_zeros(1), least_k.cumsum(0)])
+    return pool_adjacent(values_K - offset_K, torch.ones_like(values_K)) + offset_K
+
+
+def space_of(unit: str, scores: Mapping[int, Sequence[Tensor]] | None = None, *, signed: bool = False) -> str:
+    """The axis for scores of a unit: `asinh` for those that may have a sign, which are those of `rank`, those
+    of a family that says so, and any that have one.
+
+    Args:
+        unit: of the scores.
+        scores: layer -> for each head, its scores.
+        signed: whether the family's number can be negative (`Gate.signed`).
+    """
+    below = any(bool((own < 0).any()) for of_heads in (scores or {}).values() for own in of_heads)
+    return "asinh" if unit == "rank" or signed or below else "log"
 
 
 def scale_of(score_N: Float[Tensor, " N"], space: str) -> float:
-    """The unit of an asinh axis: the median size of a head's scores (1 where most are 0)."""
-    typical = float(score_N.double().abs().median()) if space == "asinh" else 1.0
-    return typical if typical > 0 else 1.0
+    """The unit of an asinh axis: the size that one in `1 / SMALL_SHARE` of a head's scores is below, of those
+    that are not 0.
+
+    Below it the axis is flat as the score itself, and above it a logarithm. What ages has scores over many
+    powers of ten, and the smallest are of the entries that are kept.
+    """
+    size_n = score_N.double().abs()
+    size_n = size_n[size_n > 0]
+    if space != "asinh" or not len(size_n):
+        return 1.0
+    return max(float(size_n.quantile(SMALL_SHARE)), SMALLEST_SCALE)
 
 
 def fit_remaps(
@@ -141,7 +176,7 @@ def fit_remaps(
             x_N, scale = _on_axis(score_N, space)
             knots_K = knots_of(x_N, K)
             steps = Steps(x_N, targets[layer][head].double(), floor, BINS_A_KNOT * K)
-            values_K = rising(steps.at(knots_K).clamp(-MOST, MOST), SMALLEST_SLOPE * knots_K.diff())
+            values_K = strictly(steps.at(knots_K).clamp(-MOST, MOST), knots_K)
             remap.scale_H[head] = scale
             remap.knots_HK[head], remap.values_HK[head] = knots_K.float(), values_K.float()
         made[layer] = remap
@@ -184,14 +219,11 @@ def fit_shared(
             for (layer, head), z_N in standard.items()
         ]
     )
-    curve_K = rising(
-        pool_adjacent(Y_hK.mean(0), torch.ones(K, dtype=torch.float64)), SMALLEST_SLOPE * knots_K.diff()
-    )
+    curve_K = strictly(Y_hK.mean(0), knots_K)
     for _ in range(ROUNDS):
         gain_h, offset_h = _lines(Y_hK, curve_K)
         best_K = (gain_h[:, None] * (Y_hK - offset_h[:, None])).sum(0) / gain_h.square().sum()
-        curve_K = pool_adjacent(best_K, torch.ones(K, dtype=torch.float64))
-        curve_K = rising(curve_K, SMALLEST_SLOPE * knots_K.diff())
+        curve_K = strictly(best_K, knots_K)
         curve_K = (curve_K - curve_K.mean()) / curve_K.std(correction=0)
     gain_h, offset_h = _lines(Y_hK, curve_K)
     made = {}

@@ -9,10 +9,11 @@ The loss is LAVa's (arXiv 2509.09754) and CriticalKV's (arXiv 2502.03805), who m
 scores.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,20 +22,27 @@ from retain.evidence import Evidence
 from retain.kernels.gated_attention import gated_attention
 from retain.paid import paid
 from retain.scores.value_norm import value_norms
-from retain.train.losses import Case, keyed_generator, threshold_of
+from retain.train.losses import Case, LossSettings, boundary_of, keyed_generator
 
 # Set behind the key of a document, so that these draws are not those of its pairs.
 QUERIES = 0x0BEE
+# Halvings of the interval in which a threshold lies: to 1e-15 of it.
+BISECTIONS = 50
 
 
 def layer_output_loss(case: Case) -> Float[Tensor, ""]:
     """How much of the layer's output is lost, mean over `keep_ratios` and over the document and its branches.
 
     With the soft keep-mask `m_hi = sigmoid((s_hi - threshold_h) / temperature)` on reached entries (1 on all
-    others; the threshold is that of `threshold_of`), `exact` is `relative_change` and `bound` is
+    others; the threshold is that of `budget_threshold`, so that as much is kept whatever the gate says, and a
+    number added to all scores of a head changes nothing), `exact` is `relative_change` and `bound` is
     `sum_hi c_hi (1 - m_hi) / sum_hi c_hi` with the coefficients of `bound_coefficients`. Queries of the
     document see entries nearer than `horizon` as they are; those of a branch see all of the document's
     through the mask.
+
+    The document and the branches are taken one after another, and of each only its loss and the gradient that
+    it sends to the gate's output are kept: memory is that of one of them, however many there are. So the
+    gradient is right once; there is no second derivative.
 
     Args:
         case: with a view.
@@ -47,35 +55,95 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
             "the loss term `layer_output` looks at the layer itself: pass view= (of "
             "retain.train.teacher.walk)."
         )
-    settings, zero = case.settings, (case.output_BHT * 0.0).nan_to_num().sum()
-    parts = [
-        part
-        for number, (evidence, horizon) in enumerate(_walks(case))
-        if (part := _stretch(evidence, horizon, settings.output_queries, (*case.key, QUERIES, number)))
-    ]
-    if not parts:
-        return zero
-    losses = []
+    settings = case.settings
     known_BHT = case.output_BHT.masked_fill(~case.reached_BHT, 0.0)
+    trained = torch.is_grad_enabled() and known_BHT.requires_grad
+    masks = []  # of each budget: the logarithm of the keep-mask, a leaf that parts look at, what they sent
     for ratio in settings.keep_ratios:
-        threshold_BH1 = threshold_of(case.output_BHT, case.reached_BHT, ratio)
-        logit_BHT = (known_BHT - threshold_BH1) / settings.temperature
-        log_keep_BHT = functional.logsigmoid(logit_BHT).masked_fill(~case.reached_BHT, 0.0)
-        for evidence, horizon in parts:
-            if settings.layer_output == "exact":
-                order = 1 if settings.output_norm == "l1" else 2
-                losses.append(relative_change(evidence, log_keep_BHT, horizon, order))
-            else:
-                bound_BHT = bound_coefficients(evidence, horizon, log_keep_BHT.shape[-1])
-                lost = (bound_BHT * -torch.expm1(log_keep_BHT)[..., : bound_BHT.shape[-1]]).sum()
-                losses.append(lost / bound_BHT.sum().clamp_min(torch.finfo(bound_BHT.dtype).tiny))
-    return zero + torch.stack(losses).mean()
+        threshold_BH1 = budget_threshold(known_BHT, case.reached_BHT, ratio, settings.temperature)
+        log_keep_BHT = functional.logsigmoid((known_BHT - threshold_BH1) / settings.temperature)
+        log_keep_BHT = log_keep_BHT.masked_fill(~case.reached_BHT, 0.0)
+        leaf_BHT = log_keep_BHT.detach().requires_grad_(trained)
+        masks.append((log_keep_BHT, leaf_BHT, torch.zeros_like(leaf_BHT)))
+    total, count = torch.zeros_like(known_BHT[0, 0, :0].sum()), 0
+    for evidence, horizon in _parts(case):
+        for _, leaf_BHT, gradient_BHT in masks:
+            loss = _lost(evidence, horizon, leaf_BHT, settings)
+            if trained:
+                gradient_BHT += torch.autograd.grad(loss, leaf_BHT)[0]
+            total, count = total + loss.detach(), count + 1
+        del evidence
+    # What stands behind the value is only what the parts have sent: 0, with their gradient.
+    for log_keep_BHT, leaf_BHT, gradient_BHT in masks:
+        total = total + ((log_keep_BHT - leaf_BHT.detach()) * gradient_BHT).sum()
+    return total / max(1, count)
 
 
-def _walks(case: Case) -> list[tuple[Evidence, int]]:
-    """The document with its own queries, and each branch; with the distance from which entries are masked."""
+def _lost(
+    evidence: Evidence, horizon: int, log_keep_BHT: Float[Tensor, "B H T"], settings: LossSettings
+) -> Float[Tensor, ""]:
+    """The loss of one part under one keep-mask."""
+    if settings.layer_output == "exact":
+        return relative_change(evidence, log_keep_BHT, horizon, 1 if settings.output_norm == "l1" else 2)
+    bound_BHT = bound_coefficients(evidence, horizon, log_keep_BHT.shape[-1])
+    lost = (bound_BHT * -torch.expm1(log_keep_BHT)[..., : bound_BHT.shape[-1]]).sum()
+    return lost / bound_BHT.sum().clamp_min(torch.finfo(bound_BHT.dtype).tiny)
+
+
+def budget_threshold(
+    output_BHT: Float[Tensor, "B H T"], reached_BHT: Bool[Tensor, "B H T"], ratio: float, temperature: float
+) -> Float[Tensor, "B H 1"]:
+    """The threshold `t` under which a soft keep-mask keeps a head's budget: `sum_i sigmoid((s_i - t) / tau) =
+    k` over its reached entries, `k` of `boundary_of` (of a single entry, one half).
+
+    Its gradient is that of the equation: with `m_i` the mask, `dt / ds_i = m_i (1 - m_i) / sum_k m_k (1 -
+    m_k)`. A threshold that stood still instead would reward a head for raising all of its scores, and one
+    that knew only the order would let a head that says the same of all keep a half.
+
+    Args:
+        output_BHT: s, finite everywhere.
+        reached_BHT: entries that compete; a head without any gets 0.
+        ratio: the budget, as a share of them.
+        temperature: tau.
+    """
+    known_BHT, count_BH1 = output_BHT.detach().double(), reached_BHT.sum(-1, keepdim=True)
+    k_BH1 = boundary_of(count_BH1, ratio).double()
+    k_BH1 = torch.where(count_BH1 > 1, k_BH1, 0.5 * count_BH1)
+    # With all at the lowest score, none of the budgets lies further than log(2 n) from it; so above.
+    reach_BH1 = temperature * (2.0 * count_BH1 + 1).log()
+    low_BH1 = known_BHT.masked_fill(~reached_BHT, float("inf")).amin(-1, keepdim=True) - reach_BH1
+    high_BH1 = known_BHT.masked_fill(~reached_BHT, float("-inf")).amax(-1, keepdim=True) + reach_BH1
+    some_BH1 = count_BH1 > 0
+    low_BH1, high_BH1 = (torch.where(some_BH1, edge_BH1, 0.0) for edge_BH1 in (low_BH1, high_BH1))
+    for _ in range(BISECTIONS):
+        middle_BH1 = 0.5 * (low_BH1 + high_BH1)
+        mask_BHT = torch.sigmoid((known_BHT - middle_BH1) / temperature).masked_fill(~reached_BHT, 0.0)
+        above_BH1 = mask_BHT.sum(-1, keepdim=True) > k_BH1
+        low_BH1 = torch.where(above_BH1, middle_BH1, low_BH1)
+        high_BH1 = torch.where(above_BH1, high_BH1, middle_BH1)
+    threshold_BH1 = 0.5 * (low_BH1 + high_BH1)
+    # As a softmax, which has no 0 / 0 where every entry is sure: m (1 - m) in logarithms.
+    x_BHT = (known_BHT - threshold_BH1) / temperature
+    log_slope_BHT = functional.logsigmoid(x_BHT) + functional.logsigmoid(-x_BHT)
+    lowest = torch.finfo(log_slope_BHT.dtype).min
+    weight_BHT = log_slope_BHT.masked_fill(~reached_BHT, lowest).softmax(-1) * some_BH1
+    sent_BHT = weight_BHT.to(output_BHT.dtype) * (output_BHT - output_BHT.detach())
+    return threshold_BH1.to(output_BHT.dtype) + sent_BHT.sum(-1, keepdim=True)
+
+
+def _parts(case: Case) -> Iterator[tuple[Evidence, int]]:
+    """The document with its own queries, and each branch, made when it is asked for; with the distance from
+    which entries are masked."""
     assert case.view is not None
-    return [(case.view.document, case.horizon), *((evidence, 0) for _, evidence in case.view.branches)]
+    branches = case.view.branches
+    for number in range(1 + len(branches)):
+        evidence = branches[number - 1][1] if number else case.view.document
+        key = (*case.key, QUERIES, number)
+        part = _stretch(evidence, 0 if number else case.horizon, case.settings.output_queries, key)
+        del evidence
+        if part is not None:
+            yield part
+        del part
 
 
 def _stretch(
@@ -126,7 +194,7 @@ def layer_output(
 def relative_change(
     evidence: Evidence, log_keep_BHT: Float[Tensor, "B H entries"], horizon: int, order: int
 ) -> Float[Tensor, ""]:
-    """`mean_j ||y_j - y'_j||_p / mean_j ||y_j||_p` over the held queries j.
+    """`mean_j ||y_j - y'_j||_p / mean_j ||y_j||_p` over the held queries j that are there.
 
     Args:
         evidence: the layer; its entries behind those of the mask are not masked.
@@ -134,13 +202,19 @@ def relative_change(
         horizon: nearer entries are not masked.
         order: p.
     """
-    log_keep_BHT = _as_wide(log_keep_BHT, evidence.num_seen)
+    log_keep_BHT, asks_BS = _as_wide(log_keep_BHT, evidence.num_seen), evidence.asks_BS
     with torch.no_grad():
         whole_BSE = layer_output(evidence, None, horizon)
-        scale = torch.linalg.vector_norm(whole_BSE, order, dim=-1).mean()
+        scale = _mean_over(asks_BS, torch.linalg.vector_norm(whole_BSE, order, dim=-1))
     masked_BSE = layer_output(evidence, log_keep_BHT, horizon)
-    change = torch.linalg.vector_norm(whole_BSE - masked_BSE, order, dim=-1).mean()
+    change = _mean_over(asks_BS, torch.linalg.vector_norm(whole_BSE - masked_BSE, order, dim=-1))
     return change / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+
+
+def _mean_over(asks_BS: Tensor, each_BS: Tensor) -> Tensor:
+    """Mean over the queries that are there; the output at others means nothing."""
+    asks_BS = asks_BS.to(each_BS.device)
+    return each_BS.masked_fill(~asks_BS, 0.0).sum() / asks_BS.sum().clamp_min(1)
 
 
 def _as_wide(log_keep_BHT: Tensor, T: int) -> Tensor:
@@ -155,8 +229,8 @@ def bound_coefficients(evidence: Evidence, horizon: int, entries: int) -> Float[
     """Coefficients of a bound on the change that is linear in the mask:
     `mean_j ||y_j - y'_j||_1 <= sum_hi c_hi (1 - m_hi)`.
 
-    `c_hi = mean_j sum_{q in group(h)} a_qji (||v_i W_O^q||_1 + max_k ||v_k W_O^q||_1)`, over the queries j at
-    distance `horizon` or more from i. For with `s = sum_i a_i m_i` (and a sink's share), a head's output
+    `c_hi = mean_j sum_{q in group(h)} a_qji (||v_i W_O^q||_1 + max_k ||v_k W_O^q||_1)`, a mean over the
+    queries that are there, of which those nearer to i than `horizon` pay nothing. For with `s = sum_i a_i m_i` (and a sink's share), a head's output
     moves by `sum_i a_i (1 - m_i) v_i - (1 - s) o'`, `1 - s = sum_i a_i (1 - m_i)`, and `o'` is no longer than
     the longest value. The same holds of the 2-norm, which is no larger.
 
@@ -172,5 +246,6 @@ def bound_coefficients(evidence: Evidence, horizon: int, entries: int) -> Float[
     (sum_BQT,) = paid(evidence, "sum", entries=entries, distance=horizon)
     norm_BQT = value_norms(evidence).masked_fill(~evidence.valid_BT[:, None], 0.0)
     weight_BQT = norm_BQT[..., :entries] + norm_BQT.amax(-1, keepdim=True)
-    each_BQT = sum_BQT * weight_BQT / evidence.num_queries
+    asked_B11 = evidence.asks_BS.sum(-1).clamp_min(1).to(sum_BQT.device)[:, None, None]
+    each_BQT = sum_BQT * weight_BQT / asked_B11
     return each_BQT.unflatten(1, (evidence.num_heads, -1)).sum(2)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.gates import GateInputs, GateSet, inputs_of
+from retain.gates import Gate, GateInputs, GateSet, inputs_of
 from retain.gates.base import UNITS
 from retain.train.branches import readings_of
 from retain.train.data import Document
@@ -24,6 +24,7 @@ from retain.train.losses import LossSettings, check_fit, local_losses, top_entri
 from retain.train.targets import (
     TargetSettings,
     baseline_overlaps,
+    joined_for,
     layer_target,
     target_unit,
     token_targets,
@@ -34,8 +35,9 @@ from retain.train.teacher import Frozen, walk
 HELD_OUT_STEP = 2**40
 # Share of a head's entries whose finding is reported.
 OVERLAP_SHARE = 0.2
-# Entries of a layer, over all documents of the first step, from which input statistics are made.
-PREPARED_ENTRIES = 8192
+# Entries of a layer from which input statistics are made, and the fewest documents that they come from (where
+# the first step has as many): one long document is not what all are like.
+PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
 
 Visit = Callable[[list[Example]], None]
 
@@ -73,7 +75,7 @@ class TeacherExamples:
                 examples.append(Example(view.layer_idx, view.row, key, inputs, target_HT, reached_HT, view))
             visit(examples)
 
-        walk(self.frozen, readings, see, wanted=self.gates.inputs)
+        walk(self.frozen, readings, see, wanted=self.gates.inputs, joined=joined_for(self.target))
 
 
 class LayerLocal:
@@ -88,7 +90,7 @@ class LayerLocal:
         examples: where examples come from; None: the frozen model.
 
     Raises:
-        ValueError: terms that do not go with these gates.
+        ValueError: terms that do not go with these gates, or a target of which some layer shows nothing.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class LayerLocal:
         self.examples = TeacherExamples(gates, frozen, target) if examples is None else examples
         for layer in gates.layers:
             check_fit(loss, gates[layer])
+        if examples is None:
+            check_reach(frozen, target)
         self.fields = ("loss", *loss.terms, "overlap")
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -115,9 +119,15 @@ class LayerLocal:
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Set every gate's input statistics, target floor and output bias; each gate moves to its layer.
 
-        Every process does the same on the same documents, so nothing has to be exchanged.
+        Every process does the same on the same documents, so nothing has to be exchanged. Of the documents,
+        the first are read whose tokens are `PREPARED_ENTRIES` or more, and `PREPARED_DOCUMENTS` at least.
+
+        Raises:
+            ValueError: a layer of which no entry is reached, or of which the targets or the inputs are such
+                that a gate cannot start from them.
         """
         found: dict[int, list[tuple[GateInputs, Tensor]]] = {}
+        documents = _enough(documents)
         share = max(1, PREPARED_ENTRIES // len(documents))
 
         def see(examples: list[Example]) -> None:
@@ -136,6 +146,14 @@ class LayerLocal:
         for layer, parts in found.items():
             gate = self.gates[layer]
             risk_HN = torch.cat([risk_HN for _, risk_HN in parts], dim=1).double()
+            if bool(risk_HN.isnan().all(1).any()):
+                raise ValueError(
+                    f"layer {layer}: no query of target.sources=[{', '.join(self.target.sources)}] reaches "
+                    f"any entry of {len(documents)} document(s), so that there is nothing to learn: the "
+                    f"layer's window is no longer than target.horizon={self.target.horizon}, or the "
+                    "documents are not. Lower target.horizon, or add a source that every document has "
+                    "(repeat, continuation)."
+                )
             inputs = joined([inputs for inputs, _ in parts])
             counted_BT = torch.ones((1, risk_HN.shape[1]), dtype=torch.bool, device=risk_HN.device)
             floor_H = torch.zeros(len(risk_HN), dtype=torch.float64, device=risk_HN.device)
@@ -144,6 +162,12 @@ class LayerLocal:
                 risk_HN = (risk_HN + floor_H[:, None]).log()
             gate.to(risk_HN.device)
             gate.prepare_(inputs, counted_BT, floor_H.float(), risk_HN.nanmean(1).float())
+            if strange := [name for name, value in gate.state_dict().items() if not _finite(value)]:
+                raise ValueError(
+                    f"layer {layer}: the gate would start from numbers that are not finite ("
+                    f"{', '.join(strange)}): the model's activations overflow (load it with dtype=float32), "
+                    "or nothing pays some head's entries anything."
+                )
 
     def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
         """Add the gradient of `scale` times the documents' summed loss to the parameters'."""
@@ -189,10 +213,10 @@ class LayerLocal:
                 }
                 found["overlap"] = overlap_H.mean()
                 if baselines and example.view is not None:
-                    found |= baseline_overlaps(example.view, self.target, self.seed)
+                    found |= baseline_overlaps(example.view, example.target_HT, example.reached_HT, self.seed)
                 row = sums[example.row]
                 for name, value in found.items():
-                    row[name] = row[name] + _at_home(value) if name in row else _at_home(value)
+                    row[name] = _plus(row[name], value) if name in row else value
                 heads[example.row][str(example.layer_idx)] = overlap_H
 
         self.examples.of(documents, see)
@@ -205,13 +229,16 @@ class LayerLocal:
         return rows
 
 
-def check_unit(gates: GateSet, target: TargetSettings) -> str:
+def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:
     """The unit of the score that gates of this family have after learning this target.
+
+    Args:
+        gate: one of them, or their class.
+        target: what they learn.
 
     Raises:
         ValueError: a gate that says a share of attention, asked for what is none.
     """
-    gate = gates[gates.layers[0]]
     unit = target_unit(target)
     if gate.unit in ("risk", "log_risk"):
         return unit  # it learns whatever number it is shown, or its logarithm
@@ -233,11 +260,42 @@ def head_overlaps(output_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> T
     return (both_BHT.sum(-1) / size_BH1[..., 0])[0]
 
 
-def _at_home(value: Tensor | float) -> Tensor | float:
-    """On the CPU if layers may lie on several devices: sums must meet somewhere."""
-    if isinstance(value, Tensor) and value.is_cuda and torch.cuda.device_count() > 1:
-        return value.cpu()
-    return value
+def _plus(total: Tensor | float, value: Tensor | float) -> Tensor | float:
+    """The sum, where the first value is: layers may lie on several devices, and the host waits for none."""
+    if isinstance(total, Tensor) and isinstance(value, Tensor):
+        return total + value.to(total.device, non_blocking=True)
+    return total + value
+
+
+def _enough(documents: Sequence[Document]) -> Sequence[Document]:
+    """The first documents that give as many entries as are looked at."""
+    tokens = 0
+    for number, document in enumerate(documents, start=1):
+        tokens += len(document.context_ids)
+        if tokens >= PREPARED_ENTRIES and number >= PREPARED_DOCUMENTS:
+            return documents[:number]
+    return documents
+
+
+def _finite(value: Tensor) -> bool:
+    return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def check_reach(frozen: Frozen, target: TargetSettings) -> None:
+    """Refuse a target of whose queries none can reach an entry of some layer.
+
+    Raises:
+        ValueError: a layer with a window no longer than the horizon, and no source but the document.
+    """
+    if {*target.sources} != {"own"}:
+        return
+    for spec in frozen.layout.evicting:
+        if spec.window is not None and spec.window <= target.horizon:
+            raise ValueError(
+                f"layer {spec.layer_idx} sees a window of {spec.window} tokens, and target.horizon="
+                f"{target.horizon} leaves out all queries that are nearer: no entry is ever reached. Lower "
+                "target.horizon below the window, or add a source (appendix, repeat, continuation)."
+            )
 
 
 def joined(parts: Sequence[GateInputs]) -> GateInputs:

@@ -108,7 +108,7 @@ class Lookahead:
                 with token_wise_in_pieces(base.layers, self.frozen.chunk):
                     cache.prefill(ids_BT, evict=False)
                 targets = self._targets(reading, cache)
-            with torch.set_grad_enabled(scale is not None), self.gates.extend(base) as extension:
+            with torch.set_grad_enabled(scale is not None), self.gates.extend(model) as extension:
                 assert isinstance(extension, LookaheadExtension)
                 like = torch.empty(0, dtype=base.dtype, device=device)
                 asked = run_behind(

@@ -23,6 +23,7 @@ from accelerate.utils import gather_object
 from retain.gates import GateSet
 from retain.train.checkpoint import (
     append_log,
+    by_the_first,
     latest,
     load_checkpoint,
     read_log,
@@ -74,7 +75,10 @@ class Lesson:
         pack_tokens: tokens of one packed row, 0 = any.
         size_of: tokens that a document and its branches take in a row.
         lockstep: whether all processes must run the same number of forwards (a sharded model).
+        alone: whether every document has a pack of its own: where the model reads documents one by one
+            (`Frozen.forward_of`), packs of a different size are a different number of forwards.
         prepare: whether the gates are fresh, and start from the documents of the first step.
+        align: what is done with these documents instead, where the gates are not fresh; None: nothing.
     """
 
     objective: Objective
@@ -83,7 +87,9 @@ class Lesson:
     pack_tokens: int = 0
     size_of: Callable[[Document], int] | None = None
     lockstep: bool = False
+    alone: bool = False
     prepare: bool = True
+    align: Callable[[Sequence[Document]], object] | None = None
 
 
 def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: bool) -> dict[str, Any]:
@@ -106,9 +112,11 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
     training, corpus, objective = lesson.training, lesson.corpus, lesson.objective
     start = 0
     held_out: dict[str, Any] = {}
+    missed = False
     so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "documents_of_process": {}}
-    if not resume and lesson.prepare:
-        objective.prepare_(corpus.documents_of(0))
+    ready = objective.prepare_ if lesson.prepare else lesson.align
+    if not resume and ready is not None:
+        ready(corpus.documents_of(0))
     synchroniser = Synchroniser(
         accelerator,
         objective.gates,
@@ -121,12 +129,12 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         start, extra = load_checkpoint(accelerator, checkpoint[1], synchroniser)
         so_far = extra["so_far"]
         corpus.restore_(extra["corpus"])
-        if accelerator.is_main_process:
-            rewind_log_(folder, start)
-        accelerator.wait_for_everyone()
+        by_the_first(accelerator, lambda: rewind_log_(folder, start))
         # Nothing may be left to do but to write the artifact, which says how the last look went.
-        looks = [record["held_out"] for record in read_log(folder) if "held_out" in record]
-        held_out = looks[-1] if looks else {}
+        looks = gather_object([[record for record in read_log(folder) if "held_out" in record]])[0]
+        held_out = looks[-1]["held_out"] if looks else {}
+        missed = bool(corpus.held_out) and _due(start, training.held_out_every)
+        missed = missed and not any(record["step"] == start for record in looks)
 
     def log(record: dict[str, Any]) -> None:
         if accelerator.is_main_process:
@@ -139,11 +147,14 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         log({"step": step, "held_out": found})
         return found
 
-    if start == 0 and corpus.held_out:
-        held_out = look(0, baselines=True)
     before = time.perf_counter() - so_far["seconds"]
     show = accelerator.is_main_process
     with Signals(accelerator, folder) as signals, Progress(training.steps, start, show) as bar:
+        if start == 0 and corpus.held_out:
+            held_out = look(0, baselines=True)
+            before = time.perf_counter() - so_far["seconds"]
+        if missed:
+            held_out = look(start)
         for step in range(start, training.steps):
             synchroniser.lr_(learning_rate(step, training))
             record = take_step_(lesson, synchroniser, accelerator, step, folder)
@@ -154,7 +165,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
             log(record)
             done, stop = step + 1, signals.requested
             last = done == training.steps
-            if corpus.held_out and (last or _due(done, training.held_out_every)):
+            # Whoever asks to stop does not wait for it: the run that goes on begins with the look.
+            if corpus.held_out and (last or (_due(done, training.held_out_every) and not stop)):
                 held_out = look(done)
             bar.step(record["tokens"], record["loss"], held_out.get("overlap"))
             if last or stop or _due(done, training.checkpoint_every):
@@ -238,9 +250,10 @@ def _packs(
     mine: Sequence[Document], everyone: Sequence[Document], lesson: Lesson, accelerator: Accelerator
 ) -> list[tuple[list[Document], bool]]:
     """This process's packs, each with whether it counts: where processes must walk in step, whoever has fewer
-    walks its last one again for nothing."""
+    walks its last one again for nothing. So every pack must be as many forwards (`Lesson.alone`,
+    `retain.train.recipe.check_lockstep`)."""
     limits: dict[str, Any] = {
-        "micro_batch": lesson.training.micro_batch,
+        "micro_batch": 1 if lesson.alone else lesson.training.micro_batch,
         "tokens_per_pack": lesson.pack_tokens,
         "size_of": lesson.size_of,
     }

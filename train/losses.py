@@ -25,7 +25,7 @@ from retain.gates import Gate
 from retain.ranking import rank_entries
 from retain.registry import lookup
 
-# A probability is kept this far from 0 and 1 before its logarithm is taken; beyond, no gradient passes.
+# A probability is kept this far from 0 and 1 before its logarithm is taken; the gradient is the one there.
 CLAMP = 1e-6
 
 
@@ -141,8 +141,12 @@ def check_losses(settings: LossSettings) -> None:
         raise ValueError("; ".join(problems) + ".")
 
 
-def check_fit(settings: LossSettings, gate: Gate) -> None:
+def check_fit(settings: LossSettings, gate: Gate | type[Gate]) -> None:
     """Refuse terms that say nothing about a gate of this unit.
+
+    Args:
+        settings: which terms.
+        gate: or its class.
 
     Raises:
         ValueError: with all of them.
@@ -275,12 +279,20 @@ def bce_loss(
 ) -> Float[Tensor, " B"]:
     """`-(t log p + (1 - t) log(1 - p))` on soft labels, of a gate that says a probability.
 
-    `p` is kept in [1e-6, 1 - 1e-6] and `t` in [0, 1]. Fast KVzip, arXiv 2601.17668.
+    `p` is kept in [1e-6, 1 - 1e-6], with the gradient there for what lies beyond, and `t` in [0, 1]. Fast KVzip, arXiv 2601.17668.
     """
-    predicted_BHT = predicted_BHT.masked_fill(~reached_BHT, 0.5).clamp(CLAMP, 1 - CLAMP)
+    predicted_BHT = held_within(predicted_BHT.masked_fill(~reached_BHT, 0.5), CLAMP, 1 - CLAMP)
     target_BHT = target_BHT.masked_fill(~reached_BHT, 0.5).clamp(0.0, 1.0)
     each_BHT = -(target_BHT * predicted_BHT.log() + (1 - target_BHT) * torch.log1p(-predicted_BHT))
     return mean_over_reached(each_BHT, reached_BHT)
+
+
+def held_within(
+    x: Float[Tensor, "*shape"], least: float, most: float | None = None
+) -> Float[Tensor, "*shape"]:
+    """`x` clamped, with the gradient of `x`: a clamp's own is 0, and a gate that is sure and wrong would stay
+    so for ever."""
+    return x.clamp(least, most).detach() + (x - x.detach())
 
 
 def smoothness(
@@ -458,7 +470,7 @@ def listwise_loss(
 ) -> Float[Tensor, " B"]:
     """`KL(p || q) = sum_i p_i (log p_i - log q_i)`, mean over heads, with `p = target / sum target`.
 
-    `q` is the prediction, at least 1e-6, divided by its sum (LookaheadKV, arXiv 2603.10899; of a logarithm,
+    `q` is the prediction, at least 1e-6 (with the gradient there for less), divided by its sum (LookaheadKV, arXiv 2603.10899; of a logarithm,
     that is its softmax), or with `loss.listwise: softmax` the softmax of the output over the temperature
     (ListNet). A head whose targets are all 0 gives 0.
 
@@ -473,7 +485,7 @@ def listwise_loss(
     if settings.listwise == "softmax":
         logit_BHT = known_BHT / settings.temperature
     else:
-        logit_BHT = known_BHT if logarithmic else known_BHT.clamp_min(CLAMP).log()
+        logit_BHT = known_BHT if logarithmic else held_within(known_BHT, CLAMP).log()
     # The lowest number, not -inf: a head without entries would give NaN, and its gradient too.
     logit_BHT = logit_BHT.masked_fill(~reached_BHT, torch.finfo(logit_BHT.dtype).min)
     log_q_BHT = logit_BHT.log_softmax(-1)

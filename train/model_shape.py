@@ -5,13 +5,17 @@ are counted on a model that transformers makes on the meta device, never from a 
 biases, norms, experts and tied weights are those of the architecture at hand.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from retain.gates import GateSet
+from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 from retain.hf.families import FULL, kinds_of
+from retain.hf.lookahead import adapted_modules
 from retain.hf.model import base_model
 
 
@@ -100,7 +104,26 @@ def shape_by_name(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelShape:
-    """The shape of a model that is not loaded: its config is read, its weights are not.
+    """The shape of a model that is not loaded: that of `meta_model`.
+
+    Args:
+        name, dtype, revision, trust_remote_code: as there.
+
+    Raises:
+        ValueError: the config cannot be read.
+    """
+    made = meta_model(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    return model_shape(made, name)
+
+
+def meta_model(
+    name: str,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """A model that is not loaded: its config is read, its weights are not, and take no memory.
 
     Args:
         name: `reference:<seed>`, a local folder, or a hub name.
@@ -131,7 +154,29 @@ def shape_by_name(
         precision = getattr(config.get_text_config(), "dtype", None) or torch.float32
     if dtype != "auto":
         precision = getattr(torch, dtype)
-    return shape_of_config(config, name, precision, trust_remote_code=trust_remote_code)
+    return _on_meta(config, precision, trust_remote_code)
+
+
+def lookahead_on_meta(model: nn.Module, settings: Mapping[str, Any]) -> GateSet:
+    """Lookahead gates as `retain.hf.lookahead.lookahead_gates` makes them, without numbers: what is trained
+    of them can be counted, on a model that is not loaded.
+
+    Args:
+        model: on any device, meta included.
+        settings: of the family.
+    """
+    base, shape = base_model(model), model_shape(model, "")
+    text: Any = base.config
+    kinds = [kind.name for kind in kinds_of(text, text.num_hidden_layers)]
+    last = max((idx for idx, name in enumerate(kinds) if name == FULL), default=len(kinds) - 1)
+    layers: Any = base.layers
+    attention = getattr(layers[last], "self_attn", None)
+    behind = [getattr(attention, name, None) for name in ("o_proj", "v_proj")]
+    own = {name: value for name, value in settings.items() if name not in ("targets", "reduce")}
+    modules = adapted_modules(base, last, behind, settings.get("targets", "all"))
+    with torch.device("meta"):
+        extension = LookaheadExtension(E=shape.E, modules=modules, **own)
+        return GateSet({last: LookaheadGate(E=shape.E, H=shape.H)}, extension=extension)
 
 
 def shape_of_config(
@@ -145,8 +190,11 @@ def shape_of_config(
         dtype: of its weights.
         trust_remote_code: whether code that comes with it may make it.
     """
+    return model_shape(_on_meta(config, dtype, trust_remote_code), name)
+
+
+def _on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    return model_shape(model, name)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

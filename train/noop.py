@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,15 +29,21 @@ from retain.hf.soft import SoftGated
 from retain.train.data import Document
 from retain.train.losses import keyed_generator
 from retain.train.opening import Opening
-from retain.train.soft import LOOKING, EndToEnd, SoftSettings
+from retain.train.soft import BUDGETED, LOOKING, EndToEnd, SoftSettings
 from retain.train.soft_losses import VOCABULARY
 from retain.train.teacher import Frozen
 
 How = Literal["trained", "alike", "shuffled", "random"]
 # Gates must lose less than this share of what a head's own numbers lose at others of its entries.
 MARGIN = 0.9
-# Above this openness, where the budget asks for less, gates have not begun to close.
+# Above this openness, where nothing states a budget, gates have not begun to close.
 OPEN_SHARE = 0.95
+# Gates that are open by more than this times the budget have not met it.
+OVER_BUDGET = 1.25
+# Random evictions of a document that one by the gates is compared with.
+DRAWS = 4
+# First entries that no eviction takes, whatever the stage spared: without them every model breaks.
+SINKS = 4
 # Of a document without an appendix, the share at its end that is read after the eviction, and the most of it.
 CONTINUATION, LONGEST = 0.25, 64
 
@@ -91,8 +98,14 @@ def noop_report(
       less than their own numbers at other entries (shuffled, random). Gates closed alike are reported, and
       prove nothing: what is a little closed everywhere may lose less than any choice;
     - `hard`: KL(full || evicted) a token of what follows a context, after the cache evicted it down to the
-      budget by the gates' scores, or at random, with the same entries protected (a budget below what is
-      protected is raised to that and one).
+      budget: by the gates' scores, by recency, or at random (the mean over `DRAWS` draws of each document),
+      with the same entries protected, 4 sinks at least (a budget below what is protected is raised to that
+      and one). Gates that choose lose less than 0.9 of what random ones do, and less than recency. Where
+      heads and layers shared a budget in training, they share it here (scope `model`). A stage whose terms
+      state no budget (`admitted`) is judged at the share that its gates leave open.
+
+    And they have closed: what is open to the last token is at most 1.25 times the budget, with what is
+    protected (without a budget, at most 95 %).
 
     Args:
         gates: trained.
@@ -102,8 +115,9 @@ def noop_report(
         seed: of the controls.
 
     Returns:
-        plain numbers for JSON: `soft` (trained, alike, shuffled, random, open), `hard` (gate, random,
-        documents), `useful` and `verdict`, a sentence or two.
+        plain numbers for JSON: `soft` (trained, alike, shuffled, random, open, and budget where one is
+        stated), `hard` (gate, recency, random, documents, and `wins`, the share of the draws that the gates
+        beat), `useful` and `verdict`, a sentence or two.
 
     Raises:
         ValueError: no documents.
@@ -122,9 +136,15 @@ def noop_report(
             found = [objective.terms_of([document], LOOKING) for document in documents]
         means[how] = math.fsum(float(row[term][0]) for row in found) / len(found)
         if how == "trained":
-            means["open"] = math.fsum(float(row["open"][0]) for row in found) / len(found)
-    hard = _evicted(gates, frozen, documents, soft)
-    problems = _problems(means, hard, soft)
+            opened = [float(row["open"][0]) for row in found]
+            means["open"] = math.fsum(opened) / len(opened)
+    shares = [_share(document.num_tokens, soft) for document in documents]
+    if _budgeted(soft):
+        means["budget"] = math.fsum(shares) / len(shares)
+    else:
+        shares = opened
+    hard = _evicted(gates, frozen, documents, shares, soft, seed)
+    problems = _problems(means, hard)
     return {
         "term": term,
         "soft": means,
@@ -134,12 +154,27 @@ def noop_report(
     }
 
 
-def _problems(means: dict[str, float], hard: dict[str, float], soft: SoftSettings) -> list[str]:
+def _budgeted(soft: SoftSettings) -> bool:
+    """Whether a term that was trained states how much may stay open."""
+    return any(weight for name, weight in soft.terms.items() if name in BUDGETED)
+
+
+def _share(num_tokens: int, soft: SoftSettings) -> float:
+    """The budget as a share of a document, and no less than what is open in any case."""
+    budget = soft.keep_to * num_tokens if soft.budget is None else soft.budget
+    return min(1.0, max(budget, soft.protected + soft.sinks) / num_tokens)
+
+
+def _problems(means: dict[str, float], hard: dict[str, float]) -> list[str]:
     problems = []
-    if soft.budget is None and means["open"] > OPEN_SHARE > soft.keep_to:
+    if "budget" in means and means["open"] > OVER_BUDGET * means["budget"]:
         problems.append(
             f"The gates are open ({means['open']:.0%} of the entries, and the budget is "
-            f"{soft.keep_to:.0%}): train longer, or weigh the capacity more."
+            f"{means['budget']:.0%}): train longer, or weigh the capacity more."
+        )
+    elif "budget" not in means and means["open"] > OPEN_SHARE:
+        problems.append(
+            f"The gates are open ({means['open']:.0%} of the entries): train longer, or weigh `admitted` more."
         )
     if not (means["trained"] < MARGIN * means["shuffled"] and means["trained"] < means["random"]):
         problems.append(
@@ -147,9 +182,11 @@ def _problems(means: dict[str, float], hard: dict[str, float], soft: SoftSetting
             f"anew {means['shuffled']:.3g}, and drawn at random {means['random']:.3g}. This is the no-op "
             "loophole: protect more, or set soft.anchor."
         )
-    if hard["documents"] and not hard["gate"] < hard["random"]:
+    if hard["documents"] and not (hard["gate"] < MARGIN * hard["random"] and hard["gate"] < hard["recency"]):
         problems.append(
-            f"Evicting by the gates loses {hard['gate']:.3g} a token, and at random {hard['random']:.3g}."
+            f"Evicting by the gates loses {hard['gate']:.3g} a token, at random {hard['random']:.3g} (of whose "
+            f"draws they beat {hard['wins']:.0%}), and all but the most recent {hard['recency']:.3g}: they "
+            "must lose less than 0.9 of the one, and less than the other."
         )
     return problems
 
@@ -160,7 +197,10 @@ def _praise(means: dict[str, float], hard: dict[str, float]) -> str:
         f"random {means['random']:.3g}"
     )
     if hard["documents"]:
-        text += f"; evicting by them loses {hard['gate']:.3g}, and at random {hard['random']:.3g}."
+        text += (
+            f"; evicting by them loses {hard['gate']:.3g}, at random {hard['random']:.3g}, and all but the "
+            f"most recent {hard['recency']:.3g}."
+        )
     else:
         text += "; no document is long enough for an eviction at this budget."
     if means["alike"] <= means["trained"]:
@@ -172,41 +212,57 @@ def _praise(means: dict[str, float], hard: dict[str, float]) -> str:
 
 
 def _evicted(
-    gates: GateSet, frozen: Frozen, documents: Sequence[Document], soft: SoftSettings
+    gates: GateSet,
+    frozen: Frozen,
+    documents: Sequence[Document],
+    shares: Sequence[float],
+    soft: SoftSettings,
+    seed: int,
 ) -> dict[str, float]:
-    """KL of what follows the context, after an eviction by the gates and after one at random. Documents whose
-    contexts fit into the budget are left out."""
-    sums, count = {"gate": 0.0, "random": 0.0}, 0
-    protection = {
-        "sinks": soft.sinks,
-        "recent": soft.protected,
-        "prefix_fraction": 0,
-        "suffix_fraction": 0,
-    }
+    """KL of what follows the context, after an eviction by the gates and after those of the controls.
+    Documents whose contexts fit into the budget are left out."""
+    rows: list[dict[str, float]] = []
+    sinks = max(SINKS, soft.sinks)
+    protection = {"sinks": sinks, "recent": soft.protected, "prefix_fraction": 0, "suffix_fraction": 0}
+    joint = {} if soft.terms.get("capacity_head") else {"scope": "model"}
     device = frozen.model.get_input_embeddings().weight.device
     with attach(frozen.model):
-        for document in documents:
+        for document, share in zip(documents, shares, strict=True):
             context, rest = _split(document)
-            budget = round(soft.keep_to * len(context)) if soft.budget is None else soft.budget
-            budget = max(budget, soft.protected + soft.sinks + 1)
+            stated = soft.budget if _budgeted(soft) else None
+            budget = max(stated or round(share * len(context)), soft.protected + sinks + 1)
             if budget >= len(context) or len(rest) < 1:
                 continue
-            count += 1
             context_ids, rest_ids = (torch.tensor([ids], device=device) for ids in (context, rest))
             whole = _after(
                 frozen.model, Cache(frozen.model, policy="full", keep_ratio=1.0), context_ids, rest_ids
             )
-            own: dict[str, dict[str, Any]] = {
-                "gate": {"gates": gates},
-                "random": {"seeds": [document.key % 2**31]},
-            }
-            for name, given in own.items():
-                cache = Cache(
-                    frozen.model, policy=name, tokens_per_head=budget, protection=protection, **given
-                )
-                log_q = _after(frozen.model, cache, context_ids, rest_ids)
-                sums[name] += float(functional.kl_div(log_q, whole, log_target=True, reduction="batchmean"))
-    return {**{name: total / max(1, count) for name, total in sums.items()}, "documents": count}
+
+            lost = partial(_lost, frozen.model, context_ids, rest_ids, whole, tokens_per_head=budget)
+            kept = {"protection": protection}
+            own = lost("gate", gates=gates, **kept, **joint)
+            recency = lost("recency", **kept)
+            draws = [lost("random", seeds=[draw], **kept) for draw in _seeds(document, seed)]
+            wins = sum(own < draw for draw in draws) / len(draws)
+            random = math.fsum(draws) / len(draws)
+            rows.append({"gate": own, "recency": recency, "random": random, "wins": wins})
+    names = ("gate", "recency", "random", "wins")
+    means = {name: math.fsum(row[name] for row in rows) / max(1, len(rows)) for name in names}
+    return {**means, "documents": len(rows)}
+
+
+def _lost(
+    model: Any, context_ids: Tensor, rest_ids: Tensor, whole: Tensor, policy: str, **given: Any
+) -> float:
+    """KL(full || evicted) a token of the rest."""
+    log_q = _after(model, Cache(model, policy=policy, **given), context_ids, rest_ids)
+    return float(functional.kl_div(log_q, whole, log_target=True, reduction="batchmean"))
+
+
+def _seeds(document: Document, seed: int) -> list[int]:
+    """Of the random evictions of a document."""
+    draws = torch.randint(2**31 - 1, (DRAWS,), generator=keyed_generator((seed, document.key)))
+    return [int(draw) for draw in draws]
 
 
 def _split(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:

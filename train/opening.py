@@ -8,7 +8,7 @@ closed would stay closed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,3 +162,64 @@ def relative(
     score_BHT = score_BHT.masked_fill(~valid_B1T, NOWHERE)
     phi_BHT = score_BHT - torch.logcumsumexp(score_BHT, dim=-1) + math.log(anchor)
     return phi_BHT.clamp_max(0.0).masked_fill(~valid_B1T, 0.0)
+
+
+def regressed(gates: GateSet, stage: str | None) -> bool:
+    """Whether gates that a run begins with learned a risk, so that nothing says how far they are open.
+
+    Args:
+        gates: of an earlier artifact.
+        stage: that its metadata names; None (imported gates): a log-risk was regressed, and all else is what
+            its paper says.
+    """
+    return stage == "local" or (stage is None and gates[gates.layers[0]].unit == "log_risk")
+
+
+def check_shift(gates: GateSet, anchor: int) -> None:
+    """Refuse gates that cannot be shifted to a budget, and need to be.
+
+    Raises:
+        ValueError: their output is no log-risk with a bias of its own, and they are not relative.
+    """
+    gate = gates[gates.layers[0]]
+    if not anchor and _bias_of(gate) is None:
+        raise ValueError(
+            f"`initial` holds gates of family {gates.family!r} of a layer-local stage, whose output "
+            f"({gate.unit}) cannot be shifted to where the budget cuts: they would begin with any number of "
+            "entries open. Make gates relative (soft.anchor=256), begin with fresh ones (initial=null), or "
+            "with gates that say a log-risk (linear, mlp)."
+        )
+
+
+@torch.no_grad()
+def shift_(gates: GateSet, scores: Mapping[int, Float[Tensor, "H N"]], share: float, *, pooled: bool) -> None:
+    """Subtract from every output bias the score above which `share` of the entries lie, so that gates are
+    half open there: `s <- s - quantile_{1 - share}(s)`.
+
+    Args:
+        gates: that pass `check_shift` without an anchor.
+        scores: of each layer, what its gate said of some entries.
+        share: of the entries.
+        pooled: one quantile for all heads and layers (which share a budget), and not one for each head.
+    """
+    known = {layer: score_HN.double().cpu() for layer, score_HN in scores.items()}
+    common = torch.cat([score_HN.flatten() for score_HN in known.values()]) if pooled else None
+    for layer, score_HN in known.items():
+        bias = _bias_of(gates[layer])
+        assert bias is not None
+        cut_H = _quantile(score_HN if common is None else common.expand(len(score_HN), -1), 1 - share)
+        bias.sub_(cut_H.to(bias))
+
+
+def _quantile(score_HN: Tensor, share: float) -> Tensor:
+    """The nearest of the sorted numbers: `torch.quantile` takes no more than 16 million."""
+    place = min(score_HN.shape[-1] - 1, int(share * score_HN.shape[-1]))
+    return score_HN.kthvalue(place + 1, dim=-1).values
+
+
+def _bias_of(gate: Gate) -> Tensor | None:
+    """The bias `[H]` of a log-risk, whose logistic function is its openness; None: there is none."""
+    bias = getattr(getattr(gate, "out", None), "bias", None)
+    if gate.unit != "log_risk" or gate.ages or not isinstance(bias, Tensor) or bias.shape != (gate.H,):
+        return None
+    return bias

@@ -21,14 +21,15 @@ float32; the frozen model's precision is `dtype` of the training config; clippin
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 
 Sharding = Literal["none", "fsdp", "zero3"]
@@ -36,6 +37,7 @@ Sharding = Literal["none", "fsdp", "zero3"]
 _SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
 # What AdamW remembers of every parameter, beside the number of steps.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NO_DEEPSPEED = 'this accelerate config needs DeepSpeed: pip install "retain[deepspeed]".'
 
 
 class Surrogate(nn.Module):
@@ -294,9 +296,54 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Inside, `from_pretrained` gives every process the whole model, whatever accelerate was launched with.
+
+    Of what accelerate leaves in the environment transformers takes two hints: under FSDP it reads weights on
+    the first process alone and leaves zeros on the others, for a broadcast that `Accelerator.prepare` would
+    make; under ZeRO-3 it partitions while it loads, whatever `zero3_init_flag` says. Here the model is hashed
+    whole and sharded by `shard_frozen_`, so that both are hidden from it.
+    """
+    from transformers.integrations import deepspeed
+
+    before, name = deepspeed._hf_deepspeed_config_weak_ref, "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    efficient = os.environ.get(name)
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before
+        del os.environ[name]
+        if efficient is not None:
+            os.environ[name] = efficient
+
+
+def check_alike(found: Mapping[str, str]) -> None:
+    """Refuse to train where processes loaded different things; collective.
+
+    Args:
+        found: name -> sha256 of what this process has.
+
+    Raises:
+        ValueError: on every process, naming what differs and who has what.
+    """
+    everyone: list[dict[str, str]] = gather_object([{**found}])
+    differ = [name for name in found if len({each.get(name) for each in everyone}) > 1]
+    if differ:
+        name = differ[0]
+        each = ", ".join(f"{process}: {one.get(name)}" for process, one in enumerate(everyone))
+        raise ValueError(
+            f"the processes do not have the same {' and '.join(differ)} (sha256 of the {name} by process: "
+            f"{each}): give every machine the same files, and state `revision` and `data.revision` of what "
+            "comes from the hub."
+        )
+
+
 def _deepspeed_engine(module: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> Any:
     if find_spec("deepspeed") is None:
-        raise ValueError('this accelerate config needs DeepSpeed: pip install "retain[deepspeed]".')
+        raise ValueError(NO_DEEPSPEED)
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(config))
@@ -326,8 +373,9 @@ def shard_frozen_(
     - `fsdp`: every decoder layer is `fully_shard`-ed over all processes, and is whole on each of them while
       it runs. Embeddings, the last norm and the head stay whole everywhere: they are called from outside
       of layers, and the head is asked for its weight.
-    - `zero3`: every parameter is partitioned, and is whole while the very module that owns it runs; who reads
-      a weight without running its module asks for it (`retain.hf.projection.dense_weight` does).
+    - `zero3`: every parameter is partitioned, one after another, so that no device ever holds all of them,
+      and is whole while the very module that owns it runs; who reads a weight without running its module
+      asks for it (`retain.hf.projection.dense_weight` does). Buffers are whole everywhere.
 
     A sharded model is read in lockstep: every process must run the same number of forwards, and read as many
     weights, or all of them wait for ever. Hash it (`fingerprint`) before it is sharded.
@@ -359,7 +407,7 @@ def shard_frozen_(
     else:
         if deepspeed_config is None:
             deepspeed_config = accelerator.state.deepspeed_plugin.deepspeed_config
-        _deepspeed_engine(model, None, deepspeed_config)
+        _partition_(model, accelerator, deepspeed_config)
     _SHARDED[model] = sharding
     return model
 
@@ -404,6 +452,21 @@ def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:
             for tensor in store.values():
                 if tensor is not None and id(tensor) not in inside:
                     tensor.data = tensor.data.to(accelerator.device)
+
+
+def _partition_(model: nn.Module, accelerator: Accelerator, config: Mapping[str, Any]) -> None:
+    """By `zero.Init` and not by the engine, which would first bring the whole model to the device."""
+    if find_spec("deepspeed") is None:
+        raise ValueError(NO_DEEPSPEED)
+    import deepspeed
+
+    dtype = next(model.parameters()).dtype
+    deepspeed.zero.Init(module=model, config_dict_or_path=engine_config(config), dtype=dtype)
+    for module in model.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = tensor.to(accelerator.device)
+    _deepspeed_engine(model, None, config)
 
 
 def _whole(parameter: nn.Parameter, *, written: bool = False) -> Any:

@@ -14,19 +14,27 @@ Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads
     targets           N b (E + Q D + 2 H D) + 16 T Q + workspace
     gate              N b (E + Q D + 2 H D) + 4 T (4 E + 6 F)   float32, forward and backward of one document
     feed-forward      N b 2 E + 3 b min(N, chunk) I
+
+and, where they are asked for: what the lookahead tokens pay, the loss term `layer_output`, a document's KV
+cache while its continuation is written, the entries that the first statistics are made of, and (in the host's
+memory) those that are calibrated on.
 """
 
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
-
+from retain.train.calibration import MOST_ENTRIES
 from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here
-from retain.train.model_shape import ModelShape, model_shape, shape_by_name
+from retain.train.model_shape import (
+    ModelShape,
+    lookahead_on_meta,
+    meta_model,
+    model_shape,
+    shape_by_name,
+)
+from retain.train.work import Work, lengths_of, work_of
 
 __all__ = [
     "Device",
@@ -36,84 +44,26 @@ __all__ = [
     "Work",
     "check_plan",
     "device_here",
+    "lengths_of",
+    "lookahead_on_meta",
+    "meta_model",
     "model_shape",
     "plan_of",
     "shape_by_name",
     "work_of",
 ]
 
-Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
-Stage = Literal["local", "end_to_end", "lookahead"]
-
-
 # What a process holds before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
 PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
 # Share of the activations that an allocator loses to fragments.
 SLACK = 0.1
-# Lookahead tokens behind a document, forward and backward.
-LOOKAHEAD = 3 * 32
+# Entries of a layer that the first statistics are made of (`retain.train.local.PREPARED_ENTRIES`).
+PREPARED_ENTRIES = 8192
+# What a gradient costs beside the pass itself, of operations.
+BACKWARD = 3.0
 # Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
 # longer), what the kernels put aside on a GPU.
 WORKSPACE = {"cpu": 16.0 * 2**20, "cuda": 64.0 * 2**20}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is asked of the model.
-
-    Args:
-        stage: `local`, `end_to_end` or `lookahead`.
-        lengths: of each training document, its tokens and those of its branches.
-        steps: optimiser steps.
-        batch_documents: documents of a step, over all processes.
-        micro_batch: documents of one packed row of one process.
-        gate_parameters: numbers that are trained.
-        gate_hidden: width of the gates' hidden layer.
-        gate_inputs: what the gates look at, of `retain.gates.base.INPUTS`.
-        optimizer_states: float32 numbers that the optimiser keeps of each parameter (AdamW 2, SGD with
-            momentum 1).
-        chunk: tokens of the feed-forward part at a time; None: all.
-        num_processes: processes, one device each.
-        sharding: how the frozen weights lie on several devices.
-        weight_bits: bits of a quantised weight; None: the model's own precision.
-        logits_chunk: tokens whose logits are there at once (`end_to_end`).
-        checkpointing: whether the soft pass computes layers again for its gradient (`end_to_end`).
-        features: whether the gates' inputs are written to disk.
-        features_folder: where, for the free space there.
-    """
-
-    stage: Stage
-    lengths: tuple[tuple[int, int], ...]
-    steps: int
-    batch_documents: int
-    micro_batch: int
-    gate_parameters: int
-    gate_hidden: int = 0
-    gate_inputs: frozenset[str] = frozenset({"hidden"})
-    optimizer_states: int = 2
-    chunk: int | None = None
-    num_processes: int = 1
-    sharding: Sharding = "replicated"
-    weight_bits: int | None = None
-    logits_chunk: int = 1024
-    checkpointing: bool = True
-    features: bool = False
-    features_folder: Path = Path(".")
-
-    def __post_init__(self) -> None:
-        if not self.lengths:
-            raise ValueError("a plan needs the length of at least one training document; got none.")
-
-    @property
-    def row_tokens(self) -> int:
-        """N: tokens of the longest packed row."""
-        rows = sorted((document + branches for document, branches in self.lengths), reverse=True)
-        return sum(rows[: self.micro_batch])
-
-    @property
-    def document_tokens(self) -> int:
-        """T: tokens of the longest document."""
-        return max(document for document, _ in self.lengths)
 
 
 @dataclass(frozen=True)
@@ -137,9 +87,11 @@ class Plan:
         lines: of memory.
         slack: what is lost to fragments.
         flops: of the whole run, over all processes.
-        flops_per_token: mean, by part.
+        flops_per_token: of the steps, mean, by part.
+        beside: operations of the run that are no steps', by part.
         disk_bytes: of the features, over all documents; 0: none are written.
         disk_free: bytes free where they go.
+        host_bytes: what calibration holds, in the first process's own memory.
         advice: what to change, if it does not fit.
     """
 
@@ -152,6 +104,8 @@ class Plan:
     flops_per_token: dict[str, float]
     disk_bytes: float
     disk_free: float
+    beside: dict[str, float] = field(default_factory=dict)
+    host_bytes: float = 0.0
     advice: tuple[str, ...] = ()
 
     @property
@@ -190,8 +144,13 @@ class Plan:
             f"tokens, on {where}"
         ]
         for line in self.lines:
-            mark = "" if line.always else " (largest phase)" if line is largest else " (not at the same time)"
-            rows.append(f"  {line.name:<42}{_size(line.num_bytes):>12}  {line.about}{mark}")
+            if line.always:
+                rows.append(f"  {line.name:<42}{_size(line.num_bytes):>12}  {line.about}")
+        rows.append("  and, one at a time:")
+        for line in self.lines:
+            if not line.always:
+                mark = " <- the largest" if line is largest else ""
+                rows.append(f"    {line.name:<40}{_size(line.num_bytes):>12}  {line.about}{mark}")
         rows.append(f"  {'slack of the allocator':<42}{_size(self.slack):>12}  {SLACK:.0%} of activations")
         verdict = "fits" if self.fits_memory else "DOES NOT FIT"
         rows.append(
@@ -204,8 +163,16 @@ class Plan:
                 f"  {'features on disk':<42}{_size(self.disk_bytes):>12}  of {_size(self.disk_free)} free: "
                 f"{enough}"
             )
+        if self.host_bytes:
+            rows.append(
+                f"  {'calibration, after training':<42}{_size(self.host_bytes):>12}  of the host's memory, "
+                f"first process: {work.held_out} documents, up to {MOST_ENTRIES:,} entries of a head each"
+            )
         parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in self.flops_per_token.items())
         rows.append(f"  GFLOP a token: {parts}; {self.flops / 1e15:,.3f} PFLOP in all")
+        if self.beside and self.flops:
+            shares = ", ".join(f"{name} {value / self.flops:.1%}" for name, value in self.beside.items())
+            rows.append(f"  of which beside the steps: {shares}")
         if self.seconds is None:
             rows.append("  time: unknown (state plan.tflops, the device's dense rate, for an estimate)")
         else:
@@ -220,13 +187,25 @@ class Plan:
 def feature_bytes(shape: ModelShape, work: Work) -> float:
     """Bytes of the features of all training documents: inputs in the model's precision, target float32,
     reached."""
+    entry = input_bytes(shape, work) + shape.H * (4 + 1)
+    return float(shape.gated * entry * sum(document for document, *_ in work.lengths))
+
+
+def input_bytes(shape: ModelShape, work: Work) -> int:
+    """Bytes of what one layer's gate looks at, of one token."""
     b, E, Q, H, D = shape.dtype_bytes, shape.E, shape.Q, shape.H, shape.D
     of_input = {
         **{"hidden": E * b, "stream": E * b, "queries": Q * D * b, "queries_before": Q * D * b},
         **{"keys": H * D * b, "keys_before": H * D * b, "values": H * D * b, "token_ids": 8},
     }
-    entry = sum(of_input.get(name, 0) for name in work.gate_inputs) + H * (4 + 1)
-    return float(shape.gated * entry * sum(document for document, _ in work.lengths))
+    return sum(of_input.get(name, 0) for name in work.gate_inputs)
+
+
+def calibration_bytes(shape: ModelShape, work: Work) -> float:
+    """What calibration holds of held-out documents: score, target and observed risk in float32, once as they
+    are and once more as they are fitted."""
+    entries = min(work.document_tokens, MOST_ENTRIES) * shape.gated * shape.H
+    return 2.0 * 3 * 4 * entries * work.held_out if work.calibrated else 0.0
 
 
 def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, ...], float]:
@@ -269,9 +248,33 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
         Line(
             "targets", seen + 16.0 * T * shape.Q + WORKSPACE[kind], "statistics of attention, no rows", False
         ),
-        Line("gate, forward and backward", seen + gate, "float32, one document", False),
         Line("feed-forward", N * b * 2.0 * E + 3.0 * b * chunk * F, mlp, False),
     ]
+    walking = max(phase.num_bytes for phase in phases)
+    if work.stage == "lookahead":
+        paid = 3 * 4.0 * work.lookahead_tokens * T * shape.Q
+        about = f"rows of {work.lookahead_tokens} tokens, forward and backward, one layer"
+        phases.append(Line("what the lookahead tokens pay", seen + paid, about, False))
+    else:
+        phases.append(Line("gate, forward and backward", seen + gate, "float32, one document", False))
+    if work.output_queries is not None:
+        whole = max(document + max(branches, default=0) for document, *branches in work.lengths)
+        S = min(work.output_queries or whole, whole)
+        copied = 4.0 * (2 * whole * entries + queries * E + 4 * S * (queries + E)) + WORKSPACE[kind]
+        about = f"keys and values in float32, {S:,} queries at a time"
+        phases.append(Line("loss term layer_output", seen + gate + copied, about, False))
+    if work.continuation:
+        cache = 2.0 * (T + work.continuation) * b * entries * shape.num_layers
+        cache *= work.stage != "lookahead"  # which holds one all along
+        about = "KV cache of one document, all layers"
+        phases.append(Line("writing the continuation", phases[1].num_bytes + cache, about, False))
+    if work.prepared:
+        first = sum(document for document, *_ in work.lengths[: work.batch_documents])
+        kept = float(shape.gated * min(first, PREPARED_ENTRIES) * (input_bytes(shape, work) + 4 * shape.H))
+        about = (
+            f"{min(first, PREPARED_ENTRIES):,} entries of every layer, beside a walk; before the first step"
+        )
+        phases.append(Line("first statistics of the gates", walking + kept, about, False))
     if work.stage == "lookahead":
         # The lookahead tokens are few: what they attend to is what is held.
         kept = 2.0 * N * b * entries * shape.num_layers
@@ -298,23 +301,34 @@ def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
     """Operations of a run, and per token by part.
 
     A product of `m x k` and `k x n` counts `2 m k n`. Attention and targets count pairs of a query and an
-    entry that it sees, `4 Q D` each: two products (scores and output, or the two passes of the statistics).
+    entry that it sees, `4 Q D` each: two products (scores and output, or the two passes of the statistics). A
+    branch sees its document and itself, no other branch.
 
     Returns:
         operations of the whole run; and a mapping part -> operations per token of a row.
     """
-    tokens = sum(document + branches for document, branches in work.lengths)
-    pairs = sum(t * t / 2 + s * t + s * s / 2 for t, s in work.lengths)
-    documents = sum(document for document, _ in work.lengths)
+    tokens = sum(sum(parts) for parts in work.lengths)
+    pairs = sum(t * t / 2 + sum(s * t + s * s / 2 for s in branches) for t, *branches in work.lengths)
+    documents = sum(document for document, *_ in work.lengths)
     queries = shape.Q * shape.D
     forward = 2.0 * shape.active * tokens
     attention = 4.0 * queries * pairs * shape.num_layers
+    targets = shape.gated * (4.0 * queries * pairs * work.passes + 2.0 * queries * shape.E * documents)
     totals = {
         "projections": forward,
         "attention": attention,
-        "targets": shape.gated * (4.0 * queries * pairs + 2.0 * queries * shape.E * documents),
+        "targets": targets,
+        "second walk": (work.walks - 1) * (forward + attention + targets),
         "gates": 6.0 * work.gate_parameters * documents,
     }
+    if work.output_queries is not None:
+        seen = sum(
+            (t + s) * min(work.output_queries or s or t, s or t)
+            for t, *branches in work.lengths
+            for s in (0, *branches)
+        )
+        # The layer as it is, under the mask, and the way back.
+        totals["layer_output"] = shape.gated * work.output_ratios * (2 + BACKWARD) * 4.0 * queries * seen
     if work.stage == "end_to_end":
         # The soft pass: forward, again if recomputed, and the gradient of activations (weights are frozen).
         times = 2.0 + work.checkpointing
@@ -324,9 +338,38 @@ def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
             "logits": 2.0 * 4 * shape.E * shape.V * tokens,
         }
     elif work.stage == "lookahead":
-        totals["lookahead pass"] = 4.0 * queries * documents * LOOKAHEAD * shape.num_layers
+        rows = BACKWARD * work.lookahead_tokens
+        totals["gates"] = 0.0
+        totals["lookahead pass"] = 4.0 * queries * documents * rows * shape.num_layers
+        totals["lookahead pass"] += 2.0 * shape.active * rows * len(work.lengths)
     run = work.steps * work.batch_documents / len(work.lengths) * sum(totals.values())
     return run, {name: total / tokens for name, total in totals.items() if total}
+
+
+def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
+    """Operations of a run that are no steps': part -> over all processes.
+
+    A look at a held-out document is a step's walk without gates. Where the model is sharded, every process
+    takes part in calibrating on every document.
+    """
+    _, per_token = flops_of(shape, work)
+    tokens = sum(sum(parts) for parts in work.lengths) / len(work.lengths)
+    one = tokens * sum(
+        per_token.get(name, 0.0) for name in ("projections", "attention", "targets", "second walk")
+    )
+    again = work.num_processes if work.sharding in ("fsdp2", "zero3") else 1
+    made = {
+        "held-out looks": one * work.held_out * work.looks,
+        "calibration": one * work.held_out * again * work.calibrated,
+    }
+    if work.continuation:
+        # Remembered: each document's is written once.
+        read = min(len(work.lengths), work.steps * work.batch_documents) + work.held_out
+        c, t = work.continuation, sum(document for document, *_ in work.lengths) / len(work.lengths)
+        pairs = t * t / 2 + c * t + c * c / 2
+        attention = 4.0 * shape.Q * shape.D * shape.num_layers * pairs
+        made["writing continuations"] = read * (2.0 * shape.active * (t + c) + attention)
+    return {name: value for name, value in made.items() if value}
 
 
 def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
@@ -347,12 +390,15 @@ def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
 def _bare(shape: ModelShape, work: Work, device: Device) -> Plan:
     lines, slack = memory_lines(shape, work, device.kind)
     flops, per_token = flops_of(shape, work)
+    beside = beside_of(shape, work)
+    flops += sum(beside.values())
     disk = feature_bytes(shape, work) if work.features else 0.0
     folder = work.features_folder
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = float(shutil.disk_usage(folder).free)
-    return Plan(shape, work, device, lines, slack, flops, per_token, disk, free)
+    host = calibration_bytes(shape, work)
+    return Plan(shape, work, device, lines, slack, flops, per_token, disk, free, beside, host)
 
 
 def _advice(plan: Plan) -> list[str]:
@@ -411,7 +457,7 @@ def _longest(plan: Plan, changes: dict[str, Any]) -> int:
     low, high = 0, longest // 256
     while low < high:
         middle = (low + high + 1) // 2
-        lengths = tuple((min(t, 256 * middle), s) for t, s in plan.work.lengths)
+        lengths = tuple(_cut(parts, 256 * middle, plan.work.repeats) for parts in plan.work.lengths)
         work = replace(plan.work, lengths=lengths, **changes)
         if _bare(plan.shape, work, plan.device).fits_memory:
             low = middle
@@ -420,55 +466,13 @@ def _longest(plan: Plan, changes: dict[str, Any]) -> int:
     return 256 * low if 256 * low < longest else 0
 
 
-def work_of(
-    config: Any,
-    gates: nn.Module,
-    lengths: Sequence[tuple[int, int]],
-    num_processes: int,
-    *,
-    inputs: frozenset[str] = frozenset({"hidden"}),
-    chunk: int | None = None,
-    sharding: Sharding = "replicated",
-    weight_bits: int | None = None,
-    checkpointing: bool | None = None,
-) -> Work:
-    """What a distillation config asks for.
-
-    Args:
-        config: a `DistillConfig`.
-        gates: whose parameters are trained (on any device, meta included).
-        lengths: of each training document, its tokens and those of its branches.
-        num_processes: of the run.
-        inputs: what the gates look at.
-        chunk: tokens of the teacher's feed-forward part at a time.
-        sharding: of the frozen weights.
-        weight_bits: of a quantised model.
-        checkpointing: whether the soft pass recomputes; None: as the config's `soft` says.
-    """
-    features = getattr(getattr(config, "features", None), "folder", None)
-    trained = [parameter for parameter in gates.parameters() if parameter.requires_grad]
-    # The widest output of a weight matrix of one gate: what its activations are counted by.
-    hidden = max((parameter.shape[0] for parameter in trained if parameter.dim() == 2), default=0)
-    return Work(
-        stage=config.stage,
-        lengths=tuple((int(document), int(branches)) for document, branches in lengths),
-        steps=config.training.steps,
-        batch_documents=config.training.batch_documents,
-        micro_batch=config.training.micro_batch,
-        gate_parameters=sum(parameter.numel() for parameter in trained),
-        gate_hidden=hidden,
-        gate_inputs=inputs,
-        optimizer_states=1 if getattr(config.training, "optimizer", "adamw") == "sgd" else 2,
-        chunk=chunk,
-        num_processes=num_processes,
-        sharding=sharding,
-        weight_bits=weight_bits,
-        checkpointing=bool(getattr(getattr(config, "soft", None), "checkpointing", True))
-        if checkpointing is None
-        else checkpointing,
-        features=features is not None,
-        features_folder=Path(features or "."),
-    )
+def _cut(parts: tuple[int, ...], longest: int, repeats: bool) -> tuple[int, ...]:
+    """The lengths of a document that was cut to so many tokens: what repeats it is shorter by as much."""
+    document, *branches = parts
+    if document <= longest:
+        return parts
+    kept = longest / document if repeats else 1.0
+    return (longest, *(math.ceil(kept * branch) for branch in branches))
 
 
 def _size(num_bytes: float) -> str:

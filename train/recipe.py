@@ -10,17 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from retain.future import WEIGHTS
 from retain.gates import GATES
 from retain.registry import lookup
+from retain.train.branches import check_branches
 from retain.train.calibration import CalibrationSettings
 from retain.train.data import DataSettings, Document, check_data
 from retain.train.features import FeatureSettings
-from retain.train.losses import LossSettings, check_losses
+from retain.train.local import check_unit
+from retain.train.losses import LossSettings, check_fit, check_losses
 from retain.train.plan import PlanSettings, check_plan
 from retain.train.schedule import TrainingSettings, check_training
 from retain.train.soft import SoftSettings, check_soft
 from retain.train.targets import TargetSettings, check_targets
-from retain.train.teacher import Frozen, check_documents
+from retain.train.teacher import Frozen, check_document
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ def check(config: DistillConfig, num_processes: int) -> None:
         lambda: check_data(config.data),
         lambda: check_targets(config.target),
         lambda: check_losses(config.loss),
+        lambda: _check_gate(config),
         lambda: check_soft(config.soft),
         lambda: check_plan(config.plan),
         lambda: check_training(config.training, num_processes),
@@ -155,12 +159,47 @@ def _check_stage(config: DistillConfig) -> None:
         )
 
 
+def _check_gate(config: DistillConfig) -> None:
+    """Of a family that is known: whether its gates can learn this target by these terms."""
+    gate = GATES.get(config.gate.family)
+    if config.stage == "local" and gate is not None and gate.extension is None:
+        check_fit(config.loss, gate)
+        if config.target.weight in WEIGHTS:
+            check_unit(gate, config.target)
+
+
+def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
+    """Refuse what a sharded model cannot be asked: every process must run the same number of forwards.
+
+    Raises:
+        ValueError: a number of forwards that depends on the document.
+    """
+    sources = config.target.sources
+    if "continuation" in sources:
+        raise ValueError(
+            "target.sources has `continuation`, which each process generates at its own length, and a "
+            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
+            "continuations into the data as answers (context, question, answer)."
+        )
+    one_branch = {*sources} <= {"own", "appendix"} or (
+        {*sources} <= {"own", "repeat"} and config.data.max_tokens <= config.target.repeat_chunk
+    )
+    if frozen.forward_of == "branch" and not one_branch:
+        raise ValueError(
+            "this model has recurrent layers, which read every branch in a forward of its own, and a sharded "
+            f"model must be read in lockstep: with target.sources=[{', '.join(sources)}] documents have "
+            "different numbers of branches. Take own and appendix, or own and repeat with "
+            "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml."
+        )
+
+
 def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document], None]:
     """What every document has to be, asked as it is read."""
     alone = set(config.target.sources) == {"appendix"}
 
     def check_one(document: Document) -> None:
-        check_documents(frozen.model.config, [document])
+        check_document(frozen.model.config, document)
+        check_branches(document, config.target, frozen, document.origin or "a document")
         if alone and not document.appendix_ids and config.stage != "end_to_end":
             raise ValueError(
                 f"target.sources={config.target.sources} needs a question and answer after every document, "

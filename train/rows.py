@@ -1,6 +1,6 @@
 """From a row of a data set to a document: which columns are read, how they are encoded, what is cut.
 
-In: a row with `text`, or `context` + `question` + `answer`, or `messages`, or `context_ids` (+
+In: a row with `text`, or `context` + `question` + `answer`, or `messages` (+ `tools`), or `context_ids` (+
 `appendix_ids`), under these names or under those that `data.columns` gives. Out: a `Document`, or None for
 one that is too long and to be skipped. The one decision taken here: nothing is guessed. A row that could be
 read in two ways, lacks a column, or holds something else in it is an error that names the row.
@@ -14,20 +14,27 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from retain.registry import nearest, suggest
-from retain.train.chat import Chat, turns
+from retain.train.chat import Chat, half_character, tools_of, turns
 from retain.train.documents import Document, Encode, fraction_of
 from retain.train.sources import Row
 
-ROLES = ("text", "context", "question", "answer", "messages", "context_ids", "appendix_ids")
+ROLES = ("text", "context", "question", "answer", "messages", "tools", "context_ids", "appendix_ids")
 # How a row can be read: the column that holds the context, and those that may go with it.
 FORMS: dict[str, tuple[str, ...]] = {
     "context_ids": ("appendix_ids",),
-    "messages": (),
+    "messages": ("tools",),
     "text": (),
     "context": ("question", "answer"),
 }
+# Tokens are kept in 64 bits with a sign.
+LARGEST_ID = 2**63 - 1
 CONVERSATIONS = "conversations"  # what ShareGPT calls `messages`
-KINDS = "`text`, or `context` + `question` + `answer`, or `messages`, or `context_ids` (and `appendix_ids`)"
+KINDS = (
+    "`text`, or `context` + `question` + `answer`, or `messages` (and `tools`), or `context_ids` (and "
+    "`appendix_ids`)"
+)
+# What a row may leave empty.
+OPTIONAL = ("appendix_ids", "tools")
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Reader:
             context_ids = _ids(row, "context_ids", values["context_ids"])
             appendix_ids = _ids(row, "appendix_ids", values.get("appendix_ids") or ())
         elif form == "messages":
-            context_ids, appendix_ids = self._conversation(row, values["messages"])
+            context_ids, appendix_ids = self._conversation(row, values["messages"], values.get("tools"))
         else:
             if self.encode is None:
                 raise ValueError(
@@ -123,7 +130,7 @@ class Reader:
         if form == "context" and "answer" not in roles:
             roles = ["context"]  # a context alone is text
         values = {role: row.values.get(columns[role]) for role in roles}
-        empty = [role for role in values if values[role] is None and role != "appendix_ids"]
+        empty = [role for role in values if values[role] is None and role not in OPTIONAL]
         if empty:
             raise ValueError(
                 f"{row.where}: column {columns[empty[0]]!r} is null. Leave such rows out, or name another "
@@ -131,12 +138,12 @@ class Reader:
             )
         return form, values
 
-    def _conversation(self, row: Row, messages: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _conversation(self, row: Row, messages: Any, tools: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         try:
-            said = turns(messages)
+            said, known = turns(messages), tools_of(tools)
             if self.chat is None:
                 raise ValueError("the model has no tokenizer to encode a conversation with")
-            context_ids, appendix_ids = self.chat(said)
+            context_ids, appendix_ids = self.chat(said, known) if known else self.chat(said)
         except ValueError as error:
             raise ValueError(f"{row.where}: {error}.") from error
         return tuple(context_ids), tuple(appendix_ids)
@@ -211,17 +218,25 @@ def check_columns(columns: Mapping[str, str], appendix: str) -> list[str]:
 
 def _ids(row: Row, role: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value):
+        largest = max(value, default=0)
+        if largest > LARGEST_ID:
+            raise ValueError(
+                f"{row.where}: {role} holds {_shown(largest)}, which is no token id: they fit into 63 bits. "
+                "Name another column in data.columns, or encode the data again."
+            )
         return tuple(value)
     raise ValueError(f"{row.where}: {role} must be a list of token ids from 0, got {_shown(value)}.")
 
 
 def _text(row: Row, role: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
     if role == "answer" and isinstance(value, int | float):
-        return str(value)
+        value = str(value)
     if role == "answer" and isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
+        value = ", ".join(map(str, value))
+    if isinstance(value, str):
+        if (half := half_character(value)) is not None:
+            raise ValueError(f"{row.where}: {role} holds {half}.")
+        return value
     raise ValueError(
         f"{row.where}: {role} must be text, got {_shown(value)}. Name another column in data.columns, or "
         "write the data again with text in it."
@@ -229,5 +244,7 @@ def _text(row: Row, role: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return f"an integer of {value.bit_length()} bits"  # Python writes no more than 4300 digits
     text = repr(value)
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 
+from retain.train.checkpoint import same_command
+
 STOP_FILE = "STOP"
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
 # 128 + SIGTERM, as shells and schedulers read it: ended on request, whichever way it was made.
@@ -30,6 +32,12 @@ class StopRequested(SystemExit):
     """A run that was asked to stop and did, with its state on disk."""
 
 
+def forget_(folder: Path) -> None:
+    """Forget what an earlier run was asked: once, by the process that holds the folder, before anything slow.
+    Whatever comes later is for this run."""
+    (folder / STOP_FILE).unlink(missing_ok=True)
+
+
 class Signals:
     """Inside, SIGTERM and SIGUSR1 wait for the end of a step.
 
@@ -38,19 +46,21 @@ class Signals:
 
     Args:
         accelerator: of this process.
-        folder: of the run; an old request in it is forgotten on entering.
+        folder: of the run; a request in it counts, also one from before (`forget_` those of earlier runs).
+        promise: what is done before the end, as a signal is answered.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path):
-        self.accelerator, self.file = accelerator, Path(folder) / STOP_FILE
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        promise: str = "finishing this step, then a checkpoint",
+    ):
+        self.accelerator, self.file, self.promise = accelerator, Path(folder) / STOP_FILE, promise
         self.received: str | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Signals":
-        if self.accelerator.is_main_process:
-            self.file.unlink(missing_ok=True)
-        # None looks for the file before it is gone.
-        self.accelerator.wait_for_everyone()
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in NUMBERS}
         return self
@@ -73,7 +83,7 @@ class Signals:
             os.kill(os.getpid(), number)
         self.received = name
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"\n{name}: finishing this step, then a checkpoint; again, to stop at once.\n".encode())
+        os.write(2, f"\n{name}: {self.promise}; again, to stop at once.\n".encode())
 
     @property
     def requested(self) -> bool:
@@ -92,9 +102,10 @@ class Signals:
         """
         if self.accelerator.is_main_process:
             self.file.unlink(missing_ok=True)
+            again = same_command(self.file.parent)
             print(
                 f"stopped on request after step {step}; its checkpoint is in {self.file.parent}. "
-                "The same command goes on from there.",
+                f"{again[0].upper()}{again[1:]} goes on from there.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -9,7 +9,7 @@ What keeps gates from doing nothing is here too (`check_loophole`), since nothin
 see a constant added to all logits, so gates that all close alike cost no loss and satisfy every capacity.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from retain.train.branches import Reading
 from retain.train.data import Batch, Document, collate
 from retain.train.features import Example
 from retain.train.local import TeacherExamples, head_overlaps, joined
-from retain.train.opening import Moment, Opening
+from retain.train.opening import Moment, Opening, check_shift, shift_
 from retain.train.soft_losses import (
     NO_TOKEN,
     VOCABULARY,
@@ -34,11 +34,11 @@ from retain.train.soft_losses import (
     admitted_term,
     capacity_term,
     closed_term,
-    even_rows,
     eviction_rate_term,
     head_of,
     hidden_term,
     open_entries,
+    rows_of,
     vocabulary_terms,
 )
 from retain.train.targets import TargetSettings, baseline_overlaps
@@ -59,6 +59,9 @@ COST = {
 }
 # Costs that know a decay, whose openness changes with every token.
 AGEING = ("capacity_head", "capacity_global")
+# Costs that know a budget; those of the ramp alone read `soft.budget` nowhere.
+BUDGETED = COST.keys() - {"admitted"}
+RAMPED = BUDGETED - set(AGEING)
 # Stands for the step where documents are only looked at.
 LOOKING = 2**40
 # Documents, and entries of a layer over all of them, from which input statistics are made.
@@ -86,7 +89,7 @@ class SoftSettings:
         keep_to: the same from step `ramp_steps` on, and whenever documents are looked at.
         ramp: what is linear in between: the `ratio`, or the `compression` 1 / ratio.
         ramp_steps: null: half of all steps.
-        capacity_rows: queries at which the open entries of decays are counted; 0: all.
+        capacity_rows: queries of each document at which the open entries of decays are counted; 0: all.
         chunk: tokens whose logits exist at a time; changes no number.
         checkpointing: layers are computed again for the gradient; saves memory, changes no number.
         autocast: products in bfloat16.
@@ -202,8 +205,8 @@ def keep_ratio_at(step: int, settings: SoftSettings, steps: int) -> float:
 class EndToEnd:
     """Objective of the end-to-end stage.
 
-    TRIM-KV (arXiv 2512.03324) is `decay` gates with `{kl_forward: 1, next_token: 1, capacity_head: 1}`,
-    protected=0, sinks=0 and a budget; DBTrimKV (arXiv 2605.09649) `decay_shared` with `capacity_global`;
+    TRIM-KV (arXiv 2512.03324) is `decay` gates with the mean of the fidelity terms that are switched on, plus
+    the capacity: `{kl_forward: 0.5, next_token: 0.5, capacity_head: 1}`, protected=0 and a budget; DBTrimKV (arXiv 2605.09649) `decay_shared` with `capacity_global`;
     WG-KV (arXiv 2512.17452) `{hidden: 1, admitted: lambda}`, protected=256; DMS (arXiv 2506.05345)
     `{kl_reverse: 1, closed: 1}`, hard=gumbel, ramp=compression, protected=512 (`kl_reverse` is what its code
     computes).
@@ -249,7 +252,7 @@ class EndToEnd:
         self.head: Head | None = None
         if soft.terms.keys() & set(VOCABULARY):
             self.head = head_of(frozen.model)
-        self.fields = ("loss", *soft.terms, "open", "keep")
+        self.fields = ("loss", *soft.terms, "open", *(["keep"] if soft.terms.keys() & BUDGETED else []))
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """What the optimiser trains."""
@@ -262,18 +265,11 @@ class EndToEnd:
         Every process does the same on the same documents.
         """
         found: dict[int, list[GateInputs]] = {}
-        documents = documents[:PREPARED_DOCUMENTS]
-        share = max(1, PREPARED_ENTRIES // max(1, len(documents)))
 
-        def see(views: list[View]) -> None:
-            for view in views:
-                inputs = inputs_of(view.document, self.gates[view.layer_idx])
-                # Evenly spread, where a document is longer than is needed.
-                stride = -(-view.document.num_seen // share)
-                found.setdefault(view.layer_idx, []).append(inputs.entries(slice(None, None, stride)))
+        def see(layer: int, inputs: GateInputs, entries: slice) -> None:
+            found.setdefault(layer, []).append(inputs.entries(entries))
 
-        for document in documents:
-            walk(self.frozen, [Reading(document, (), document.key)], see, wanted=self.gates.inputs)
+        self._inputs_of(documents[:PREPARED_DOCUMENTS], see)
         with _seeded(self.seed, {self.gates[layer].device for layer in found}):
             for layer, parts in found.items():
                 gate, inputs = self.gates[layer], joined(parts)
@@ -282,6 +278,62 @@ class EndToEnd:
                 zeros_H = torch.zeros(gate.H, device=inputs.valid_BT.device)
                 gate.prepare_(inputs, inputs.valid_BT, zeros_H, zeros_H)
                 gate.open_()
+
+    @torch.no_grad()
+    def align_(self, documents: Sequence[Document]) -> float:
+        """Shift gates that a layer-local stage trained, so that they are half open where the budget cuts.
+
+        A log-risk of 0 is a number like any other to them, and as they come they may be open or closed by
+        any amount, which the first steps would spend on a bias. So the score above which `keep_to` of the
+        entries lie (of a fixed budget, its share of these documents) is subtracted from the output bias: that
+        of each head where each has a budget (`capacity_head`), else one of all heads and layers, whose order
+        stays as it is. Entries that are spared are left out. Relative gates (`soft.anchor`) see no shift, and
+        are left as they are. Every process does the same on the same documents.
+
+        Args:
+            documents: of the first step.
+
+        Returns:
+            the share of them that is open now, to their last tokens.
+
+        Raises:
+            ValueError: gates whose output cannot be shifted.
+        """
+        check_shift(self.gates, self.soft.anchor)
+        documents = documents[:PREPARED_DOCUMENTS]
+        scores: dict[int, list[Tensor]] = {}
+
+        def see(layer: int, inputs: GateInputs, entries: slice) -> None:
+            score_HN = self.gates[layer](inputs)[0].float()[:, entries]
+            scores.setdefault(layer, []).append(score_HN[:, -(-self.soft.sinks // entries.step) :])
+
+        if not self.soft.anchor:
+            self._inputs_of(documents, see)
+            joint = {layer: torch.cat(parts, -1) for layer, parts in scores.items()}
+            share = self.soft.keep_to
+            if self.soft.budget is not None:
+                mean = sum(document.num_tokens for document in documents) / len(documents)
+                share = min(1.0, self.soft.budget / mean)
+            pooled = not self.soft.terms.get("capacity_head")
+            shift_(self.gates, joint, share, pooled=pooled)
+        opened = [float(self.terms_of([document], LOOKING)["open"]) for document in documents]
+        return sum(opened) / len(opened)
+
+    def _inputs_of(
+        self, documents: Sequence[Document], see: Callable[[int, GateInputs, slice], None]
+    ) -> None:
+        """Walk documents one by one, and show what each layer's gate looks at, with the entries that are
+        enough: evenly spread, where a document is longer than is needed."""
+        share = max(1, PREPARED_ENTRIES // max(1, len(documents)))
+
+        def visit(views: list[View]) -> None:
+            for view in views:
+                gate, stride = self.gates[view.layer_idx], -(-view.document.num_seen // share)
+                gate.to(view.document.keys_BHTD.device)
+                see(view.layer_idx, inputs_of(view.document, gate), slice(None, None, stride))
+
+        for document in documents:
+            walk(self.frozen, [Reading(document, (), document.key)], visit, wanted=self.gates.inputs)
 
     def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
         """Add the gradient of `scale` times the documents' summed loss to the parameters'.
@@ -317,8 +369,7 @@ class EndToEnd:
                 heads[example.row][str(example.layer_idx)] = overlap_H.tolist()
                 found = {"overlap": float(overlap_H.mean())}
                 if baselines and example.view is not None:
-                    assert self.target is not None
-                    found |= baseline_overlaps(example.view, self.target, self.seed)
+                    found |= baseline_overlaps(example.view, example.target_HT, example.reached_HT, self.seed)
                 for name, value in found.items():
                     sums[example.row][name] = sums[example.row].get(name, 0.0) + value
 
@@ -332,7 +383,9 @@ class EndToEnd:
     def terms_of(
         self, documents: Sequence[Document], step: int, *, noisy: bool = False, scale: float | None = None
     ) -> dict[str, Float[Tensor, " B"]]:
-        """Loss, every term, the open share and the budget of each document, detached.
+        """Loss, every term, the open share and the budget of each document, detached: `keep` is the share of
+        the ramp, or what a fixed budget is of the document, where no term reads the ramp; where no term reads
+        either, there is none.
 
         Args:
             documents: of one batch.
@@ -366,7 +419,10 @@ class EndToEnd:
             if scale is not None:
                 (loss_B.sum() * scale).backward()
         terms["loss"] = loss_B
-        terms["keep"] = torch.full_like(loss_B, keep)
+        if self.soft.budget is None or self.soft.terms.keys() & RAMPED:
+            terms["keep"] = torch.full_like(loss_B, keep)
+        else:
+            terms["keep"] = (self.soft.budget / valid_BT.sum(-1).to(loss_B)).clamp_max(1.0)
         return {name: terms[name].detach().to(loss_B.device) for name in self.fields}
 
     def _fidelity(
@@ -411,18 +467,18 @@ class EndToEnd:
     ) -> dict[str, Float[Tensor, " B"]]:
         """Terms on how much is open, and the share of each document that is open to its last token."""
         soft, home = self.soft, log_gates[0].device
-        valid_BT, T = valid_BT.to(home), valid_BT.shape[1]
-        rows_R = even_rows(T, soft.capacity_rows if self.gates.ages else 0).to(home)
+        valid_BT = valid_BT.to(home)
+        rows_BR = rows_of(valid_BT, soft.capacity_rows if self.gates.ages else 0)
         open_BXR = torch.cat(
             [
-                open_entries(phi_BHT, valid_BT, rows_R, protected=soft.protected, ages=self.gates.ages).to(
+                open_entries(phi_BHT, valid_BT, rows_BR, protected=soft.protected, ages=self.gates.ages).to(
                     home
                 )
                 for phi_BHT in log_gates
             ],
             dim=1,
         )
-        seen_BR = (valid_BT.cumsum(-1) * valid_BT)[:, rows_R].to(open_BXR.dtype)
+        seen_BR = (valid_BT.cumsum(-1) * valid_BT).gather(-1, rows_BR).to(open_BXR.dtype)
         limit_BR = keep * seen_BR if soft.budget is None else torch.full_like(seen_BR, soft.budget)
         found = {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
         if "capacity_head" in soft.terms:
@@ -473,7 +529,16 @@ def _checkpointed(base: Any) -> Iterator[None]:
     """Inside, decoder layers are computed again for the gradient. They alone are told that they train, which
     is what transformers asks; what is in them is not, so that nothing drops out."""
     before = [layer.training for layer in base.layers]
+    # The caller may checkpoint some of them already, in a way of its own.
+    parts = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    asked = [{name: vars(part)[name] for name in names if name in vars(part)} for part in parts]
+    hooks = getattr(base, "_require_grads_hooks", [])
     base.gradient_checkpointing_enable({"use_reentrant": False})
+    # This kind needs no gradient of the embeddings, and each call would leave one more hook on them.
+    base.disable_input_require_grads()
+    if hooks:
+        base._require_grads_hooks, base._require_grads_hook = hooks, hooks[0]
     for layer in base.layers:
         layer.training = True
     try:
@@ -482,6 +547,8 @@ def _checkpointed(base: Any) -> Iterator[None]:
         for layer, training in zip(base.layers, before, strict=True):
             layer.training = training
         base.gradient_checkpointing_disable()
+        for part, own in zip(parts, asked, strict=True):
+            vars(part).update(own)
 
 
 @contextmanager

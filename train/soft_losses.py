@@ -160,42 +160,44 @@ class _Aging(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, decay_BHT: Tensor, valid_BT: Tensor, rows_R: Tensor, protected: int) -> Tensor:
-        ctx.save_for_backward(decay_BHT, valid_BT, rows_R)
+    def forward(ctx: Any, decay_BHT: Tensor, valid_BT: Tensor, rows_BR: Tensor, protected: int) -> Tensor:
+        ctx.save_for_backward(decay_BHT, valid_BT, rows_BR)
         ctx.protected = protected
         parts = [
-            torch.where(seen_BrT[:, None], (age_rT * decay_BHT[:, :, None]).exp(), 0.0).sum(-1)
-            for _, seen_BrT, age_rT in _blocks(decay_BHT, valid_BT, rows_R, protected)
+            torch.where(seen_BrT[:, None], (age_BrT[:, None] * decay_BHT[:, :, None]).exp(), 0.0).sum(-1)
+            for _, seen_BrT, age_BrT in _blocks(decay_BHT, valid_BT, rows_BR, protected)
         ]
         return torch.cat(parts, -1) if parts else decay_BHT.new_zeros((*decay_BHT.shape[:2], 0))
 
     @staticmethod
     def backward(ctx: Any, d_BHR: Tensor) -> tuple[Tensor, None, None, None]:
-        decay_BHT, valid_BT, rows_R = ctx.saved_tensors
+        decay_BHT, valid_BT, rows_BR = ctx.saved_tensors
         d_decay_BHT = torch.zeros_like(decay_BHT)
-        for block, seen_BrT, age_rT in _blocks(decay_BHT, valid_BT, rows_R, ctx.protected):
-            worth_BHrT = torch.where(seen_BrT[:, None], (age_rT * decay_BHT[:, :, None]).exp(), 0.0)
-            d_decay_BHT += torch.einsum("bhr,bhrt,rt->bht", d_BHR[..., block], worth_BHrT, age_rT)
+        for block, seen_BrT, age_BrT in _blocks(decay_BHT, valid_BT, rows_BR, ctx.protected):
+            worth_BHrT = (age_BrT[:, None] * decay_BHT[:, :, None]).exp()
+            worth_BHrT = torch.where(seen_BrT[:, None], worth_BHrT, 0.0)
+            age_BrT = age_BrT.expand(len(decay_BHT), -1, -1)
+            d_decay_BHT += torch.einsum("bhr,bhrt,brt->bht", d_BHR[..., block], worth_BHrT, age_BrT)
         return d_decay_BHT, None, None, None
 
 
-def _blocks(decay_BHT: Tensor, valid_BT: Tensor, rows_R: Tensor, protected: int) -> Any:
+def _blocks(decay_BHT: Tensor, valid_BT: Tensor, rows_BR: Tensor, protected: int) -> Any:
     """Slice of the rows, which entries they see, and the ages that count."""
     T = decay_BHT.shape[-1]
     size = max(1, BLOCK // max(1, decay_BHT.numel()))
     place_T = torch.arange(T, device=decay_BHT.device)
-    for start in range(0, len(rows_R), size):
+    for start in range(0, rows_BR.shape[1], size):
         block = slice(start, start + size)
-        age_rT = rows_R[block, None] - place_T
-        seen_BrT = (age_rT >= 0) & valid_BT[:, None]
-        aged_rT = torch.where(age_rT >= max(protected, 0), age_rT, 0).clamp_min(0)
-        yield block, seen_BrT, aged_rT.to(decay_BHT.dtype)
+        age_BrT = rows_BR[:, block, None] - place_T
+        seen_BrT = (age_BrT >= 0) & valid_BT[:, None]
+        aged_BrT = torch.where(age_BrT >= max(protected, 0), age_BrT, 0).clamp_min(0)
+        yield block, seen_BrT, aged_BrT.to(decay_BHT.dtype)
 
 
 def open_entries(
     log_gate_BHT: Float[Tensor, "B H T"],
     valid_BT: Bool[Tensor, "B T"],
-    rows_R: Int[Tensor, " R"],
+    rows_BR: Int[Tensor, "#B R"],
     *,
     protected: int,
     ages: bool,
@@ -209,20 +211,22 @@ def open_entries(
     Args:
         log_gate_BHT: phi, at most 0; 0 on entries that are spared.
         valid_BT: False on padding, which is never open.
-        rows_R: the t that are asked about, as entry indices.
+        rows_BR: the t that are asked about, as entry indices: of each sequence, or the same of all.
         protected: entries of the recent window.
         ages: whether phi is a decay per token of age.
     """
     log_gate_BHT = log_gate_BHT.to(torch.promote_types(log_gate_BHT.dtype, torch.float32))
-    rows_R, valid_BT = rows_R.to(log_gate_BHT.device), valid_BT.to(log_gate_BHT.device)
+    rows_BR, valid_BT = rows_BR.to(log_gate_BHT.device), valid_BT.to(log_gate_BHT.device)
     if ages:
-        return _Aging.apply(log_gate_BHT, valid_BT, rows_R, protected)
+        return _Aging.apply(log_gate_BHT, valid_BT, rows_BR, protected)
     # In float64, since long sums of small numbers lose the last ones; one zero in front: nothing yet.
     gate_BHT = functional.pad((log_gate_BHT.exp() * valid_BT[:, None]).double().cumsum(-1), (1, 0))
     seen_BT = functional.pad(valid_BT.double().cumsum(-1), (1, 0))
-    before_R = (rows_R + 1 - max(protected, 0)).clamp_min(0)
-    near_BR = seen_BT[:, rows_R + 1] - seen_BT[:, before_R]
-    return (gate_BHT[..., before_R] + near_BR[:, None]).to(log_gate_BHT.dtype)
+    rows_BR = rows_BR.expand(len(valid_BT), -1)
+    before_BR = (rows_BR + 1 - max(protected, 0)).clamp_min(0)
+    near_BR = seen_BT.gather(-1, rows_BR + 1) - seen_BT.gather(-1, before_BR)
+    far_BHR = gate_BHT.gather(-1, before_BR[:, None].expand(-1, gate_BHT.shape[1], -1))
+    return (far_BHR + near_BR[:, None]).to(log_gate_BHT.dtype)
 
 
 def even_rows(num_tokens: int, count: int) -> Int[Tensor, " R"]:
@@ -231,6 +235,26 @@ def even_rows(num_tokens: int, count: int) -> Int[Tensor, " R"]:
     if not count or count >= num_tokens:
         return torch.arange(num_tokens)
     return torch.linspace(num_tokens / count, num_tokens, count, dtype=torch.float64).round().long() - 1
+
+
+def rows_of(valid_BT: Bool[Tensor, "B T"], count: int) -> Int[Tensor, "B R"]:
+    """`even_rows` of every sequence's own tokens, whatever it is padded to, as entry indices of the batch.
+
+    A sequence with fewer rows than another has the entry before its first token in place of what is missing,
+    which is padding, and so counts as nothing (`capacity_term`).
+
+    Args:
+        valid_BT: False on padding (on the left).
+        count: as in `even_rows`.
+    """
+    first = [valid_BT.shape[1] - int(num_tokens) for num_tokens in valid_BT.sum(-1).tolist()]
+    own = [start + even_rows(valid_BT.shape[1] - start, count) for start in first]
+    longest = max(len(rows_R) for rows_R in own)
+    rows = [
+        functional.pad(rows_R, (longest - len(rows_R), 0), value=start - 1)
+        for start, rows_R in zip(first, own, strict=True)
+    ]
+    return torch.stack(rows).to(valid_BT.device)
 
 
 def capacity_term(
@@ -269,6 +293,10 @@ def closed_term(
     """`max(0, (1 - keep) - closed)`, with `closed` the share of all entries of all layers and heads that is:
     one-sided, so that more may be closed (DMS, arXiv 2506.05345).
 
+    A choice of ours: the share is each document's own, so that every document has to close as much. DMS takes
+    it over the whole batch, where one document may stay open at the cost of another; but then a document's
+    loss would depend on those beside it, and not be the same in any batch and on any number of processes.
+
     Args:
         log_gates: of every layer.
         valid_BT: False on padding.
@@ -282,6 +310,9 @@ def eviction_rate_term(
 ) -> Float[Tensor, " B"]:
     """`|open - keep|`, with `open` the share of all entries that is: two-sided (Attention-Gate, arXiv
     2410.12876).
+
+    A choice of ours, as in `closed_term`: the share is each document's own, so that documents that open by
+    more or less than the budget are penalised though their mean is right.
 
     Args:
         log_gates: of every layer.

@@ -80,7 +80,8 @@ class LocalFiles:
     """Files of one kind, read one after another.
 
     Args:
-        path: a file, a folder (all files of the kind in it and below) or a pattern (`data/*.jsonl`,
+        path: a file, a folder (all files of the kind in it and below, but hidden ones and hidden
+            folders) or a pattern (`data/*.jsonl`,
             `data/**/*.txt`); read in the order of their names.
         kind: `jsonl` (one object a line), `parquet`, or `text` (rows with the one column `text`).
         separator: `text`: None makes every file one document; "" splits at blank lines; any other string
@@ -160,9 +161,10 @@ def local_paths(path: str, kind: Kind) -> list[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        found = [file for file in place.rglob("*") if file.is_file() and _ends(file, kind)]
+        seen = [file for file in place.rglob("*") if file.is_file() and not _is_hidden(file, place)]
+        found = [file for file in seen if file.name.lower().endswith(ENDINGS[kind])]
         if not found:
-            there = sorted({file.suffix or file.name for file in place.rglob("*") if file.is_file()})
+            there = sorted({file.suffix or file.name for file in seen})
             raise FileNotFoundError(
                 f"no such data file: the folder {path} holds none that ends in {', '.join(ENDINGS[kind])}"
                 f" (it holds {', '.join(there[:8]) or 'nothing'}). Set data.source to the kind that it "
@@ -181,8 +183,9 @@ def local_paths(path: str, kind: Kind) -> list[Path]:
     return sorted(found, key=str)
 
 
-def _ends(path: Path, kind: Kind) -> bool:
-    return path.name.lower().endswith(ENDINGS[kind]) and not path.name.startswith(".")
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether a file, or a folder on the way to it (.git, .ipynb_checkpoints, .cache), is hidden."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _empty(paths: Sequence[str]) -> str:
@@ -225,15 +228,21 @@ def _decoded(path: Path, number: int, line: bytes) -> str:
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} of the line, 0x{line[error.start]:02x}, is no UTF-8"
     guess = next((hint for magic, hint in MAGIC if _head(path).startswith(magic)), None)
+    packed = path.suffix == ".gz"
+    convert = (
+        f"gunzip -c {path.name} | iconv -f latin1 -t UTF-8 | gzip" if packed else "iconv -f latin1 -t UTF-8"
+    )
     raise ValueError(
         f"{path} line {number} is not text: {reason}. "
-        + (f"By its first bytes {guess}." if guess else "Is the file binary, or in another encoding? ")
-        + ("" if guess else "Give a UTF-8 file (iconv -f latin1 -t UTF-8 converts one), or leave it out.")
+        + (f"By its first bytes {'inside ' * packed}{guess}." if guess else "")
+        + ("" if guess else "Is the file binary, or in another encoding? ")
+        + ("" if guess else f"Give a UTF-8 file ({convert} converts one), or leave it out.")
     )
 
 
 def _head(path: Path) -> bytes:
-    with open(path, "rb") as file:
+    """The first bytes, of what is inside where the file is packed."""
+    with _opened(path) as file:
         return file.read(4)
 
 
@@ -249,8 +258,13 @@ def _jsonl_rows(path: Path, skip: int) -> Iterator[Row | None]:
         text = _decoded(path, number, line)
         try:
             values = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits, too
             array = text.lstrip().startswith("[")
+            if not isinstance(error, json.JSONDecodeError | RecursionError):
+                raise ValueError(
+                    f"{where} holds a number that cannot be read ({error}): write it as text, in quotation "
+                    "marks, or leave the row out."
+                ) from None
             raise ValueError(
                 f"{where} is not JSON: {error}. "
                 + (

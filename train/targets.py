@@ -145,6 +145,11 @@ def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, 
     return use_HT, reached_HT
 
 
+def joined_for(settings: TargetSettings) -> tuple[str, ...]:
+    """What `layer_target` looks at of a branch beside queries, keys and values (`joined` of `walk`)."""
+    return ("hidden",) if settings.weight == "value_norm_over_hidden" else ()
+
+
 def token_target(
     layers: Sequence[tuple[Float[Tensor, "H T"], Bool[Tensor, "H T"]]],
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
@@ -183,7 +188,7 @@ def token_targets(
             # One row of each layer: as much as a token's own number.
             found[view.row].append((use_HT.mean(0, keepdim=True), reached_HT[:1]))
 
-    walk(frozen, readings, see)
+    walk(frozen, readings, see, joined=joined_for(settings))
     return [token_target(layers) for layers in found]
 
 
@@ -192,7 +197,9 @@ def log_risk(risk_BHT: Float[Tensor, "*B H T"], floor_H: Float[Tensor, " H"]) ->
     return (risk_BHT + floor_H[:, None]).log()
 
 
-def baseline_overlaps(view: View, settings: TargetSettings, seed: int) -> dict[str, float]:
+def baseline_overlaps(
+    view: View, target_HT: Float[Tensor, "H T"], reached_HT: Bool[Tensor, "H T"], seed: int
+) -> dict[str, float]:
     """Overlap with the target's top fifth that costs no training, of one layer and one document.
 
     `overlap_random` (chance), `overlap_recency` (later is better), `overlap_value_norm` (`||v W_O||_1` alone,
@@ -200,20 +207,20 @@ def baseline_overlaps(view: View, settings: TargetSettings, seed: int) -> dict[s
 
     Args:
         view: what the layer showed.
-        settings: which future.
+        target_HT: what the gates are asked for, whatever the granularity.
+        reached_HT: where it is defined.
         seed: of chance, with the document's key and the layer.
     """
-    use_HT, reached_HT = layer_target(view, settings)
-    H, T = use_HT.shape
+    H, T = target_HT.shape
     document = view.document
     draw = keyed_generator((seed, view.key, view.layer_idx))
     norm_BQT = value_norm_l1(document.values_BHTD, document.output_weight_QDE)
     scores = {
-        "overlap_random": torch.rand(H, T, generator=draw).to(use_HT.device),
-        "overlap_recency": torch.arange(T, device=use_HT.device).float().expand(H, T),
+        "overlap_random": torch.rand(H, T, generator=draw).to(target_HT.device),
+        "overlap_recency": torch.arange(T, device=target_HT.device).float().expand(H, T),
         "overlap_value_norm": norm_BQT[0].unflatten(0, (H, -1)).amax(1),
     }
     return {
-        name: float(top_overlap(score_HT[None], use_HT[None], reached_HT[None]))
+        name: float(top_overlap(score_HT[None], target_HT[None], reached_HT[None]))
         for name, score_HT in scores.items()
     }

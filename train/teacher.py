@@ -9,19 +9,21 @@ not grow with the number of layers.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
-from retain.hf.blocks import Shown, Text, read_texts
+from retain.hf.blocks import Shown, Text, forward_of, read_texts
 from retain.hf.layout import Layout
 from retain.hf.model import layout_of, rotary_of
 from retain.rotary import Rotary
 from retain.train.branches import Reading
 from retain.train.chat import Chat, chat_of
 from retain.train.data import Document, Encode
+from retain.train.parallel import loaded_whole
 
 REFERENCE = "reference:"
 # Tokens that feed-forward parts take at a time: more are no faster, and are held at once.
@@ -58,6 +60,11 @@ class Frozen:
     def rotary(self) -> Rotary | None:
         """Its rotary embedding, where it is understood, looked at once."""
         return rotary_of(self.model)
+
+    @property
+    def forward_of(self) -> str:
+        """What one forward reads: a `row` of many documents, a `text` alone, or one `branch` of a text."""
+        return forward_of(self.model, self.layout)
 
     @cached_property
     def chat(self) -> Chat | None:
@@ -107,15 +114,20 @@ def walk(
     visit: Callable[[list[View]], None],
     *,
     wanted: Collection[str] = (),
+    joined: Collection[str] = ("hidden", "stream"),
 ) -> None:
     """Run the frozen model over documents and their branches, and show every evicting layer once.
 
     One forward of the decoder, without its head, over the packed row `[document | branch | branch | document
     | ...]` in which attention goes block by block (`retain.hf.blocks`); what is shown equals separate
     forwards of each `[document; branch]`. `visit` is called with the views of one layer, of all readings,
-    layers in order. Models with recurrent layers, which cannot be packed, run a forward for each branch, and
-    `visit` is called for every layer and reading, with one view that has all branches: `row` says whose. What
-    comes after the last evicting layer's keys and values is not run.
+    layers in order. What comes after the last evicting layer's keys and values is not run.
+
+    Models with recurrent layers, which cannot be packed, read the document again for each branch, and hold
+    what every layer showed of the earlier branches (queries, keys, values and what is `joined`) until the
+    last forward. Only there `visit` is called, for every layer and reading, with one view that has all
+    branches: `row` says whose. So their cost is the number of branches times the document, and their memory
+    grows with the number of layers times the tokens of all branches.
 
     Args:
         frozen: the model.
@@ -123,6 +135,8 @@ def walk(
         visit: looks at a layer; called without gradients, and may enable them. It must not run the model.
         wanted: of `retain.gates.base.INPUTS`, what gates will look at; `stream` is recorded only if it is
             here, all else always.
+        joined: of `hidden` and `stream`, what evidence of a branch holds beside queries, keys and values. For
+            every branch but the first that is a copy of the document's.
 
     Raises:
         ValueError: nothing to read, or a model that is not understood.
@@ -147,6 +161,7 @@ def walk(
         ],
         show,
         wanted=[name for name in ("stream",) if name in wanted],
+        joined=joined,
         chunk=frozen.chunk,
         layout=frozen.layout,
         rotary=frozen.rotary,
@@ -232,7 +247,8 @@ def _load_hub(
     if quantization is not None:
         how["quantization_config"] = {**quantization}
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, **how, **origin)
+        with loaded_whole():
+            model = AutoModelForCausalLM.from_pretrained(name, **how, **origin)
     except (OSError, ValueError, ImportError) as error:
         asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
         raise ValueError(
@@ -241,9 +257,29 @@ def _load_hub(
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **origin)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError) as error:
+        if not Path(name).is_dir() and _out_of_reach(error):
+            raise ValueError(
+                f"model={name!r} was loaded, and whether it has a tokenizer cannot be known: {error} "
+                "Connect, or pass a local folder."
+            ) from error
         tokenizer = None  # rows of token ids need none; text without one is refused where it is met
     return model, tokenizer
+
+
+def _out_of_reach(error: BaseException) -> bool:
+    """Whether the hub could not be asked, which says nothing of what it holds."""
+    from httpx import TransportError
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | TransportError):
+            return True
+        if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def check_documents(config: Any, documents: Iterable[Document]) -> None:

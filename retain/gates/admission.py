@@ -15,6 +15,13 @@ from torch.nn import functional
 
 from retain.gates.activation import activation_of, width_of
 from retain.gates.base import OPEN, Gate, GateInputs
+from retain.registry import lookup
+
+# The score of an entry about which nothing has been decided yet: its `log_gate` is 0 in every precision, and
+# no threshold or budget takes it before others.
+UNDECIDED = 1e4
+# Which entry's residual stream decides about an entry -> whether that is another entry.
+DECIDES = {"own": False, "next": True}
 
 
 class AdmissionGate(Gate):
@@ -97,13 +104,26 @@ class AdmissionGate(Gate):
 
 
 class DMSGate(Gate):
-    """`score_h(i) = offset - scale w_h . RMSNorm(x_i)`, with `x_i` the residual stream of entry `i`.
+    """`score_h(i) = offset - scale w_h . RMSNorm(x_d)`, with `x_d` the residual stream of entry `d(i)`.
 
-    DMS: Inference-Time Hyper-Scaling with KV Cache Compression (arXiv 2506.05345), as in the released
-    adapters. Their decision logit is minus our score: they evict where it is above 0, after the protected
-    window has passed. Map of names: `norm` and `out` are their `dms_proj_alpha_norm` and `dms_proj_alpha`,
-    `scale` and `offset` their `dms_alpha_scale` and `dms_initial_alpha_offset`. Parameters: `E + E H`, and
-    `H` with `bias`.
+    DMS: Inference-Time Hyper-Scaling with KV Cache Compression (arXiv 2506.05345). Their decision logit is
+    minus our score: they evict where it is above 0, after the protected window has passed. Map of names:
+    `norm` and `out` are their `dms_proj_alpha_norm` and `dms_proj_alpha`, `scale` and `offset` their
+    `dms_alpha_scale` and `dms_initial_alpha_offset`. Parameters: `E + E H`, and `H` with `bias`.
+
+    Who decides, `d(i)`, is a choice of variant:
+
+    - `decides="next"` is the released one: `d(i) = i + 1`. Entry `i` is decided with the token after it:
+      their training attention shifts the decision logits by one and pads the newest with 0.0, which is not
+      above 0 and so keeps it. Here the newest entry (and one before padding) has the score `UNDECIDED`,
+      1e4: kept under every threshold and budget, and not closed at all in soft attention (`log_gate` 0). Soft
+      attention is causal only with a protected window of at least 1. The number of an entry then depends on
+      the entry after it, so the gate is `contextual`: in regimes that evict again later, and for prompts in
+      chunks, the number noted of the newest entry of each call would stay `UNDECIDED` for ever, and they are
+      refused.
+    - `decides="own"`, `d(i) = i`, is ours, not the paper's, and the default: the number of an entry is known
+      when the entry comes, which is what makes these gates usable while decoding and in chunks. Gates
+      trained in one variant do not fit the other; weights that NVIDIA released want `next`.
 
     Args:
         E: model width.
@@ -112,6 +132,7 @@ class DMSGate(Gate):
         offset: score before training; high is open.
         eps: of the norm.
         bias: whether the projection has a bias (theirs has one where the model's attention has).
+        decides: whose residual stream decides about an entry: `own` or `next`.
     """
 
     family = "dms"
@@ -127,19 +148,22 @@ class DMSGate(Gate):
         offset: float = 5.0,
         eps: float = 1e-6,
         bias: bool = False,
+        decides: str = "own",
     ):
         super().__init__(E=E, H=H)
+        self.contextual = lookup(decides, DECIDES, what="entry that decides about an entry")
+        self.decides = decides
         self.scale, self.offset, self.eps, self.bias = scale, offset, eps, bias
         self.norm = nn.RMSNorm(E, eps=eps)
         self.out = nn.Linear(E, H, bias=bias)
 
     def dims(self) -> dict[str, Any]:
         own = {"scale": self.scale, "offset": self.offset, "eps": self.eps, "bias": self.bias}
-        return {**super().dims(), **own}
+        return {**super().dims(), **own, "decides": self.decides}
 
     @torch.no_grad()
     def open_(self) -> None:
-        """A projection of zero: every score is the offset."""
+        """A projection of zero: every score that is decided is the offset."""
         self.out.weight.zero_()
         if self.bias:
             self.out.bias.zero_()
@@ -152,4 +176,11 @@ class DMSGate(Gate):
         """Minus the decision logit of every entry, from `inputs.stream_BTE`."""
         assert inputs.stream_BTE is not None
         normed_BTE = self.norm(inputs.stream_BTE.to(self.norm.weight.dtype))
-        return self.offset - self.scale * self.out(normed_BTE).transpose(1, 2)
+        score_BHT = self.offset - self.scale * self.out(normed_BTE).transpose(1, 2)
+        if self.decides == "own":
+            return score_BHT
+        after_BHT = functional.pad(score_BHT[..., 1:], (0, 1), value=UNDECIDED)
+        if inputs.valid_BT is None:
+            return after_BHT
+        decided_B1T = functional.pad(inputs.valid_BT[:, 1:], (0, 1), value=False)[:, None]
+        return after_BHT.masked_fill(~decided_B1T, UNDECIDED)

@@ -102,8 +102,9 @@ class Gate(nn.Module):
     its number means; `sizes`, of E, H, Q, D, which sizes of the layer its constructor takes (its other
     keyword arguments are the family's own settings, with defaults); `ages`, whether its number is the
     logarithm of a decay, at most 0, by which an entry's worth is multiplied with every token of age;
-    `contextual`, whether the number of an entry depends on other entries (then it cannot be asked about a
-    part of them); `extension`, what the family adds to the model for a prefill.
+    `signed`, whether its number can be negative where its unit cannot (`log_risk` aside, which is a
+    logarithm); `contextual`, whether the number of an entry depends on other entries (then it cannot be
+    asked about a part of them); `extension`, what the family adds to the model for a prefill.
 
     Args:
         E: model width.
@@ -116,7 +117,8 @@ class Gate(nn.Module):
     unit: ClassVar[str] = "log_risk"
     sizes: ClassVar[tuple[str, ...]] = ("E", "H")
     ages: ClassVar[bool] = False
-    contextual: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
+    contextual: bool = False
     extension: ClassVar["type[Extension] | None"] = None
 
     risk_floor_H: Tensor
@@ -251,6 +253,10 @@ class GateSet(nn.Module):
         calibrators: layer index -> monotone remap of that layer's scores (`retain.gates.calibrate`); none:
             scores are as the gates give them.
         extension: what has to be added to the model for these gates to see anything; None: nothing.
+
+    Raises:
+        ValueError: no layer; gates of several families, or that look at different things; calibrators that do
+            not cover exactly the gates' layers, with one unit and each with its gate's KV heads.
     """
 
     def __init__(
@@ -264,6 +270,7 @@ class GateSet(nn.Module):
         super().__init__()
         if not gates:
             raise ValueError("a gate set needs at least one layer: got an empty mapping {layer index: gate}.")
+        _check_alike(gates, calibrators or {})
         ascending = [gates[layer] for layer in sorted(gates)]
         type(ascending[0]).tie_(ascending)
         self.gates = nn.ModuleDict({str(layer): gates[layer] for layer in sorted(gates)})
@@ -272,6 +279,7 @@ class GateSet(nn.Module):
         )
         self.extension = extension
         self.metadata: dict[str, Any] = dict(metadata or {})
+        self._weights: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]] = {}
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -415,9 +423,87 @@ class GateSet(nn.Module):
         score = masked_score(noted_BHT, evidence.valid_BT, self.unit, held_BHT=evidence.held_BHT)
         if not self.fusion_weights:
             return score
-        device, layer = noted_BHT.device, str(evidence.layer_idx)
-        weights = {how: torch.tensor(own[layer], device=device) for how, own in self.fusion_weights.items()}
+        weights = _Weights(self.fusion_weights, evidence.layer_idx, noted_BHT.device, self._weights)
         return replace(score, fusion_weights=weights)
+
+
+class _Weights(Mapping[str, Tensor]):
+    """Weights of one layer, fusion -> `[H]`, brought to the device when a fusion first asks for them, and
+    kept from then on: every such copy waits for the device.
+
+    Args:
+        record: fusion -> layer -> weight of each head.
+        layer_idx: the layer.
+        device: where its scores are.
+        kept: (fusion, layer, device) -> the list that weights were made of, and they.
+    """
+
+    def __init__(
+        self,
+        record: Mapping[str, Mapping[str, Sequence[float]]],
+        layer_idx: int,
+        device: torch.device,
+        kept: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]],
+    ):
+        self.record, self.layer, self.device, self.kept = record, str(layer_idx), device, kept
+
+    def __getitem__(self, how: str) -> Tensor:
+        own = self.record[how].get(self.layer)
+        if own is None:
+            raise ValueError(
+                f"the calibrated weights for fusion {how!r} are of layers {', '.join(self.record[how])}, and "
+                f"layer {self.layer} has none: calibrate the gates again (train/distill.py)."
+            )
+        known = self.kept.get((how, self.layer, self.device))
+        if known is None or known[0] is not own:
+            with torch.inference_mode(False):
+                known = own, torch.tensor(own, dtype=torch.float32, device=self.device)
+            self.kept[how, self.layer, self.device] = known
+        return known[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.record)
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+
+def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]) -> None:
+    """Refuse gates or calibrators that one score cannot be made of, all that is wrong at once."""
+    problems = []
+    sides: dict[str, Callable[[Gate], Any]] = {
+        "family": lambda gate: gate.family,
+        "inputs": lambda gate: sorted(gate.inputs),
+        "unit": lambda gate: gate.unit,
+        "ages": lambda gate: gate.ages,
+        "contextual": lambda gate: gate.contextual,
+    }
+    for side, of in sides.items():
+        found: dict[str, list[int]] = {}
+        for layer in sorted(gates):
+            found.setdefault(str(of(gates[layer])), []).append(layer)
+        if len(found) > 1:
+            listing = ", ".join(f"{value} in layers {layers}" for value, layers in found.items())
+            problems.append(f"{side} is {listing}")
+    if calibrators:
+        if set(calibrators) != set(gates):
+            problems.append(
+                f"calibrators are for layers {sorted(calibrators)} and gates for layers {sorted(gates)}"
+            )
+        units = sorted({str(each.unit) for each in calibrators.values()})
+        if len(units) > 1:
+            problems.append(f"calibrators give {' and '.join(units)}")
+        for layer in sorted(set(calibrators) & set(gates)):
+            if calibrators[layer].H != gates[layer].H:
+                problems.append(
+                    f"the calibrator of layer {layer} is for {calibrators[layer].H} KV heads and its gate "
+                    f"for {gates[layer].H}"
+                )
+    if problems:
+        raise ValueError(
+            f"a gate set scores all its layers alike, and here {'; '.join(problems)}: build all layers with "
+            "the same settings (retain.gates.build_gates), and calibrate all of them or none."
+        )
 
 
 def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:

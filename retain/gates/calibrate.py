@@ -7,7 +7,8 @@ after training; they are stored with the gates and applied by `GateSet.score`.
 
 The one decision taken here: curves are straight lines between knots, log-risk against the logarithm of the
 score (its asinh, where scores have a sign). They go on beyond the outermost knots towards the ends of what
-float32 can hold: so they rise everywhere, and give nothing infinite.
+float32 can hold: so they rise everywhere, and give nothing infinite. Scores that differ by less than float32
+can show after the curve become ties, and are never put the other way round (`SMALLEST_SLOPE`).
 
 Why it pays: reordering nothing inside a head, it only moves entries between heads, which is to give heads
 their shares of a joint budget. KVzip+ regressions such as KVzap (arXiv 2601.07891) are trained to be
@@ -32,10 +33,15 @@ UNITS = ("risk", "mass")
 REACH = 80.0
 # What a score lies in, on a curve's axis, whatever float32 it is: |log s| < 104, |asinh(s)| < 90.
 EDGE = 104.0
-# The smallest slope of a curve, log-risk against the axis. float32 has steps of 1e-7: scores that differ by
-# more than about 1e-7 / SMALLEST_SLOPE of themselves stay apart (on an asinh axis: of the head's typical
-# score, where they are smaller than that).
+# The smallest slope of a fitted curve, log-risk against the axis. float32 has steps of 1e-7: scores that
+# differ by more than about 1e-7 / slope of themselves stay apart (on an asinh axis: of its unit, where they
+# are smaller than that).
 SMALLEST_SLOPE = 0.05
+# What that slope may raise a level curve by in all, its pieces alike: beyond, it is no longer kept. An exact
+# 0 lies a hundred units of the axis below other scores; a slope held over that gap would be a rise by e^5,
+# which no entry of the head has deserved. So over the gap those scores stay apart that differ by some
+# thousandths of themselves.
+LEAST_RISE = 0.1
 # The steepest that a curve goes on beyond its knots: in proportion to the score.
 STEEPEST_BEYOND = 1.0
 
@@ -46,7 +52,8 @@ class Calibrator(nn.Module):
     Args:
         H: KV heads of the layer.
         K: knots.
-        space: `log`, for scores that are at least 0; or `asinh`, for scores with a sign.
+        space: `log`, for scores that are at least 0 (any below are ties with 0); or `asinh`, for scores with
+            a sign.
         unit: of what it gives, `risk` or `mass`.
     """
 
@@ -181,16 +188,18 @@ def extended(
     `STEEPEST_BEYOND`, and so that it meets the edge inside of `-REACH .. REACH`.
 
     Args:
-        knots_HK: strictly increasing, inside of `-EDGE .. EDGE`.
+        knots_HK: strictly increasing.
         values_HK: strictly increasing, inside of `-REACH .. REACH`.
     """
     slope_Hk = values_HK.diff(dim=-1) / knots_HK.diff(dim=-1)
     ends = []
     for end, slope_H1, sign in ((0, slope_Hk[:, :1], -1.0), (-1, slope_Hk[:, -1:], 1.0)):
         knot_H1, value_H1 = knots_HK[:, end, None], values_HK[:, end, None]
-        away_H1 = EDGE + 1.0 - sign * knot_H1
+        # Of a shared curve, which is stretched over each head's own scores, knots may lie beyond the edge.
+        edge_H1 = (sign * knot_H1 + 1.0).clamp_min(EDGE + 1.0)
+        away_H1 = edge_H1 - sign * knot_H1
         rise_H1 = torch.minimum(slope_H1.clamp_max(STEEPEST_BEYOND) * away_H1, REACH - sign * value_H1)
-        ends.append((torch.full_like(knot_H1, sign * (EDGE + 1.0)), value_H1 + sign * rise_H1))
+        ends.append((sign * edge_H1, value_H1 + sign * rise_H1))
     (low_H1, lowest_H1), (high_H1, highest_H1) = ends
     return (
         torch.cat([low_H1, knots_HK, high_H1], dim=-1),

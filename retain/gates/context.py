@@ -2,8 +2,9 @@
 
 In-context KV-Cache Eviction for LLMs via Attention-Gate (arXiv 2410.12876). In: the attention inputs of the
 context. Out: a flag's logit per entry and head. The one decision taken here: the small attention is causal by
-default, so that an entry's flag is the same in a training forward over the whole document, in a prefill and
-in a prefill by chunks that shows all entries so far.
+default, so that an entry's flag is the same in a training forward over the whole document and in a prefill of
+any part of it from the start. It is asked at the prefill, of the whole prompt at once: attention inputs of
+earlier tokens are not kept, so a prompt in chunks and later evictions are refused (`contextual`).
 """
 
 from typing import Any
@@ -17,6 +18,8 @@ from retain.gates.base import OPEN, GateInputs, HiddenGate
 
 # A padded entry's logit in the small attention; its exponential is zero in every precision.
 AWAY = -1e4
+# Head widths that the memory-efficient attention kernels take are multiples of this, in every precision.
+ALIGNED = 8
 
 
 class ContextGate(HiddenGate):
@@ -90,26 +93,32 @@ class ContextGate(HiddenGate):
             for projection in (self.queries, self.keys, self.values)
         )
         scale = self.width**-0.5
-        if inputs.valid_BT is not None:
-            queries, keys, values = _without_padding(queries, keys, values, inputs.valid_BT, scale)
+        padded = inputs.valid_BT is not None and not bool(inputs.valid_BT.all())
+        queries, keys, values = _aligned(queries, keys, values, inputs.valid_BT if padded else None, scale)
         seen = functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=self.causal, scale=scale
         )
         return self.out(seen[..., : self.width].transpose(1, 2).flatten(2)).transpose(1, 2)
 
 
-def _without_padding(
+def _aligned(
     queries: Float[Tensor, "B heads T width"],
     keys: Float[Tensor, "B heads T width"],
     values: Float[Tensor, "B heads T width"],
-    valid_BT: Bool[Tensor, "B T"],
+    valid_BT: Bool[Tensor, "B T"] | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One more dimension that sends padded entries away: a mask would be T x T, and this is T.
+    """Heads of a width that fast kernels take; where something is padded, one dimension more, which sends
+    padded entries away: a mask would be T x T, and this is T. All other dimensions added are zero.
 
-    `q' . k' = q . k` to a real entry, and `q . k + AWAY / scale` to a padded one.
+    `q' . k' = q . k` to a real entry, and `q . k + AWAY` (before the softmax) to a padded one.
     """
-    ones = torch.ones_like(queries[..., :1])
-    away_B1T1 = (~valid_BT)[:, None, :, None].to(keys.dtype) * (AWAY / scale)
-    keys = torch.cat([keys, away_B1T1.expand_as(ones)], dim=-1)
-    return torch.cat([queries, ones], dim=-1), keys, torch.cat([values, torch.zeros_like(ones)], dim=-1)
+    width = queries.shape[-1]
+    used = width if valid_BT is None else width + 1
+    if valid_BT is not None:
+        away_B1T1 = (~valid_BT)[:, None, :, None].to(keys.dtype) * (AWAY / scale)
+        queries = torch.cat([queries, torch.ones_like(queries[..., :1])], dim=-1)
+        keys = torch.cat([keys, away_B1T1.expand_as(queries[..., :1])], dim=-1)
+    aligned = -(-used // ALIGNED) * ALIGNED
+    queries, keys = (functional.pad(side, (0, aligned - used)) for side in (queries, keys))
+    return queries, keys, functional.pad(values, (0, aligned - width))

@@ -76,7 +76,10 @@ class DecayGate(_Retention):
         F: width of the hidden layer.
         activation: of `retain.gates.activation` (theirs is the model's own).
         opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
-            10): `beta = sigmoid(18)` forgets nothing.
+            10): `beta = sigmoid(18)` forgets nothing. Nor does it learn much with AdamW as it comes:
+            every gradient carries the factor `1 - beta = sigmoid(-18) = 1.5e-8`, times the distances and over
+            the layers and heads of which the loss is a mean, and the usual `eps` of 1e-8 swamps what is below
+            it. Set a small one (`training.eps`, about 1e-15), or open lower (8 to 10).
     """
 
     family = "decay"
@@ -99,7 +102,8 @@ class SharedDecayGate(_Retention):
         H: KV heads of the layer.
         F: width of the two hidden layers.
         activation: of `retain.gates.activation` (theirs is the model's own).
-        opens_at: output bias that `open_` sets (18 in the released gates).
+        opens_at: output bias that `open_` sets (18 in the released gates, which needs a small `training.eps`:
+            see `DecayGate`).
         tied: whether all layers share the last projection and its bias.
     """
 

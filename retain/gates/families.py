@@ -22,7 +22,7 @@ from retain.gates.mlp import MLPGate
 from retain.gates.qkv import QKVGate
 from retain.registry import lookup, suggest
 
-__all__ = ["GATES", "build_gates", "dims_for", "settings_of"]
+__all__ = ["GATES", "alike", "build_gates", "dims_for", "settings_of"]
 
 GATES: dict[str, type[Gate]] = {
     "admission": AdmissionGate,
@@ -94,7 +94,7 @@ def dims_for(
     problems = []
     for name, value in (settings or {}).items():
         if name in known:
-            if not _alike(value, known[name]):
+            if not alike(value, known[name]):
                 problems.append(
                     f"{name} is {value!r}, a {type(value).__name__}, where a {type(known[name]).__name__} "
                     "is wanted"
@@ -120,7 +120,7 @@ def dims_for(
     }
 
 
-def _alike(value: Any, default: Any) -> bool:
+def alike(value: Any, default: Any) -> bool:
     """Whether a value could stand where the default stands: a whole number does for a fraction."""
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)

@@ -9,8 +9,11 @@ is needed first when they enter a model.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -27,9 +30,99 @@ ADAPTER = "retain_lookahead"
 # What peft asks of a model to know how its weights are packed.
 PACKED = ("is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer")
 # What peft made of a decoder's modules for an extension, which takes it longer than the pass itself: kept
-# beside both, while both live, so that later prompts only swap modules.
+# beside both, while both live, so that later prompts only lend them.
 _WRAPPED: "WeakKeyDictionary[LookaheadExtension, WeakKeyDictionary[nn.Module, dict[str, Any]]]"
 _WRAPPED = WeakKeyDictionary()
+# What this context runs with an adapter: a model's module -> what peft made of it.
+_RUNNING: ContextVar[Mapping[nn.Module, nn.Module]] = ContextVar(
+    "retain_lookahead", default=MappingProxyType({})
+)
+# The module that runs with its adapter in this context, at this moment.
+_INSIDE: ContextVar[nn.Module | None] = ContextVar("retain_lookahead_inside", default=None)
+# Held while modules are lent or given back, and by nobody who runs them.
+_LOCK = threading.Lock()
+_TWICE = (
+    "lookahead gates extend this model already: leave their extend(model) before others enter one, and train "
+    "one set of them at a time on a model."
+)
+
+
+class _Lent:
+    """A module's `forward` while lookahead tokens run somewhere: with an adapter there, plain elsewhere.
+
+    Args:
+        module: of the model.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.users = module, 0
+        self.replaced = vars(module).get("forward")  # where somebody else has lent it out (accelerate does)
+        self.plain = module.forward
+        self.everyone: nn.Module | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        adapted = _RUNNING.get().get(self.module, self.everyone)
+        # Some of peft's modules for packed weights come back by the module itself.
+        if adapted is None or _INSIDE.get() is self.module:
+            return self.plain(*args, **kwargs)
+        token = _INSIDE.set(self.module)
+        try:
+            return adapted(*args, **kwargs)
+        finally:
+            _INSIDE.reset(token)
+
+
+class _Plain(nn.Module):
+    """What peft calls as the module that it wraps: its `forward`, whose hooks have run already.
+
+    Args:
+        module: of the model.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self._module = (module,)  # in a tuple: it is no child of ours
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._module[0], name)
+
+
+def _borrow(own: Mapping[nn.Module, nn.Module], *, everyone: bool) -> list[_Lent]:
+    """Lend out the modules' forward, for one more user."""
+    lent: list[_Lent] = []
+    for module in own:
+        known = vars(module).get("forward")
+        lent.append(known if isinstance(known, _Lent) else _Lent(module))
+    if everyone and any(each.everyone is not None for each in lent):
+        raise ValueError(_TWICE)
+    for each in lent:
+        each.users += 1
+        each.everyone = own[each.module] if everyone else each.everyone
+        each.module.forward = each  # type: ignore[method-assign,assignment]
+    return lent
+
+
+def _give_back(lent: Sequence[_Lent], own: Mapping[nn.Module, nn.Module]) -> None:
+    """Take one user off, and with the last one give the modules their forward back."""
+    for each in lent:
+        each.users -= 1
+        each.everyone = None if each.everyone is own[each.module] else each.everyone
+        if each.users or vars(each.module).get("forward") is not each:
+            continue
+        if each.replaced is None:
+            del each.module.forward
+        else:
+            each.module.forward = each.replaced
 
 
 class LookaheadExtension(Extension):
@@ -91,34 +184,46 @@ class LookaheadExtension(Extension):
 
     @contextmanager
     def extend(self, model: nn.Module) -> Iterator[Self]:
-        """Inside, the named modules carry the adapters, through peft; outside, they are what they were.
+        """Inside, the named modules run with the adapters, through peft; outside, they are what they were.
 
-        peft wraps the modules in a container of ours and never sees the model, so that nothing of it (no
-        attribute, no flag, no hook) has to be taken back but the modules themselves. Whatever runs on the
-        model inside runs with the adapters: not for two conversations at once.
+        For this context alone (`contextvars`): what other threads run on the model meanwhile is the plain
+        model, or has lookahead tokens of its own. Where gradients are wanted (`torch.is_grad_enabled`) it is
+        for all threads, since checkpointed layers are computed again in threads of autograd's: nothing else
+        should use a model whose lookahead gates are being trained.
+
+        Only the `forward` of the modules is lent out: names, modules and parameters stay, so that whoever
+        looks at the model meanwhile sees what it was. peft wraps them in a container of ours and never sees
+        the model.
 
         Args:
-            model: a causal language model of transformers, or its decoder.
+            model: a causal language model of transformers, or its decoder. What says how weights are packed
+                (`PACKED`) is on the former.
 
         Raises:
-            ValueError: the model does not have the modules, carries another peft adapter on them, or peft is
-                not installed.
+            ValueError: the model does not have the modules, carries another peft adapter on them, is extended
+                by lookahead gates already, or peft is not installed.
         """
         decoder = _decoder(model)
         found = {name: _module(decoder, name, widths) for name, widths in self.modules_of.items()}
-        known = _WRAPPED.setdefault(self, WeakKeyDictionary())
-        wrapped = known.get(decoder, {})
-        if [module.base_layer for module in wrapped.values()] != list(found.values()):
-            wrapped = known[decoder] = self._wrapped(model, found)
-        for name, module in wrapped.items():
-            self._lend(name, module)
-        try:
+        running = _RUNNING.get()
+        if any(module in running for module in found.values()):
+            raise ValueError(_TWICE)
+        with _LOCK:
+            known = _WRAPPED.setdefault(self, WeakKeyDictionary())
+            wrapped = known.get(decoder, {})
+            if [module.base_layer.module for module in wrapped.values()] != list(found.values()):
+                wrapped = known[decoder] = self._wrapped(model, found)
             for name, module in wrapped.items():
-                _put(decoder, name, module)
+                self._lend(name, module, found[name])
+            own = {module: wrapped[name] for name, module in found.items()}
+            lent = _borrow(own, everyone=torch.is_grad_enabled())
+        token = _RUNNING.set({**running, **own})
+        try:
             yield self
         finally:
-            for name, module in found.items():
-                _put(decoder, name, module)
+            _RUNNING.reset(token)
+            with _LOCK:
+                _give_back(lent, own)
 
     def _wrapped(self, model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, Any]:
         """The modules as peft wraps them, on this extension's own parameters."""
@@ -152,11 +257,13 @@ class LookaheadExtension(Extension):
         inject_adapter_in_model(config, container, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         for parameter, requires_grad in trained.items():
             parameter.requires_grad_(requires_grad)
-        return {name: container[names[name]] for name in found}
+        wrapped: dict[str, Any] = {name: container[names[name]] for name in found}
+        for name, module in wrapped.items():
+            module.base_layer = _Plain(found[name])
+        return wrapped
 
-    def _lend(self, name: str, module: Any) -> None:
+    def _lend(self, name: str, module: Any, base: nn.Module) -> None:
         """Put our own parameters into a module that peft has wrapped."""
-        base = module.base_layer
         device = next((parameter.device for parameter in base.parameters()), self.tokens_SE.device)
         for adapters, own in ((module.lora_A, self.down), (module.lora_B, self.up)):
             adapters[ADAPTER].weight = _followed(own[_key(name)], device)
@@ -301,11 +408,6 @@ def _module(decoder: nn.Module, name: str, widths: tuple[int, int]) -> nn.Module
             f"{type(decoder).__name__} {found}: load gates that were trained on this model."
         )
     return module
-
-
-def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(decoder.get_submodule(parent), leaf, module)
 
 
 def _followed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

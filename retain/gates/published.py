@@ -33,7 +33,7 @@ from retain.gates.base import GateSet
 from retain.gates.families import build_gates, dims_for
 from retain.registry import lookup
 
-__all__ = ["KINDS", "Kind", "import_published", "sizes_of"]
+__all__ = ["KINDS", "Kind", "import_published", "sizes_of", "to_convert"]
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 CONFIG_FILE = "config.json"
@@ -69,6 +69,18 @@ class Kind:
     parts: Callable[[Mapping[str, Any], Sizes], Parts]
     score_unit: str | None = None
     note: str = ""
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a release's config says of its language model: of a multimodal one, under `text_config`."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, Mapping) else config
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    """The model's own activation, by either name that transformers has for it; SiLU where nothing is said."""
+    text = _text_config(config)
+    return text.get("hidden_activation") or text.get("hidden_act") or "silu"
 
 
 def _linear(name: str, ours: str, out: int, inner: int, bias: str | None = None) -> Parts:
@@ -135,12 +147,12 @@ def _fastkvzip_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes)
 
 
 def _trimkv_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    settings = {"F": shapes["linear1.weight"][0], "activation": config.get("hidden_act", "silu")}
+    settings = {"F": shapes["linear1.weight"][0], "activation": _activation(config)}
     return {**settings, "tied": False} if "linear3.weight" in shapes else settings
 
 
 def _trimkv_family(shapes: Shapes, config: Mapping[str, Any]) -> str:
-    variant = config.get("text_config", config).get("retention_gate")
+    variant = _text_config(config).get("retention_gate")
     if variant not in (None, "rg", "rg10"):
         raise ValueError(
             f"TRIM-KV gates of the variant {variant!r} are not read here, only `rg` (of the attention input) "
@@ -150,14 +162,15 @@ def _trimkv_family(shapes: Shapes, config: Mapping[str, Any]) -> str:
 
 
 def _locret_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    return {"F": shapes["fc1.weight"][0], "activation": config.get("hidden_act", "silu"), "rope": "before"}
+    return {"F": shapes["fc1.weight"][0], "activation": _activation(config), "rope": "before"}
 
 
 def _wgkv_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    text = _text_config(config)
     return {
         "expand": shapes["conv1.weight"][0] / sizes["H"] / sizes["D"],
-        "activation": config.get("g_act_fn", "gelu"),
-        "floor": config.get("g_epsilon", 1e-3),
+        "activation": text.get("g_act_fn", "gelu"),
+        "floor": text.get("g_epsilon", 1e-3),
     }
 
 
@@ -305,15 +318,28 @@ def _files(path: Path) -> list[Path]:
             return files
         pickles = sorted(each for each in path.glob("*") if each.suffix in PICKLES)
     if pickles:
+        file, listing = to_convert([str(each) for each in pickles])
+        target = Path(file).with_suffix(".safetensors")
+        what = f"{file} is a pickle, which is a program,"
+        if len(pickles) > 1:
+            what = f"{path} holds pickles ({listing}), which are programs,"
         raise ValueError(
-            f"{pickles[0]} is a pickle, which is a program, and weights are read from safetensors alone: "
-            f"convert it once with `python -m retain.hf.published --convert {pickles[0]} --out "
-            f"{pickles[0].with_suffix('.safetensors')}`, and import that file."
+            f"{what} and weights are read from safetensors alone: convert the one for your model once with "
+            f"`python -m retain.hf.published --convert {file} --out {target}`, and import {target}."
         )
     raise ValueError(
         f"there are no published gates at {path}: it is no safetensors file, and no folder with one. Pass "
         "what the authors released, or a hub id."
     )
+
+
+def to_convert(pickles: Sequence[str]) -> tuple[str, str]:
+    """Which file a hint asks to convert (`FILE` where there are several), and all that there are.
+
+    Args:
+        pickles: their names, at least one.
+    """
+    return (pickles[0] if len(pickles) == 1 else "FILE"), ", ".join(pickles)
 
 
 def _names(files: Sequence[Path]) -> dict[str, Path]:

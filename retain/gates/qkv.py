@@ -27,9 +27,9 @@ class QKVGate(Gate):
     largest attention that an entry gets from the answer. Two variants of what the paper writes as
     `[Q, K, V]`: `rope="before"` is the released code, which takes the projections as they come out, and
     `rope="after"` takes what the attention sees. In models with a query/key norm (Locret has none such) both
-    come after that norm. The released `fc2` has 8 outputs whatever the model; ours has H. The released
-    activation is the model's own `hidden_act`, SiLU in both released models. Parameters:
-    `(Q + 2 H) D F + F H`, and `F + H` with `bias`.
+    come after that norm. `fc2` has H outputs, as in the released model file for Phi-3; the one for Llama
+    writes 8, whatever the model. The released activation is the model's own `hidden_act`, SiLU in both
+    released models. Parameters: `(Q + 2 H) D F + F H`, and `F + H` with `bias`.
 
     Args:
         E: model width.
@@ -45,6 +45,7 @@ class QKVGate(Gate):
     family = "qkv"
     inputs = ROPE["before"]
     unit = "mass"
+    signed = True  # a regression without a floor
     sizes = ("E", "H", "Q", "D")
 
     def __init__(

@@ -11,7 +11,8 @@ Schema 2 (schema 1, of linear and MLP gates alone, is read too). Tensors: `gates
 JSON: `family`; `layers`, layer -> the keyword arguments that build its gate; `settings`, those of them that
 are the family's own and the same in all layers, for a reader; `ties`, name -> the name under which the shared
 tensor is; `calibration.layers`, layer -> what builds its calibrator; `extension`, what builds the extension;
-`inputs`, `unit`, `fingerprint`, `sha256`; and whatever whoever saved it adds.
+`inputs`, `unit`, `score_unit` (of what `GateSet.score` gives before a calibrator), `fingerprint`, `sha256`;
+and whatever whoever saved it adds. What was read is written again: `gates.metadata` is carried over.
 """
 
 import errno
@@ -27,13 +28,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from retain.gates.base import GateSet
+from retain.gates.base import UNITS, GateSet
 from retain.gates.calibrate import Calibrator, calibrated_layers
+from retain.gates.described import check_record, check_score_unit, check_values
 from retain.gates.families import GATES, build_gates, settings_of
 
 SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
 METADATA_FILE = "gates.json"
+# What the store itself writes: never carried over, and refused in `metadata`. (`score_unit` and `calibration`
+# it writes too, of what the metadata and the gates say together.)
 RESERVED = (
     "schema_version",
     "family",
@@ -57,7 +61,7 @@ def save_gates(
     folder: str | os.PathLike[str],
     *,
     fingerprint: Fingerprint,
-    metadata: Mapping[str, Any] = {},
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the artifact; an older one in the same folder survives until the new one is complete on disk.
 
@@ -66,20 +70,26 @@ def save_gates(
         folder: where; made if missing.
         fingerprint: of the base model (`retain.hf.model.fingerprint`).
         metadata: anything JSON to keep with it: target and loss recipe, data revision, protected window,
-            `calibration` (its `layers` are written from the gates' calibrators).
+            `score_unit`, `calibration` (its `layers` are written from the gates' calibrators). It is added
+            to the gates' own metadata (what they were loaded with), and wins where both name something.
 
     Returns:
         the folder.
 
     Raises:
-        ValueError: if `metadata` uses a key that the artifact itself writes.
+        ValueError: if `metadata` uses a key that the artifact itself writes, or names no unit.
         OSError: if the files could not be written; an older artifact is then as it was.
     """
-    clash = sorted(set(metadata) & set(RESERVED))
+    clash = sorted(set(metadata or {}) & set(RESERVED))
     if clash:
         raise ValueError(
             f"metadata of a gate artifact may not set {clash}: the artifact writes {list(RESERVED)} itself."
         )
+    own = {name: value for name, value in gates.metadata.items() if name not in RESERVED}
+    kept = {**own, **(metadata or {})}
+    unit = gates[gates.layers[0]].unit
+    score_unit = kept.pop("score_unit", None)
+    check_score_unit(score_unit)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ties = ties_of(gates)
@@ -93,18 +103,23 @@ def save_gates(
         "settings": _common_settings(gates),
         "layers": {str(layer): gates[layer].dims() for layer in gates.layers},
         "inputs": sorted(gates.inputs),
-        "unit": gates[gates.layers[0]].unit,
+        "unit": unit,
+        "score_unit": score_unit or UNITS[unit],
         "fingerprint": dict(fingerprint),
         "sha256": hashlib.sha256(payload).hexdigest(),
-        **metadata,
+        **{name: value for name, value in kept.items() if name != "calibration"},
     }
     if ties:
         record["ties"] = ties
     if gates.extension is not None:
         record["extension"] = gates.extension.dims()
     calibrators = {layer: cast(Calibrator, each).dims() for layer, each in gates.calibrators.items()}
+    # Without calibrators no `layers` may stand there, from which calibrators would be built.
+    said = {name: value for name, value in (kept.get("calibration") or {}).items() if name != "layers"}
     if calibrators:
-        record["calibration"] = {**(metadata.get("calibration") or {}), "layers": calibrators}
+        said["layers"] = calibrators
+    if said:
+        record["calibration"] = said
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
     fresh = []
     try:
@@ -183,11 +198,14 @@ def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
         )
     try:
         metadata = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, numbers or nesting beyond measure
         raise ValueError(f"{path} is not readable JSON ({error}): fetch or train the gates again.") from None
     version = metadata.get("schema_version") if isinstance(metadata, dict) else None
-    if not isinstance(version, int):
-        raise ValueError(f"{path} states no schema_version: it was not written by retain.")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ValueError(
+            f"{path} states no schema_version (1 .. {SCHEMA_VERSION}; got {version!r}): it was not written "
+            "by retain, or is damaged. Fetch or train the gates again."
+        )
     if version > SCHEMA_VERSION:
         raise ValueError(
             f"{path} has schema version {version}, this retain reads up to {SCHEMA_VERSION}: upgrade retain "
@@ -241,29 +259,26 @@ def load_gates(
 
 
 def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: Path) -> GateSet:
-    layers, family = metadata.get("layers"), metadata.get("family")
-    if not isinstance(layers, dict) or not layers or family not in GATES:
-        raise ValueError(
-            f"{path.parent / METADATA_FILE} describes no gates that this retain knows: family "
-            f"{family!r}, "
-            f"known {sorted(GATES)}. Upgrade retain, or train the gates again."
-        )
+    """Gates as the JSON describes them, with the tensors; nothing is allocated before the shapes agree."""
+    again = "Fetch or train the gates again"
     try:
-        added, described = GATES[family].extension, metadata.get("extension")
-        extension = added(**described) if added is not None and described is not None else None
-        gates = build_gates(
-            family,
-            {int(layer): dims for layer, dims in layers.items()},
-            calibrators=calibrated_layers(metadata.get("calibration") or {}),
-            extension=extension,
-        )
-    except (TypeError, ValueError, AttributeError) as error:
+        check_record(metadata)
+        with torch.device("meta"):
+            described = _described(metadata)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(
             f"{path.parent / METADATA_FILE} describes gates that this retain cannot build ({error}): upgrade "
             "retain, or fetch or train the gates again."
         ) from None
-    ties = ties_of(gates)
-    wanted = {name: tuple(tensor.shape) for name, tensor in gates.state_dict().items() if name not in ties}
+    ties = ties_of(described)
+    stated = metadata.get("ties") or {}
+    if stated != ties:
+        raise ValueError(
+            f"{path.parent / METADATA_FILE} says that layers share {len(stated)} tensors (`ties`), and gates "
+            f"of its family and settings share {len(ties)}, or others: the file is damaged. {again}."
+        )
+    state = described.state_dict()
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ties}
     got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wanted != got:
         wrong = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
@@ -271,10 +286,30 @@ def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: 
         raise ValueError(
             f"{path} does not hold the tensors that {METADATA_FILE} describes: {len(wrong)} differ, the "
             f"first is {name!r}, "
-            f"wanted {wanted.get(name)}, got {got.get(name)}. Fetch or train the gates again."
+            f"wanted {wanted.get(name)}, got {got.get(name)}. {again}."
         )
+    if odd := sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point()):
+        raise ValueError(f"{path}: {odd[0]!r} holds {tensors[odd[0]].dtype}, wanted fractions. {again}.")
+    gates = _described(metadata)
     gates.load_state_dict({**tensors, **{name: tensors[first] for name, first in ties.items()}})
+    try:
+        check_values(gates)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}. {again}.") from None
     return gates
+
+
+def _described(metadata: Mapping[str, Any]) -> GateSet:
+    """Fresh gates with everything that the JSON says of them."""
+    family = metadata["family"]
+    added, described = GATES[family].extension, metadata.get("extension")
+    extension = added(**described) if added is not None and described is not None else None
+    return build_gates(
+        family,
+        {int(layer): dims for layer, dims in metadata["layers"].items()},
+        calibrators=calibrated_layers(metadata.get("calibration") or {}),
+        extension=extension,
+    )
 
 
 def check_fingerprint(metadata: Mapping[str, Any], fingerprint: Fingerprint, folder: Path) -> None:

@@ -33,12 +33,20 @@ def unpickle(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         the target.
 
     Raises:
-        ValueError: it cannot be read that way, or holds no tensor.
+        ValueError: it cannot be read that way, or holds no tensor; the target is the source, or is not named
+            `.safetensors`.
         OSError: the target could not be written.
     """
     source, target = Path(source), Path(target)
     if not source.is_file():
         raise ValueError(f"there is no file {source} to convert: pass the pickled release itself.")
+    if target.suffix != ".safetensors":
+        raise ValueError(
+            f"{target} is to be a safetensors file, and would not be found under that name: end it in "
+            ".safetensors."
+        )
+    if target.exists() and target.samefile(source):
+        raise ValueError(f"{target} is the pickled release itself, which is kept: name another target.")
     try:
         with torch.serialization.safe_globals(_numpy()):
             loaded = torch.load(source, map_location="cpu", weights_only=True)

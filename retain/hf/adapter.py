@@ -131,6 +131,8 @@ class GateLayer(nn.Module, BaseTunerLayer):
         """Where the attention module is; gates keep their own precision."""
         device = next(self.beside[0].parameters()).device if device is None else device
         for attribute in (*self.adapter_layer_names, *self.other_param_names):
+            if adapter_name not in getattr(self, attribute):  # a part that another adapter's family has
+                continue
             part = getattr(self, attribute)[adapter_name]
             if isinstance(part, nn.Parameter):
                 if part.device.type != "meta":

@@ -9,14 +9,15 @@ computed on padding, and memory is linear in the row and that of one layer, what
 
 Positions restart with every document, and those of a branch go on from its document's end. Layers with a
 recurrent state cannot be packed: such a model reads every branch in a forward of its own, behind its document
-again, and the visitor is called at the last of them.
+again, and the visitor is called at the last of them. What every layer showed of the earlier branches is held
+until then: there, memory grows with the number of layers times the tokens of all branches.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -32,7 +33,7 @@ from retain.hf.model import base_model, layout_of, rotary_of
 from retain.hf.pieces import token_wise_in_pieces
 from retain.rotary import Rotary
 
-__all__ = ["Shown", "Text", "read_texts"]
+__all__ = ["Shown", "Text", "forward_of", "read_texts", "write_greedily"]
 
 # Name of our attention among transformers', and of the keyword under which a step travels to it.
 NAME, STEP = "retain_blocks", "retain_block_step"
@@ -42,6 +43,7 @@ PACKABLE = (FULL, SLIDING, CHUNKED, "mlp", "moe")
 # Rotary embeddings that look at how long a sequence is, of which a row with others says nothing.
 BY_LENGTH = ("dynamic", "longrope")
 WANTED = ("stream",)
+JOINED = ("hidden", "stream")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Shown:
         row: index of the text in what is read.
         document: over the document alone, with a query for each entry.
         branches: over `[document | branch]`, with the branch's queries; made when asked for, since behind the
-            first branch keys and values of the document are copied.
+            first branch keys and values of the document (and what is `joined`) are copied.
     """
 
     row: int
@@ -129,22 +131,29 @@ class _Layer:
             stream_BTE=None if self.stream is None else self.stream[:, entries],
         )
 
-    def branch(self, document: slice, branch: slice) -> Evidence:
+    def branch(self, document: slice, branch: slice, joined: Collection[str]) -> Evidence:
         """Evidence over `[document | branch]`, with the branch's queries."""
         if branch.start == document.stop:
-            return self.cut(slice(document.start, branch.stop), branch)
-        return behind(self.cut(document, document), self.cut(branch, branch))
+            return bare(self.cut(slice(document.start, branch.stop), branch), joined)
+        return behind(self.cut(document, document), self.cut(branch, branch), joined)
 
 
-def behind(document: Evidence, branch: Evidence) -> Evidence:
+def bare(evidence: Evidence, joined: Collection[str]) -> Evidence:
+    """The same, without those of `JOINED` that are not to be joined."""
+    left_out: dict[str, Any] = {f"{name}_BTE": None for name in JOINED if name not in joined}
+    return replace(evidence, **left_out)
+
+
+def behind(document: Evidence, branch: Evidence, joined: Collection[str]) -> Evidence:
     """Evidence over `[document | branch]` with the branch's queries, of evidence over either (copies)."""
-    joined: dict[str, Any] = {}
+    document, branch = bare(document, joined), bare(branch, joined)
+    whole: dict[str, Any] = {}
     for name, axis in (("keys_BHTD", 2), ("values_BHTD", 2)) + tuple(
         (name, 1) for name in ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "stream_BTE")
     ):
         parts = [getattr(document, name), getattr(branch, name)]
-        joined[name] = None if parts[0] is None else torch.cat(parts, axis)
-    return replace(document, **joined, queries_BQSD=branch.queries_BQSD)
+        whole[name] = None if parts[0] is None else torch.cat(parts, axis)
+    return replace(document, **whole, queries_BQSD=branch.queries_BQSD)
 
 
 @dataclass(eq=False)
@@ -188,6 +197,7 @@ def read_texts(
     visit: Callable[[list[Shown]], None],
     *,
     wanted: Collection[str] = (),
+    joined: Collection[str] = JOINED,
     chunk: int | None = None,
     layout: Layout | None = None,
     rotary: Rotary | None = None,
@@ -206,6 +216,8 @@ def read_texts(
             without gradients, and may enable them for what is its own; it must not run the model. What it is
             given is forgotten behind it.
         wanted: `stream` for the residual stream before the input norm.
+        joined: of `hidden` and `stream`, what evidence of a branch holds of document and branch: who needs
+            neither is spared a copy.
         chunk: tokens that token-wise modules (feed-forward, norms) take at a time; None: all.
         layout: of the model, if it is known (`retain.hf.model.layout_of`).
         rotary: likewise (`rotary_of`); looked up with the layout.
@@ -225,16 +237,73 @@ def read_texts(
         raise ValueError(f"nothing to read: {what}. Pass at least one token of each.")
     if strange := sorted(set(wanted) - set(WANTED)):
         raise ValueError(f"wanted={strange}: beside what is always shown there is {', '.join(WANTED)}.")
+    if strange := sorted(set(joined) - set(JOINED)):
+        raise ValueError(f"joined={strange}: of branches, {' and '.join(JOINED)} may be joined.")
     base = base_model(model)
     if layout is None:
         layout, rotary = layout_of(model), rotary_of(model)
-    reader = _Reader(base, layout, rotary, "stream" in wanted, finish)
+    reader = _Reader(base, layout, rotary, "stream" in wanted, finish, joined)
+    read = forward_of(model, layout)
     with reader.reading(), token_wise_in_pieces(base.layers, chunk):
-        if all(kind.name in PACKABLE for kind in reader.kinds):
-            alone = _rope_type(base.config) in BY_LENGTH
-            rows = [[i] for i in range(len(texts))] if alone else [list(range(len(texts)))]
-            return [out for row in rows for out in reader.packed([texts[i] for i in row], row, visit)]
-        return [reader.one_by_one(text, row, visit) for row, text in enumerate(texts)]
+        if read == "branch":
+            return [reader.one_by_one(text, row, visit) for row, text in enumerate(texts)]
+        rows = [[i] for i in range(len(texts))] if read == "text" else [list(range(len(texts)))]
+        return [out for row in rows for out in reader.packed([texts[i] for i in row], row, visit)]
+
+
+def forward_of(model: nn.Module, layout: Layout) -> Literal["row", "text", "branch"]:
+    """What one forward of `read_texts` reads: all texts in a row; one text and its branches, where the rotary
+    embedding looks at the length; or a text and one branch, where layers are recurrent.
+
+    Args:
+        model: as `read_texts` takes it.
+        layout: of it.
+    """
+    config = base_model(model).config
+    if any(kind.name not in PACKABLE for kind in kinds_of(config, layout.num_layers)):
+        return "branch"
+    return "text" if _rope_type(config) in BY_LENGTH else "row"
+
+
+@torch.no_grad()
+def write_greedily(
+    model: nn.Module,
+    ids: Sequence[int],
+    tokens: int,
+    *,
+    ends: Collection[int] = (),
+    chunk: int | None = None,
+    layout: Layout | None = None,
+) -> tuple[int, ...]:
+    """What a model writes after a text, the likeliest token each time, up to an end token (left out).
+
+    One sequence, no mask, nothing of the generation config: what is written is a function of model and text.
+    Memory is linear in the text: its KV cache, and one layer's activations.
+
+    Args:
+        model: a causal language model of transformers with its head.
+        ids: the text, at least one token.
+        tokens: at most so many.
+        ends: token ids that end it.
+        chunk: tokens that token-wise modules take at a time; None: all.
+        layout: of the model, if it is known.
+
+    Returns:
+        token ids; none if the first is an end.
+    """
+    base, head = base_model(model), model.get_output_embeddings()
+    reader = _Reader(base, layout_of(model) if layout is None else layout, None, False, True, ())
+    written: list[int] = []
+    cache = None
+    with reader.reading(), token_wise_in_pieces(base.layers, chunk):
+        while len(written) < tokens:
+            output = reader.step(written[-1:] or list(ids), len(ids) + len(written) - 1, cache)
+            cache = output.past_key_values
+            token = int(head(output.last_hidden_state[:, -1]).argmax())
+            if token in ends:
+                break
+            written.append(token)
+    return tuple(written)
 
 
 def _rope_type(config: Any) -> str:
@@ -245,8 +314,16 @@ def _rope_type(config: Any) -> str:
 class _Reader:
     """A model while it is read with."""
 
-    def __init__(self, base: Any, layout: Layout, rotary: Rotary | None, stream: bool, finish: bool):
-        self.base, self.layout, self.rotary, self.stream = base, layout, rotary, stream
+    def __init__(
+        self,
+        base: Any,
+        layout: Layout,
+        rotary: Rotary | None,
+        stream: bool,
+        finish: bool,
+        joined: Collection[str],
+    ):
+        self.base, self.layout, self.rotary, self.stream, self.joined = base, layout, rotary, stream, joined
         self.specs = {spec.layer_idx: spec for spec in layout.evicting}
         self.kinds = kinds_of(base.config, layout.num_layers)
         self.finish = finish
@@ -264,7 +341,7 @@ class _Reader:
             AttentionMaskInterface.register(NAME, _no_mask)
         configs = {id(part.config): part.config for part in self.base.modules() if hasattr(part, "config")}
         before = [(config, config._attn_implementation) for config in configs.values()]
-        name = next(iter(self.layout.evicting)).module
+        attention = type(next(iter(self.layout.evicting)).module)
         hooks = []
         try:
             for config, _ in before:
@@ -273,7 +350,7 @@ class _Reader:
                 if self.stream and idx in self.specs:
                     hooks.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
                 for module in layer.children():
-                    if type(module) is type(name) or idx in self.specs and module is self.specs[idx].module:
+                    if type(module) is attention or idx in self.specs and module is self.specs[idx].module:
                         hook = partial(self._before_attention, idx)
                         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             yield
@@ -317,6 +394,21 @@ class _Reader:
             self.forward = None
         return output.last_hidden_state if self.finish else None
 
+    def step(self, ids: list[int], newest: int, cache: Any) -> Any:
+        """A forward over what comes next in one sequence, the last token at position `newest`; the decoder's
+        output, with its cache."""
+        device = self.base.get_input_embeddings().weight.device
+        ids_1T = torch.tensor([ids], device=device)
+        positions_1T = torch.arange(newest + 1 - len(ids), newest + 1, device=device)[None]
+        whole = (_Span(slice(0, len(ids)), ()),)
+        self.forward = _Forward(whole, positions_1T, ids_1T, lambda layer: None, None, None)
+        try:
+            return self.base(
+                input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True
+            )
+        finally:
+            self.forward = None
+
     def packed(
         self, texts: Sequence[Text], rows: Sequence[int], visit: Callable[[list[Shown]], None]
     ) -> list[tuple[Tensor, list[Tensor]]]:
@@ -339,7 +431,12 @@ class _Reader:
                     Shown(
                         row,
                         layer.cut(span.document, span.document),
-                        Lazy([partial(layer.branch, span.document, branch) for branch in span.branches]),
+                        Lazy(
+                            [
+                                partial(layer.branch, span.document, branch, self.joined)
+                                for branch in span.branches
+                            ]
+                        ),
                     )
                     for row, span in zip(rows, spans, strict=True)
                 ]
@@ -353,7 +450,8 @@ class _Reader:
     def one_by_one(
         self, text: Text, row: int, visit: Callable[[list[Shown]], None]
     ) -> tuple[Tensor, list[Tensor]]:
-        """A forward for each branch; what earlier branches showed of themselves is held for the last."""
+        """A forward for each branch; what every layer showed of the earlier branches themselves is held for
+        the last, where visitors see all branches of a layer at once."""
         held: dict[int, list[Evidence]] = {idx: [] for idx in self.specs}
         document = slice(0, len(text.document))
         branches = list(text.branches) or [()]
@@ -365,12 +463,14 @@ class _Reader:
             def show(layer: _Layer, own: slice = own, last: bool = number + 1 == len(branches)) -> None:
                 idx = layer.spec.layer_idx
                 if not last:
-                    held[idx].append(_kept(layer.cut(own, own)))
+                    held[idx].append(_kept(bare(layer.cut(own, own), self.joined)))
                     return
                 shown = layer.cut(document, document)
-                makers: list[Callable[[], Evidence]] = [partial(behind, shown, one) for one in held.pop(idx)]
+                makers: list[Callable[[], Evidence]] = [
+                    partial(behind, shown, one, self.joined) for one in held.pop(idx)
+                ]
                 if own.start < own.stop:
-                    makers.append(partial(layer.branch, document, own))
+                    makers.append(partial(layer.branch, document, own, self.joined))
                 visit([Shown(row, shown, Lazy(makers))])
 
             hidden = self.run(ids, list(range(len(ids))), (_Span(slice(0, len(ids)), ()),), show)
@@ -432,6 +532,11 @@ def _attention(
         soft_cap=soft_cap,
         sinks_Q=given.get("s_aux"),
     )
+    if key.shape[2] != query.shape[2]:  # one token behind a cache, which may have forgotten the first entries
+        if step.kind.name == CHUNKED and step.kind.window is not None:
+            seen_here = int(forward.positions[0, -1]) % step.kind.window + 1
+            key, value = key[:, :, -seen_here:], value[:, :, -seen_here:]
+        return attend(query, key, value).transpose(1, 2), None
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
     for span in forward.spans:
         document = span.document

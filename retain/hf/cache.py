@@ -56,7 +56,9 @@ class Cache(Engine):
             each chunk of a prompt, each later turn), `decode` (every so many tokens, once the first prompt is
             over), `prefill+decode`, `chunked+decode`.
         every: tokens between evictions, for `decode`.
-        gates: for learned policies: a path, a hub id, or loaded gates.
+        gates: for learned policies: a path, a hub id, or loaded gates. Lookahead gates bring adapters of
+            their own for the modules that they adapt, and take none beside them: merge yours first
+            (`model.merge_and_unload()`).
         seeds: for policies that draw: one per sequence, or per prompt where `generate` repeats them.
         pinned: spans `(start, stop)` of tokens of the first prompt that are never evicted, counted without
             padding: one list for all sequences, or one list per sequence (per prompt, where `generate`

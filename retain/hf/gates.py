@@ -8,8 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 from torch import nn
 
 from retain.gates import GateSet
@@ -17,6 +23,18 @@ from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, check_fingerprint
 from retain.gates.store import load_gates as read_gates
 from retain.hf.model import describe, fingerprint
 
+# What the hub raises where a repository cannot be had. Errors of httpx are no OSError, and only some of them
+# does the hub turn into its own.
+UNREACHABLE: tuple[type[Exception], ...] = (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    ConnectionError,
+    TimeoutError,
+    httpx.HTTPError,
+    httpx.InvalidURL,
+)
 # Sizes of a layer that gates may be made for.
 SIZES: tuple[str, ...] = ("E", "H", "Q", "D")
 
@@ -115,7 +133,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
         return Path(
             snapshot_download(hub_id, revision=revision, allow_patterns=[METADATA_FILE, WEIGHTS_FILE])
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except UNREACHABLE as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"there are no gates at {hub_id!r}: it is no folder here (seen from {str(Path.cwd())!r}), and "

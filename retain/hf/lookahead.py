@@ -174,7 +174,7 @@ def look_ahead(
             "lookahead tokens ask behind a whole prompt, and this evidence shows what is left of one: ask "
             "before the first eviction (a prefill with evict=False, hold_evidence=True)."
         )
-    with gates.extend(base) as extension:
+    with gates.extend(model) as extension:
         assert isinstance(extension, LookaheadExtension)
         weight = base.get_input_embeddings().weight
         like = torch.empty(0, dtype=base.dtype, device=weight.device)
@@ -245,7 +245,9 @@ def lookahead_gates(
     """
     lookup(targets, TARGETS, what="targets of lookahead gates")
     layout, base = layout_of(model), base_model(model)
-    modules = _adapted(layout, base, targets)
+    last = layout.evicting[-1]
+    behind = [last.output, *([last.inputs[2]] if len(last.inputs) == 3 else [])]
+    modules = adapted_modules(base, last.layer_idx, behind, targets)
     specs = layout.evicting
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -263,17 +265,25 @@ def lookahead_gates(
     return GateSet(gates, extension=extension)
 
 
-def _adapted(layout: Layout, base: nn.Module, targets: str) -> dict[str, tuple[int, int]]:
+def adapted_modules(
+    base: nn.Module, last: int, behind: Sequence[Any], targets: str = "all"
+) -> dict[str, tuple[int, int]]:
     """Names in the decoder, and widths, of the linear modules that matter to what the last layer that evicts
-    is asked."""
-    last = layout.evicting[-1]
-    behind = {id(last.output)} | ({id(last.inputs[2])} if len(last.inputs) == 3 else set())
+    is asked.
+
+    Args:
+        base: the decoder, on any device (meta included).
+        last: index of that layer.
+        behind: its modules that cannot matter: output projection and, where it is one, value projection.
+        targets: of `TARGETS`.
+    """
+    behind_ids = {id(module) for module in behind}
     layers: Any = base.layers
     found = {}
-    for idx in range(last.layer_idx + 1):
+    for idx in range(last + 1):
         for part_name, part in layers[idx].named_children():
             is_mlp = part_name in MLP
-            if is_mlp and (targets != "all" or idx == last.layer_idx):
+            if is_mlp and (targets != "all" or idx == last):
                 continue
             if not is_mlp and "attn" not in part_name and "attention" not in part_name:
                 continue
@@ -281,7 +291,7 @@ def _adapted(layout: Layout, base: nn.Module, targets: str) -> dict[str, tuple[i
                 continue
             for name, module in part.named_modules():
                 width = input_width(module) if hasattr(module, "in_features") else None
-                if width is None or id(module) in behind:
+                if width is None or id(module) in behind_ids:
                     continue
                 path = ".".join(filter(None, ("layers", str(idx), part_name, name)))
                 found[path] = (width, int(module.out_features))

@@ -210,6 +210,9 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
     Returns:
         a flat mapping for JSON: model_type, dimensions, `sha256`; and `layers`, the indices of those that
         evict, where others are left alone.
+
+    Raises:
+        ValueError: a weight that is not there (ZeRO-3 leaves tensors of size 0).
     """
     base, layout = base_model(model), layout_of(model)
     specs = layout.evicting
@@ -230,6 +233,12 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
     for spec in specs:
         modules += [spec.inputs[min(1, len(spec.inputs) - 1)], spec.output]  # the keys', or the fused one
     for module in modules:
+        if any(parameter.numel() == 0 for parameter in module.parameters()):
+            raise ValueError(
+                f"a weight of {type(module).__name__} has no numbers in it: the model is partitioned over "
+                "processes (DeepSpeed ZeRO-3), and only a whole one can be told from others. Take its "
+                "fingerprint before it is sharded, or inside deepspeed.zero.GatheredParameters."
+            )
         for sample in sample_of(module):
             digest.update(sample)
     return {**dims, "sha256": digest.hexdigest()}

@@ -17,29 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from retain.gates import GateSet
-from retain.gates.published import CONFIG_FILE, KINDS, PICKLES, import_published
+from retain.gates.published import CONFIG_FILE, KINDS, PICKLES, import_published, to_convert
 from retain.gates.store import save_gates
 from retain.gates.unpickle import unpickle
+from retain.hf.gates import UNREACHABLE
 from retain.hf.model import describe, fingerprint
 
 INDEX_FILE = "model.safetensors.index.json"
-UNREACHABLE = (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    ConnectionError,
-)
 
 
 def published_gates(
@@ -86,11 +74,12 @@ def _download(hub_id: str, revision: str | None) -> Path:
         names = HfApi().list_repo_files(hub_id, revision=revision)
         weights = [name for name in names if name.endswith(".safetensors") and "/" not in name]
         if not weights and (pickles := [name for name in names if name.endswith(PICKLES)]):
+            file, listing = to_convert(sorted(pickles))
             raise ValueError(
-                f"{hub_id} was released as pickles ({', '.join(sorted(pickles)[:4])}), which are programs, "
-                f"and weights are read from safetensors alone: fetch one (`hf download {hub_id} {pickles[0]} "
-                "--local-dir FOLDER`), convert it once with `python -m retain.hf.published --convert "
-                f"FOLDER/{pickles[0]} --out FOLDER/gates.safetensors`, and import FOLDER."
+                f"{hub_id} was released as pickles ({listing}), which are programs, and weights are read "
+                f"from safetensors alone: fetch the one for your model (`hf download {hub_id} {file} "
+                f"--local-dir FOLDER`), convert it once with `python -m retain.hf.published --convert "
+                f"FOLDER/{file} --out FOLDER/gates.safetensors`, and import FOLDER/gates.safetensors."
             )
         if INDEX_FILE in names:
             index = json.loads(Path(hf_hub_download(hub_id, INDEX_FILE, revision=revision)).read_text())
@@ -135,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto")
         gates = published_gates(given.source, model, kind=given.kind, revision=given.revision)
-        folder = save_gates(gates, given.out, fingerprint=fingerprint(model), metadata=gates.metadata)
+        folder = save_gates(gates, given.out, fingerprint=fingerprint(model))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -243,7 +243,7 @@ def make_rule(
         return Rule(chosen.name)
     gates = _gates(model, chosen, gates)
     if chosen.learned:
-        _check_units(chosen, keep, gates, scorer)
+        _check_units(chosen, keep, gates, scorer, layers)
     request = Request(
         chosen,
         keep,
@@ -286,12 +286,14 @@ def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
     return gates
 
 
-def _check_units(policy: Policy, budget: Budget, gates: Any, scorer: Scorer | None) -> None:
+def _check_units(
+    policy: Policy, budget: Budget, gates: Any, scorer: Scorer | None, layers: Sequence[LayerSpec]
+) -> None:
     """Refuse gates whose unit the policy cannot use, before anything is read.
 
     Raises:
         ValueError: a fusion of unlike units, numbers wanted of a gate of which only the order means
-            something, or calibrated weights that the gates were not given.
+            something, or calibrated weights that the gates were not given, or not for every head.
     """
     unit, problems = unit_of(gates), []
     observed = None
@@ -315,7 +317,10 @@ def _check_units(policy: Policy, budget: Budget, gates: Any, scorer: Scorer | No
             f"{' and '.join(by_value)} want numbers, and the score is in 'rank', of which only the order "
             "means something: calibrate the gates to risk, or leave it out"
         )
-    if policy.fusion_weight == "calibrated" and how not in getattr(gates, "fusion_weights", {}):
+    weights = getattr(gates, "fusion_weights", {})
+    if policy.fusion_weight == "calibrated" and how in weights:
+        problems += _weight_problems(how, weights[how], layers)
+    elif policy.fusion_weight == "calibrated":
         problems.append(
             f"fusion_weight 'calibrated' wants weights for fusion {how!r}, and these gates were given none: "
             "train them with calibration.fusion_weights true, or state fusion_weight as a number in 0..1"
@@ -324,6 +329,26 @@ def _check_units(policy: Policy, budget: Budget, gates: Any, scorer: Scorer | No
         raise ValueError(f"policy {policy.name!r} does not go with these gates: {'; '.join(problems)}.")
     if how not in ("observed", "learned"):
         check_budget(policy, budget, made)
+
+
+def _weight_problems(how: str, weights: Any, layers: Sequence[LayerSpec]) -> list[str]:
+    """What is wrong with the calibrated weights of a fusion: a layer without, another number of heads, or
+    what is no weight."""
+    wrong = []
+    for spec in layers:
+        own, H = weights.get(str(spec.layer_idx)), spec.num_kv_heads
+        if own is None:
+            wrong.append(f"none for layer {spec.layer_idx}")
+        elif len(own) != H or not all(0 <= weight <= 1 for weight in own):
+            wrong.append(f"{list(own)!s:.60} for layer {spec.layer_idx}, which has {H} KV heads")
+    if not wrong:
+        return []
+    more = f" (and {len(wrong) - 1} layers more)" if len(wrong) > 1 else ""
+    return [
+        f"fusion_weight 'calibrated' wants a weight in 0..1 for each head of every layer, and for fusion "
+        f"{how!r} these gates have {wrong[0]}{more}: calibrate them again (train/distill.py, "
+        "calibration.fusion_weights true), or state fusion_weight as a number in 0..1"
+    ]
 
 
 def _markers(policy: Policy, tokenizer: Any) -> TurnMarkers | None:

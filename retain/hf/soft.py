@@ -199,7 +199,8 @@ class SoftGated(nn.Module):
         self.close()
 
     def __del__(self) -> None:
-        if self.__dict__.get("_hooks") is not None:
+        # While the interpreter ends, modules that hooks are taken out with may be gone.
+        if not sys.is_finalizing() and self.__dict__.get("_hooks") is not None:
             self.close()
 
     def forward(

@@ -1,5 +1,6 @@
 """A gate set: one gate a layer, scores in its unit, -inf on padding, decays that age."""
 
+import math
 import sys
 from dataclasses import replace
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 
 from retain.evidence import Evidence
+from retain.fusion import fuse
 from retain.gates import GATES, GateInputs, GateSet, build_gates, dims_for, inputs_of
 from retain.gates.base import INPUTS, UNITS
+from retain.gates.calibrate import Remap
 from retain.rotary import Rotary
+from retain.scores.score import Score
 
 E_WIDTH, H, Q, T, D = 12, 2, 4, 9, 4
 SIZES = {"E": E_WIDTH, "H": H, "Q": Q, "D": D}
@@ -180,3 +184,77 @@ def test_unknown_family_gets_a_suggestion_and_empty_sets_are_refused() -> None:
         GateSet({})
     with pytest.raises(ValueError, match="at least 1, got F=0"):
         build_gates("mlp", {0: {"E": 4, "H": 1, "F": 0}})
+
+
+def remaps(layers: tuple[int, ...] = (0, 1), heads: int = H, **settings: str) -> dict[int, Remap]:
+    """A calibrator a layer, each with a curve of its own."""
+    made = {layer: Remap(H=heads, K=3, **settings) for layer in layers}
+    for layer, each in made.items():
+        each.knots_HK.copy_(torch.tensor([-2.0, 0.5, 1.0]) + layer)
+        each.values_HK.copy_(torch.tensor([-3.0, -2.5, 2.0]) * (1 + torch.arange(heads))[:, None])
+    return made
+
+
+def test_a_calibrated_score_is_fused_with_its_own_weights() -> None:
+    """Layer 1: log-risk of the gate through the curve of its head, then each head's own weight."""
+    weights = {str(layer): [0.25, 1.0] for layer in (0, 1)}
+    plain, shown = gates_of("linear"), evidence(1)
+    gates = GateSet(
+        {layer: plain[layer] for layer in (0, 1)},
+        {"score_unit": "rank", "calibration": {"fusion": {"log_linear": weights}}},
+        calibrators=remaps(),
+    )
+    score = gates.score(shown)
+    assert score.unit == gates.unit == "risk"
+    output_BHT = plain[1](inputs_of(shown, plain[1])).detach().double()
+    expected = torch.full((2, H, T), float("-inf"), dtype=torch.float64)
+    for b in range(2):
+        for h in range(H):
+            knots, values = [-1.0, 1.5, 2.0], [v * (1 + h) for v in (-3.0, -2.5, 2.0)]
+            for i in range(T):
+                if shown.valid_BT[b, i]:
+                    x = min(max(float(output_BHT[b, h, i]), knots[0]), knots[-1])
+                    k = 0 if x < knots[1] else 1
+                    slope = (values[k + 1] - values[k]) / (knots[k + 1] - knots[k])
+                    expected[b, h, i] = math.exp(values[k] + (x - knots[k]) * slope)
+    inside = (output_BHT > -1.0) & (output_BHT < 2.0) & shown.valid_BT[:, None]
+    assert int(inside.sum()) > 10
+    torch.testing.assert_close(score.values_BHT[inside], expected.float()[inside], rtol=1e-4, atol=1e-6)
+    assert torch.equal(score.values_BHT.isneginf(), expected.isneginf())
+    observed = Score(torch.rand(2, H, T).masked_fill(~shown.valid_BT[:, None], float("-inf")), "risk")
+    fused = fuse(observed, score, "log_linear", weight="calibrated").values_BHT
+    naive = observed.values_BHT[:, 0] ** 0.75 * score.values_BHT[:, 0] ** 0.25
+    valid = shown.valid_BT
+    torch.testing.assert_close(fused[:, 0][valid], naive[valid], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(fused[:, 1][valid], score.values_BHT[:, 1][valid], rtol=1e-4, atol=1e-6)
+
+
+def test_layers_of_a_gate_set_are_alike() -> None:
+    linear, decay, qkv = (gates_of(family) for family in ("linear", "decay", "qkv"))
+    with pytest.raises(
+        ValueError,
+        match=r"family is linear in layers \[0\], decay in layers \[1\]; unit is .*; ages is False in layers "
+        r"\[0\], True in layers \[1\]: build all layers with the same settings",
+    ):
+        GateSet({0: linear[0], 1: decay[1]})
+    after = build_gates("qkv", dims_for("qkv", {1: SIZES}, {"rope": "after"}))
+    with pytest.raises(ValueError, match=r"here inputs is \['keys_before', .* in layers \[0\], \['keys', 'q"):
+        GateSet({0: qkv[0], 1: after[1]})
+    following = build_gates("dms", dims_for("dms", {1: SIZES}, {"decides": "next"}))
+    with pytest.raises(ValueError, match=r"here contextual is False in layers \[0\], True in layers \[1\]"):
+        GateSet({0: gates_of("dms")[0], 1: following[1]})
+
+
+def test_calibrators_cover_the_layers_with_one_unit() -> None:
+    plain = gates_of("linear")
+    gates = {layer: plain[layer] for layer in (0, 1)}
+    assert GateSet(gates, calibrators=remaps()).unit == "risk"
+    for layers in ((0,), (0, 1, 2)):
+        with pytest.raises(
+            ValueError, match=r"calibrators are for layers \[.* and gates for layers \[0, 1\]"
+        ):
+            GateSet(gates, calibrators=remaps(layers))
+    with pytest.raises(ValueError, match="calibrators give mass and risk"):
+        GateSet(gates, calibrators={**remaps((0,)), **remaps((1,), unit="mass")})
+    with pytest.raises(ValueError, match="the calibrator of layer 1 is for 3 KV heads and its gate for 2"):
+        GateSet(gates, calibrators={**remaps((0,)), **remaps((1,), heads=3)})

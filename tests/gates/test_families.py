@@ -2,12 +2,15 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from retain.gates import GATES, Gate, GateInputs, build_gates, dims_for, settings_of
+from retain.gates.admission import UNDECIDED
+from retain.gates.base import OPEN
 
 E, H, Q, D, B, T = 10, 2, 6, 4, 2, 7
 SIZES = {"E": E, "H": H, "Q": Q, "D": D}
@@ -17,7 +20,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "context": {"heads": 3, "width": 5},
     "decay": {"F": 9, "opens_at": 3.0},
     "decay_shared": {"F": 9, "tied": True},
-    "dms": {"scale": 7.0, "offset": 2.0, "bias": True},
+    "dms": {"scale": 7.0, "offset": 2.0, "bias": True, "decides": "next"},
     "linear": {},
     "lowrank": {"rank": 3, "sinks": 5},
     "mlp": {"F": 9, "activation": "silu"},
@@ -114,6 +117,12 @@ def naive(gate: Gate, inputs: GateInputs, b: int, i: int) -> list[float]:
         case "admission":
             return [naive_admission(gate, state, inputs, b, h, i) for h in range(H)]
         case "dms":
+            if gate.decides == "next":
+                if i + 1 == inputs.stream_BTE.shape[1]:
+                    return [1e4] * H
+                if inputs.valid_BT is not None and not inputs.valid_BT[b, i + 1]:
+                    return [1e4] * H
+                i = i + 1
             normed = rms_norm(inputs.stream_BTE[b, i], state["norm.weight"])
             logits = affine(state["out.weight"], normed, state["out.bias"])
             return [-(gate.scale * z - gate.offset) for z in logits]
@@ -211,6 +220,59 @@ def test_a_causal_context_gate_says_the_same_of_a_prefix() -> None:
     torch.testing.assert_close(gate(inputs.entries(slice(0, 4))), whole[..., :4], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("width", "pads", "wide"),
+    [(32, None, 32), (32, 0, 32), (32, 2, 40), (31, 2, 32), (5, None, 8), (5, 2, 8), (8, 2, 16)],
+)
+def test_heads_of_the_context_gate_are_as_wide_as_fast_kernels_take(
+    width: int, pads: int | None, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, inputs, given = a_gate("context", width=width, heads=2), some_inputs(), []
+    if pads is not None:
+        inputs = replace(inputs, valid_BT=torch.arange(T) >= torch.tensor([0, pads])[:, None])
+
+    def watched(*sides: Tensor, **settings: object) -> Tensor:
+        given.extend(tuple(side.shape) for side in sides)
+        return attention(*sides, **settings)
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("retain.gates.context.functional.scaled_dot_product_attention", watched)
+    output = gate(inputs)
+    assert given == [(B, 2, T, wide)] * 3
+    kept = slice(pads or 0, None)
+    torch.testing.assert_close(
+        output[..., kept], all_naive_kept(gate, inputs, pads or 0), rtol=1e-9, atol=1e-9
+    )
+
+
+def all_naive_kept(gate: Gate, inputs: GateInputs, first: int) -> Tensor:
+    """`all_naive` of the entries that are not padded in any sequence."""
+    numbers = [[naive(gate, inputs, b, i) for i in range(first, T)] for b in range(B)]
+    return torch.tensor(numbers, dtype=torch.float64).transpose(1, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pads", [0, 3])
+def test_the_context_gate_runs_on_memory_efficient_attention(
+    pads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = build_gates("context", {0: {"E": 64, "H": 2}})[0].to("cuda", dtype)
+    valid_BT = torch.arange(128, device="cuda") >= torch.tensor([0, pads], device="cuda")[:, None]
+    asked = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)
+        asked.append(torch.backends.cuda.can_use_efficient_attention(params, True))
+        return attention(q, k, v, is_causal=is_causal, scale=scale)
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("retain.gates.context.functional.scaled_dot_product_attention", watched)
+    hidden_BTE = torch.randn(2, 128, 64, device="cuda", dtype=dtype)
+    gate(GateInputs(hidden_BTE, valid_BT=valid_BT)).sum().backward()
+    assert asked == [True]
+
+
 def test_the_context_gate_makes_no_mask_of_entries_by_entries() -> None:
     """8,192 entries at one head: a mask or probabilities of T x T in float32 would be 256 MiB."""
     gate = build_gates("context", {0: {"E": 4, "H": 1, "heads": 1, "width": 8}})[0]
@@ -245,7 +307,7 @@ def test_queries_and_keys_after_rope_are_a_variant_of_the_qkv_gate() -> None:
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_the_qkv_gate_has_as_many_outputs_as_the_layer_has_heads(heads: int) -> None:
-    """The released Locret writes 8, whatever the model."""
+    """Locret's model file for Llama writes 8, whatever the model; the one for Phi-3 as many as there are."""
     sizes = {"E": E, "H": heads, "Q": 2 * heads, "D": D}
     gate = build_gates("qkv", dims_for("qkv", {0: sizes}))[0]
     assert gate.out.out_features == heads and gate.up.in_features == 4 * heads * D
@@ -303,19 +365,115 @@ def test_number_of_parameters(family: str) -> None:
     assert sum(p.numel() for p in gate.parameters()) == formula[family]
 
 
-@pytest.mark.parametrize(
-    "family", ["admission", "context", "decay", "decay_shared", "dms", "linear", "lowrank", "mlp"]
-)
-def test_an_opened_gate_is_open_and_can_be_trained(family: str) -> None:
-    settings = {name: value for name, value in SETTINGS[family].items() if name not in ("opens_at", "offset")}
-    gate = build_gates(family, dims_for(family, {0: SIZES}, settings))[0]
-    gate.open_()
+def test_the_paper_shifts_the_decisions_of_dms_and_ours_does_not() -> None:
+    """`next`: entry `i` is decided by the token after it; without one it is undecided, and kept."""
+    following, inputs = a_gate("dms"), some_inputs()
+    own = a_gate("dms", decides="own")
+    own.load_state_dict(following.state_dict())
+    torch.testing.assert_close(own(inputs), all_naive(own, inputs), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(following(inputs)[..., :-1], own(inputs)[..., 1:], rtol=0, atol=0)
+    assert bool((following(inputs)[..., -1] == UNDECIDED).all())
+    assert bool((following.log_gate(following(inputs))[..., -1] == 0).all())
+    valid_BT = torch.tensor([[True] * T, [False] + [True] * (T - 3) + [False] * 2])
+    padded = replace(inputs, valid_BT=valid_BT)
+    torch.testing.assert_close(following(padded), all_naive(following, padded), rtol=1e-9, atol=1e-9)
+    score = following(padded)[:, 0, T - 3].detach()
+    assert float(score[1]) == UNDECIDED != float(score[0])
+    with pytest.raises(
+        ValueError, match="unknown entry that decides about an entry 'nxt': did you mean 'next"
+    ):
+        a_gate("dms", decides="nxt")
+
+
+def test_what_the_next_entry_decides_cannot_be_asked_of_a_part() -> None:
+    """So later regimes refuse it (`contextual`); ours, the default, can be asked."""
+    following, own = a_gate("dms"), GATES["dms"](E=E, H=H)
+    assert following.contextual and not own.contextual and own.dims()["decides"] == "own"
     inputs = some_inputs()
-    output = gate(inputs)
-    log_gate = gate.log_gate(output)
-    assert (log_gate <= 0).all() and (log_gate > -0.05).all()
-    log_gate.sum().backward()
-    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in gate.parameters())
+    part = following(inputs.entries(slice(0, 4)))
+    assert not torch.allclose(part[..., 3], following(inputs)[..., 3])
+    assert build_gates("dms", dims_for("dms", {0: SIZES}, {"decides": "next"})).contextual
+
+
+OPENING = ["admission", "context", "decay", "decay_shared", "dms", "linear", "lowrank", "mlp"]
+
+
+def let_through(gate: Gate, inputs: GateInputs, oldest: int = 2000) -> Tensor:
+    """What capacity losses are made of: the mean weight of an entry, over later ages where it ages."""
+    log_gate_BHT = gate.log_gate(gate(inputs))
+    if not gate.ages:
+        return log_gate_BHT.exp().mean()
+    return (log_gate_BHT[..., None] * torch.linspace(1, oldest, 20).to(log_gate_BHT)).exp().mean()
+
+
+def trained_against(
+    gate: Gate, inputs: GateInputs, *, factor: float = 1.0, oldest: int = 2000, eps: float = 1e-8
+):
+    """What the gate lets through before and after 100 steps of AdamW that lower it."""
+    optimiser = torch.optim.AdamW(gate.parameters(), lr=0.01, weight_decay=0.0, eps=eps)
+    before = let_through(gate, inputs, oldest).item()
+    for _ in range(100):
+        optimiser.zero_grad()
+        (factor * let_through(gate, inputs, oldest)).backward()
+        optimiser.step()
+    return before, let_through(gate, inputs, oldest).item()
+
+
+def opened(family: str, **settings: object) -> Gate:
+    """As end-to-end training begins."""
+    keep = {name: value for name, value in SETTINGS[family].items() if name not in ("opens_at", "offset")}
+    torch.manual_seed(0)
+    gate = build_gates(family, dims_for(family, {0: SIZES}, {**keep, **settings}))[0]
+    gate.open_()
+    return gate
+
+
+@pytest.mark.parametrize("family", OPENING)
+def test_an_opened_gate_is_open_and_adamw_closes_it(family: str) -> None:
+    """Retention opens at 9 here, where gradients are far above AdamW's usual eps."""
+    gate = opened(family, **({"opens_at": 9.0} if family.startswith("decay") else {})).double()
+    inputs = some_inputs()
+    log_gate = gate.log_gate(gate(inputs))
+    assert bool((log_gate <= 0).all()) and bool((log_gate > -0.05).all())
+    before, after = trained_against(gate, inputs)
+    assert before > 0.85 and after < 0.7 * before
+
+
+@pytest.mark.parametrize(("opens_at", "swamped"), [(9.0, False), (18.0, True)])
+def test_retention_that_opens_at_18_needs_a_small_eps(opens_at: float, swamped: bool) -> None:
+    """Gradients carry the factor sigmoid(-18), and a loss that is a mean over 36 layers of 8 heads a share:
+    what is closed with AdamW's usual eps, against what is closed without one to speak of."""
+    closed = {}
+    for eps in (1e-8, 1e-15):
+        gate, inputs = opened("decay", opens_at=opens_at).double(), some_inputs()
+        before, after = trained_against(gate, inputs, factor=H / 288, oldest=100, eps=eps)
+        closed[eps] = before - after
+    assert closed[1e-15] > 0.1 and (closed[1e-8] > 0.9 * closed[1e-15]) == (not swamped)
+    assert (closed[1e-8] < 1e-3 * closed[1e-15]) == swamped
+
+
+def test_opening_sets_the_output() -> None:
+    inputs = some_inputs()
+    for opens_at in (1.0, 4.0):
+        gate = a_gate("admission", opens_at=opens_at)
+        gate.open_()
+        assert torch.equal(gate.out_bias, torch.full((H,), opens_at, dtype=torch.float64))
+        with torch.no_grad():
+            gate.out_weight.zero_()
+        torch.testing.assert_close(gate(inputs), torch.full((B, H, T), log_sigmoid(opens_at)).double())
+    for family in ("linear", "mlp"):
+        gate = a_gate(family)
+        gate.open_()
+        assert torch.equal(gate(inputs), torch.full((B, H, T), OPEN, dtype=torch.float64))
+    gate = a_gate("lowrank")
+    norm = gate.query_norm.weight.clone()
+    gate.open_()
+    assert torch.equal(gate.query_norm.weight, 0.1 * norm)
+    with torch.no_grad():
+        gate.query_norm.weight.zero_()
+    # The share against 5 base keys that are as near as its own key is sigmoid(OPEN).
+    share = 1 / (1 + math.exp(-OPEN))
+    torch.testing.assert_close(gate(inputs), torch.full((B, H, T), share, dtype=torch.float64))
 
 
 def test_the_qkv_gate_says_no_openness() -> None:

@@ -4,6 +4,7 @@ leave it."""
 import gc
 import json
 import math
+import threading
 
 import peft
 import pytest
@@ -140,13 +141,13 @@ def extension(width: int = 6, **settings) -> LookaheadExtension:
 
 def test_the_adapter_is_the_formula_inside_and_nothing_outside() -> None:
     model, own, x = Decoder(), extension(), torch.randn(3, 6)
-    before, modules, ids = model(x), list(model.modules()), [id(m) for m in model.modules()]
+    before, modules = model(x), list(model.modules())
     flags = [(p, p.requires_grad) for p in model.parameters()]
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     random = torch.get_rng_state()
     with own.extend(model):
         inside = model(x)
-        assert [id(m) for m in model.modules()] != ids
+        assert list(model.modules()) == modules
     inner = x @ model.layers[0]["q_proj"].weight.T + model.layers[0]["q_proj"].bias
     inner = inner + 3.0 * x @ own.down["layers/0/q_proj"].T @ own.up["layers/0/q_proj"].T
     torch.testing.assert_close(inside, model.layers[0]["mlp"](inner))
@@ -208,10 +209,88 @@ def test_modules_that_are_not_there_are_refused() -> None:
 
 
 def test_an_adapter_that_is_there_already_is_refused() -> None:
-    model, own = Decoder(), extension()
+    model, own, x = Decoder(), extension(), torch.randn(3, 6)
+    refused = pytest.raises(ValueError, match="lookahead gates extend this model already: leave")
+    before = model(x)
+    for second in (extension(), own):
+        with own.extend(model), refused, second.extend(model):
+            pass
+    assert torch.equal(model(x), before) and "forward" not in vars(model.layers[0]["q_proj"])
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model)
     refused = pytest.raises(ValueError, match="carries an adapter of peft on layers.0.q_proj already")
-    with own.extend(model), refused, extension().extend(model):
+    with refused, own.extend(model):
         pass
+
+
+def elsewhere(function):
+    """What a function gives on another thread."""
+    found = []
+
+    def caught() -> None:
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=caught)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@torch.no_grad()
+def test_other_threads_run_the_plain_model_or_their_own_lookahead_gates() -> None:
+    model, own, other, x = Decoder(), extension(), extension(), torch.randn(3, 6)
+    plain, state = model(x), list(model.state_dict())
+    alone = [inside_of(each, model, x) for each in (own, other)]
+    with own.extend(model):
+        assert torch.equal(elsewhere(lambda: model(x)), plain)
+        assert elsewhere(lambda: list(model.state_dict())) == state
+        assert torch.equal(elsewhere(lambda: inside_of(other, model, x)), alone[1])
+        assert torch.equal(elsewhere(lambda: inside_of(own, model, x)), alone[0])
+        assert torch.equal(model(x), alone[0])
+    assert torch.equal(model(x), plain) and "forward" not in vars(model.layers[0]["q_proj"])
+
+
+def test_training_reaches_threads_of_autograd_and_is_one_at_a_time() -> None:
+    model, own, x = Decoder(), extension(), torch.randn(3, 6)
+    wanted, refused = inside_of(own, model, x), None
+    with own.extend(model):
+        assert torch.equal(elsewhere(lambda: model(x)), wanted)
+        refused = elsewhere(lambda: inside_of(extension(), model, x))
+    assert isinstance(refused, ValueError) and "one set of them at a time" in str(refused)
+    assert "forward" not in vars(model.layers[0]["q_proj"])
+
+
+@torch.no_grad()
+def test_a_forward_that_was_lent_out_before_and_hooks_stay() -> None:
+    """accelerate puts a function of its own in a module's place; a hook runs once a forward."""
+    model, own, x, seen = Decoder(), extension(), torch.randn(3, 6), []
+    linear = model.layers[0]["q_proj"]
+    plain = linear.forward
+    linear.forward = lambda value: 2 * plain(value)
+    linear.register_forward_pre_hook(lambda *_: seen.append(1))
+    own_forward = linear.forward
+    inside = inside_of(own, model, x)
+    assert len(seen) == 1 and linear.forward is own_forward
+    inner = 2 * plain(x) + 3.0 * x @ own.down["layers/0/q_proj"].T @ own.up["layers/0/q_proj"].T
+    torch.testing.assert_close(inside, model.layers[0]["mlp"](inner))
+
+
+def test_peft_is_told_how_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers says so on the causal language model, not on its decoder."""
+    told, plain = [], peft.inject_adapter_in_model
+
+    def spied(config, container, **settings):
+        told.append({name: getattr(container, name, None) for name in lookahead.PACKED})
+        return plain(config, container, **settings)
+
+    monkeypatch.setattr(peft, "inject_adapter_in_model", spied)
+    whole = nn.Module()
+    whole.base_model, whole.is_loaded_in_8bit = Decoder(), True
+    with extension().extend(whole):
+        pass
+    assert told == [{"is_loaded_in_8bit": True, "is_loaded_in_4bit": None, "hf_quantizer": None}]
 
 
 def test_peft_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

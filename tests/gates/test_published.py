@@ -91,6 +91,14 @@ def locret() -> tuple[State, dict[str, Any]]:
     return state, {"model_type": "llama", "hidden_act": "silu"}
 
 
+def locret_phi3() -> tuple[State, dict[str, Any]]:
+    """Phi-3 has its three projections in one matrix; its `fc2` has as many outputs as there are KV heads."""
+    state = {name: tensor for name, tensor in locret()[0].items() if "q_proj" not in name}
+    for layer in range(2):
+        state[f"model.layers.{layer}.self_attn.qkv_proj.weight"] = torch.randn((Q + 2 * H) * D, E)
+    return state, {"model_type": "phi3", "hidden_act": "silu"}
+
+
 def wgkv() -> tuple[State, dict[str, Any]]:
     state: State = {}
     inner = 6  # 1.5 head widths, as released for Qwen3
@@ -115,6 +123,7 @@ RELEASES: dict[str, tuple[str, str, str, Callable[[], tuple[State, dict[str, Any
     "trimkv": ("trimkv", "decay", "rank", trimkv),
     "dbtrimkv": ("trimkv", "decay_shared", "rank", dbtrimkv),
     "locret": ("locret", "qkv", "mass", locret),
+    "locret_phi3": ("locret", "qkv", "mass", locret_phi3),
     "wgkv": ("wgkv", "admission", "rank", wgkv),
 }
 
@@ -164,7 +173,7 @@ def published_forward(name: str, state: State, layer: int, raw: dict[str, Tensor
             inner = functional.silu(functional.linear(x, part("linear1.weight"), part("linear1.bias")))
             inner = functional.silu(functional.linear(inner, part("linear2.weight"), part("linear2.bias")))
             out = functional.logsigmoid(functional.linear(inner, part("linear3.weight")) + part("gate.bias"))
-        case "locret":
+        case "locret" | "locret_phi3":
             sides = [raw[side].double().transpose(1, 2).flatten(2) for side in ("q", "k", "v")]
             inner = functional.silu(functional.linear(torch.cat(sides, -1), part("fc1.weight")))
             out = functional.linear(inner, part("fc2.weight"))
@@ -248,7 +257,7 @@ def test_scores_are_those_of_the_release(name: str, named: bool, tmp_path: Path)
 def test_imported_gates_become_an_artifact(name: str, tmp_path: Path) -> None:
     state = release(name, tmp_path / "release")
     gates = import_published(tmp_path / "release", SIZES)
-    save_gates(gates, tmp_path / "gates", fingerprint=FINGERPRINT, metadata=gates.metadata)
+    save_gates(gates, tmp_path / "gates", fingerprint=FINGERPRINT)
     back = load_gates(tmp_path / "gates", fingerprint=FINGERPRINT)
     assert back.unit == gates.unit and back.metadata["published"] == gates.metadata["published"]
     assert_scores(back, name, state)
@@ -412,6 +421,7 @@ def test_gates_of_another_width_are_refused(name: str, size: str, tmp_path: Path
         "trimkv": "EH",
         "dbtrimkv": "EH",
         "locret": "HQD",
+        "locret_phi3": "HQD",
         "wgkv": "HD",
     }
     if size not in looks_at[name]:
@@ -474,6 +484,88 @@ def test_the_config_says_the_activation(tmp_path: Path) -> None:
     release("locret", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_act": "relu"}))
     assert import_published(tmp_path, SIZES)[0].dims()["activation"] == "relu"
+
+
+@pytest.mark.parametrize("name", ["locret", "trimkv", "dbtrimkv"])
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [
+        ({"text_config": {"hidden_act": "gelu"}}, "gelu"),
+        ({"text_config": {"hidden_act": "relu"}, "hidden_act": "gelu"}, "relu"),
+        ({"text_config": {"hidden_activation": "gelu"}}, "gelu"),
+        ({"hidden_activation": "relu", "hidden_act": "gelu"}, "relu"),
+        ({"text_config": {"model_type": "x"}, "hidden_act": "relu"}, "relu"),
+        ({"text_config": None, "hidden_act": "relu"}, "relu"),
+        ({"text_config": None}, "silu"),
+        ({"hidden_act": None}, "silu"),
+    ],
+)
+def test_the_activation_of_a_multimodal_release(
+    name: str, config: dict[str, Any], activation: str, tmp_path: Path
+) -> None:
+    """Read at the top alone, it would be SiLU whatever the language model has, and no shape would tell."""
+    release(name, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gates = import_published(tmp_path, SIZES)
+    assert gates[0].dims()["activation"] == gates[1].dims()["activation"] == activation
+
+
+def test_the_variant_is_read_in_the_text_config(tmp_path: Path) -> None:
+    release("trimkv", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"retention_gate": "rg3"}}))
+    with pytest.raises(ValueError, match="variant 'rg3' are not read here"):
+        import_published(tmp_path, SIZES)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_config_of_wgkv_says_activation_and_floor(nested: bool, tmp_path: Path) -> None:
+    state = release("wgkv", tmp_path)
+    for name in state:
+        if name.endswith("conv2.bias"):
+            state[name] = torch.full((H,), -4.0)  # so that some lie below their floor
+    save_file(state, tmp_path / "model.safetensors")
+    own = {"g_act_fn": "silu", "g_epsilon": 0.01}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": own} if nested else own))
+    gates = import_published(tmp_path, SIZES)
+    dims = gates[0].dims()
+    assert (dims["activation"], dims["floor"], dims["expand"]) == ("silu", 0.01, 1.5)
+    evidence, raw = shown(1)
+    part = {name.split("g_predictors.")[1]: t.double() for name, t in state.items() if ".1." in name}
+    sides = [rms(raw["k"].double(), part["pre_key_norm.weight"])]
+    sides.append(rms(raw["k_rope"].double(), part["post_key_norm.weight"]))
+    channels = torch.cat(sides, -1).transpose(2, 3).flatten(1, 2)
+    inner = functional.silu(functional.conv1d(channels, part["conv1.weight"], part["conv1.bias"], groups=H))
+    logit = functional.conv1d(inner, part["conv2.weight"], part["conv2.bias"], groups=H)
+    expected = torch.sigmoid(logit).clamp(min=0.01)
+    assert (expected == 0.01).any() and (expected > 0.01).any()
+    torch.testing.assert_close(gates.score(evidence).values_BHT, expected.log().float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_conversion_writes_no_release_over_and_ends_in_safetensors(tmp_path: Path) -> None:
+    pickled("trimkv", tmp_path / "weights.pt")
+    before = (tmp_path / "weights.pt").read_bytes()
+    for target in ("weights.pt", "gates.bin", "gates"):
+        with pytest.raises(
+            ValueError, match=f"{target} is to be a safetensors file.*: end it in .safetensors"
+        ):
+            unpickle(tmp_path / "weights.pt", tmp_path / target)
+    (tmp_path / "weights.pt").rename(tmp_path / "w.safetensors")  # a pickle under a wrong name
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "w.safetensors")
+    for target in ("w.safetensors", "link.safetensors"):
+        with pytest.raises(ValueError, match="is the pickled release itself, which is kept: name another"):
+            unpickle(tmp_path / "w.safetensors", tmp_path / target)
+    assert (tmp_path / "w.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.safetensors", "w.safetensors"]
+
+
+def test_of_several_pickles_all_are_named(tmp_path: Path) -> None:
+    for name in ("qwen3-8b.pt", "llama.pt"):
+        pickled("trimkv", tmp_path / name)
+    wanted = (
+        "holds pickles .*llama.pt, .*qwen3-8b.pt., .*--convert FILE --out FILE.safetensors.*import FILE.saf"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        import_published(tmp_path, SIZES)
 
 
 def test_every_kind_has_a_release_here() -> None:

@@ -88,7 +88,7 @@ def test_calibrators_and_what_was_said_of_them_come_back(tmp_path: Path) -> None
     calibrators = {0: build_calibrator("remap", H=2, K=3), 3: build_calibrator("shared", H=2, K=4)}
     gates = GateSet({0: some_gates()[0], 3: some_gates()[3]}, calibrators=calibrators)
     gates.calibrators["0"].values_HK.add_(torch.rand(2, 1))
-    said = {"documents": 8, "fusion": {"gate": 1.0}}
+    said = {"documents": 8, "fusion": {"rank_blend": {"0": [0.5, 1.0], "3": [0.0, 0.25]}}}
     save_gates(gates, tmp_path, fingerprint=FINGERPRINT, metadata={"calibration": said})
     back = load_gates(tmp_path)
     assert back.metadata["calibration"] == {
@@ -191,6 +191,15 @@ def test_missing_folder(tmp_path: Path) -> None:
         load_gates(tmp_path / "nowhere")
 
 
+DIMS = {"E": 6, "H": 2, "F": 64}
+
+
+def calibrated(layers: tuple[str, ...] = ("0", "3"), **changes: object) -> dict[str, object]:
+    return {
+        "calibration": {"layers": {layer: {"kind": "remap", "H": 2, "K": 3, **changes} for layer in layers}}
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -198,13 +207,59 @@ def test_missing_folder(tmp_path: Path) -> None:
         ({"layers": {"0": {"E": 6, "H": 2, "F": 8}}}, "does not hold the tensors"),
         ({"layers": {"0": {"E": 6, "H": 2, "depth": 8}}}, "cannot build .*'depth'.*upgrade retain"),
         ({"layers": {"zero": {"E": 6, "H": 2}}}, "cannot build .*'zero'"),
-        ({"layers": {"0": [6, 2]}}, "cannot build"),
+        ({"layers": {"0": [6, 2]}}, "cannot build .layers.0 is .6, 2.: wanted a dict"),
+        ({"layers": {"0": DIMS, "00": DIMS}}, "layers has a layer '00': wanted an index"),
+        ({"layers": {"-1": DIMS}}, "layers has a layer '-1': wanted an index"),
+        ({"layers": {"9" * 5000: DIMS}}, "layers has a layer '999.*: wanted an index"),
+        ({"layers": {"0": {**DIMS, "E": -6}}}, "layers.0.E is -6: wanted a whole number of at least 1"),
+        ({"layers": {"0": {**DIMS, "H": True}}}, "layers.0.H is True: wanted a whole number"),
+        ({"layers": {"0": {**DIMS, "E": 6.0}}}, "layers.0.E is 6.0: wanted a whole number"),
+        ({"layers": {"0": {**DIMS, "F": "8"}}}, "layers.0.F is '8': wanted a int"),
+        ({"layers": {"0": {**DIMS, "F": 10**12}}}, "does not hold the tensors"),
+        ({"layers": {"0": {**DIMS, "F": 10**30}}}, "cannot build"),
+        ({"layers": []}, "layers is ..: wanted a mapping"),
+        ({"layers": {}}, "layers is empty"),
+        ({"family": ["mlp"]}, "family is .'mlp'.: it describes no gates that this retain knows"),
+        ({"family": None}, "family is None"),
+        ({"fingerprint": "abc"}, "fingerprint is 'abc': wanted a mapping"),
+        ({"ties": ["a"]}, "ties is .'a'.: wanted a mapping"),
+        ({"ties": {"a": 1}}, "wanted name of a tensor -> name of a tensor"),
+        ({"ties": {"gates.3.out.weight": "gates.0.out.weight"}}, "layers share 1 tensors .*share 0"),
+        ({"extension": {"E": 6}}, "gates of family 'mlp' extend nothing"),
         (
-            {"calibration": {"layers": {"0": {"kind": "spline", "H": 2, "K": 3}}}},
-            "unknown kind of calibrator",
+            {"score_unit": "risks"},
+            "score_unit is 'risks' .did you mean 'risk'.*: wanted one of mass, rank, risk",
         ),
-        ({"calibration": {"layers": {"0": {"kind": "remap", "H": 2, "K": 3}}}}, "not hold the tensors"),
+        ({"score_unit": ["risk"]}, "score_unit is .'risk'.: wanted one of"),
+        ({"calibration": [1]}, "calibration is .1.: wanted a mapping"),
+        (calibrated(kind="spline"), "unknown kind of calibrator"),
+        (calibrated(kind=3), "calibration.layers.0.kind is 3: wanted a name"),
+        (calibrated(K=-1), "calibration.layers.0.K is -1: wanted a whole number"),
+        (calibrated(H=3), "the calibrator of layer 0 is for 3 KV heads and its gate for 2"),
+        (calibrated(), "not hold the tensors"),
+        (calibrated(layers=("0",)), "calibrators are for layers .0. and gates for layers .0, 3."),
+        ({"calibration": {"curve": [1, 2]}}, "calibration.curve is .1, 2.: wanted a mapping"),
+        (
+            {"calibration": {"curve": {"keep_ratio": 0.5, "threshold": [1.0]}}},
+            "curve.keep_ratio is 0.5: wanted a list",
+        ),
+        (
+            {"calibration": {"curve": {"keep_ratio": [0.5], "threshold": [1.0, 2.0]}}},
+            "as many of one as of the other",
+        ),
+        ({"calibration": {"curve": {"keep_ratio": [0.5], "threshold": ["x"]}}}, "list of finite numbers"),
+        ({"calibration": {"curve": {"keep_ratio": [0.5, 0.2], "threshold": [1.0, 2.0]}}}, "ascending"),
+        (
+            {"calibration": {"fusion": {"log_linear": {"0": [0.5, 0.5]}}}},
+            "fusion.log_linear is for layers .0.: wanted .0, 3.",
+        ),
+        (
+            {"calibration": {"fusion": {"log_linear": {"0": [0.5], "3": [0.5, 1]}}}},
+            "a weight for each of 2 KV heads",
+        ),
         ({"schema_version": None}, "states no schema_version"),
+        ({"schema_version": True}, "states no schema_version .1 .. 2; got True"),
+        ({"schema_version": 0}, "states no schema_version .1 .. 2; got 0"),
     ],
 )
 def test_inconsistent_metadata(folder: Path, changes: dict, message: str) -> None:
@@ -222,6 +277,123 @@ def test_unreadable_metadata(folder: Path) -> None:
 def test_metadata_may_not_hide_what_the_artifact_says(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="may not set .'sha256'"):
         save_gates(some_gates(), tmp_path, fingerprint=FINGERPRINT, metadata={"sha256": "x"})
+
+
+def tampered(folder: Path, name: str, change) -> None:  # type: ignore[no-untyped-def]
+    """Another tensor in the weights, and a sha256 that fits."""
+    path = folder / WEIGHTS_FILE
+    tensors = load_file(path)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path)
+    rewrite(folder, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path) -> None:
+    tampered(folder, "gates.3.out.weight", lambda tensor: tensor.fill_(float("nan")))
+    with pytest.raises(ValueError, match="'gates.3.out.weight' holds numbers that are not finite"):
+        load_gates(folder)
+    tampered(folder, "gates.3.out.weight", lambda tensor: tensor.zero_().long())
+    with pytest.raises(ValueError, match="'gates.3.out.weight' holds torch.int64, wanted fractions"):
+        load_gates(folder)
+    for number, (kind, name, change) in enumerate(
+        [
+            ("remap", "knots_HK", lambda tensor: tensor.flip(-1)),
+            ("remap", "knots_HK", lambda tensor: tensor.zero_()),
+            ("remap", "knots_HK", lambda tensor: tensor * 1000),
+            ("remap", "values_HK", lambda tensor: tensor.flip(-1)),
+            ("remap", "scale_H", lambda tensor: tensor.zero_()),
+            ("shared", "knots_K", lambda tensor: tensor.flip(-1)),
+            ("shared", "gain_H", lambda tensor: -tensor),
+        ]
+    ):
+        made = {layer: build_calibrator(kind, H=2, K=3) for layer in (0, 3)}
+        plain = some_gates()
+        gates = GateSet({layer: plain[layer] for layer in (0, 3)}, calibrators=made)
+        broken = save_gates(gates, tmp_path / str(number), fingerprint=FINGERPRINT)
+        assert load_gates(broken).calibrators
+        tampered(broken, f"calibrators.3.{name}", change)
+        with pytest.raises(ValueError, match="the calibrator of layer 3 is no curve: its knots are not incr"):
+            load_gates(broken)
+
+
+def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(folder: Path) -> None:
+    """A hidden width of 10**9 would be some 24 GB a layer."""
+    made: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.device.type != "meta":
+                made.append(out.numel())
+            return out
+
+    rewrite(folder, layers={"0": {"E": 6, "H": 2, "F": 10**9}})
+    with Watch(), pytest.raises(ValueError, match="does not hold the tensors"):
+        load_gates(folder)
+    assert max(made, default=0) < 10**4
+
+
+def test_ties_that_are_not_what_the_family_shares_are_refused(tmp_path: Path) -> None:
+    save_gates(some_gates("decay_shared"), tmp_path, fingerprint=FINGERPRINT)
+    rewrite(tmp_path, ties={"gates.3.out.weight": "gates.0.out.weight"})
+    with pytest.raises(ValueError, match="layers share 1 tensors .`ties`., and gates of its .* share 2"):
+        load_gates(tmp_path)
+
+
+def everything(calibrated: bool = True) -> GateSet:
+    """Gates with all that an artifact can hold of linear ones."""
+    plain = some_gates("linear")
+    made = {layer: build_calibrator("remap", H=2, K=3) for layer in (0, 3)} if calibrated else {}
+    curve = {"keep_ratio": [0.1, 0.5], "threshold": [2.0, 1.0]}
+    fusion = {"rank_blend": {"0": [0.5, 1.0], "3": [0.0, 0.25]}}
+    return GateSet(
+        {layer: plain[layer] for layer in (0, 3)},
+        {"score_unit": "rank", "calibration": {"curve": curve, "fusion": fusion}, "recipe": {"lr": 0.1}},
+        calibrators=made,
+    )
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_what_was_read_is_written_again(calibrated: bool, tmp_path: Path) -> None:
+    gates = everything(calibrated)
+    unit = gates.unit
+    assert unit == ("risk" if calibrated else "rank")
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder in folders:
+        save_gates(gates, folder, fingerprint=FINGERPRINT)
+        gates = load_gates(folder)
+        assert gates.unit == unit and gates.metadata["score_unit"] == "rank"
+        assert gates.metadata["recipe"] == {"lr": 0.1} and gates.threshold_for(0.5) == 1.0
+        assert gates.fusion_weights["rank_blend"]["3"] == [0.0, 0.25]
+    for name in (METADATA_FILE, WEIGHTS_FILE):
+        assert len({(folder / name).read_bytes() for folder in folders}) == 1
+
+
+def test_what_is_said_when_saving_wins(tmp_path: Path) -> None:
+    gates = load_gates(save_gates(everything(), tmp_path / "one", fingerprint=FINGERPRINT))
+    said = {"recipe": {"lr": 0.2}, "score_unit": None, "calibration": {"curve": None}}
+    back = load_gates(save_gates(gates, tmp_path / "two", fingerprint={"a": 1}, metadata=said))
+    assert back.metadata["recipe"] == {"lr": 0.2} and back.metadata["fingerprint"] == {"a": 1}
+    assert back.metadata["score_unit"] == "risk" and back.metadata["calibration"]["curve"] is None
+    assert back.metadata["calibration"].keys() == {"curve", "layers"}
+    with pytest.raises(ValueError, match="score_unit is 'log_risk'.*: wanted one of mass, rank, risk"):
+        save_gates(gates, tmp_path / "three", fingerprint={}, metadata={"score_unit": "log_risk"})
+    assert not (tmp_path / "three").exists()
+
+
+def test_calibrators_that_were_taken_off_are_not_described(tmp_path: Path) -> None:
+    gates = load_gates(save_gates(everything(), tmp_path / "one", fingerprint=FINGERPRINT))
+    gates.calibrators = torch.nn.ModuleDict()
+    back = load_gates(save_gates(gates, tmp_path / "two", fingerprint=FINGERPRINT))
+    assert not len(back.calibrators) and "layers" not in back.metadata["calibration"]
+
+
+@pytest.mark.parametrize("family", sorted(GATES))
+def test_the_unit_of_the_score_is_written_of_the_gates(family: str, tmp_path: Path) -> None:
+    gates = some_gates(family)
+    save_gates(gates, tmp_path, fingerprint=FINGERPRINT)
+    assert json.loads((tmp_path / METADATA_FILE).read_text())["score_unit"] == gates.unit
+    assert load_gates(tmp_path).unit == gates.unit
 
 
 def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int = errno.ENOSPC) -> None:

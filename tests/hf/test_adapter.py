@@ -1,5 +1,6 @@
 """Gates as a peft adapter: a round trip through peft's own files, other adapters beside it, its limits."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def same(one: GateSet, other: GateSet) -> bool:
 
 
 # Families that look at the attention input alone.
-HIDDEN = ("context", "decay", "linear", "mlp")
+HIDDEN = ("context", "decay", "linear", "lowrank", "mlp")
 
 
 @pytest.mark.parametrize("family", HIDDEN)
@@ -86,11 +87,24 @@ def test_another_name_loads_the_same_tensors(tmp_path: Path) -> None:
         adapter.gates_of(wrapped, "first")
 
 
-def test_two_gate_sets_of_other_families_live_beside_each_other() -> None:
+@pytest.mark.parametrize("pair", list(itertools.permutations(HIDDEN, 2)), ids="-".join)
+def test_two_gate_sets_of_other_families_live_beside_each_other(
+    pair: tuple[str, str], tmp_path: Path
+) -> None:
     model = tiny_model("qwen3")
-    linear, mlp = gates_of_family("linear", model), gates_of_family("mlp", model)
-    wrapped = adapter.wrap(adapter.wrap(model, linear, "linear"), mlp, "mlp")
-    assert same(adapter.gates_of(wrapped, "linear"), linear) and same(adapter.gates_of(wrapped, "mlp"), mlp)
+    both = [gates_of_family(family, model, seed) for seed, family in enumerate(pair)]
+    for family, gates in zip(pair, both, strict=True):
+        model = adapter.wrap(model, gates, family)
+    for family, gates in zip(pair, both, strict=True):
+        assert same(adapter.gates_of(model, family), gates)
+        model.set_adapter(family)
+        assert same(adapter.gates_of(model), gates)
+    model.save_pretrained(tmp_path)
+    read = PeftModel.from_pretrained(tiny_model("qwen3"), tmp_path / pair[0], adapter_name=pair[0])
+    read.load_adapter(tmp_path / pair[1], pair[1])
+    assert all(same(adapter.gates_of(read, family), own) for family, own in zip(pair, both, strict=True))
+    model.delete_adapter(pair[0])
+    assert same(adapter.gates_of(model, pair[1]), both[1])
 
 
 def test_the_model_computes_what_it_did_and_unload_leaves_it_as_it_was() -> None:

@@ -181,6 +181,26 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
         assert Cache(model, fused, gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"1": [0.5, 0.5], "2": [0.5, 0.5]}, "none for layer 0: calibrate"),
+        ({"0": [0.5, 0.5]}, r"none for layer 1 \(and 1 layers more\)"),
+        ({"0": [0.5], "1": [0.5, 0.5], "2": [0.5, 0.5]}, r"\[0.5\] for layer 0, which has 2 KV heads"),
+        ({"0": [0.5, 1.5], "1": [0.5, 0.5], "2": [0.5, 0.5]}, r"\[0.5, 1.5\] for layer 0"),
+    ],
+    ids=["first", "several", "heads", "range"],
+)
+def test_weights_that_are_not_for_every_head_are_found_when_the_cache_is_made(weights, said):
+    model = tiny_model("qwen3")
+    gates = gates_of(model)
+    gates.metadata["calibration"] = {"fusion": {"log_linear": weights}}
+    fused = policy(**RISK, fusion="log_linear", fusion_weight="calibrated")
+    with pytest.raises(ValueError, match=f"for fusion 'log_linear' these gates have {said}"):
+        Cache(model, fused, gates=gates, keep_ratio=0.5)
+    Cache(model, policy(**RISK, fusion="log_linear", fusion_weight=0.5), gates=gates, keep_ratio=0.5)
+
+
 def test_a_calibrated_gate_of_another_unit_goes_with_risk():
     model = tiny_model("qwen3")
     gates = gates_of(model)

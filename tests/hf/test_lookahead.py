@@ -1,6 +1,7 @@
 """The lookahead pass: what it scores is what `[prompt; lookahead tokens]` would, and nothing else changes."""
 
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,6 +232,45 @@ def test_an_artifact_and_a_saved_conversation_go_on(tmp_path: Path) -> None:
         cache.prefill(input_ids, mask).save(tmp_path / "cache.safetensors")
         read = Cache.load(tmp_path / "cache.safetensors", model, gates=tmp_path / "gates")
     assert read.entries_held == cache.entries_held < cache.entries_seen
+
+
+def test_threads_read_and_look_ahead_at_once_on_one_model() -> None:
+    """A lookahead pass is nobody else's business: plain forwards, and passes of others, as ever."""
+    model = tiny_model("qwen3")
+    gates, (input_ids, mask) = [trained(model), trained(model, rank=2)], tiny_batch((0, 7))
+    with torch.no_grad():
+        plain = model(input_ids, attention_mask=mask).logits
+
+    def passes(own: GateSet) -> list[torch.Tensor]:
+        return [own.score(layer).values_BHT for layer in observe_ahead(model, own, input_ids, mask)]
+
+    wanted, wrong, done = [passes(own) for own in gates], [], threading.Event()
+
+    def reads() -> None:
+        while not done.is_set():
+            with torch.no_grad():
+                if not torch.equal(model(input_ids, attention_mask=mask).logits, plain):
+                    wrong.append("a plain forward")
+
+    def looks(number: int) -> None:
+        try:
+            for _ in range(12):
+                if not all(map(torch.equal, passes(gates[number]), wanted[number])):
+                    wrong.append(f"a pass of gates {number}")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    before = snapshot(model)
+    with retain.attach(model):
+        reader = threading.Thread(target=reads)
+        lookers = [threading.Thread(target=looks, args=(number,)) for number in (0, 1, 0)]
+        for thread in (reader, *lookers):
+            thread.start()
+        for thread in lookers:
+            thread.join()
+        done.set()
+        reader.join()
+    assert wrong == [] and snapshot(model) == before
 
 
 def test_an_artifact_is_read_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retain
 from retain.hf import doubt, engine
 from retain.hf.cache import Cache
+from retain.hf.model import observe
 from retain.kernels import backend
 from tests.evictions import PRESETS, small
 from tests.hf.masked import positions_of
 from tests.hf.regime_runs import gates_of
+from tests.hf.test_calibrated import curve
 from tests.tiny import tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -415,6 +417,29 @@ def test_with_kernels_and_without_the_same_is_held(mask_given, heads_file):
     for one, other in zip(*held, strict=True):
         assert torch.equal(one[2], other[2]) and torch.equal(one[3], other[3])
         torch.testing.assert_close(one[0], other[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_calibrated_weights_come_to_the_device_once_and_only_where_they_are_read():
+    model = tiny_model("qwen3")
+    gates, layers = curve(gates_of(model)), observe(model, *tiny_batch((0, 3)))
+    # The type checks of tests look at a mapping's first value; so the second's coming is watched.
+    assert [next(iter(gates.score(layer).fusion_weights)) for layer in layers] == ["log_linear"] * 3
+    with Watch() as unread:
+        scores = [gates.score(layer) for layer in layers]
+    with Watch() as first:
+        weights = [score.fusion_weights["rank_blend"] for score in scores]
+    with Watch() as again:
+        later = [gates.score(layer).fusion_weights["rank_blend"] for layer in layers]
+    assert not unread.found and first.found.total() == len(layers) and not again.found
+    for layer, one, other in zip(layers, weights, later, strict=True):
+        own = gates.fusion_weights["rank_blend"][str(layer.layer_idx)]
+        assert one is other and torch.equal(one, torch.tensor(own))
+    # Calibrated anew, they are others.
+    gates.metadata["calibration"] = {"fusion": {"log_linear": {"0": [0.25, 0.5]}}}
+    assert gates.score(layers[0]).fusion_weights["log_linear"].tolist() == [0.25, 0.5]
+    with pytest.raises(ValueError, match=r"of layers 0, and layer 1 has none: calibrate the gates again"):
+        _ = gates.score(layers[1]).fusion_weights["log_linear"]
 
 
 @pytest.mark.gpu

@@ -1,10 +1,12 @@
 """Published gates for a model at hand: the command line, and what the hub gives."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -170,6 +172,15 @@ def test_pickles_on_the_hub_are_refused_before_they_are_fetched(model: nn.Module
         ValueError, match="was released as pickles .trimkv_weights.pth.*--convert FOLDER/trim"
     ):
         published.published_gates("some/gates", model)
+    for number in range(6):
+        (hub.folder / f"model{number}.pth").write_bytes(b"pickle")
+    wanted = (
+        "model5.pth, trimkv_weights.pth.*hf download some/gates FILE .*--convert FOLDER/FILE --out FOLDER/g"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        published.published_gates("some/gates", model)
+    for number in range(6):
+        (hub.folder / f"model{number}.pth").unlink()
     (hub.folder / "trimkv_weights.pth").rename(hub.folder / "README.md")
     with pytest.raises(ValueError, match="has no safetensors with gates"):
         published.published_gates("some/gates", model)
@@ -183,3 +194,47 @@ def test_a_hub_that_cannot_be_reached(model: nn.Module, monkeypatch: pytest.Monk
     monkeypatch.setattr(published.HfApi, "list_repo_files", away)
     with pytest.raises(ValueError, match="could not be fetched .ConnectionError: Name or service not known"):
         published.published_gates("some/gates", model)
+
+
+@pytest.mark.parametrize(
+    "failure", [httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("cut"), TimeoutError("x")]
+)
+@pytest.mark.parametrize("which", ["published", "artifact"])
+def test_a_connection_that_fails_in_any_way(
+    which: str, failure: Exception, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of httpx are no OSError."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(published.HfApi, "list_repo_files", fail)
+    monkeypatch.setattr("retain.hf.gates.snapshot_download", fail)
+    load = published.published_gates if which == "published" else retain.load_gates
+    with pytest.raises(ValueError, match=f"could not be fetched .{type(failure).__name__}: "):
+        load("some/gates", model)
+
+
+def test_a_port_where_nobody_listens() -> None:
+    """As a machine without a way to the hub sees it; in a process of its own, which may ask."""
+    code = """
+import torch, retain
+from retain.hf.published import published_gates
+for load in (published_gates, retain.load_gates):
+    try:
+        load("some/gates", torch.nn.Linear(1, 1))
+    except ValueError as error:
+        print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"},
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    said = run.stdout.splitlines()
+    assert len(said) == 2 and "there are no published gates at 'some/gates'" in said[0]
+    assert "could not be fetched (ConnectError" in said[0] and "there are no gates at 'some/gates'" in said[1]

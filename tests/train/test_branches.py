@@ -1,13 +1,18 @@
 """What is read after a document: the appendix, repetitions, and the model's own continuation."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from retain.train import branches as module
 from retain.train.branches import Branch, continue_greedily, readings_of, row_tokens
 from retain.train.data import Document
+from retain.train.recipe import document_check
 from retain.train.targets import TargetSettings
 from retain.train.teacher import Frozen
+from tests.memory import Watch
 from tests.tiny import tiny_model
 
 
@@ -80,12 +85,8 @@ def test_without_a_tokenizer_there_is_no_prompt() -> None:
     assert [branch.ids for branch in first.branches] == [ids[:20], ids[12:20] + ids[20:]]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next"])
-def test_a_continuation_is_what_the_model_writes_greedily(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In padded batches, and as each document would be continued alone."""
-    monkeypatch.setattr(module, "AT_ONCE", 2)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "mistral_window", "qwen3_next"])
+def test_a_continuation_is_what_the_model_writes_greedily(family: str) -> None:
     model = tiny_model(family, dtype=torch.float64)
     frozen = Frozen(model, None, 0)
     wanted = [greedy(model, document.context_ids, 6, ()) for document in DOCUMENTS]
@@ -109,26 +110,25 @@ def test_a_continuation_ends_where_the_model_ends() -> None:
     assert nothing == ()
 
 
-def test_continuations_are_remembered() -> None:
-    model = tiny_model("qwen3")
-    frozen = Frozen(model, None, 0)
+def test_continuations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = Frozen(tiny_model("qwen3"), None, 0)
     calls: list[int] = []
-    generate = model.generate
+    write = module.write_greedily
 
-    def counted(*args: object, **kwargs: object) -> torch.Tensor:
+    def counted(*args: Any, **kwargs: Any) -> tuple[int, ...]:
         calls.append(1)
-        return generate(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    model.generate = counted
+    monkeypatch.setattr(module, "write_greedily", counted)
     first = continue_greedily(frozen, DOCUMENTS, 4)
     assert continue_greedily(frozen, [DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[2]], 4) == [
         first[2],
         first[0],
         first[2],
     ]
-    assert len(calls) == 1
+    assert len(calls) == 3
     continue_greedily(frozen, DOCUMENTS[:1], 5)
-    assert len(calls) == 2, "of another length it is another one"
+    assert len(calls) == 4, "of another length it is another one"
 
 
 def test_a_document_without_any_source_is_refused() -> None:
@@ -156,3 +156,46 @@ def test_a_row_is_no_longer_than_is_planned_for(sources: tuple[str, ...]) -> Non
     given = settings(*sources, repeat_chunk=10, continuation_tokens=5)
     for reading in readings_of(DOCUMENTS, given, Frozen(tiny_model(), encode, 0)):
         assert reading.num_tokens <= row_tokens(reading.document, given)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_continuation_is_the_same_in_any_company(family: str) -> None:
+    """In bfloat16 too, where a padded batch rounds differently: a resumed run writes what the first did."""
+    documents = [Document(draw(20 + 7 * number, number)) for number in range(6)]
+    alone, together = (Frozen(tiny_model(family, dtype=torch.bfloat16), None, 0) for _ in range(2))
+    one_by_one = [continue_greedily(alone, [document], 24)[0] for document in documents]
+    assert continue_greedily(together, documents[::-1], 24) == one_by_one[::-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_memory_of_writing_is_linear(family: str) -> None:
+    """No mask of all pairs, and feed-forward parts in pieces, however many documents are asked for."""
+    model = tiny_model(family, max_position_embeddings=16384)
+    peaks = []
+    for tokens in (1024, 2048, 4096, 8192):
+        frozen = Frozen(model, None, 0, chunk=512)
+        documents = [Document(draw(tokens, seed)) for seed in range(2)]
+        with Watch() as watch:
+            continue_greedily(frozen, documents, 2)
+        peaks.append(watch.peak)
+    slopes = [(peaks[place + 1] - peaks[place]) / 2**place for place in range(3)]
+    assert max(slopes) <= 1.1 * min(slopes)
+    assert peaks[3] < 8192 * 8192 / 2, "half a mask of all pairs"
+
+
+def test_a_document_is_named_by_its_origin_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Any]
+) -> None:
+    """Asked as documents are read: the longest branch counts, and a continuation as long as it may get."""
+    monkeypatch.setattr(module, "write_greedily", lambda *_, **__: pytest.fail("nothing may be written yet"))
+    frozen = Frozen(tiny_model(max_position_embeddings=40), encode, 0)
+    document = Document(draw(25, 0), draw(4, 1), origin="rows.jsonl line 7")
+    sources = {"own": 1.0, "appendix": 1.0}
+    for changes, message in (
+        ({"repeat": 1.0}, "rows.jsonl line 7 has 25 tokens, 55 with its repeat, and the model takes 40"),
+        ({"continuation": 1.0}, "rows.jsonl line 7 has 25 tokens, 45 with its continuation"),
+    ):
+        target = {"sources": sources | changes, "continuation_tokens": 20, "horizon": 8}
+        with pytest.raises(ValueError, match=message):
+            document_check(make_config(target=target), frozen)(document)
+    document_check(make_config(), frozen)(document)

@@ -8,17 +8,20 @@ import torch
 
 from retain import config
 from retain.gates import GateSet, LinearGate, build_gates
-from retain.gates.calibrate import SMALLEST_SLOPE, axis
+from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
+from retain.gates.qkv import QKVGate
 from retain.ranking import order_entries
-from retain.train import isotonic
+from retain.train import calibration, isotonic
 from retain.train.calibration import (
     CalibrationSettings,
     LayerLook,
     calibrate_,
     kept_shares,
     overlap_of,
+    report,
+    sampled,
     threshold_curve,
 )
 from tests.close import assert_close
@@ -145,9 +148,127 @@ def test_heads_that_lie_about_each_other_are_put_right(kind, signed):
         knots, values = own.knots()
         assert bool((knots.diff(dim=-1) > 0).all()) and bool((values.diff(dim=-1) > 0).all())
         if kind == "remap":
-            assert bool((values.diff(dim=-1) > 0.99 * SMALLEST_SLOPE * knots.diff(dim=-1)).all())
+            least = (SMALLEST_SLOPE * knots.diff(dim=-1)).clamp_max(LEAST_RISE / (knots.shape[-1] - 1))
+            assert bool((values.diff(dim=-1) > 0.98 * least).all())
         score = made[1][layer].score_HT[None]
         assert torch.equal(order_entries(own(score)), order_entries(score))
+
+
+def test_what_rises_strictly_is_the_nearest_that_does():
+    """Against many tries beside it; a level curve is tilted about its middle, however far its knots lie."""
+    draw = torch.Generator().manual_seed(6)
+    values, knots = torch.randn(7, generator=draw).double(), torch.rand(7, generator=draw).cumsum(0).double()
+    least = [min(SMALLEST_SLOPE * step, LEAST_RISE / 6) for step in knots.diff().tolist()]
+    got = isotonic.strictly(values, knots)
+    assert all(step > own - 1e-12 for step, own in zip(got.diff().tolist(), least, strict=True))
+    for _ in range(300):
+        other = isotonic.rising(
+            got + torch.randn(7, generator=draw).double() * 0.2, torch.tensor(least, dtype=torch.float64)
+        )
+        assert float((other - values).square().sum()) >= float((got - values).square().sum()) - 1e-12
+    far = torch.tensor([-104.0, -3.0, -2.0, -1.0], dtype=torch.float64)
+    level = isotonic.strictly(torch.full((4,), -5.0, dtype=torch.float64), far)
+    assert float(level.diff().min()) > 0 and float((level + 5.0).abs().max()) <= LEAST_RISE / 2 + 1e-12
+
+
+@pytest.mark.parametrize("kind", ["remap", "shared"])
+@pytest.mark.parametrize("lowest", [None, -30.0, -60.0, 0.0, "many"], ids=str)
+def test_a_head_whose_scores_reach_far_down_keeps_its_level(kind, lowest):
+    """One score far below, or 0, or one in a hundred that is 0: heads still share a budget as their targets
+    are."""
+    draw, N = torch.Generator().manual_seed(0), 4000
+    target = (torch.randn(3, N, generator=draw) - 5.0).exp()
+    score = target * (0.3 * torch.randn(3, N, generator=draw)).exp()
+    if lowest == "many":
+        score[2, ::100] = 0.0
+    elif lowest is not None:
+        score[2, 5] = 0.0 if lowest == 0.0 else float(torch.tensor(lowest).exp())
+    fit = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}[kind]
+    made = fit({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](score[None])[0]
+    levels = made.double().mean(1) / target.double().mean(1)
+    assert bool((levels.log().abs() < 0.08).all()), levels
+    kept, honest = (
+        kept_shares(x.flatten()[None], target.flatten()[None], (0.1,)) for x in (made, score.clone())
+    )
+    assert float(kept) > float(honest) - 0.01
+
+
+@pytest.mark.parametrize("kind", ["remap", "shared"])
+def test_a_head_that_knows_nothing_keeps_its_level_over_a_wide_range(kind):
+    draw, N = torch.Generator().manual_seed(0), 4000
+    score = (torch.randn(2, N, generator=draw) * 10).exp()
+    target = torch.rand(2, N, generator=draw) * 0.02
+    fit = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}[kind]
+    made = fit({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](score[None])[0]
+    assert bool((made.log() - target.mean(1).log()[:, None]).abs().max() < 0.35)
+    assert bool(((made.mean(1) / target.mean(1)).log().abs() < 0.05).all())
+
+
+def test_a_shared_curve_stretched_beyond_the_axis_still_rises():
+    """A head with few scores of 0 sets the lowest knot; on a head of a wide spread it lies off the axis."""
+    draw = torch.Generator().manual_seed(2)
+    narrow, wide = torch.randn(2, 1000, generator=draw)
+    score = [(0.5 * narrow).exp(), (20 * wide).exp()]
+    score[0][3] = 0.0
+    made = isotonic.fit_shared({0: score}, {0: score}, K=8, space="log", unit="risk")[0]
+    assert float(made.knots()[0].min()) < -150
+    grid = torch.cat([torch.zeros(1), torch.logspace(-38, 30, 500)]).expand(1, 2, -1)
+    assert bool((made(grid).diff(dim=-1) > 0).all()) and bool(made(grid).isfinite().all())
+
+
+@pytest.mark.parametrize("kind", ["remap", "shared"])
+def test_scores_of_a_mass_that_may_be_negative_keep_their_order(kind):
+    """Query-key-value gates regress a mass without a floor: their scores below 0 are no ties."""
+    draw = torch.Generator().manual_seed(3)
+    gates = GateSet({layer: QKVGate(E=4, H=H, Q=2, D=2, F=3) for layer in LAYERS})
+    made = []
+    for _ in range(4):
+        look = {}
+        for layer in LAYERS:
+            target = (torch.randn(H, 400, generator=draw) * 1.5 - 5.0).exp().clamp_max(1.0)
+            score = 0.8 * target + 0.01 * torch.randn(H, 400, generator=draw) - 0.01
+            look[layer] = LayerLook(score, target, torch.ones(400, dtype=torch.bool))
+        made.append(look)
+    settings = CalibrationSettings(kind=kind, fusion_weights=False, keep_ratios=(0.2, 0.8))
+    record = calibrate_(gates, made, settings, unit="mass")
+    assert float((made[0][1].score_HT < 0).float().mean()) > 0.3
+    assert {own["space"] for own in record["layers"].values()} == {"asinh"}
+    before, after = (record["report"][name]["keep"]["0.8"]["head"] for name in ("before", "after"))
+    assert after["kept"] == pytest.approx(before["kept"], abs=2e-3)
+    # The family says so, whatever was seen; and what was seen does, of a family that does not.
+    above = [
+        {layer: LayerLook(own.score_HT.abs(), own.target_HT, own.counted_T) for layer, own in look.items()}
+        for look in made
+    ]
+    assert calibrate_(gates, above, settings, unit="mass")["layers"]["1"]["space"] == "asinh"
+    other = GateSet({layer: LowRankGate(E=4, H=H, Q=2) for layer in LAYERS})
+    assert calibrate_(other, made, settings, unit="mass")["layers"]["1"]["space"] == "asinh"
+    assert calibrate_(other, above, settings, unit="mass")["layers"]["1"]["space"] == "log"
+
+
+@pytest.mark.parametrize("kind", ["remap", "shared"])
+def test_what_ages_keeps_its_order_where_it_is_kept(kind):
+    """Most entries fade at once and some hardly: these lie within a billionth of the others' scores."""
+    draw, N = torch.Generator().manual_seed(4), 2000
+    good = torch.rand(N, generator=draw) < 0.3
+    hardly = (torch.rand(N, generator=draw) * 4.6 - 18.4).exp()
+    log_beta = -torch.where(good, hardly, torch.rand(N, generator=draw) + 0.01)
+    score = log_beta * (N - 1 - torch.arange(N))
+    target = torch.where(good, 1.0, 0.01) * torch.rand(N, generator=draw)
+    fit = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}[kind]
+    made = fit({0: [score]}, {0: [target]}, K=16, space="asinh", unit="risk")[0](score[None, None])[0]
+    for count in (20, 100, 400):
+        assert torch.equal(order_entries(made)[0, :count], order_entries(score[None])[0, :count])
+
+
+def test_the_unit_of_gates_that_learned_another_number_is_theirs():
+    """KVzap's regress attention over a hidden norm: what is fitted and reported is of scores in that unit."""
+    gates = gates_of()
+    gates.metadata["score_unit"] = "rank"
+    record = calibrate_(gates, looks(2, signed=True), CalibrationSettings(fusion_weights=False))
+    assert record["unit"] == {"before": "rank", "after": "risk"}
+    assert record["layers"]["1"]["space"] == "asinh" and record["report"]["before"]["r2"] is None
+    assert gates.unit == "risk"
 
 
 def test_a_remap_is_the_mean_target_of_entries_with_that_score():
@@ -198,6 +319,64 @@ def test_a_longer_row_of_entries_that_do_not_count_changes_nothing():
     assert calibrate_(gates_of(), short, CalibrationSettings()) == calibrate_(
         gates_of(), long, CalibrationSettings()
     )
+
+
+def test_long_documents_are_looked_at_in_an_even_drawn_sample(monkeypatch):
+    monkeypatch.setattr(calibration, "MOST_ENTRIES", 64)
+    counted = torch.arange(1010) % 100 != 0
+    place = torch.arange(1010).float()
+    look = LayerLook(torch.stack([place, -place]), torch.stack([place, place]), counted, None)
+    own, same, other = sampled(look, 5), sampled(look, 5), sampled(look, 6)
+    assert own.score_HT.shape == (2, 64) and bool(own.counted_T.all()) and own.observed_HT is None
+    assert torch.equal(own.score_HT, same.score_HT) and not torch.equal(own.score_HT, other.score_HT)
+    assert torch.equal(own.target_HT[0], own.score_HT[0]) and torch.equal(own.score_HT[1], -own.score_HT[0])
+    entries = counted.nonzero()[:, 0].tolist()
+    for number, taken in enumerate(own.score_HT[0].tolist()):
+        # One of each stretch, and only of entries that count.
+        assert number * len(entries) // 64 <= entries.index(int(taken)) < (number + 1) * len(entries) // 64
+    strides = {round(after - before) for before, after in itertools.pairwise(own.score_HT[0].tolist())}
+    assert len(strides) > 5, "in step with nothing"
+    again = sampled(own, 9)
+    assert torch.equal(again.score_HT, own.score_HT)
+    # What is fitted and reported is of the sample, and close to what all entries would say.
+    made = looks(4, seed=11, length=3000)
+    plain = CalibrationSettings(fusion_weights=False)
+    monkeypatch.setattr(calibration, "MOST_ENTRIES", 1500)
+    part = calibrate_(gates_of(), made, plain)["report"]["after"]["keep"]["0.2"]["model"]["kept"]
+    monkeypatch.setattr(calibration, "MOST_ENTRIES", 4096)
+    whole = calibrate_(gates_of(), made, plain)["report"]["after"]["keep"]["0.2"]["model"]["kept"]
+    assert part == pytest.approx(whole, abs=0.02)
+
+
+def test_the_report_is_made_of_kept_shares_and_overlaps(monkeypatch):
+    made = looks(2, seed=12, length=70)
+    after = [{layer: own.score_HT[:, own.counted_T].square() for layer, own in look.items()} for look in made]
+    ratios = (0.1, 0.35)
+    found = report(made, after, ratios, "risk", "rank")
+    assert found["after"]["r2"] is None and found["before"]["r2"] is not None
+    for name in ("before", "after"):
+        for ratio, scope in itertools.product(ratios, ("head", "layer", "model")):
+            kept, overlap = [], []
+            for look, own in zip(made, after, strict=True):
+                score = {
+                    i: own[i] if name == "after" else look[i].score_HT[:, look[i].counted_T] for i in own
+                }
+                target = {i: look[i].target_HT[:, look[i].counted_T] for i in own}
+                rows = {
+                    "head": [(score[i], target[i]) for i in own],
+                    "layer": [(score[i].reshape(1, -1), target[i].reshape(1, -1)) for i in own],
+                    "model": [tuple(torch.cat([x[i].flatten() for i in own])[None] for x in (score, target))],
+                }[scope]
+                kept.append(torch.cat([kept_shares(*pair, (ratio,))[0] for pair in rows]).mean())
+                overlap.append(torch.cat([overlap_of(*pair, ratio) for pair in rows]).mean())
+            got = found[name]["keep"][f"{ratio:g}"][scope]
+            assert got["kept"] == pytest.approx(float(sum(kept)) / 2)
+            assert got["overlap"] == pytest.approx(float(sum(overlap)) / 2)
+    sorts = []
+    order = calibration.order_entries
+    monkeypatch.setattr(calibration, "order_entries", lambda x: sorts.append(x.shape) or order(x))
+    report(made[:1], after[:1], (0.1, 0.2, 0.3, 0.5), "risk", "risk")
+    assert len(sorts) == 2 * (2 + 2 + 1), "two scores, whatever the number of keep_ratios"
 
 
 def naive_kept(score, target, ratio):

@@ -264,7 +264,12 @@ FAMILIES = [path for path in SHIPPED if path.parent.name == "families"]
 def test_each_familys_recipe_trains_the_reference_model_in_small(path: Path, tmp_path: Path) -> None:
     """Its own stage, target, loss and gate: gates move, load, and evict in a cache."""
     small = [f"output={tmp_path / 'run'}", "data.documents=8", "data.held_out=2", "data.max_tokens=300"]
-    small += ["training.steps=3", "training.batch_documents=2", "training.warmup_steps=1", "soft.ramp_steps=1"]
+    small += [
+        "training.steps=3",
+        "training.batch_documents=2",
+        "training.warmup_steps=1",
+        "soft.ramp_steps=1",
+    ]
     config = load(path, DistillConfig, small)
     folder = distill(config)
     looks = [record["held_out"] for record in read_log(folder) if "held_out" in record]

@@ -1,17 +1,27 @@
 """The layer-local objective: what it starts from, and that its parts add up however they are cut."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from retain.gates import GateSet, build_gates
+from retain.hf.model import base_model
+from retain.train import local, loop
 from retain.train.branches import readings_of
 from retain.train.data import Corpus, Document, load_corpus
 from retain.train.local import LayerLocal
-from retain.train.targets import layer_target, log_risk
+from retain.train.loop import Lesson
+from retain.train.losses import LossSettings
+from retain.train.recipe import check_lockstep
+from retain.train.targets import TargetSettings, layer_target, log_risk
 from retain.train.teacher import Frozen, View, load_frozen, walk
+from tests.memory import Watch
+from tests.tiny import tiny_model
 
 
 @pytest.fixture
@@ -117,3 +127,155 @@ def test_a_look_leaves_no_gradient_and_names_every_head(config: Any, frozen: Fro
         heads = [value for layer in row["overlap_of"].values() for value in layer]
         assert row["overlap_of"].keys() == {"0", "1"} and len(heads) == 4
         assert sum(heads) / 4 == pytest.approx(row["overlap"])
+
+
+class Lockstepped:
+    """An objective that reads each pack with the frozen model, and counts its forwards."""
+
+    fields = ("loss",)
+
+    def __init__(self, frozen: Frozen, target: TargetSettings):
+        self.frozen, self.target, self.forwards = frozen, target, 0
+        base_model(frozen.model).layers[0].register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def read(self, pack: Sequence[Document]) -> None:
+        walk(self.frozen, readings_of(pack, self.target, self.frozen), lambda views: None)
+
+
+@pytest.mark.parametrize("kind", ["packed", "dynamic", "recurrent"])
+def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> None:
+    """Also where documents are read one by one, and processes have different numbers of them."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    settings = {"rope_parameters": rope} if kind == "dynamic" else {}
+    counts = []
+    for process in range(2):
+        model = tiny_model("qwen3_next" if kind == "recurrent" else "llama", **settings)
+        frozen = Frozen(model, None, 0)
+        wanted = {"packed": "row", "dynamic": "text", "recurrent": "branch"}
+        assert frozen.forward_of == wanted[kind]
+        objective = Lockstepped(frozen, config.target)
+        lesson = Lesson(
+            MagicMock(),
+            None,
+            replace(config.training, micro_batch=2),
+            lockstep=True,
+            alone=frozen.forward_of != "row",
+        )
+        accelerator = MagicMock(spec=Accelerator, process_index=process, num_processes=2)
+        # Three for the one and two for the other, some without an appendix.
+        documents = [
+            Document(tuple(range(2, 22 + number)), (5,) * (number % 2), origin=str(number))
+            for number in range(5)
+        ]
+        mine = loop._share(documents, accelerator)
+        read = loop._packs(mine, documents, lesson, accelerator)
+        for pack, _ in read:
+            objective.read(pack)
+        assert sorted(document.key for pack, counted in read for document in pack if counted) == sorted(
+            document.key for document in mine
+        )
+        counts.append(objective.forwards)
+    assert counts[0] == counts[1] == (2 if kind == "packed" else 3)
+
+
+def test_what_cannot_be_read_in_lockstep_is_refused(make_config: Callable[..., Any]) -> None:
+    recurrent, plain = (Frozen(tiny_model(family), None, 0) for family in ("qwen3_next", "llama"))
+    chunks = {"sources": {"own": 1.0, "repeat": 1.0}, "horizon": 8, "repeat_chunk": 99}
+    with pytest.raises(ValueError, match="recurrent layers, which read every branch in a forward of its own"):
+        check_lockstep(make_config(target=chunks), recurrent)
+    check_lockstep(make_config(target=chunks), plain)
+    check_lockstep(make_config(target=chunks | {"repeat_chunk": 100}), recurrent)
+    check_lockstep(make_config(), recurrent)
+    both = {"sources": {"appendix": 1.0, "repeat": 1.0}, "horizon": 8}
+    with pytest.raises(ValueError, match="different numbers of branches"):
+        check_lockstep(make_config(target=both), recurrent)
+    with pytest.raises(ValueError, match="generates at its own length"):
+        check_lockstep(make_config(target={"sources": {"continuation": 1.0}}), plain)
+
+
+def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
+    """Before anything is run where that can be known, and else before the first step."""
+    frozen = Frozen(tiny_model("mistral_window"), None, 0)
+    window = frozen.layout.evicting[0].window
+    assert window is not None
+    sizes = {
+        spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in frozen.layout.evicting
+    }
+    gates, loss = build_gates("linear", sizes), LossSettings()
+    for sources, horizon in (({"own": 1.0}, window), ({"own": 1.0}, window + 9)):
+        target = TargetSettings(sources=sources, horizon=horizon)
+        with pytest.raises(ValueError, match=f"layer 0 sees a window of {window} tokens, and target.horizon"):
+            LayerLocal(gates, frozen, target, loss, seed=0)
+    LayerLocal(gates, frozen, TargetSettings(sources={"own": 1.0}, horizon=window - 1), loss, seed=0)
+    target = TargetSettings(horizon=window)
+    objective = LayerLocal(gates, frozen, target, loss, seed=0)
+    document = Document(tuple(range(2, 2 + 3 * window)))
+    with pytest.raises(ValueError, match=r"layer 0: no query of target.sources=\[own, appendix\] reaches"):
+        objective.prepare_([document])
+    objective.prepare_([Document(document.context_ids, (3, 4, 5))])
+    assert all(value.isfinite().all() for value in gates.state_dict().values())
+
+
+def test_gates_that_would_start_from_what_is_not_finite_are_refused(
+    config: Any, frozen: Frozen, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = LayerLocal(fresh("linear"), frozen, config.target, config.loss, seed=0)
+    nothing = lambda view, _: (torch.zeros(2, view.document.num_seen), layer_target(view, config.target)[1])  # noqa: E731
+    monkeypatch.setattr(local, "layer_target", nothing)
+    with pytest.raises(ValueError, match=r"layer 0: .* not finite \(.*bias.*dtype=float32"):
+        objective.prepare_(corpus.documents_of(0))
+
+
+def test_gates_are_prepared_from_no_more_documents_than_are_looked_at(
+    config: Any, frozen: Frozen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "PREPARED_ENTRIES", 100)
+    documents = [Document(tuple(range(2, 42)), (5,), origin=str(number)) for number in range(9)]
+    objective = LayerLocal(fresh("linear"), frozen, config.target, config.loss, seed=0)
+    read: list[Document] = []
+    of = objective.examples.of
+
+    def noted(some: Sequence[Document], visit: Any) -> None:
+        read.extend(some)
+        of(some, visit)
+
+    monkeypatch.setattr(objective.examples, "of", noted)
+    objective.prepare_(documents)
+    assert read == documents[:4], "four at least"
+    read.clear()
+    monkeypatch.setattr(local, "PREPARED_ENTRIES", 201)
+    objective.prepare_(documents)
+    assert read == documents[:6]
+
+
+@pytest.mark.parametrize("source", ["repeat", "continuation"])
+@pytest.mark.parametrize("aggregate", ["max", "block_max"])
+def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(source: str, aggregate: str) -> None:
+    """From documents to gradients, with a branch for every few tokens, and the layer's output in the loss."""
+    size = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    loss = LossSettings(terms={"mse": 1.0, "layer_output": 1.0}, output_queries=16)
+    settings: dict[str, Any] = {"sources": {"own": 1.0, source: 1.0}, "aggregate": aggregate}
+    target = TargetSettings(
+        **settings, repeat_chunk=128, continuation_tokens=2, block=512, chunk=16, weight="value_norm"
+    )
+
+    def peak(tokens: int, layers: int) -> int:
+        model = tiny_model("llama", max_position_embeddings=32768, num_hidden_layers=layers, **size)
+        gates = build_gates("linear", {layer: {"E": 32, "H": 1} for layer in range(layers)})
+        ids = torch.randint(2, 97, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+        objective = LayerLocal(gates, Frozen(model, None, 0, chunk=256), target, loss, seed=0)
+        for parameter in gates.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with Watch() as watch:
+            objective.accumulate_([Document(tuple(ids))], 0, 1.0)
+        return watch.peak
+
+    peaks = [peak(tokens, 4) for tokens in (512, 1024, 2048)]
+    slopes = [(peaks[place + 1] - peaks[place]) / 2**place for place in range(2)]
+    assert max(slopes) <= 1.1 * min(slopes)
+    assert peaks[2] < 2048 * 2048 * 4, "a row of float32 for every pair"
+    if source == "repeat":
+        assert peak(1024, 8) <= 1.02 * peaks[1]

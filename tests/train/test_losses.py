@@ -1,6 +1,8 @@
 """The losses and the overlap agree with three-loop float64 versions, per document and per head."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +11,17 @@ import torch
 from retain.attention_chunks import truncate
 from retain.evidence import Evidence, attention_probs
 from retain.gates import Gate
-from retain.train.layer_output import bound_coefficients, layer_output, relative_change
+from retain.train.layer_output import (
+    bound_coefficients,
+    budget_threshold,
+    layer_output,
+    layer_output_loss,
+    relative_change,
+)
 from retain.train.losses import (
     CLAMP,
     TERMS,
+    Case,
     LossSettings,
     check_fit,
     check_losses,
@@ -27,6 +36,7 @@ from retain.train.losses import (
     top_overlap,
     total_loss,
 )
+from tests.memory import Watch
 
 B, H, T = 2, 3, 40
 
@@ -218,6 +228,22 @@ def test_bce_is_clamped_where_a_gate_is_sure(said: float) -> None:
     torch.testing.assert_close(loss, torch.tensor(-math.log(CLAMP), dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("bce", 0.0), ("bce", 1.0), ("bce", -0.2), ("listwise", 0.0), ("listwise", -0.2)],
+)
+def test_a_gate_that_is_sure_and_wrong_can_come_back(name: str, said: float) -> None:
+    _, target, reached, _ = one("mass")
+    output, target, place = target.clamp(0.05, 0.95), target.clone(), (1, 9)
+    assert reached[place]
+    output[place], target[place] = said, 0.9 - 0.8 * (said > 0.5)
+    output.requires_grad_()
+    of(name, output=output, target=target).backward()
+    assert output.grad is not None
+    pull, others = output.grad[place], output.grad[reached & (output.detach() != said)]
+    assert (pull > 0) == (said > 0.5) and pull.abs() > 10 * others.abs().max()
+
+
 def test_smooth_l1() -> None:
     output, target, _, _ = one("mass")
 
@@ -391,6 +417,103 @@ def view_of(document: Evidence, *branches: Evidence) -> SimpleNamespace:
     return SimpleNamespace(document=document, branches=tuple(("appendix", evidence) for evidence in branches))
 
 
+def soft_threshold(predicted, reached, h: int, ratio: float, temperature: float) -> float:
+    said = [float(predicted[h, i]) for i in range(T) if reached[h, i]]
+    low, high = min(said) - 10.0, max(said) + 10.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        kept = sum(1 / (1 + math.exp(-(x - middle) / temperature)) for x in said)
+        low, high = (middle, high) if kept > round(ratio * len(said)) else (low, middle)
+    return (low + high) / 2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.05])
+def test_the_soft_threshold_keeps_the_budget_whatever_is_said(temperature: float) -> None:
+    output, _, reached, _ = one("log_risk")
+    for ratio in (0.1, 0.5):
+        for said in (output, output + 7.0, torch.full_like(output, -3.0), 1e4 * output):
+            cut = budget_threshold(said[None], reached[None], ratio, temperature)
+            kept = torch.sigmoid((said[None] - cut) / temperature).masked_fill(~reached, 0.0).sum(-1)
+            wanted = [[float(round(ratio * n)) for n in reached.sum(-1).tolist()]]
+            torch.testing.assert_close(kept, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=0.0)
+        for h in range(H):
+            cut = budget_threshold(output[None], reached[None], ratio, temperature)[0, h, 0]
+            assert float(cut) == pytest.approx(soft_threshold(output, reached, h, ratio, temperature))
+    said = output[None].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: budget_threshold(x, reached[None], 0.3, temperature), (said,))
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_layer_output_does_not_reward_saying_more_of_all(form: str) -> None:
+    """Softmax does not see a mask that is the same everywhere, so the loss must not pay for one."""
+    output = one("log_risk")[0]
+    view = view_of(evidence_of(), evidence_of(T + 6, 6, seed=1))
+    losses = []
+    for shift in (0.0, 4.0):
+        said = (output + shift).requires_grad_()
+        loss = of("layer_output", "log_risk", output=said, view=view, layer_output=form)
+        loss.backward()
+        assert said.grad is not None and said.grad.abs().max() > 1e-5
+        assert said.grad.sum(-1).abs().max() < 1e-9 * said.grad.abs().max() * T
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_layer_output_prefers_the_oracle_to_saying_the_same_of_all(form: str) -> None:
+    evidence = evidence_of(seed=2)
+    reached = (torch.arange(T) < T - 4).expand(H, T)
+    # What the queries from a distance on pay an entry, times what it adds to the output.
+    probs = attention_probs(evidence, 0, T)[0].unflatten(0, (H, 2))
+    far = torch.arange(T)[:, None] - torch.arange(T) >= 4
+    norms = torch.einsum(
+        "htd,hgde->hgte", evidence.values_BHTD[0], evidence.output_weight_QDE.view(H, 2, 8, 16)
+    ).norm(dim=-1)
+    oracle = ((probs * far).sum(2) * norms).sum(1).clamp_min(1e-6).log()
+    settings = {"keep_ratios": (0.2,), "output_queries": 0, "layer_output": form}
+    found = [
+        float(of("layer_output", "log_risk", output=x, reached=reached, view=view_of(evidence), **settings))
+        for x in (oracle, torch.zeros_like(oracle), -oracle)
+    ]
+    assert found[0] < 0.95 * found[1] < found[2], "the oracle, the same of all, the wrong way round"
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_layer_output_teaches_the_order_and_no_shift(form: str) -> None:
+    view = view_of(evidence_of(seed=2))
+    said = torch.zeros(H, T, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.SGD([said], lr=100.0)
+    settings = {"keep_ratios": (0.3,), "output_queries": 0, "layer_output": form}
+    losses = []
+    for _ in range(40):
+        optimiser.zero_grad()
+        loss = of("layer_output", "log_risk", output=said, view=view, **settings)
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+    assert said.detach().sum(-1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("window", "order"), [(None, 1), (12, 2)])
+def test_the_bound_holds_where_some_queries_are_not_there(window: int | None, order: int) -> None:
+    whole_evidence, keep = evidence_of(window=window), torch.rand(H, T, dtype=torch.float64)
+    whole, masked = (naive_output(whole_evidence, mask, 5) for mask in (torch.ones_like(keep), keep))
+    for asks in (torch.arange(T) % 3 == 0, torch.arange(T) == T - 1):
+        evidence = replace(whole_evidence, queried_BS=asks[None])
+        moved = (whole - masked).norm(order, dim=-1)[asks].mean()
+        scale = whole.norm(order, dim=-1)[asks].mean()
+        torch.testing.assert_close(relative_change(evidence, keep.log()[None], 5, order), moved / scale)
+        bound = (bound_coefficients(evidence, 5, T)[0] * (1 - keep)).sum()
+        assert moved <= bound
+        # That of the queries that are there, each by itself.
+        each = [
+            replace(whole_evidence, queried_BS=(torch.arange(T) == j)[None]) for j in asks.nonzero()[:, 0]
+        ]
+        mean = torch.stack([bound_coefficients(one, 5, T) for one in each]).mean(0)
+        torch.testing.assert_close(bound_coefficients(evidence, 5, T), mean)
+
+
 @pytest.mark.parametrize("form", ["exact", "bound"])
 def test_layer_output_is_the_mean_over_budgets_document_and_branches(form: str) -> None:
     output, _, reached, _ = one("mass")
@@ -401,7 +524,7 @@ def test_layer_output_is_the_mean_over_budgets_document_and_branches(form: str) 
     for ratio in (0.2, 0.5):
         keep = torch.ones(H, T, dtype=torch.float64)
         for h in range(H):
-            cut = threshold(output, reached, h, ratio)
+            cut = soft_threshold(output, reached, h, ratio, 0.3)
             for i in range(T):
                 if reached[h, i]:
                     keep[h, i] = 1 / (1 + math.exp(-float(output[h, i] - cut) / 0.3))
@@ -524,3 +647,37 @@ def test_terms_of_another_unit_are_refused() -> None:
     with pytest.raises(ValueError, match="a decay per token.*end_to_end"):
         check_fit(LossSettings(), Said("rank", ages=True))
     check_fit(LossSettings(terms={"bce": 1.0, "smooth_l1": 1.0}), Said("mass"))
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_layer_output_holds_one_branch_at_a_time(form: str) -> None:
+    """Of many branches no more is held than of two."""
+    T_ = 256
+    peaks = []
+    for number in (2, 16):
+
+        class Made(Sequence):
+            def __init__(self, length: int):
+                self.length = length
+
+            def __len__(self) -> int:
+                return self.length
+
+            def __getitem__(self, idx: int):
+                if idx >= self.length:
+                    raise IndexError
+                evidence = evidence_of(T_ + 8, 8, seed=idx)
+                return "repeat", evidence
+
+        output = torch.randn(1, H, T_, dtype=torch.float64, requires_grad=True)
+        view = SimpleNamespace(document=evidence_of(T_, T_), branches=Made(number))
+        settings = LossSettings(
+            terms={"layer_output": 1.0}, layer_output=form, keep_ratios=(0.2, 0.4), output_queries=8
+        )
+        whole = torch.ones(1, H, T_, dtype=torch.bool)
+        with Watch() as watch:
+            case_ = Case(output, torch.rand(1, H, T_), whole, Said("mass"), settings, (1,), view, 4)
+            layer_output_loss(case_).backward()
+        assert output.grad is not None and output.grad.abs().sum() > 0
+        peaks.append(watch.peak)
+    assert peaks[1] <= 1.02 * peaks[0]

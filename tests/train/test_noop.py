@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from retain.future import future_risk
 from retain.gates import GateSet, build_gates
 from retain.hf.model import describe, observe
+from retain.train import noop as module
 from retain.train.documents import Document
 from retain.train.noop import Control, noop_report
 from retain.train.opening import Moment, Opening
@@ -46,7 +48,7 @@ def gates_for(frozen: Frozen) -> GateSet:
 
 @pytest.fixture(scope="module")
 def useful(frozen: Frozen, documents: list[Document]) -> GateSet:
-    """Linear gates solved for the log future risk of these very documents, half open at the budget."""
+    """Linear gates solved for the log future risk of these very documents, closed as far as the budget asks."""
     gates, seen = gates_for(frozen), {}
     for document in documents:
         n = len(document.context_ids)
@@ -65,7 +67,7 @@ def useful(frozen: Frozen, documents: list[Document]) -> GateSet:
         weight = 2 * torch.linalg.solve(x.T @ x + torch.eye(x.shape[1]), x.T @ y)
         with torch.no_grad():
             gate.out.weight.copy_(weight[:-1].T)
-            gate.out.bias.copy_(weight[-1] - (x @ weight).quantile(0.75, 0))
+            gate.out.bias.copy_(weight[-1] - (x @ weight).quantile(0.75, 0) - 1.0)
     return gates
 
 
@@ -73,7 +75,10 @@ def test_gates_that_choose_pass(frozen: Frozen, documents: list[Document], usefu
     report = noop_report(useful, frozen, documents, SOFT)
     soft, hard = report["soft"], report["hard"]
     assert report["useful"] and report["verdict"].startswith("The gates choose")
-    assert soft["trained"] < min(0.9 * soft["shuffled"], soft["random"]) and hard["gate"] < hard["random"]
+    assert (
+        soft["trained"] < min(0.9 * soft["shuffled"], soft["random"]) and hard["gate"] < 0.9 * hard["random"]
+    )
+    assert hard["gate"] < hard["recency"] and hard["wins"] == 1.0 and soft["open"] < 1.25 * soft["budget"]
     assert hard["documents"] == 2 and report["term"] == "kl_forward"
     assert json.loads(json.dumps(report)) == report
     assert noop_report(useful, frozen, documents, SOFT) == report, "keyed draws"
@@ -101,6 +106,79 @@ def test_gates_that_stay_open_are_found_out(frozen: Frozen, documents: list[Docu
     assert not report["useful"] and report["verdict"].startswith("The gates are open (99%")
 
 
+def test_gates_that_stay_open_beyond_a_fixed_budget_are_found_out(
+    frozen: Frozen, documents: list[Document], useful: GateSet
+) -> None:
+    report = noop_report(useful, frozen, documents, replace(SOFT, budget=24))
+    assert not report["useful"] and report["verdict"].startswith("The gates are open (30% of the entries")
+    assert report["soft"]["budget"] == pytest.approx(24 / 180)
+
+
+def test_gates_without_a_budget_are_judged_at_what_they_leave_open(
+    frozen: Frozen, documents: list[Document], useful: GateSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recorded(monkeypatch)
+    report = noop_report(useful, frozen, documents[:1], replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1}))
+    assert "budget" not in report["soft"] and "the budget is" not in report["verdict"]
+    assert {own["tokens_per_head"] for own in made if "tokens_per_head" in own} == {
+        round(report["soft"]["open"] * 150)
+    }
+    gates = gates_for(frozen)
+    for layer in gates.layers:
+        gates[layer].open_()
+    shut = noop_report(gates, frozen, documents[:1], replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1}))
+    assert shut["verdict"].startswith("The gates are open (99% of the entries): train longer, or weigh `adm")
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What every cache is made with from now on."""
+    made: list[dict[str, Any]] = []
+    cache = module.Cache
+    monkeypatch.setattr(module, "Cache", lambda *args, **given: made.append(given) or cache(*args, **given))
+    return made
+
+
+@pytest.mark.parametrize("cost", ["capacity_head", "capacity_global"])
+def test_evictions_spare_sinks_and_share_the_budget_as_in_training(
+    cost: str, frozen: Frozen, documents: list[Document], useful: GateSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recorded(monkeypatch)
+    soft = replace(SOFT, sinks=0, terms={"kl_forward": 1.0, cost: 1.0})
+    noop_report(useful, frozen, documents[:1], soft)
+    found = [(own["policy"], own.get("scope"), own.get("protection", {}).get("sinks")) for own in made]
+    joint = "model" if cost == "capacity_global" else None
+    controls = [("recency", None, 4), *[("random", None, 4)] * 4]
+    assert found == [("full", None, None), ("gate", joint, 4), *controls]
+    assert len({own["seeds"][0] for own in made if "seeds" in own}) == 4
+
+
+def test_a_random_eviction_is_the_mean_of_several(
+    frozen: Frozen, documents: list[Document], useful: GateSet
+) -> None:
+    first, other = (noop_report(useful, frozen, documents, SOFT, seed=seed)["hard"] for seed in (0, 1))
+    assert first["gate"] == other["gate"] and first["random"] != other["random"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"gate": 0.96}, "must lose less than 0.9 of the one"),
+        ({"recency": 0.6}, "all but the most recent 0.6"),
+        ({"open": 0.32}, "The gates are open"),
+        ({"shuffled": 0.1}, "do not choose"),
+    ],
+    ids=str,
+)
+def test_the_verdict_leaves_a_margin(changes: dict[str, float], message: str | None) -> None:
+    means = {"trained": 0.1, "alike": 0.2, "shuffled": 0.2, "random": 0.2, "open": 0.3, "budget": 0.25}
+    hard = {"gate": 0.7, "recency": 1.0, "random": 1.0, "wins": 1.0, "documents": 2}
+    for name, value in changes.items():
+        (hard if name in ("gate", "recency") else means)[name] = value
+    problems = module._problems(means, hard)
+    assert [message in problem for problem in problems] == ([] if message is None else [True])
+
+
 def test_scores_upside_down_are_found_out_by_an_eviction(
     frozen: Frozen, documents: list[Document], useful: GateSet
 ) -> None:
@@ -118,7 +196,7 @@ def test_documents_that_fit_the_budget_are_not_evicted_from(
     frozen: Frozen, documents: list[Document], useful: GateSet
 ) -> None:
     report = noop_report(useful, frozen, documents[:1], replace(SOFT, budget=4096))
-    assert report["hard"] == {"gate": 0.0, "random": 0.0, "documents": 0}
+    assert report["hard"] == dict.fromkeys(("gate", "recency", "random", "wins", "documents"), 0)
     assert "no document is long enough" in report["verdict"]
 
 

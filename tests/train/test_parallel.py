@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from retain.hf.model import fingerprint
 from retain.train.checkpoint import begin_, latest, load_checkpoint, save_checkpoint
 from retain.train.parallel import (
     Surrogate,
@@ -25,6 +26,7 @@ from retain.train.parallel import (
     shard_frozen_,
     zero_stage,
 )
+from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 from tests.train.two_processes import (
     CLIP,
@@ -38,9 +40,9 @@ from tests.train.two_processes import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-ALWAYS = ("plain", "elastic", "spoilt", "full_disk", "told", "fsdp_frozen")
+ALWAYS = ("plain", "elastic", "spoilt", "full_disk", "told", "fsdp_frozen", "loaded", "rewound", "held")
 # DeepSpeed is an extra. Where it is installed, what follows is asserted; where it is not, it cannot run.
-DEEPSPEED = ("deepspeed_gates", "zero3_frozen")
+DEEPSPEED = ("deepspeed_gates", "zero3_frozen", "zero3_peak")
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain[deepspeed]'"
 )
@@ -78,6 +80,7 @@ def alone(accelerator: Accelerator) -> dict[str, Any]:
 def two(tmp_path_factory: pytest.TempPathFactory, accelerator: Accelerator) -> tuple[Path, Results]:
     """Everything that takes two processes, in one launch."""
     folder = tmp_path_factory.mktemp("two")
+    tiny_model("qwen3").save_pretrained(folder / "model")
     gates = toy_gates()
     synchroniser = toy_synchroniser(accelerator, gates)
     begin_(folder / "elastic", {}, {})
@@ -219,6 +222,21 @@ def test_what_one_process_meets_all_of_them_know(two: tuple[Path, Results]) -> N
     assert (first["mine"], second["mine"]) == (None, "SIGUSR1")
     assert all(not result["before"] and result["after"] for result in (first, second))
 
+    for result in two[1]("rewound"):
+        assert "no room" in result["said"] or "No space left" in result["said"]
+        assert "step-000001, is untouched" in result["said"]
+    for result in two[1]("held"):
+        assert "is held by another run" in result["said"] and "on elsewhere" in result["said"]
+
+
+def test_every_process_loads_the_whole_of_a_saved_model(two: tuple[Path, Results]) -> None:
+    whole = load_frozen(str(two[0] / "model")).model
+    for process, result in enumerate(two[1]("loaded")):
+        assert result["base"] == fingerprint(whole)["sha256"], f"process {process}"
+        assert all(torch.equal(tensor, result["state"][name]) for name, tensor in whole.state_dict().items())
+        assert "do not have the same documents" in result["said"] and "1: of process 1" in result["said"]
+        assert result["left"] == "true", "the environment is as it was"
+
 
 def check_frozen(result: dict[str, Any], family: str, *, exact: bool) -> None:
     found = result[family]
@@ -250,6 +268,14 @@ def test_a_frozen_model_in_parts_by_zero3_computes_what_the_whole_one_does(
     for result in two[1]("zero3_frozen"):
         check_frozen(result, family, exact=False)
         assert result[family]["outside"], "put together for whoever asks"
+
+
+@needs_deepspeed
+def test_zero3_never_brings_the_whole_model_to_a_device(two: tuple[Path, Results]) -> None:
+    for result in two[1]("zero3_peak"):
+        assert result["sizes"] and not any(result["sizes"]), "in parts before the engine has it"
+        assert "has no numbers in it: the model is partitioned" in result["said"]
+        assert set(result["buffers"]) == {"cpu"}
 
 
 @needs_deepspeed

@@ -8,10 +8,21 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from retain.gates import build_gates
+from retain.hf.lookahead import lookahead_gates
+from retain.train.branches import row_tokens
+from retain.train.data import Document
 from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here, measured_tflops
-from retain.train.model_shape import ModelShape, model_shape, shape_by_name, shape_of_config
-from retain.train.plan import Work, feature_bytes, flops_of, plan_of, work_of
+from retain.train.model_shape import (
+    ModelShape,
+    lookahead_on_meta,
+    meta_model,
+    model_shape,
+    shape_by_name,
+    shape_of_config,
+)
+from retain.train.plan import Work, beside_of, feature_bytes, flops_of, lengths_of, plan_of, work_of
 from retain.train.schedule import TrainingSettings
+from retain.train.targets import TargetSettings
 from tests.tiny import tiny_model
 
 H100 = Device("cuda", "one GPU of 80 GB", 80e9, 990.0, 0.4, "stated")
@@ -229,6 +240,82 @@ def test_gate_parameters_come_from_the_gates() -> None:
     assert work.gate_parameters == sum(p.numel() for p in gates.parameters())
     assert work.gate_hidden == 64 and work.row_tokens == 19 and work.document_tokens == 10
     assert work.num_processes == 2 and work.chunk == 64 and not work.features
+
+
+def test_branches_count_by_their_own_lengths() -> None:
+    document = Document(tuple(range(1000)), tuple(range(5)))
+    target = TargetSettings(
+        sources={"own": 1.0, "appendix": 1.0, "repeat": 1.0, "continuation": 1.0}, repeat_chunk=300
+    )
+    lengths = lengths_of(document, target)
+    assert lengths == (1000, 5, 340, 340, 340, 140, 64) and sum(lengths) == row_tokens(document, target)
+    assert lengths_of(document, TargetSettings(sources={"own": 1.0})) == (1000,)
+    shape = ModelShape("m", 1000, 640, 320, 4, 2, 1, E=8, F=16, Q=4, H=2, D=4, V=50)
+    work = Work("local", (lengths,), steps=1, batch_documents=1, micro_batch=1, gate_parameters=10)
+    pairs = sum(i + 0.5 for i in range(1000)) + sum(
+        1000 + i + 0.5 for branch in lengths[1:] for i in range(branch)
+    )
+    _, per_token = flops_of(shape, work)
+    assert per_token["attention"] * sum(lengths) == pytest.approx(2 * 4 * 4 * 4 * pairs)
+    # All in one branch, they would see each other.
+    _, joint = flops_of(shape, replace(work, lengths=((1000, sum(lengths) - 1000),)))
+    assert joint["attention"] > per_token["attention"]
+
+
+def test_what_a_run_asks_for_beside_the_plain_walk() -> None:
+    shape = llama(4096, 14336, 32, 32)
+    plain = long_work(shape, chunk=8192)
+    base = plan_of(shape, plain, H100)
+
+    def sizes(**changes: object) -> dict[str, float]:
+        return {line.name: line.num_bytes for line in plan_of(shape, replace(plain, **changes), H100).lines}
+
+    def added(**changes: object) -> tuple[str, float]:
+        (name,) = sizes(**changes).keys() - sizes().keys()
+        return name, sizes(**changes)[name]
+
+    T = 131072 - 64
+    name, cache = added(continuation=64)
+    assert name == "writing the continuation" and cache > 2 * (T + 64) * 2 * 8 * 128 * 32
+    name, kept = added(prepared=True)
+    assert name == "first statistics of the gates" and kept > 32 * 8192 * 4096 * 2
+    name, copied = added(output_queries=64)
+    assert name == "loss term layer_output" and copied > sizes()["gate, forward and backward"] + 8 * T * 1024
+    assert added(output_queries=0)[1] > copied
+    again = flops_of(shape, replace(plain, passes=2))[1]["targets"]
+    assert 1.9 < again / base.flops_per_token["targets"] < 2
+    parts = flops_of(shape, replace(plain, walks=2))[1]
+    assert parts["second walk"] == pytest.approx(
+        sum(parts[part] for part in ("projections", "attention", "targets"))
+    )
+    asked = replace(plain, held_out=8, looks=3, calibrated=True, continuation=64, output_queries=64)
+    full = plan_of(shape, asked, H100)
+    assert full.host_bytes == 2 * 12 * 4096 * 32 * 8 * 8
+    beside = beside_of(shape, asked)
+    assert beside["held-out looks"] == pytest.approx(3 * beside["calibration"])
+    sharded = beside_of(shape, replace(asked, sharding="fsdp2", num_processes=4))
+    assert sharded["calibration"] == pytest.approx(4 * beside["calibration"])
+    assert full.flops == pytest.approx(flops_of(shape, asked)[0] + sum(beside.values()))
+    for said in (
+        "loss term layer_output",
+        "one at a time",
+        "calibration, after training",
+        "beside the steps",
+    ):
+        assert said in full.text()
+    assert max(map(len, full.text().splitlines())) < 160
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "phi3", "gemma3"])
+@pytest.mark.parametrize("targets", ["all", "attention"])
+def test_lookahead_gates_are_counted_without_weights(family: str, targets: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    settings = {"rank": 3, "num_tokens": 5, "targets": targets}
+    wanted = {name: p.shape for name, p in lookahead_gates(model, **settings).named_parameters()}
+    model.config.save_pretrained(tmp_path)
+    found = lookahead_on_meta(meta_model(str(tmp_path), dtype="float32"), settings)
+    assert {name: p.shape for name, p in found.named_parameters()} == wanted
+    assert all(p.is_meta for p in found.parameters())
 
 
 def test_the_planned_peak_is_that_of_a_process_that_was_watched() -> None:

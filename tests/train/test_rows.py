@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from retain.train.chat import chat_of, turns
+from retain.train.chat import chat_of, tools_of, turns
 from retain.train.documents import Document
 from retain.train.rows import Reader
 from retain.train.sources import Row
@@ -176,6 +176,96 @@ def test_sharegpt_conversations_are_the_same() -> None:
 def test_conversations_that_cannot_be_read(template: str | None, messages: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(reader, chat=chat_of(tokenizer(template))).document(row(messages=messages))
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import datetime as clock
+
+    from transformers.utils import chat_template_utils
+
+    dated = "<{{ strftime_now('%d %b %Y') }}>" + CHATML
+    found = []
+    for day in (1, 2):
+
+        class Day(clock.datetime):
+            @classmethod
+            def now(cls, tz: Any = None, day: int = day) -> "Day":
+                return cls(2031, 5, day)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Day)
+        plain = tokenizer(dated).apply_chat_template(CONVERSATION, tokenize=False)
+        assert plain.startswith(f"<0{day} May 2031>"), "the clock that templates see"
+        found.append(chat(dated, CONVERSATION))
+    assert found[0] == found[1] and found[0][0].startswith("<26 Jul 2024><system>")
+
+
+TOOLS = "{% if tools %}{{ tools | map(attribute='name') | join(',') }}|{% endif %}"
+CALLING = TOOLS + (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{% set f = c['function'] %}"
+    "{{ f['name'] }}{{ f['arguments'].x }}{% endfor %}"
+    "</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALLED = [
+    {"from": "human", "value": "a?"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+    {"from": "observation", "value": "2"},
+    {"from": "gpt", "value": "two"},
+]
+
+
+def test_function_calls_and_tools_reach_the_template() -> None:
+    wanted = ("<user>a?</><assistant>add1</><tool>2</><assistant>", "two</>")
+    assert chat(CALLING, CALLED) == wanted
+    assert turns([{"from": "function_call", "value": "add(1)"}]) == [
+        {"role": "assistant", "content": "add(1)"}
+    ]
+    reads = replace(reader, chat=chat_of(tokenizer(CALLING)))
+    for tools in ([{"name": "add", "about": None}], '[{"name": "add"}]'):
+        document = reads.document(row(conversations=CALLED, tools=tools))
+        assert document is not None and text(document.context_ids) == "add|" + wanted[0]
+    for nothing in (None, [], "", "[]"):
+        document = reads.document(row(conversations=CALLED, tools=nothing))
+        assert document is not None and text(document.context_ids) == wanted[0]
+    deaf = replace(reader, chat=chat_of(tokenizer(CHATML)))
+    with pytest.raises(
+        ValueError, match="line 7: the row has tools, and .* does not write them: .*data.columns"
+    ):
+        deaf.document(row(messages=CONVERSATION, tools=[{"name": "add"}]))
+    named = replace(deaf, columns={"messages": "messages"})
+    assert named.document(row(messages=CONVERSATION, tools=[{"name": "add"}])) is not None
+    for wrong in ("{", "3", [3], {"name": "add"}):
+        with pytest.raises(ValueError, match="line 7: .*tools"):
+            reads.document(row(conversations=CALLED, tools=wrong))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[0].name.first }}", "UndefinedError.*it reads something that the messages do not have"),
+        ("{{ messages[0].content + 1 }}", "TypeError.*of another type than it expects"),
+        (STRICT, "TemplateError.*roles must be those that the template knows"),
+    ],
+    ids=["undefined", "type", "roles"],
+)
+def test_a_template_that_refuses_says_what_would_help(template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chat(template, CONVERSATION)
+
+
+def test_half_a_character_in_a_conversation_is_found() -> None:
+    with pytest.raises(ValueError, match=r"message 1 holds half of a character, \\ud83d at place 2"):
+        turns([CONVERSATION[0], {"role": "user", "content": "ab\ud83d"}])
+    with pytest.raises(ValueError, match="tools holds half"):
+        tools_of([{"name": {"deep": ["\ud83d"]}}])
+    for values in (
+        {"context": "a", "question": "\udc00", "answer": "b"},
+        {"context": "a", "question": "b", "answer": ["\udc00"]},
+    ):
+        with pytest.raises(ValueError, match="line 7: (question|answer) holds half of a character"):
+            reader.document(row(**values))
 
 
 def test_conversations_are_not_cut() -> None:

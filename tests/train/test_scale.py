@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from retain.config import save
-from retain.train import checkpoint
+from retain.gates import store
+from retain.train import checkpoint, loop
+from retain.train import distill as distill_module
 from retain.train.checkpoint import DiskError, latest, read_log
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
@@ -79,6 +84,31 @@ def test_a_launch_file_is_what_accelerate_reads(path: Path, monkeypatch: pytest.
         assert (ROOT / loaded.deepspeed_config["deepspeed_config_file"]).is_file()
 
 
+def parsed(name: str, *arguments: str) -> Any:
+    """What accelerate makes of a launch file and a command line."""
+    parser = launch_command_parser()
+    path = CONFIGS / "accelerate" / f"{name}.yaml"
+    args = parser.parse_args(["--config_file", str(path), *arguments, "train/distill.py", "--config", "c"])
+    args, *_ = _validate_launch_command(args)
+    args.deepspeed_fields_from_accelerate_config = ""  # what the command itself adds
+    return args
+
+
+def test_under_fsdp_every_process_reads_the_weights() -> None:
+    assert prepare_multi_gpu_env(parsed("fsdp2"))["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero2", "deepspeed_zero3"])
+def test_deepspeed_on_two_machines_is_started_by_each_of_them(name: str) -> None:
+    machines = ["--num_machines", "2", "--num_processes", "8", "--machine_rank", "1"]
+    args = parsed(name, *machines, "--main_process_ip", "one", "--main_process_port", "20007")
+    cmd, _ = prepare_deepspeed_cmd_env(args)
+    # No command of its own (`deepspeed --hostfile`, which starts all machines from each): torchrun's.
+    assert cmd is None
+    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "4", 1)
+    assert (args.master_addr, args.master_port) == ("one", "20007")
+
+
 def test_accelerate_would_refuse_an_unknown_key(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text((CONFIGS / "accelerate" / "cpu.yaml").read_text() + "num_procesess: 2\n")
@@ -134,11 +164,13 @@ fi
 """
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["whole", "asked_to_stop"])
-def test_the_slurm_script_launches_every_node_and_stops_in_time(tmp_path: Path, asked: bool) -> None:
+@pytest.mark.parametrize("asked", [None, signal.SIGUSR1, signal.SIGTERM], ids=["whole", "limit", "told"])
+def test_the_slurm_script_launches_every_node_and_stops_in_time(
+    tmp_path: Path, asked: signal.Signals | None
+) -> None:
     tools = {
         "srun": SRUN,
-        "accelerate": '#!/bin/bash\nprintf "%s " "$@" >> "$LAUNCHED"; echo >> "$LAUNCHED"\n',
+        "accelerate": '#!/bin/bash\nprintf "%s " "$SRUN_CPUS_PER_TASK" "$@" >> "$LAUNCHED"; echo >> "$LAUNCHED"\n',
         "scontrol": '#!/bin/bash\n[ "$1" = show ] && printf "one\\ntwo\\n" || echo "$@" >> "$LAUNCHED"\n',
     }
     for name, text in tools.items():
@@ -153,26 +185,31 @@ def test_the_slurm_script_launches_every_node_and_stops_in_time(tmp_path: Path, 
         SLURM_NNODES="2",
         SLURM_JOB_NODELIST="node[1-2]",
         SLURM_GPUS_ON_NODE="4",
+        SLURM_CPUS_PER_TASK="64",
+        SLURM_RESTART_COUNT="1" if asked else "0",
         CONFIG="configs/distill/hub.yaml",
         OUTPUT=str(output),
         SLOW="1" if asked else "",
     )
-    script = ["bash", str(CONFIGS / "slurm" / "distill.sbatch"), "model=a b", "seed=1"]
+    script = ["bash", str(CONFIGS / "slurm" / "distill.sbatch"), "model=a b", "overwrite=true", "seed=1"]
     with subprocess.Popen(
         script, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as job:
         if asked:
             while not (tmp_path / "launched").exists() or len((tmp_path / "launched").read_text()) < 300:
                 time.sleep(0.05)
-            job.send_signal(signal.SIGUSR1)
+            job.send_signal(asked)
         said = job.communicate(timeout=60)[0]
-    assert job.returncode == 0, said
+    assert job.returncode == (1 if asked == signal.SIGTERM else 0), said
     lines = (tmp_path / "launched").read_text().splitlines()
     for rank, line in enumerate(lines[:2]):
         assert f"--num_machines 2 --num_processes 8 --machine_rank {rank} --main_process_ip one" in line
-        assert line.rstrip().endswith(f"--config configs/distill/hub.yaml output={output} model=a b seed=1")
-    assert lines[2:] == (["requeue 7"] if asked else [])
-    assert (output / STOP_FILE).exists() == asked
+        given = "model=a b seed=1" if asked else "model=a b overwrite=true seed=1"
+        assert line.rstrip().endswith(f"--config configs/distill/hub.yaml output={output} {given}")
+        assert line.startswith("64 launch "), "cores of srun"
+    assert ("leaving out overwrite=true" in said) == bool(asked)
+    assert lines[2:] == (["requeue 7"] if asked == signal.SIGUSR1 else [])
+    assert (output / STOP_FILE).exists() == bool(asked)
 
 
 def test_the_cpu_launch_file_runs_a_distillation(make_config: Make, tmp_path: Path) -> None:
@@ -249,6 +286,8 @@ def test_the_deepspeed_launch_files_run_a_distillation(make_config: Make, tmp_pa
     one, two = (load_file(folder / "gates.safetensors") for folder in (whole, tmp_path / "run"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6)
+    base = [json.loads((folder / "run.json").read_text()) for folder in (whole, tmp_path / "run")]
+    assert base[0] == base[1], "the model was hashed whole"
 
 
 def test_asked_to_stop_a_run_saves_and_goes_on_to_the_same_gates(
@@ -308,32 +347,149 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
         torch.testing.assert_close(second[name], tensor, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "log"])
+class Full:
+    """A file on a disk that takes nothing more."""
+
+    def __init__(self, file: Any):
+        self.file = file
+
+    def __enter__(self) -> "Full":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, payload: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fill_(patch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...], *, after: int = 0) -> list[str]:
+    """Of the files that a module writes, those of these names are full from the `after`-th on."""
+    opened: list[str] = []
+
+    def opening(path: Any, mode: str = "r", *others: Any, **more: Any) -> Any:
+        file = open(path, mode, *others, **more)  # noqa: SIM115
+        if Path(path).name not in names or not set(mode) & set("wa"):
+            return file
+        opened.append(str(path))
+        return Full(file) if len(opened) > after else file
+
+    patch.setattr(module, "open", opening, raising=False)
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("names", "after"),
+    [(("optimizer.safetensors",), 1), (("log.jsonl",), 5)],
+    ids=["checkpoint", "log"],
+)
 def test_a_full_disk_ends_a_run_with_what_to_do(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], after: int
 ) -> None:
-    config = make_config(output=str(tmp_path / "run"), **{"training.checkpoint_every": 2})
-    output, room = tmp_path / "run", []
-    name = "_write_synced" if what == "checkpoint" else "append_log"
-    write = getattr(checkpoint, name)
-
-    def full(*arguments: Any) -> None:
-        room.append(arguments)
-        if len(room) > 6:
-            with checkpoint.disk_errors(output):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
-        write(*arguments)
-
+    config = make_config(output=str(tmp_path / "run"), overwrite=True, **{"training.checkpoint_every": 2})
+    output = tmp_path / "run"
     path = written(config, tmp_path / "c.yaml")
     with monkeypatch.context() as patch:
-        patch.setattr(f"retain.train.{'checkpoint' if what == 'checkpoint' else 'loop'}.{name}", full)
-        with pytest.raises(SystemExit, match=r"(?s)error: .*No space left .*step-00000\d, is untouched"):
+        fill_(patch, checkpoint, names, after=after)
+        with pytest.raises(
+            SystemExit,
+            match=rf"(?s)error: .*cannot write .*{names[0]}.*No space left.*free some space.*step-00000\d, is "
+            "untouched, and the same command without overwrite=true goes on from it",
+        ):
             main(["--config", str(path)])
     found = latest(output)
     assert found is not None and found[0] in (2, 4)
-    assert not (output / "gates.json").exists()
+    assert not (output / "gates.json").exists() and not (output / "LOCK").exists()
     before = [record for record in read_log(output) if record["step"] <= found[0]]
-    assert read_log(distill(config))[: len(before)] == before, "the same command goes on"
+    assert read_log(distill(replace(config, overwrite=False)))[: len(before)] == before, "goes on"
+
+
+def test_a_disk_that_is_full_at_the_beginning(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(output=str(tmp_path / "run"))
+    for names in (("run.json.new",), ("config.yaml.new",)):
+        with monkeypatch.context() as patch:
+            fill_(patch, store, names)
+            with pytest.raises(DiskError, match="No space left.*no checkpoint yet: the same command starts"):
+                distill(config)
+    (tmp_path / "run" / "checkpoints" / ".DS_Store").touch()
+    assert (distill(config) / "gates.json").is_file(), "and it does"
+
+
+def test_a_disk_that_is_full_when_a_run_goes_on(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(output=str(tmp_path / "run"), **{"training.checkpoint_every": 2})
+    with monkeypatch.context() as patch:
+        fill_(patch, checkpoint, ("log.jsonl",), after=6)
+        with pytest.raises(DiskError):
+            distill(config)
+    before = (tmp_path / "run" / "log.jsonl").read_text()
+    with monkeypatch.context() as patch:
+        opened = fill_(patch, store, ("log.jsonl.new",))
+        with pytest.raises(DiskError, match=r"No space left.*step-00000\d, is untouched"):
+            distill(config)
+    assert opened and (tmp_path / "run" / "log.jsonl").read_text() == before
+    distill(config)
+
+
+def test_what_is_not_ours_beside_checkpoints_is_kept(make_config: Make, tmp_path: Path) -> None:
+    config = make_config(output=str(tmp_path / "run"), **{"training.checkpoint_every": 1})
+    folder, append = tmp_path / "run", checkpoint.append_log
+
+    def copying(folder: Path, record: Any) -> None:
+        append(folder, record)
+        places = folder / "checkpoints"
+        if record.get("step") == 2 and "loss" in record:
+            (places / ".DS_Store").write_text("view")
+            shutil.copytree(places / "step-000001", places / "step-000001-good")
+            (places / "step-000000.new").mkdir()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("retain.train.loop.append_log", copying)
+        distill(config)
+    assert not (folder / "checkpoints").exists() and not (folder / "checkpoints.deleted").exists()
+    assert sorted(path.name for path in (folder / "checkpoints.others").iterdir()) == [
+        ".DS_Store",
+        "step-000001-good",
+    ]
+    assert (folder / "checkpoints.others" / "step-000001-good" / "state.json").is_file()
+
+
+@pytest.mark.parametrize("when", ["loading", "looking"])
+def test_asked_to_stop_before_the_first_step(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    changes = {"training.steps": 4, "training.held_out_every": 1, "training.checkpoint_every": 0}
+    whole = distill(make_config(output=str(tmp_path / "whole"), **changes))
+    config = make_config(output=str(tmp_path / "asked"), **changes)
+    (tmp_path / "asked").mkdir()
+    (tmp_path / "asked" / STOP_FILE).touch()
+    name = "distill.load_corpus" if when == "loading" else "loop.held_out_record"
+    inner = distill_module.load_corpus if when == "loading" else loop.held_out_record
+
+    def asking(*arguments: Any, **settings: Any) -> Any:
+        if when == "loading":
+            assert not (tmp_path / "asked" / STOP_FILE).exists(), "of an earlier run"
+            (tmp_path / "asked" / STOP_FILE).touch()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(*arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"retain.train.{name}", asking)
+        with pytest.raises(StopRequested):
+            distill(config)
+    records = read_log(tmp_path / "asked")
+    assert [record["step"] for record in records] == [0, 1] and "held_out" not in records[1], (
+        "no look at the end"
+    )
+    # It is made up for: the log is that of a run that nobody stopped.
+    assert read_log(distill(config)) == read_log(whole)
 
 
 def test_the_disk_error_is_an_os_error() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from retain.train.signals import EXIT_CODE, STOP_FILE, Signals, StopRequested
+from retain.train.signals import EXIT_CODE, STOP_FILE, Signals, StopRequested, forget_
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,13 +40,25 @@ def test_a_signal_waits_for_the_end_of_the_step(
 
 def test_the_file_asks_too_and_an_old_one_is_forgotten(tmp_path: Path, accelerator: Accelerator) -> None:
     (tmp_path / STOP_FILE).touch()
+    forget_(tmp_path)
+    forget_(tmp_path)
     with Signals(accelerator, tmp_path) as signals:
         assert not signals.requested, "somebody asked an earlier run"
-        (tmp_path / STOP_FILE).touch()
-        assert signals.requested
+    (tmp_path / STOP_FILE).touch()
+    with Signals(accelerator, tmp_path) as signals:
+        assert signals.requested, "asked while the model was loaded"
         with pytest.raises(StopRequested):
             signals.stop(1)
     assert not (tmp_path / STOP_FILE).exists()
+
+
+def test_the_command_that_goes_on_is_one_that_does_not_overwrite(
+    tmp_path: Path, accelerator: Accelerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("overwrite: true\n")
+    with Signals(accelerator, tmp_path) as signals, pytest.raises(StopRequested):
+        signals.stop(3)
+    assert "The same command without overwrite=true goes on from there" in capsys.readouterr().err
 
 
 def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from retain.gates import GATES, GateSet, build_gates, dims_for
-from retain.hf.model import describe
+from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
+from retain.hf.model import describe, observe
 from retain.hf.soft import soft_gated
 from retain.train.documents import Document
 from retain.train.noop import noop_report
+from retain.train.opening import regressed
 from retain.train.soft import (
     COST,
     FIDELITY,
@@ -88,7 +89,7 @@ def by_hand(frozen: Frozen, gates: GateSet, one: Document, soft: SoftSettings) -
     logits = [x.logits[0, first:].double() for x in (full, gated)]
     log_p, log_q = ((x / soft.temperature).log_softmax(-1) for x in logits)
     phis = [phi.double() for phi in made.log_gates.values()]
-    valid, rows = torch.ones(1, n, dtype=torch.bool), torch.arange(n)
+    valid, rows = torch.ones(1, n, dtype=torch.bool), torch.arange(n)[None]
     opened = torch.cat(
         [open_entries(x, valid, rows, protected=soft.protected, ages=gates.ages) for x in phis], 1
     )
@@ -193,6 +194,35 @@ def test_neither_batches_nor_checkpointing_change_the_gradient(hard: str) -> Non
     assert not layer.training and not layer.gradient_checkpointing, "the model is as it was"
 
 
+@pytest.mark.parametrize("family", ["linear", "decay"])
+def test_a_documents_numbers_do_not_depend_on_what_it_is_padded_to(family: str) -> None:
+    """Rows at which decays are counted are spread over each document, not over the batch's width."""
+    frozen = frozen_of()
+    gates = gates_of(frozen, family, **({"F": 8} if family == "decay" else {}))
+    terms = {"kl_forward": 1.0, "capacity_head": 1.0, "capacity_global": 1.0}
+    for rows in (7, 25):  # below both lengths, and between them
+        soft = replace(SOFT, terms=terms, protected=0, sinks=1, capacity_rows=rows)
+        objective = EndToEnd(gates, frozen, soft)
+        together = objective.look(DOCUMENTS)
+        for row, one in zip(together, DOCUMENTS, strict=True):
+            assert row == pytest.approx(objective.look([one])[0], rel=1e-4, abs=1e-6)
+        assert all(row["capacity_head"] > 1e-3 for row in together)
+
+
+def test_a_caller_who_checkpoints_goes_on_checkpointing() -> None:
+    frozen = frozen_of()
+    gates, base = gates_of(frozen), frozen.model.model
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    base.layers[1].gradient_checkpointing = False
+    base.disable_input_require_grads()
+    before = [(layer.gradient_checkpointing, layer._gradient_checkpointing_func) for layer in base.layers]
+    hooks = len(base.embed_tokens._forward_hooks)
+    EndToEnd(gates, frozen, replace(SOFT, checkpointing=True)).accumulate_(DOCUMENTS, 0, 1.0)
+    after = [(layer.gradient_checkpointing, layer._gradient_checkpointing_func) for layer in base.layers]
+    assert after == before and [on for on, _ in after[:2]] == [True, False]
+    assert len(base.embed_tokens._forward_hooks) == hooks
+
+
 def test_checkpointing_lets_nothing_drop_out() -> None:
     frozen = frozen_of("phi3", resid_pdrop=0.5)
     gates = gates_of(frozen)
@@ -279,6 +309,73 @@ def test_preparing_opens_the_gates_alike_on_every_process() -> None:
     for name, value in made[0].items():
         assert torch.equal(value, made[1][name]), name
     assert any(float(value.abs().max()) > 0 for name, value in made[0].items() if "input_mean" in name)
+
+
+@pytest.mark.parametrize("shift", [0.0, -6.0])
+@pytest.mark.parametrize("cost", ["capacity_head", "capacity_global"])
+def test_gates_that_learned_a_risk_begin_at_the_budget(cost: str, shift: float) -> None:
+    frozen = frozen_of()
+    gates = gates_of(frozen)
+    with torch.no_grad():
+        for layer in gates.layers:
+            gates[layer].out.bias.copy_(torch.tensor([2.0, -1.0]) * layer + shift)
+    before = {layer: gates[layer].out.bias.clone() for layer in gates.layers}
+    soft = replace(SOFT, terms={"kl_forward": 1.0, cost: 1.0}, keep_to=0.25, protected=0)
+    objective = EndToEnd(gates, frozen, soft)
+    opened = objective.align_(DOCUMENTS)
+    rows = objective.look(DOCUMENTS)
+    assert opened == pytest.approx(sum(row["open"] for row in rows) / len(rows), rel=1e-4)
+    # Half open at the quartile of what is not spared.
+    scores: dict[int, list[torch.Tensor]] = {layer: [] for layer in gates.layers}
+    for one in DOCUMENTS:
+        ids = torch.tensor([one.context_ids])
+        for layer, evidence in zip(gates.layers, observe(frozen.model, ids), strict=True):
+            scores[layer].append(gates[layer](inputs_of(evidence, gates[layer]))[0, :, 2:])
+    of_heads = torch.cat([torch.cat(parts, -1) for parts in scores.values()])
+    above = (of_heads > 0).float().mean(-1)
+    moved = torch.cat([before[layer] - gates[layer].out.bias for layer in gates.layers])
+    if cost == "capacity_head":
+        assert (above - 0.25).abs().max() < 1.5 / of_heads.shape[-1]
+    else:
+        assert abs(float(above.mean()) - 0.25) < 1.5 / of_heads.numel()
+        torch.testing.assert_close(moved, moved[:1].expand_as(moved))
+    objective.align_(DOCUMENTS)
+    again = torch.cat([before[layer] - gates[layer].out.bias for layer in gates.layers])
+    torch.testing.assert_close(again, moved, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fixed_budget_is_a_share_of_the_documents() -> None:
+    frozen = frozen_of()
+    opened = []
+    for budget in (4, 12):
+        soft = replace(SOFT, budget=budget, protected=0)
+        opened.append(EndToEnd(gates_of(frozen), frozen, soft).align_(DOCUMENTS))
+    assert opened[0] < opened[1] < 0.8
+
+
+def test_gates_that_cannot_be_shifted_are_refused_unless_they_are_relative() -> None:
+    frozen = frozen_of()
+    gates = build_gates("lowrank", dims_for("lowrank", sizes_of(frozen)))
+    with pytest.raises(
+        ValueError, match=r"'lowrank'.*\(mass\) cannot be shifted.*soft.anchor=256.*initial=null"
+    ):
+        EndToEnd(gates, frozen, SOFT).align_(DOCUMENTS)
+    before = copy.deepcopy(gates.state_dict())
+    assert 0 < EndToEnd(gates, frozen, replace(SOFT, anchor=8)).align_(DOCUMENTS) < 1
+    assert all(torch.equal(value, before[name]) for name, value in gates.state_dict().items())
+    assert regressed(gates, "local") and not regressed(gates, None) and not regressed(gates, "end_to_end")
+    assert regressed(gates_of(frozen), None) and not regressed(gates_of(frozen), "end_to_end")
+
+
+def test_the_budget_is_reported_where_a_term_reads_one() -> None:
+    frozen = frozen_of()
+    gates, decays = gates_of(frozen), gates_of(frozen, "decay", F=8)
+    admission = EndToEnd(gates, frozen, replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1}))
+    assert admission.fields == ("loss", "hidden", "admitted", "open")
+    assert admission.look(DOCUMENTS)[0].keys() == set(admission.fields)
+    fixed = EndToEnd(decays, frozen, replace(SOFT, budget=5, keep_from=1.0, ramp_steps=100))
+    keeps = [row["keep"] for row in fixed.accumulate_(DOCUMENTS, 3, 1.0)]
+    assert keeps == pytest.approx([5 / 34, 5 / 25]), "and no ramp, which nothing reads"
 
 
 def test_held_out_overlap_is_that_of_the_order_at_the_end() -> None:

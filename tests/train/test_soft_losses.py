@@ -28,6 +28,7 @@ from retain.train.soft_losses import (
     hidden_term,
     open_entries,
     open_share,
+    rows_of,
     vocabulary_terms,
 )
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
@@ -200,12 +201,12 @@ def test_open_entries_are_counted_without_a_matrix(ages, protected, block, monke
     monkeypatch.setattr(soft_losses, "BLOCK", block)
     phi, valid = gates_of()
     rows = torch.tensor([0, 4, 5, 17, T - 1])
-    found = open_entries(phi, valid, rows, protected=protected, ages=ages)
+    found = open_entries(phi, valid, rows[None], protected=protected, ages=ages)
     expected = [naive_open(phi, valid, int(t), protected, ages) for t in rows]
     torch.testing.assert_close(found, torch.stack(expected, -1))
     phi.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x: open_entries(x, valid, rows, protected=protected, ages=ages), (phi,)
+        lambda x: open_entries(x, valid, rows[None], protected=protected, ages=ages), (phi,)
     )
 
 
@@ -225,7 +226,7 @@ def test_a_block_of_pairs_is_all_that_exists(monkeypatch) -> None:
     phi.requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        total = open_entries(phi, valid, torch.arange(T), protected=0, ages=True).sum()
+        total = open_entries(phi, valid, torch.arange(T)[None], protected=0, ages=True).sum()
     total.backward()
     assert max(seen) == 4 * T and len(seen) == 2 * T / 4
     assert sum(saved) <= phi.numel() + valid.numel() + T
@@ -237,12 +238,23 @@ def test_rows_are_spread_evenly_up_to_the_last() -> None:
     assert even_rows(100, 1).tolist() == [99]
 
 
+def test_rows_are_those_of_each_sequences_own_tokens() -> None:
+    valid = torch.arange(12) >= torch.tensor([[0], [7], [9]])
+    assert rows_of(valid, 4).tolist() == [[2, 5, 8, 11], [7, 8, 10, 11], [8, 9, 10, 11]]
+    assert rows_of(valid, 0)[0].tolist() == list(range(12))
+    for count in (0, 2, 4, 6, 20):
+        rows, seen = rows_of(valid, count), valid.cumsum(-1) * valid
+        for b, n in enumerate((12, 5, 3)):
+            own = [int(t) for t in seen[b][rows[b]] if t > 0]
+            assert own == [t + 1 for t in even_rows(n, count).tolist()], "padding counts as nothing"
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("variant", ["paper", "code"])
 def test_capacity(variant: str, shared: bool) -> None:
     phi, valid = gates_of()
     rows = torch.arange(T)
-    open_BHR = open_entries(phi, valid, rows, protected=2, ages=True)
+    open_BHR = open_entries(phi, valid, rows[None], protected=2, ages=True)
     if shared:
         open_BHR = open_BHR.mean(1, keepdim=True)
     seen = (valid.cumsum(-1) * valid).double()
@@ -271,7 +283,7 @@ def test_capacity(variant: str, shared: bool) -> None:
 def test_a_capacity_that_is_kept_costs_nothing(variant: str) -> None:
     phi, valid = gates_of()
     phi.requires_grad_()
-    open_BHR = open_entries(phi, valid, torch.arange(T), protected=0, ages=False)
+    open_BHR = open_entries(phi, valid, torch.arange(T)[None], protected=0, ages=False)
     seen = (valid.cumsum(-1) * valid).double()
     loss = capacity_term(open_BHR, seen, seen, variant=variant)
     loss.sum().backward()

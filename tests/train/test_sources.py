@@ -149,6 +149,9 @@ def test_files_are_found_by_name_folder_and_pattern(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "sub/c.ndjson", "d.json", ".hidden.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}\n")
+    for hidden in (".git/e.jsonl", "sub/.ipynb_checkpoints/c-checkpoint.jsonl"):
+        (tmp_path / hidden).parent.mkdir()
+        (tmp_path / hidden).write_text("{}\n")
 
     def found(path: str) -> list[str]:
         return [str(file.relative_to(tmp_path)) for file in local_paths(str(tmp_path / path), "jsonl")]
@@ -204,11 +207,36 @@ GOOD = b'{"text": "good"}\n'
         ("d.txt", b"", "empty data set: '.*d.txt' holds nothing"),
         ("d.txt", b" \n ", "empty data set: '.*d.txt' holds nothing"),
         ("d.txt", b"good\nGIF89a\x00\xff", "d.txt line 2 is not text"),
+        (
+            "d.jsonl",
+            GOOD + b'{"context_ids": [' + b"7" * 5000 + b"]}\n",
+            "line 2 holds a number that cannot be",
+        ),
+        (
+            "d.jsonl",
+            GOOD + b'{"context_ids": [1, 9223372036854775808]}\n',
+            "line 2: context_ids holds 9223372036854",
+        ),
+        (
+            "d.jsonl",
+            GOOD + b'{"text": "caf\\ud83d"}\n',
+            r"line 2: text holds half of a character, \\ud83d at place 3",
+        ),
+        (
+            "d.jsonl.gz",
+            gzip.compress(GOOD + b'{"text": "\xe9t\xe9"}\n'),
+            r"line 2 is not text.*Give a UTF-8 file \(gunzip -c d.jsonl.gz \| iconv -f latin1 -t UTF-8 \|",
+        ),
+        (
+            "d.jsonl.gz",
+            gzip.compress('{"text": "a"}'.encode("utf-16")),
+            "By its first bytes inside it is UTF-16",
+        ),
         ("d.parquet", b"", "empty data set: '.*d.parquet' holds nothing"),
         ("d.parquet", GOOD, "d.parquet is no readable parquet file"),
         ("d.parquet", b"PAR1" + bytes(100), "d.parquet is no readable parquet file"),
     ],
-    ids=range(20),
+    ids=range(25),
 )
 def test_damaged_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name

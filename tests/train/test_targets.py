@@ -1,14 +1,21 @@
 """Targets: the default recipe is future risk, others are as they are set, and senseless ones are refused."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from retain.config import build
 from retain.future import future_risk, future_use
+from retain.gates import build_gates
 from retain.hf.model import observe
 from retain.train.branches import Branch, Reading
 from retain.train.data import Document
+from retain.train.local import LayerLocal
+from retain.train.losses import LossSettings
+from retain.train.recipe import check
 from retain.train.targets import (
     TargetSettings,
     baseline_overlaps,
@@ -151,13 +158,63 @@ def test_baselines_are_overlaps() -> None:
         walk(
             frozen,
             READINGS,
-            lambda views, into=into: into.extend(baseline_overlaps(view, settings, 0) for view in views),
+            lambda views, into=into: into.extend(
+                baseline_overlaps(view, *layer_target(view, settings), 0) for view in views
+            ),
         )
     assert found == again, "chance is drawn by key, not from a global generator"
     for overlaps in found:
         assert sorted(overlaps) == ["overlap_random", "overlap_recency", "overlap_value_norm"]
         assert all(0 <= value <= 1 for value in overlaps.values())
     assert len({overlaps["overlap_random"] for overlaps in found}) > 1
+
+
+def naive_overlap(score: Tensor, target: Tensor, reached: Tensor) -> float:
+    """Share of the target's top fifth of the reached entries among the score's, mean over heads."""
+    shares = []
+    for h in range(len(target)):
+        entries = [i for i in range(target.shape[1]) if reached[h, i]]
+        size = max(1, round(0.2 * len(entries)))
+        best, found = (
+            set(sorted(entries, key=lambda i, of=of: -float(of[h, i]))[:size]) for of in (target, score)
+        )
+        shares.append(len(best & found) / size)
+    return sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize("granularity", ["head", "token"])
+def test_baselines_are_judged_by_the_target_that_gates_are(granularity: str) -> None:
+    """With one number a token too, for which a layer's own target is another one."""
+    settings = build({"horizon": 8, "granularity": granularity, "sources": {"own": 1.0}}, TargetSettings)
+    frozen = Frozen(tiny_model("qwen3", num_hidden_layers=2), None, 0)
+    document = READINGS[0].document
+    objective = LayerLocal(
+        build_gates("mlp", {layer: {"E": 48, "H": 2, "F": 4} for layer in range(2)}),
+        frozen,
+        settings,
+        LossSettings(),
+        seed=0,
+    )
+    row = objective.look([document], baselines=True)[0]
+    reading = Reading(document, (), document.key)
+    tokens = token_targets(frozen, [reading], settings)[0]
+    recency, value_norm = [], []
+
+    def see(views: list[View]) -> None:
+        evidence = views[0].document
+        target, reached = layer_target(views[0], settings)
+        if granularity == "token":
+            target, reached = (part.expand(2, -1) for part in tokens)
+        T = target.shape[1]
+        norm = torch.einsum(
+            "htd,hgde->hgte", evidence.values_BHTD[0], evidence.output_weight_QDE.unflatten(0, (2, -1))
+        )
+        recency.append(naive_overlap(torch.arange(T).expand(2, T), target, reached))
+        value_norm.append(naive_overlap(norm.abs().sum(-1).amax(1), target, reached))
+
+    walk(frozen, [reading], see)
+    assert row["overlap_recency"] == pytest.approx(sum(recency) / 2)
+    assert row["overlap_value_norm"] == pytest.approx(sum(value_norm) / 2)
 
 
 def test_settings_that_mean_nothing_are_refused_together() -> None:
@@ -179,3 +236,14 @@ def test_settings_that_mean_nothing_are_refused_together() -> None:
     )
     with pytest.raises(ValueError, match=message):
         check_targets(strange_names)
+
+
+def test_gates_that_cannot_learn_this_are_refused_with_the_config(make_config: Callable[..., Any]) -> None:
+    """Before a model or a document is looked at."""
+    with pytest.raises(ValueError, match="loss.terms.bce is for gates whose output is mass, .* is log_risk"):
+        check(make_config(loss={"terms": {"bce": 1.0}}), 1)
+    with pytest.raises(ValueError, match="say attention .*target.weight=value_norm makes a target in risk"):
+        check(make_config(gate={"family": "lowrank"}), 1)
+    with pytest.raises(ValueError, match="a decay per token"):
+        check(make_config(gate={"family": "decay"}), 1)
+    check(make_config(), 1)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retain.hf.model import observe
 from retain.train.branches import Branch, Reading
@@ -169,3 +171,47 @@ def test_memory_of_a_walk_with_targets_is_linear(sources: str) -> None:
     slopes = [(peaks[place + 1] - peaks[place]) / 2**place for place in range(3)]
     assert max(slopes) <= 1.1 * min(slopes)
     assert peaks[3] < 8192 * 8192
+
+
+def test_a_tokenizer_that_cannot_be_asked_for_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are at hand, the hub does not answer: that is said, and not that there is no tokenizer."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: whole)
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        try:
+            raise LocalEntryNotFoundError("tokenizer_config.json is not in the cache")
+        except LocalEntryNotFoundError as error:
+            raise OSError("We couldn't connect to the hub.") from error
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    message = "model='nobody/nothing' was loaded, .* cannot be known: We couldn't connect .* pass a local"
+    with pytest.raises(ValueError, match=message):
+        load_frozen("nobody/nothing")
+
+    def absent(*_: Any, **__: Any) -> None:
+        raise OSError("nobody/nothing does not appear to have a file named tokenizer.json")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", absent)
+    assert load_frozen("nobody/nothing").tokenizer is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_branches_hold_what_is_joined(family: str) -> None:
+    frozen = Frozen(tiny_model(family), None, 0)
+    for joined in ((), ("hidden",), ("hidden", "stream")):
+        held: list[tuple[bool, bool]] = []
+
+        def see(views: list[View], held: list[tuple[bool, bool]] = held) -> None:
+            document = views[0].document
+            assert document.hidden_BTE is not None and document.stream_BTE is not None
+            held += [(e.hidden_BTE is not None, e.stream_BTE is not None) for _, e in views[0].branches]
+
+        walk(frozen, [reading(20, 3, 4, 5)], see, wanted=("stream",), joined=joined)
+        assert len(held) == 3 * len(frozen.layout.evicting)
+        assert set(held) == {("hidden" in joined, "stream" in joined)}
+    with pytest.raises(ValueError, match=r"joined=\['keys'\]: of branches, hidden and stream may be joined"):
+        walk(frozen, [reading(20, 3)], lambda views: None, joined=("keys",))

@@ -6,6 +6,7 @@ In: a folder with what the test prepared. Out: `JOB-<process>.pt` in it, from ev
 """
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -18,11 +19,29 @@ from torch import Tensor, nn
 
 from retain.config import load
 from retain.gates import GateInputs, GateSet, build_gates
+from retain.hf.model import fingerprint
 from retain.hf.projection import dense_weight
 from retain.train import checkpoint, distill
-from retain.train.checkpoint import DiskError, begin_, latest, load_checkpoint, save_checkpoint
-from retain.train.parallel import Synchroniser, decoder_layers, is_sharded, shard_frozen_, sharding_of
+from retain.train.checkpoint import (
+    DiskError,
+    begin_,
+    by_the_first,
+    latest,
+    load_checkpoint,
+    rewind_log_,
+    save_checkpoint,
+)
+from retain.train.lock import LOCK_FILE, locked, me
+from retain.train.parallel import (
+    Synchroniser,
+    check_alike,
+    decoder_layers,
+    is_sharded,
+    shard_frozen_,
+    sharding_of,
+)
 from retain.train.signals import Signals
+from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 
 DOCUMENTS_PER_STEP = 4
@@ -135,6 +154,82 @@ def told(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         if accelerator.is_last_process:
             os.kill(os.getpid(), signal.SIGUSR1)
         return {"before": before, "mine": signals.received, "after": signals.requested}
+
+
+def loaded(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """A saved model, in the environment that accelerate's launcher makes for FSDP by default."""
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    model = load_frozen(str(folder / "model")).model
+    os.environ.pop("ACCELERATE_USE_FSDP")
+    base = str(fingerprint(model)["sha256"])
+    check_alike({"base model": base})
+    said = ""
+    try:
+        check_alike({"base model": base, "documents": f"of process {accelerator.process_index}"})
+    except ValueError as error:
+        said = str(error)
+    return {
+        "base": base,
+        "state": state_of(model),
+        "said": said,
+        "left": os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING"),
+    }
+
+
+def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """The first process alone cannot rewind the log; nobody waits for it."""
+
+    def full(path: Path, payload: bytes) -> Path:
+        assert accelerator.is_main_process
+        raise OSError(errno.ENOSPC, "no room")
+
+    write, checkpoint.write_beside = checkpoint.write_beside, full
+    said = ""
+    try:
+        by_the_first(accelerator, lambda: rewind_log_(folder / "full_disk", 1))
+    except DiskError as error:
+        said = str(error)
+    checkpoint.write_beside = write
+    return {"said": said}
+
+
+def held(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """A folder that another run holds: all processes are told, not the first alone."""
+    run = folder / "held"
+    if accelerator.is_main_process:
+        run.mkdir()
+        (run / LOCK_FILE).write_text(json.dumps({**me(), "host": "elsewhere"}))
+    accelerator.wait_for_everyone()
+    said = ""
+    try:
+        with locked(run, accelerator):
+            pass
+    except ValueError as error:
+        said = str(error)
+    return {"said": said}
+
+
+def zero3_peak(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """The engine is given a model that is in parts already: it brought whole ones to the device."""
+    import deepspeed
+
+    model, sizes = tiny_model("qwen3"), []
+    initialize = deepspeed.initialize
+
+    def looking(*, model: Any, **others: Any) -> Any:
+        sizes.extend(parameter.numel() for parameter in model.parameters())
+        return initialize(model=model, **others)
+
+    deepspeed.initialize = looking
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    shard_frozen_(model, accelerator, sharding="zero3", deepspeed_config=config)
+    deepspeed.initialize = initialize
+    said = ""
+    try:
+        fingerprint(model)
+    except ValueError as error:
+        said = str(error)
+    return {"sizes": sizes, "said": said, "buffers": [b.device.type for b in model.buffers()]}
 
 
 def deepspeed_gates(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
@@ -268,7 +363,7 @@ def distill_zero3(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
 
 
 JOBS = (as_launched, plain, elastic, spoilt, full_disk, told, fsdp_frozen, deepspeed_gates, zero3_frozen)
-JOBS += (distill_fsdp, distill_zero3)
+JOBS += (distill_fsdp, distill_zero3, zero3_peak, loaded, rewound, held)
 
 
 def main() -> None:

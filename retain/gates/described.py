@@ -1,0 +1,177 @@
+"""Whether what `gates.json` says of gates can be meant at all, before anything is built of it.
+
+In: the parsed JSON of an artifact. Out: nothing, or an error that names the entry, what it is and what it
+should be. The one decision taken here: types come first, entry by entry, so that a damaged file never ends in
+an error from inside of a constructor, and never makes one allocate what the file's weights do not have.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor
+
+from retain.gates.base import UNITS, GateSet
+from retain.gates.calibrate import EDGE, REACH, Calibrator, Remap
+from retain.gates.families import GATES, alike, settings_of
+from retain.registry import suggest
+
+# Units that a score can be said to have.
+SCORE_UNITS = tuple(sorted(set(UNITS.values())))
+
+
+def check_score_unit(unit: Any) -> None:
+    """Refuse a `score_unit` that is none.
+
+    Raises:
+        ValueError: it is neither None (the family's own) nor one of `SCORE_UNITS`.
+    """
+    if unit is not None and unit not in SCORE_UNITS:
+        hint = suggest(unit, SCORE_UNITS) if isinstance(unit, str) else ""
+        raise ValueError(f"score_unit is {unit!r}{hint}: wanted one of {', '.join(SCORE_UNITS)}.")
+
+
+def check_record(record: Mapping[str, Any]) -> None:
+    """Refuse what cannot describe gates.
+
+    Args:
+        record: `gates.json`, of a schema that is read.
+
+    Raises:
+        ValueError: naming the first entry that is not what it should be.
+    """
+    family = record.get("family")
+    if not isinstance(family, str) or family not in GATES:
+        raise ValueError(
+            f"family is {family!r}: it describes no gates that this retain knows, which are {sorted(GATES)}"
+        )
+    layers = _layers(record.get("layers"), "layers")
+    for layer, dims in layers.items():
+        _check_dims(family, layer, dims)
+    for name in ("fingerprint", "ties", "extension", "calibration", "settings"):
+        if record.get(name) is not None:
+            _mapping(record[name], name)
+    if record.get("extension") is not None and GATES[family].extension is None:
+        raise ValueError(f"extension is there, and gates of family {family!r} extend nothing")
+    ties = record.get("ties") or {}
+    if any(not isinstance(first, str) for first in ties.values()):
+        raise ValueError(f"ties is {ties!r}: wanted name of a tensor -> name of a tensor")
+    check_score_unit(record.get("score_unit"))
+    heads = {layer: dims["H"] for layer, dims in layers.items()}
+    _check_calibration(record.get("calibration") or {}, heads)
+
+
+def _check_calibration(calibration: Mapping[str, Any], heads: Mapping[int, int]) -> None:
+    """Calibrators of the gates' layers, weights for their heads, a curve of numbers."""
+    if calibration.get("layers"):
+        calibrators = _layers(calibration["layers"], "calibration.layers")
+        for layer, dims in calibrators.items():
+            for name in ("H", "K"):
+                _size(dims.get(name), f"calibration.layers.{layer}.{name}")
+            for name in ("kind", "space", "unit"):
+                if name in dims and not isinstance(dims[name], str):
+                    raise ValueError(f"calibration.layers.{layer}.{name} is {dims[name]!r}: wanted a name")
+    if calibration.get("curve") is not None:
+        curve = _mapping(calibration["curve"], "calibration.curve")
+        ratios, thresholds = (
+            _numbers(curve.get(name), f"calibration.curve.{name}") for name in ("keep_ratio", "threshold")
+        )
+        if not ratios or len(ratios) != len(thresholds) or ratios != sorted(ratios):
+            raise ValueError(
+                f"calibration.curve has keep_ratio {ratios} and threshold {thresholds}: wanted as many of "
+                "one as of the other, keep_ratio ascending"
+            )
+    fusion = _mapping(calibration.get("fusion") or {}, "calibration.fusion")
+    for how, of_layers in fusion.items():
+        weights = _layers(of_layers, f"calibration.fusion.{how}", of=list)
+        if set(weights) != set(heads):
+            raise ValueError(
+                f"calibration.fusion.{how} is for layers {sorted(weights)}: wanted {sorted(heads)}"
+            )
+        for layer, listed in weights.items():
+            if len(_numbers(listed, f"calibration.fusion.{how}.{layer}")) != heads[layer]:
+                raise ValueError(
+                    f"calibration.fusion.{how}.{layer} is {listed!r}: wanted a weight for each of "
+                    f"{heads[layer]} KV heads"
+                )
+
+
+def _check_dims(family: str, layer: int, dims: Mapping[str, Any]) -> None:
+    """Keyword arguments that the family's constructor has, of their types."""
+    sizes, settings = GATES[family].sizes, settings_of(family)
+    for name in sizes:
+        _size(dims.get(name), f"layers.{layer}.{name}")
+    for name, value in dims.items():
+        where = f"layers.{layer}.{name}"
+        if name not in sizes and name not in settings:
+            raise ValueError(
+                f"layers.{layer} has {name!r}, which is no setting of family {family!r}"
+                f"{suggest(name, settings)}; it has {', '.join(sorted(settings)) or 'none'}"
+            )
+        if name in settings and not alike(value, settings[name]):
+            raise ValueError(f"{where} is {value!r}: wanted a {type(settings[name]).__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{where} is {value!r}: wanted a finite number")
+
+
+def check_values(gates: GateSet) -> None:
+    """Refuse gates that hold numbers which no training gives.
+
+    Raises:
+        ValueError: a tensor that is not finite, or calibrators whose curves do not rise.
+    """
+    for name, tensor in gates.state_dict().items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name!r} holds numbers that are not finite")
+    for layer, module in gates.calibrators.items():
+        calibrator = cast(Calibrator, module)
+        positive: list[Tensor] = [calibrator.scale_H]
+        if not isinstance(calibrator, Remap):
+            positive += [calibrator.get_buffer("spread_H"), calibrator.get_buffer("gain_H")]
+        knots_HK, values_HK = calibrator.knots()
+        rises = bool((knots_HK.diff(dim=-1) > 0).all()) and bool((values_HK.diff(dim=-1) >= 0).all())
+        inside = float(knots_HK.abs().max()) <= EDGE and float(values_HK.abs().max()) <= REACH
+        if not rises or not inside or not all(bool((each > 0).all()) for each in positive):
+            raise ValueError(
+                f"the calibrator of layer {layer} is no curve: its knots are not increasing, or lie outside "
+                f"of -{EDGE:g} .. {EDGE:g}, or its values outside of -{REACH:g} .. {REACH:g}"
+            )
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {_shown(value)}: wanted a mapping")
+    return value
+
+
+def _layers(value: Any, name: str, of: type = dict) -> dict[int, Any]:
+    """A mapping from layers: each key as `str` writes the index, so that no two of them are one layer."""
+    found = {}
+    if not _mapping(value, name):
+        raise ValueError(f"{name} is empty: it describes no gates")
+    for key, inner in _mapping(value, name).items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 6 or str(int(key)) != key:
+            raise ValueError(f"{name} has a layer {key!r}: wanted an index, as in '0' or '17'")
+        if not isinstance(inner, of):
+            raise ValueError(f"{name}.{key} is {_shown(inner)}: wanted a {of.__name__}")
+        found[int(key)] = inner
+    return found
+
+
+def _size(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {_shown(value)}: wanted a whole number of at least 1")
+
+
+def _numbers(value: Any, name: str) -> list[float]:
+    """A list of finite numbers."""
+    if not isinstance(value, list) or any(
+        isinstance(each, bool) or not isinstance(each, int | float) or not math.isfinite(each)
+        for each in value
+    ):
+        raise ValueError(f"{name} is {_shown(value)}: wanted a list of finite numbers")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}"

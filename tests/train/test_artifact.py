@@ -1,0 +1,156 @@
+"""What comes after training: it may fail, be stopped and be asked for otherwise, and costs no training; and
+processes share it and agree."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import retain
+from retain.config import load, save
+from retain.train import artifact, loop
+from retain.train.checkpoint import latest, read_log
+from retain.train.distill import distill, main
+from retain.train.recipe import DistillConfig
+from retain.train.signals import StopRequested
+
+ROOT = Path(__file__).resolve().parents[2]
+Make = Callable[..., Any]
+
+
+def small(make_config: Make, **changes: Any) -> DistillConfig:
+    own = {"calibration.knots": 4, "calibration.grid": 3, "training.steps": 2, "training.checkpoint_every": 0}
+    return make_config(**own, **changes)
+
+
+def no_steps(*arguments: Any) -> None:
+    raise AssertionError("trained again")
+
+
+def states_alike(one: Path, two: Path) -> bool:
+    first, second = (retain.load_gates(folder).state_dict() for folder in (one, two))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_calibration_that_fails_costs_no_training(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(make_config)
+    corrected = replace(config, calibration=replace(config.calibration, kind="shared", knots=5))
+    corrected = replace(corrected, plan=replace(config.plan, efficiency=0.3))
+    whole = distill(replace(corrected, output=str(tmp_path / "whole")))
+    folder = Path(config.output)
+
+    def failing(*arguments: Any, **settings: Any) -> None:
+        raise ValueError("no curve goes through this.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact, "calibrate_", failing)
+        save(config, tmp_path / "c.yaml")
+        with pytest.raises(SystemExit, match=r"no curve .* all 2 steps .* without training again"):
+            main(["--config", str(tmp_path / "c.yaml")])
+    found = latest(folder)
+    assert found is not None and found[0] == 2 and not (folder / "gates.json").exists()
+    before = read_log(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step_", no_steps)
+        # What is trained still binds it.
+        with pytest.raises(ValueError, match=r"run of another config \(seed: 0 -> 1\)"):
+            distill(replace(corrected, seed=1))
+        assert distill(corrected) == folder
+        assert read_log(folder) == before and latest(folder) is None
+        assert load(folder / "config.yaml", DistillConfig) == corrected, "what it went on with"
+        assert states_alike(folder, whole)
+        gates = retain.load_gates(folder)
+        assert gates.metadata["calibration"]["settings"]["kind"] == "shared"
+        assert gates.metadata["config"]["calibration"]["knots"] == 5
+        # A finished one is bound by what it was calibrated with, and not by a plan.
+        with pytest.raises(ValueError, match=r"run of another config \(calibration.knots: 5 -> 6\)"):
+            distill(replace(corrected, calibration=replace(corrected.calibration, knots=6)))
+        capsys.readouterr()
+        assert distill(replace(corrected, plan=config.plan)) == folder
+        assert "nothing to do" in capsys.readouterr().out
+
+
+def test_other_errors_say_so_too(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any, **settings: Any) -> None:
+        raise MemoryError("all of it")
+
+    monkeypatch.setattr(artifact, "look_at", failing)
+    with pytest.raises(MemoryError, match="all of it") as raised:
+        distill(small(make_config))
+    assert "without training again" in raised.value.__notes__[0]
+
+
+def test_sigterm_in_this_phase_keeps_the_last_checkpoint(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small(make_config)
+    looked = []
+    look = artifact._look
+
+    def told(*arguments: Any) -> Any:
+        looked.append(arguments[-1].key)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return look(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact, "_look", told)
+        with pytest.raises(StopRequested) as raised:
+            distill(config)
+    assert raised.value.code == 143 and len(looked) == 1, "after the document in hand"
+    said = capfd.readouterr().err
+    assert "training is over, and its last checkpoint is on disk" in said
+    assert "stopped on request after step 2" in said and "The same command goes on from there" in said
+    found = latest(Path(config.output))
+    assert found is not None and found[0] == 2
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    monkeypatch.setattr(loop, "take_step_", no_steps)
+    folder = distill(config)
+    assert retain.load_gates(folder).metadata["calibration"]["documents"] == {"fitted": 2, "reported": 2}
+    assert "calibration: 100%" in capfd.readouterr().err, "a line that says how far it is"
+
+
+def test_two_processes_share_the_documents_and_agree(make_config: Make, tmp_path: Path) -> None:
+    config = small(make_config, **{"data.held_out": 3})
+    save(config, tmp_path / "c.yaml")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    env.pop("TRITON_INTERPRET", None)
+    script = [str(ROOT / "tests/train/two_looks.py"), str(tmp_path / "c.yaml"), str(tmp_path)]
+    for count in (1, 2):
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if count > 1 else []
+        )
+        done = subprocess.run(
+            [sys.executable, *launcher, *script],
+            env=env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    alone = torch.load(tmp_path / "0-of-1.pt", weights_only=True)
+    pair = [torch.load(tmp_path / f"{process}-of-2.pt", weights_only=True) for process in range(2)]
+    keys = alone["shared"]["looked"]
+    assert len(keys) == 3 and alone["lockstep"]["looked"] == keys
+    assert [one["shared"]["looked"] for one in pair] == [[keys[0], keys[2]], [keys[1]]]
+    assert [one["lockstep"]["looked"] for one in pair] == [keys, keys], "a sharded model takes all of them"
+    for one in pair:
+        for how in ("shared", "lockstep"):
+            assert yaml.safe_load(one[how]["record"]) == yaml.safe_load(alone["shared"]["record"])
+            assert one[how]["state"].keys() == alone["shared"]["state"].keys()
+            assert all(
+                torch.equal(tensor, alone["shared"]["state"][name])
+                for name, tensor in one[how]["state"].items()
+            )
+        assert "one document is bad. Training is over" in one["looking"]
+        assert "no curve" in one["fitting"] and "without training again" in one["fitting"]
