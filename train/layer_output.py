@@ -230,9 +230,10 @@ def bound_coefficients(evidence: Evidence, horizon: int, entries: int) -> Float[
     `mean_j ||y_j - y'_j||_1 <= sum_hi c_hi (1 - m_hi)`.
 
     `c_hi = mean_j sum_{q in group(h)} a_qji (||v_i W_O^q||_1 + max_k ||v_k W_O^q||_1)`, a mean over the
-    queries that are there, of which those nearer to i than `horizon` pay nothing. For with `s = sum_i a_i m_i` (and a sink's share), a head's output
-    moves by `sum_i a_i (1 - m_i) v_i - (1 - s) o'`, `1 - s = sum_i a_i (1 - m_i)`, and `o'` is no longer than
-    the longest value. The same holds of the 2-norm, which is no larger.
+    queries that are there, of which those nearer to i than `horizon` pay nothing. For with `s = sum_i a_i
+    m_i` (and a sink's share), a head's output moves by `sum_i a_i (1 - m_i) v_i - (1 - s) o'`, `1 - s =
+    sum_i a_i (1 - m_i)`, and `o'` is no longer than the longest value. The same holds of the 2-norm, which is
+    no larger.
 
     Args:
         evidence: the layer.

@@ -279,7 +279,8 @@ def bce_loss(
 ) -> Float[Tensor, " B"]:
     """`-(t log p + (1 - t) log(1 - p))` on soft labels, of a gate that says a probability.
 
-    `p` is kept in [1e-6, 1 - 1e-6], with the gradient there for what lies beyond, and `t` in [0, 1]. Fast KVzip, arXiv 2601.17668.
+    `p` is kept in [1e-6, 1 - 1e-6], with the gradient there for what lies beyond, and `t` in [0, 1]. Fast
+    KVzip, arXiv 2601.17668.
     """
     predicted_BHT = held_within(predicted_BHT.masked_fill(~reached_BHT, 0.5), CLAMP, 1 - CLAMP)
     target_BHT = target_BHT.masked_fill(~reached_BHT, 0.5).clamp(0.0, 1.0)
@@ -470,9 +471,9 @@ def listwise_loss(
 ) -> Float[Tensor, " B"]:
     """`KL(p || q) = sum_i p_i (log p_i - log q_i)`, mean over heads, with `p = target / sum target`.
 
-    `q` is the prediction, at least 1e-6 (with the gradient there for less), divided by its sum (LookaheadKV, arXiv 2603.10899; of a logarithm,
-    that is its softmax), or with `loss.listwise: softmax` the softmax of the output over the temperature
-    (ListNet). A head whose targets are all 0 gives 0.
+    `q` is the prediction, at least 1e-6 (with the gradient there for less), divided by its sum (LookaheadKV,
+    arXiv 2603.10899; of a logarithm, that is its softmax), or with `loss.listwise: softmax` the softmax of
+    the output over the temperature (ListNet). A head whose targets are all 0 gives 0.
 
     Args:
         output_BHT: of the gate, in its own unit.

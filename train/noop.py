@@ -174,7 +174,7 @@ def _problems(means: dict[str, float], hard: dict[str, float]) -> list[str]:
         )
     elif "budget" not in means and means["open"] > OPEN_SHARE:
         problems.append(
-            f"The gates are open ({means['open']:.0%} of the entries): train longer, or weigh `admitted` more."
+            f"The gates are open ({means['open']:.0%} of the entries): train longer, or weigh its cost more."
         )
     if not (means["trained"] < MARGIN * means["shuffled"] and means["trained"] < means["random"]):
         problems.append(
@@ -184,8 +184,8 @@ def _problems(means: dict[str, float], hard: dict[str, float]) -> list[str]:
         )
     if hard["documents"] and not (hard["gate"] < MARGIN * hard["random"] and hard["gate"] < hard["recency"]):
         problems.append(
-            f"Evicting by the gates loses {hard['gate']:.3g} a token, at random {hard['random']:.3g} (of whose "
-            f"draws they beat {hard['wins']:.0%}), and all but the most recent {hard['recency']:.3g}: they "
+            f"Evicting by the gates loses {hard['gate']:.3g} a token, at random {hard['random']:.3g} (they "
+            f"beat {hard['wins']:.0%} of the draws), and all but the most recent {hard['recency']:.3g}: they "
             "must lose less than 0.9 of the one, and less than the other."
         )
     return problems

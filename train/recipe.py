@@ -181,6 +181,12 @@ def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
             "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
             "continuations into the data as answers (context, question, answer)."
         )
+    if config.features.folder is not None:
+        raise ValueError(
+            "features.folder is filled by each process at its own pace, and a sharded model must be read in "
+            "lockstep: extract with configs/accelerate/ddp.yaml (or one process and device_map=auto), then "
+            "train from the folder, or leave features out."
+        )
     one_branch = {*sources} <= {"own", "appendix"} or (
         {*sources} <= {"own", "repeat"} and config.data.max_tokens <= config.target.repeat_chunk
     )

@@ -29,8 +29,8 @@ class TrainingSettings:
         final_lr: share of `lr` that `cosine` and `decay` end at.
         weight_decay: of AdamW.
         betas: of AdamW.
-        eps: of AdamW, beside the root of the second moment: gradients far below it hardly move anything (those
-            of a decay that opens at 18 are 1e-8 of others).
+        eps: of AdamW, beside the root of the second moment: gradients far below it hardly move anything
+            (those of a decay that opens at 18 are 1e-8 of others).
         warmup_steps: linear warm-up.
         clip: largest gradient norm.
         held_out_every: steps between looks at the held-out documents (0 = only at the end).

@@ -206,10 +206,10 @@ class EndToEnd:
     """Objective of the end-to-end stage.
 
     TRIM-KV (arXiv 2512.03324) is `decay` gates with the mean of the fidelity terms that are switched on, plus
-    the capacity: `{kl_forward: 0.5, next_token: 0.5, capacity_head: 1}`, protected=0 and a budget; DBTrimKV (arXiv 2605.09649) `decay_shared` with `capacity_global`;
-    WG-KV (arXiv 2512.17452) `{hidden: 1, admitted: lambda}`, protected=256; DMS (arXiv 2506.05345)
-    `{kl_reverse: 1, closed: 1}`, hard=gumbel, ramp=compression, protected=512 (`kl_reverse` is what its code
-    computes).
+    the capacity: `{kl_forward: 0.5, next_token: 0.5, capacity_head: 1}`, protected=0 and a budget; DBTrimKV
+    (arXiv 2605.09649) `decay_shared` with `capacity_global`; WG-KV (arXiv 2512.17452) `{hidden: 1, admitted:
+    lambda}`, protected=256; DMS (arXiv 2506.05345) `{kl_reverse: 1, closed: 1}`, hard=gumbel,
+    ramp=compression, protected=512 (`kl_reverse` is what its code computes).
 
     Args:
         gates: trained in place.

@@ -108,7 +108,7 @@ def _borrow(own: Mapping[nn.Module, nn.Module], *, everyone: bool) -> list[_Lent
     for each in lent:
         each.users += 1
         each.everyone = own[each.module] if everyone else each.everyone
-        each.module.forward = each  # type: ignore[method-assign,assignment]
+        each.module.forward = each
     return lent
 
 

@@ -198,9 +198,9 @@ class SoftGated(nn.Module):
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # While the interpreter ends, modules that hooks are taken out with may be gone.
-        if not sys.is_finalizing() and self.__dict__.get("_hooks") is not None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # While the interpreter ends, what hooks are taken out with may be gone (so is `sys`, of this module).
+        if not ending() and self.__dict__.get("_hooks") is not None:
             self.close()
 
     def forward(

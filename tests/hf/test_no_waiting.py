@@ -436,10 +436,11 @@ def test_calibrated_weights_come_to_the_device_once_and_only_where_they_are_read
         own = gates.fusion_weights["rank_blend"][str(layer.layer_idx)]
         assert one is other and torch.equal(one, torch.tensor(own))
     # Calibrated anew, they are others.
-    gates.metadata["calibration"] = {"fusion": {"log_linear": {"0": [0.25, 0.5]}}}
-    assert gates.score(layers[0]).fusion_weights["log_linear"].tolist() == [0.25, 0.5]
+    record = {**gates.fusion_weights, "rank_blend": {"0": [0.25, 0.5]}}
+    gates.metadata["calibration"] = {"fusion": record}
+    assert gates.score(layers[0]).fusion_weights["rank_blend"].tolist() == [0.25, 0.5]
     with pytest.raises(ValueError, match=r"of layers 0, and layer 1 has none: calibrate the gates again"):
-        _ = gates.score(layers[1]).fusion_weights["log_linear"]
+        _ = gates.score(layers[1]).fusion_weights["rank_blend"]
 
 
 @pytest.mark.gpu

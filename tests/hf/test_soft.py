@@ -1,6 +1,10 @@
 import copy
 import inspect
+import os
+import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -536,3 +540,23 @@ def test_our_attention_is_a_function_without_state():
     function = ALL_ATTENTION_FUNCTIONS["retain_soft_sdpa"]
     held = [cell.cell_contents for cell in inspect.unwrap(function).__closure__]
     assert held == ["sdpa"]
+
+
+def test_one_that_is_alive_when_the_interpreter_ends_says_nothing() -> None:
+    """What it would take its hooks out with is gone by then."""
+    script = """
+import torch
+from tests.hf.test_soft import gates_of
+from tests.tiny import tiny_model
+from retain.hf.soft import SoftGated
+
+model = tiny_model("qwen3").requires_grad_(False)
+own = SoftGated(model, gates_of(model, dtype=torch.float32), protected=2)
+own(torch.arange(1, 12)[None])
+assert own._hooks is not None
+torch.nn.keep = own  # lives as long as the module does
+"""
+    root = Path(__file__).resolve().parents[2]
+    given = {"env": {**os.environ, "PYTHONPATH": str(root)}, "cwd": root}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, **given)
+    assert (done.returncode, done.stderr) == (0, "")

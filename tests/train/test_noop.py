@@ -48,7 +48,7 @@ def gates_for(frozen: Frozen) -> GateSet:
 
 @pytest.fixture(scope="module")
 def useful(frozen: Frozen, documents: list[Document]) -> GateSet:
-    """Linear gates solved for the log future risk of these very documents, closed as far as the budget asks."""
+    """Linear gates solved for the log future risk of these very documents, closed to the budget."""
     gates, seen = gates_for(frozen), {}
     for document in documents:
         n = len(document.context_ids)
@@ -127,7 +127,7 @@ def test_gates_without_a_budget_are_judged_at_what_they_leave_open(
     for layer in gates.layers:
         gates[layer].open_()
     shut = noop_report(gates, frozen, documents[:1], replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1}))
-    assert shut["verdict"].startswith("The gates are open (99% of the entries): train longer, or weigh `adm")
+    assert shut["verdict"].startswith("The gates are open (99% of the entries): train longer, or weigh its")
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

@@ -8,7 +8,16 @@ from torch.nn import functional
 
 from retain.gates import build_gates
 from retain.kernels.gated_attention import gated_attention
-from retain.train.opening import CLOSED, Moment, Opening, decided, logistic_noise, relative
+from retain.train.opening import (
+    CLOSED,
+    Moment,
+    Opening,
+    check_shift,
+    decided,
+    logistic_noise,
+    relative,
+    shift_,
+)
 
 B, H, T = 2, 3, 12
 VALID = torch.arange(T) >= torch.tensor([[0], [4]])
@@ -122,3 +131,29 @@ def test_an_opening_gives_the_same_again_and_no_noise_when_it_looks() -> None:
     soft = Opening(gates)
     soft.moment = opening.moment
     torch.testing.assert_close(soft(output(), gates[0]), functional.logsigmoid(output()))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_shift_leaves_the_budgets_share_above_half_open(pooled: bool) -> None:
+    gates = linear()
+    scores = {layer: output(layer).movedim(1, 0).flatten(1) + 5.0 * layer for layer in (0, 2)}
+    before = {layer: gates[layer].out.bias.detach().clone() for layer in scores}
+    shift_(gates, scores, 0.25, pooled=pooled)
+    moved = {layer: (before[layer] - gates[layer].out.bias).detach().double() for layer in scores}
+    everything = sorted(torch.cat([x.flatten() for x in scores.values()]).tolist())
+    for layer, score in scores.items():
+        for h in range(H):
+            known = everything if pooled else sorted(score[h].tolist())
+            cut = known[int(0.75 * len(known))]
+            assert float(moved[layer][h]) == pytest.approx(cut, abs=1e-5)
+    assert sum(x >= everything[int(0.75 * len(everything))] for x in everything) == len(everything) / 4
+
+
+def test_a_shift_knows_what_it_can_move() -> None:
+    check_shift(linear(), 0)
+    check_shift(linear("mlp", F=4), 0)
+    for family, settings in (("admission", {"D": 4}), ("dms", {}), ("context", {})):
+        gates = build_gates(family, {0: {"E": 4, "H": H, **settings}})
+        with pytest.raises(ValueError, match=r"\(rank\) cannot be shifted.*soft.anchor=256"):
+            check_shift(gates, 0)
+        check_shift(gates, 256)

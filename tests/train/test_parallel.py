@@ -23,6 +23,7 @@ from retain.train.parallel import (
     decoder_layers,
     engine_config,
     is_sharded,
+    loaded_whole,
     shard_frozen_,
     zero_stage,
 )
@@ -236,6 +237,25 @@ def test_every_process_loads_the_whole_of_a_saved_model(two: tuple[Path, Results
         assert all(torch.equal(tensor, result["state"][name]) for name, tensor in whole.state_dict().items())
         assert "do not have the same documents" in result["said"] and "1: of process 1" in result["said"]
         assert result["left"] == "true", "the environment is as it was"
+
+
+def test_transformers_does_not_partition_while_it_loads(tmp_path: Path) -> None:
+    from transformers.integrations import deepspeed
+
+    class Stage3:
+        def is_zero3(self) -> bool:
+            return True
+
+    told = Stage3()
+    deepspeed.set_hf_deepspeed_config(told)
+    try:
+        with pytest.raises(KeyError), loaded_whole():
+            assert not deepspeed.is_deepspeed_zero3_enabled()
+            raise KeyError
+        assert deepspeed.is_deepspeed_zero3_enabled(), "generation asks, later"
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ
 
 
 def check_frozen(result: dict[str, Any], family: str, *, exact: bool) -> None:

@@ -106,7 +106,7 @@ def test_deepspeed_on_two_machines_is_started_by_each_of_them(name: str) -> None
     # No command of its own (`deepspeed --hostfile`, which starts all machines from each): torchrun's.
     assert cmd is None
     assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "4", 1)
-    assert (args.master_addr, args.master_port) == ("one", "20007")
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "one:20007")
 
 
 def test_accelerate_would_refuse_an_unknown_key(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_slurm_script_launches_every_node_and_stops_in_time(
 ) -> None:
     tools = {
         "srun": SRUN,
-        "accelerate": '#!/bin/bash\nprintf "%s " "$SRUN_CPUS_PER_TASK" "$@" >> "$LAUNCHED"; echo >> "$LAUNCHED"\n',
+        "accelerate": '#!/bin/bash\necho "$SRUN_CPUS_PER_TASK" "$@" >> "$LAUNCHED"\n',
         "scontrol": '#!/bin/bash\n[ "$1" = show ] && printf "one\\ntwo\\n" || echo "$@" >> "$LAUNCHED"\n',
     }
     for name, text in tools.items():
@@ -396,7 +396,7 @@ def test_a_full_disk_ends_a_run_with_what_to_do(
         fill_(patch, checkpoint, names, after=after)
         with pytest.raises(
             SystemExit,
-            match=rf"(?s)error: .*cannot write .*{names[0]}.*No space left.*free some space.*step-00000\d, is "
+            match=rf"(?s)error: .*cannot write .*{names[0]}.*No space left.*free some.*step-00000\d, is "
             "untouched, and the same command without overwrite=true goes on from it",
         ):
             main(["--config", str(path)])

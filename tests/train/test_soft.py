@@ -1,6 +1,7 @@
 """The end-to-end objective: terms by hand, gradients that add up, seeds, ramps, refusals; and it learns."""
 
 import copy
+import json
 import math
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
 from retain.hf.model import describe, observe
 from retain.hf.soft import soft_gated
+from retain.train.distill import distill
 from retain.train.documents import Document
 from retain.train.noop import noop_report
 from retain.train.opening import regressed
@@ -342,6 +344,29 @@ def test_gates_that_learned_a_risk_begin_at_the_budget(cost: str, shift: float) 
     objective.align_(DOCUMENTS)
     again = torch.cat([before[layer] - gates[layer].out.bias for layer in gates.layers])
     torch.testing.assert_close(again, moved, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_that_begins_with_a_local_stages_gates_aligns_them(make_config, tmp_path, capsys) -> None:
+    """As they come, a log-risk says nothing of how far an entry is open."""
+    first = distill(make_config(**{"training.steps": 2, "calibration": {"kind": "none"}}))
+    opened = {}
+    for stage, start in (("first", first), ("second", tmp_path / "first")):
+        settings = {"training.steps": 1, "training.lr": 1e-9, "soft": {"protected": 4, "sinks": 2}}
+        config = make_config(
+            stage="end_to_end",
+            initial=str(start),
+            output=str(tmp_path / stage),
+            calibration={"kind": "none"},
+            **settings,
+        )
+        folder = distill(config)
+        said = "gates that learned a risk, shifted to the budget" in capsys.readouterr().out
+        assert said == (stage == "first"), "once"
+        metadata = json.loads((folder / "gates.json").read_text())
+        assert metadata["initial_stage"] == ("local" if said else "end_to_end")
+        opened[stage] = metadata["training"]["held_out"]["open"]
+    assert 0.2 < opened["first"] < 0.6, "half open, and what is protected"
+    assert opened["second"] == pytest.approx(opened["first"], rel=1e-3), "the second is not shifted again"
 
 
 def test_a_fixed_budget_is_a_share_of_the_documents() -> None:

@@ -1,0 +1,98 @@
+"""A soft keep-mask keeps its budget, and its loss teaches which entries to keep and rewards nothing else."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.evidence import attention_probs
+from retain.train.layer_output import bound_coefficients, budget_threshold, relative_change
+from tests.train.test_losses import H, T, evidence_of, naive_output, of, one, soft_threshold, view_of
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.05])
+def test_the_soft_threshold_keeps_the_budget_whatever_is_said(temperature: float) -> None:
+    output, _, reached, _ = one("log_risk")
+    for ratio in (0.1, 0.5):
+        for said in (output, output + 7.0, torch.full_like(output, -3.0), 1e4 * output):
+            cut = budget_threshold(said[None], reached[None], ratio, temperature)
+            kept = torch.sigmoid((said[None] - cut) / temperature).masked_fill(~reached, 0.0).sum(-1)
+            wanted = [[float(round(ratio * n)) for n in reached.sum(-1).tolist()]]
+            torch.testing.assert_close(kept, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=0.0)
+        for h in range(H):
+            cut = budget_threshold(output[None], reached[None], ratio, temperature)[0, h, 0]
+            assert float(cut) == pytest.approx(soft_threshold(output, reached, h, ratio, temperature))
+    said = output[None].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: budget_threshold(x, reached[None], 0.3, temperature), (said,))
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_layer_output_does_not_reward_saying_more_of_all(form: str) -> None:
+    """Softmax does not see a mask that is the same everywhere, so the loss must not pay for one."""
+    output = one("log_risk")[0]
+    view = view_of(evidence_of(), evidence_of(T + 6, 6, seed=1))
+    losses = []
+    for shift in (0.0, 4.0):
+        said = (output + shift).requires_grad_()
+        loss = of("layer_output", "log_risk", output=said, view=view, layer_output=form)
+        loss.backward()
+        assert said.grad is not None and said.grad.abs().max() > 1e-5
+        assert said.grad.sum(-1).abs().max() < 1e-9 * said.grad.abs().max() * T
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_layer_output_prefers_the_oracle_to_saying_the_same_of_all(form: str) -> None:
+    evidence = evidence_of(seed=2)
+    reached = (torch.arange(T) < T - 4).expand(H, T)
+    # What the queries from a distance on pay an entry, times what it adds to the output.
+    probs = attention_probs(evidence, 0, T)[0].unflatten(0, (H, 2))
+    far = torch.arange(T)[:, None] - torch.arange(T) >= 4
+    norms = torch.einsum(
+        "htd,hgde->hgte", evidence.values_BHTD[0], evidence.output_weight_QDE.view(H, 2, 8, 16)
+    ).norm(dim=-1)
+    oracle = ((probs * far).sum(2) * norms).sum(1).clamp_min(1e-6).log()
+    settings = {"keep_ratios": (0.2,), "output_queries": 0, "layer_output": form}
+    found = [
+        float(of("layer_output", "log_risk", output=x, reached=reached, view=view_of(evidence), **settings))
+        for x in (oracle, torch.zeros_like(oracle), -oracle)
+    ]
+    assert found[0] < 0.95 * found[1] < found[2], "the oracle, the same of all, the wrong way round"
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_layer_output_teaches_the_order_and_no_shift(form: str) -> None:
+    view = view_of(evidence_of(seed=2))
+    said = torch.zeros(H, T, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.SGD([said], lr=100.0)
+    settings = {"keep_ratios": (0.3,), "output_queries": 0, "layer_output": form}
+    losses = []
+    for _ in range(40):
+        optimiser.zero_grad()
+        loss = of("layer_output", "log_risk", output=said, view=view, **settings)
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+    assert said.detach().sum(-1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("window", "order"), [(None, 1), (12, 2)])
+def test_the_bound_holds_where_some_queries_are_not_there(window: int | None, order: int) -> None:
+    torch.manual_seed(0)
+    whole_evidence, keep = evidence_of(window=window), torch.rand(H, T, dtype=torch.float64)
+    whole, masked = (naive_output(whole_evidence, mask, 5) for mask in (torch.ones_like(keep), keep))
+    for asks in (torch.arange(T) % 3 == 0, torch.arange(T) == T - 1):
+        evidence = replace(whole_evidence, queried_BS=asks[None])
+        moved = (whole - masked).norm(order, dim=-1)[asks].mean()
+        scale = whole.norm(order, dim=-1)[asks].mean()
+        torch.testing.assert_close(relative_change(evidence, keep.log()[None], 5, order), moved / scale)
+        bound = (bound_coefficients(evidence, 5, T)[0] * (1 - keep)).sum()
+        assert moved <= bound
+        # That of the queries that are there, each by itself.
+        each = [
+            replace(whole_evidence, queried_BS=(torch.arange(T) == j)[None]) for j in asks.nonzero()[:, 0]
+        ]
+        mean = torch.stack([bound_coefficients(one, 5, T) for one in each]).mean(0)
+        torch.testing.assert_close(bound_coefficients(evidence, 5, T), mean)
