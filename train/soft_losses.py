@@ -258,7 +258,7 @@ def rows_of(valid_BT: Bool[Tensor, "B T"], count: int) -> Int[Tensor, "B R"]:
 
 
 def capacity_term(
-    open_BXR: Float[Tensor, "B X R"],
+    open_BXR: Float[Tensor, "B counted R"],
     seen_BR: Float[Tensor, "B R"],
     limit_BR: Float[Tensor, "B R"],
     *,

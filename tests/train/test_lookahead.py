@@ -6,6 +6,7 @@ import torch
 from retain.gates import GateSet, build_gates
 from retain.hf.lookahead import lookahead_gates
 from retain.hf.model import base_model, describe
+from retain.train import branches
 from retain.train.data import DataSettings, Document, load_corpus
 from retain.train.lookahead import Lookahead, divergence, normalised
 from retain.train.targets import TargetSettings
@@ -99,14 +100,16 @@ def test_several_answers_are_mixed_by_weight() -> None:
 
 def test_a_continuation_is_written_once_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = tiny_model("llama"), []
-    plain = model.generate
-    monkeypatch.setattr(model, "generate", lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs))
+    plain = branches.write_greedily
+    monkeypatch.setattr(
+        branches, "write_greedily", lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs)
+    )
     target = TargetSettings(sources={"continuation": 1.0}, continuation_tokens=3)
     objective = Lookahead(gates_of(model), frozen_of(model), target, seed=0)
     own = documents(2)
     first = objective.look(own)
     assert objective.look(own) == first and objective.look(own[::-1]) == first[::-1]
-    assert len(calls) == 1
+    assert len(calls) == 2, "two documents"
 
 
 def test_gradients_add_up_and_nothing_is_drawn() -> None:
