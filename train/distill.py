@@ -216,7 +216,9 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     if state == "resume":  # with another plan, perhaps, or another calibration
         by_the_first(accelerator, lambda: adopt_(folder, mapping))
     if config.tracker != "none":
-        accelerator.init_trackers("retain-distill", config=_flat(mapping))
+        # wandb's own default is a folder `wandb` where one stands, which Python would then import.
+        own = {"wandb": {"dir": str(folder)}}
+        accelerator.init_trackers("retain-distill", config=_flat(mapping), init_kwargs=own)
     documents = "a stream of" if corpus.num_documents is None else corpus.num_documents
     accelerator.print(
         f"{config.model}: {len(gates.layers)} layers, {sum(p.numel() for p in gates.parameters())} gate "
