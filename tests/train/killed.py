@@ -71,11 +71,14 @@ def has_ended(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def killed_once(config: DistillConfig, folder: Path, wait: float, *, early: bool) -> bool:
-    """Whether the run was still going when it was killed."""
-    before, child = sign_of_life(folder), forked(config, folder)
-    while not early and sign_of_life(folder) == before and not has_ended(child):
-        time.sleep(0.002)
+def killed_once(config: DistillConfig, folder: Path, wait: float, *, writes: int) -> bool:
+    """Whether the run was still going when it was killed: `wait` seconds after so many signs of life, which
+    are steps but for the first, so that kills keep to the run's own pace, however busy the machine is."""
+    child = forked(config, folder)
+    for _ in range(writes):
+        before = sign_of_life(folder)
+        while sign_of_life(folder) == before and not has_ended(child):
+            time.sleep(0.001)
     time.sleep(wait)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -104,8 +107,8 @@ def main() -> None:
     draw, records = random.Random(0), []
     for number in range(kills):
         early = number < EARLY * kills
-        wait = draw.uniform(0, start if early else 1.2 * (taken - start) / kills)
-        killed = killed_once(config, folder / "killed", wait, early=early)
+        wait = draw.uniform(0, start if early else (taken - start) / config.training.steps)
+        killed = killed_once(config, folder / "killed", wait, writes=0 if early else draw.randint(1, 3))
         records.append({"killed": killed, "early": early, **what_is_left(folder / "killed")})
     to_the_end(config, folder / "killed")
     (folder / "kills.json").write_text(json.dumps(records))
