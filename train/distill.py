@@ -194,7 +194,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     if is_sharded(frozen.model):
         check_lockstep(config, frozen)
     for spec in layers:
-        gates[spec.layer_idx].to(next(spec.module.parameters()).device)
+        gates[spec.layer_idx].to(spec.device)
     objective = _objective(config, gates, frozen)
     align = _alignment(config, objective, accelerator)
     if accelerator.is_main_process:
@@ -265,15 +265,7 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
     if GATES[family].extension is not None:
         gates: GateSet = lookahead_gates(model, **config.gate.settings, seed=config.seed)
     else:
-        sizes = {
-            spec.layer_idx: {
-                "E": spec.hidden_size,
-                "H": spec.num_kv_heads,
-                "Q": spec.num_heads,
-                "D": spec.head_dim,
-            }
-            for spec in describe(model)
-        }
+        sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             gates = build_gates(family, dims_for(family, sizes, config.gate.settings))

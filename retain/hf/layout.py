@@ -45,6 +45,11 @@ class LayerSpec:
     compute_dtype: torch.dtype
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The layer's sizes by their letters, as gates are built from them."""
+        return {"E": self.hidden_size, "H": self.num_kv_heads, "Q": self.num_heads, "D": self.head_dim}
+
+    @property
     def output(self) -> nn.Module:
         """The output projection."""
         return getattr(self.module, self.family.output)

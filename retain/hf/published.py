@@ -51,15 +51,7 @@ def published_gates(
     path = Path(path_or_hub_id)
     if not path.exists():
         path = _download(os.fspath(path_or_hub_id), revision)
-    sizes = {
-        spec.layer_idx: {
-            "E": spec.hidden_size,
-            "H": spec.num_kv_heads,
-            "Q": spec.num_heads,
-            "D": spec.head_dim,
-        }
-        for spec in describe(model)
-    }
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     gates = import_published(path, sizes, kind=kind)
     gates.metadata["published"]["source"] = os.fspath(path_or_hub_id)
     gates.metadata["base_model"] = (

@@ -43,15 +43,7 @@ def gates_of(family: str) -> GateSet:
     torch.manual_seed(1)
     if GATES[family].extension is not None:
         return lookahead_gates(model, num_tokens=4, rank=2)
-    sizes = {
-        spec.layer_idx: {
-            "E": spec.hidden_size,
-            "H": spec.num_kv_heads,
-            "Q": spec.num_heads,
-            "D": spec.head_dim,
-        }
-        for spec in describe(model)
-    }
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     gates = build_gates(family, dims_for(family, sizes))
     with torch.no_grad():  # fresh ones say the same of every entry, some of them
         for parameter in gates.parameters():

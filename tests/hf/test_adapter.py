@@ -25,15 +25,7 @@ PROTECTION = {
 
 
 def gates_of_family(family: str, model, seed: int = 0, **metadata) -> GateSet:
-    sizes = {
-        spec.layer_idx: {
-            "E": spec.hidden_size,
-            "H": spec.num_kv_heads,
-            "Q": spec.num_heads,
-            "D": spec.head_dim,
-        }
-        for spec in describe(model)
-    }
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     torch.manual_seed(seed)
     gates = build_gates(family, dims_for(family, sizes, {}))
     for tensor in gates.state_dict().values():  # buffers too: what training estimates must travel as well

@@ -38,15 +38,7 @@ def policy(name: str = "own", observed: str | None = None, **settings) -> Policy
 
 def gates_of(model, family: str, settings=None) -> GateSet:
     """Random gates of a family, whose scores differ enough to matter."""
-    sizes = {
-        spec.layer_idx: {
-            "E": spec.hidden_size,
-            "H": spec.num_kv_heads,
-            "Q": spec.num_heads,
-            "D": spec.head_dim,
-        }
-        for spec in describe(model)
-    }
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     gates = build_gates(family, dims_for(family, sizes, settings))
     draw = torch.Generator().manual_seed(0)
     for parameter in gates.parameters():

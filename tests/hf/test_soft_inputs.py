@@ -29,15 +29,7 @@ MODELS = ("llama", "qwen2", "qwen3")
 
 def gates_of(model, family, settings=None, *, dtype=torch.float64):
     """Random gates that are neither open nor shut."""
-    sizes = {
-        spec.layer_idx: {
-            "E": spec.hidden_size,
-            "H": spec.num_kv_heads,
-            "Q": spec.num_heads,
-            "D": spec.head_dim,
-        }
-        for spec in describe(model)
-    }
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     gates = build_gates(family, dims_for(family, sizes, settings)).to(dtype)
     draw = torch.Generator().manual_seed(0)
     for parameter in gates.parameters():
