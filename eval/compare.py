@@ -24,12 +24,13 @@ from retain.eval.config import (
     needs_gates,
     with_all_tasks,
 )
-from retain.eval.record import MANIFEST, code_state, environment, gates_identity, now, open_run, write_json
+from retain.eval.record import MANIFEST, gates_identity, open_run
 from retain.eval.report import section, write_report
 from retain.eval.runner import plan, rows_per_unit, run_all
 from retain.eval.summary import Claim
 from retain.eval.tasks import Suite, load_suite
 from retain.hf.model import fingerprint
+from retain.provenance import code_state, environment, now, write_json
 
 
 def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:

@@ -28,13 +28,14 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from retain.eval.dialogue import KINDS, SINKS, TURN_TOKENS, Conversation, write_conversation
-from retain.eval.record import code_state, environment, now, tokens_sha, write_json
+from retain.eval.record import tokens_sha
 from retain.eval.significance import paired_interval
 from retain.hf.attach import attached
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
 from retain.hf.model import base_model
 from retain.presets import load_policy
+from retain.provenance import code_state, environment, now, write_json
 from retain.reference import SEEDS, load_model
 from retain.reference.tokenizer import EOS_ID
 

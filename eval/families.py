@@ -27,7 +27,7 @@ from tqdm import tqdm
 from retain.attention_chunks import truncate
 from retain.eval.compare import describe_run
 from retain.eval.config import CompareConfig, check
-from retain.eval.record import code_state, environment, now, open_run, read_rows, write_json, write_text
+from retain.eval.record import open_run, read_rows
 from retain.eval.runner import read_back, rows_per_unit, run_all
 from retain.eval.significance import paired_interval
 from retain.eval.summary import FAMILIES, Cell, Scores, gather
@@ -40,6 +40,7 @@ from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
 from retain.hf.lookahead import look_ahead
+from retain.provenance import code_state, environment, now, write_json, write_text
 from retain.ranking import rank_entries
 
 # Of a head's entries: those that the oracle would keep.

@@ -10,20 +10,16 @@ share a folder, and rows made by different code are marked as such.
 import hashlib
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from retain.gates.store import read_metadata
+from retain.provenance import write_json, write_text
 
 ITEMS = "items.jsonl"
 MANIFEST = "manifest.json"
-PACKAGES = ("torch", "triton", "transformers", "numpy", "scipy", "safetensors", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -84,57 +80,6 @@ def gates_identity(folder: str | Path) -> dict[str, Any]:
     what code and on what data it was trained is left out: the same weights are the same gates."""
     metadata = read_metadata(folder)
     return {name: metadata.get(name) for name in ("sha256", "family", "layers", "inputs", "unit")}
-
-
-def code_state(folder: str | Path) -> dict[str, Any]:
-    """Commit of the checkout that holds `folder`, and whether its tree was clean.
-
-    Returns:
-        `{"commit": str | None, "clean": bool}`; not a checkout, or no commit yet: `None` and False.
-    """
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
-    return {"commit": commit, "clean": commit is not None and changes == ""}
-
-
-def environment(device: str, threads: int) -> dict[str, Any]:
-    """Python, package versions, machine, device and threads of this process."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "device": device,
-        "threads_per_worker": threads,
-        "versions": versions,
-    }
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside `path`, then rename: the old file survives a full disk."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write text beside `path`, then rename."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 def open_run(folder: Path, manifest: dict[str, Any], rows_per_unit: Mapping[str, int]) -> dict[str, Any]:
@@ -238,11 +183,6 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def now() -> str:
-    """This moment in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
     names: list[str] = []
     before, after = (json.loads(json.dumps(mapping)) for mapping in (before, after))
@@ -253,12 +193,3 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str 
         elif old != new:
             names.append(f"{prefix}{key} ({old!r} there, {new!r} now)")
     return names
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-        return names[0] if names else platform.processor()
-    except OSError:
-        return platform.processor()

@@ -24,7 +24,7 @@ from retain.eval.orderings import (
     topics,
 )
 from retain.eval.picture import draw, draw_ranking
-from retain.eval.record import read_rows, write_text
+from retain.eval.record import read_rows
 from retain.eval.significance import standard_error
 from retain.eval.summary import (
     ALL,
@@ -41,6 +41,7 @@ from retain.eval.summary import (
 )
 from retain.eval.tasks import Task
 from retain.protection import Protection, protected_mask
+from retain.provenance import write_text
 
 REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",

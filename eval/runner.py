@@ -38,7 +38,7 @@ from retain.budget import Budget
 from retain.eval.baselines import TokenIdentity, fit_token_identity, load_token_identity, oracle
 from retain.eval.config import FULL, CompareConfig, find_policy, needs_gates, with_all_tasks
 from retain.eval.head_classes import measure_head_classes, write_head_classes
-from retain.eval.record import Row, append_unit, take_up, tokens_sha, write_json
+from retain.eval.record import Row, append_unit, take_up, tokens_sha
 from retain.eval.tasks import Item, Suite
 from retain.evidence import Evidence
 from retain.hf.attach import attach
@@ -47,6 +47,7 @@ from retain.hf.gates import load_gates
 from retain.hf.lookahead import look_ahead
 from retain.hf.model import fingerprint
 from retain.policy import Policy, decide_layers, score_entries
+from retain.provenance import write_json
 from retain.scores import Score
 
 

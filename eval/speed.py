@@ -28,9 +28,14 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from retain.eval.stopwatch import (
+from retain.hf.attach import attach
+from retain.hf.cache import Cache
+from retain.hf.model import base_model
+from retain.hf.random_llama import VOCABULARY, random_llama
+from retain.registry import lookup
+from retain.stopwatch import (
     DTYPES,
     Started,
     add_settings,
@@ -42,14 +47,9 @@ from retain.eval.stopwatch import (
     unfit,
     whole_numbers,
 )
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
-from retain.hf.model import base_model
-from retain.registry import lookup
 
 # What the published comparisons of prefill cost name, and Layer-DefensiveKV, whose layers compete.
 POLICIES = ("snapkv,scope=layer", "defensivekv", "criticalkv", "ada_criticalkv", "layer_defensivekv")
-VOCABULARY = 1024
 CONFIDENCE = 0.95
 
 
@@ -69,7 +69,7 @@ class Setting:
         pairs: ratios measured per policy.
         warmup: pairs before them that are not counted.
         keep_ratio: kept / seen.
-        dtype: of weights and cache, a name in `retain.eval.stopwatch.DTYPES`.
+        dtype: of weights and cache, a name in `retain.stopwatch.DTYPES`.
         device: where it runs.
         seed: of weights and tokens.
     """
@@ -185,23 +185,10 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
 
 
 def build_model(setting: Setting) -> PreTrainedModel:
-    """A random Llama of that shape, with `sdpa`."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=setting.width,
-        intermediate_size=setting.intermediate,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=setting.heads,
-        num_key_value_heads=setting.kv_heads,
-        head_dim=setting.width // setting.heads,
-        max_position_embeddings=max(2048, setting.tokens),
-        attn_implementation="sdpa",
-    )
-    # Made where it runs and as it is used: a large one has no room to be made elsewhere, or in float32 first.
-    with torch.random.fork_rng(), torch.device(setting.device):
-        torch.manual_seed(setting.seed)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting.dtype])
-    return model.eval().requires_grad_(False)
+    """The random Llama of a setting."""
+    sizes = ("tokens", "layers", "width", "heads", "kv_heads", "intermediate", "device", "seed")
+    own: dict[str, Any] = {name: getattr(setting, name) for name in sizes}
+    return random_llama(dtype=DTYPES[setting.dtype], **own)
 
 
 def measure_scoring(setting: Setting, entries: Sequence[Entry]) -> list[Timing]:

@@ -30,7 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from retain.attend import attend
 from retain.cache import GROWTH, RaggedStore
-from retain.eval.stopwatch import (
+from retain.kernels.measure import FLOOR
+from retain.stopwatch import (
     DTYPES,
     Started,
     add_settings,
@@ -43,7 +44,6 @@ from retain.eval.stopwatch import (
     unfit,
     whole_numbers,
 )
-from retain.kernels.measure import FLOOR
 
 SHORT, LONG = 1024, 16384
 AHEAD, BEHIND = 2.0, 1.3
@@ -65,7 +65,7 @@ class Setting:
         layers: that are attended in turn.
         threads: CPU threads.
         rounds: ratios measured; three more before them are not counted.
-        dtype: a name in `retain.eval.stopwatch.DTYPES`.
+        dtype: a name in `retain.stopwatch.DTYPES`.
         device: where it runs.
         seed: of all numbers.
     """

@@ -38,7 +38,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import retain
 from retain.cache import RaggedStore
 from retain.eval.speed_decode import attend_store, unequal
-from retain.eval.stopwatch import (
+from retain.hf.attach import attached
+from retain.hf.cache import Cache
+from retain.hf.history import History
+from retain.hf.model import base_model
+from retain.hf.recent import Recent
+from retain.presets import Policy, load_policy
+from retain.stopwatch import (
     DTYPES,
     Started,
     add_settings,
@@ -52,12 +58,6 @@ from retain.eval.stopwatch import (
     unfit,
     whole_numbers,
 )
-from retain.hf.attach import attached
-from retain.hf.cache import Cache
-from retain.hf.history import History
-from retain.hf.model import base_model
-from retain.hf.recent import Recent
-from retain.presets import Policy, load_policy
 
 MOST = 1.05
 VOCABULARY = 128
@@ -88,7 +88,7 @@ class Setting:
         periods: of m tokens, decoded in each round.
         rounds: ratios measured.
         threads: CPU threads.
-        dtype: a name in `retain.eval.stopwatch.DTYPES`.
+        dtype: a name in `retain.stopwatch.DTYPES`.
         device: where it runs.
         seed: of all numbers.
     """

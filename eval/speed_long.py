@@ -37,7 +37,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain.eval import speed
-from retain.eval.stopwatch import (
+from retain.gates import GateSet, build_gates
+from retain.hf.attach import attach
+from retain.hf.cache import Cache
+from retain.hf.model import base_model, describe
+from retain.hf.random_llama import VOCABULARY
+from retain.kernels import backend
+from retain.stopwatch import (
     Started,
     add_settings,
     clock,
@@ -49,11 +55,6 @@ from retain.eval.stopwatch import (
     synchronise,
     whole_numbers,
 )
-from retain.gates import GateSet, build_gates
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
-from retain.hf.model import base_model, describe
-from retain.kernels import backend
 
 PLAIN, FULL = "plain", "full"
 # Tokens decoded before the clock starts, and prompt of the check.
@@ -81,7 +82,7 @@ class Setting:
         rounds: lives measured of each side.
         warmup: lives before them that are not counted.
         threads: CPU threads.
-        dtype: of weights and cache, a name in `retain.eval.stopwatch.DTYPES`.
+        dtype: of weights and cache, a name in `retain.stopwatch.DTYPES`.
         device: where it runs.
         seed: of weights and tokens.
     """
@@ -336,7 +337,7 @@ def benchmark(setting: Setting, command: str = "") -> dict[str, Any]:
     started = Started()
     draw = torch.Generator().manual_seed(setting.seed)
     width = max(setting.lengths) + FIRST + setting.steps
-    ids_BT = torch.randint(speed.VOCABULARY, (setting.batch, width), generator=draw).to(setting.device)
+    ids_BT = torch.randint(VOCABULARY, (setting.batch, width), generator=draw).to(setting.device)
     model = speed.build_model(setting.shape())
     twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     with torch.random.fork_rng():
@@ -367,7 +368,7 @@ def table(record: dict[str, Any]) -> str:
             "a long context, end to end",
             f"model: Llama, random weights, {setting.layers} layers, width {setting.width}, {setting.heads} "
             f"query and {setting.kv_heads} KV heads, feed-forward {setting.intermediate}, vocabulary "
-            f"{speed.VOCABULARY:,}, {setting.dtype}: {record['parameters'] / 1e9:.3g} billion parameters, "
+            f"{VOCABULARY:,}, {setting.dtype}: {record['parameters'] / 1e9:.3g} billion parameters, "
             f"{record['weights_bytes'] / 2**30:.3g} GiB",
             f"prompts: {setting.batch} at once, random tokens; keep_ratio {setting.keep_ratio}; gates: "
             f"random, linear; {setting.rounds} rounds of a prefill and {setting.steps} tokens, in turn",

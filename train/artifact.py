@@ -30,12 +30,12 @@ from retain.config import to_mapping
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.hf.lookahead import observe_ahead
+from retain.provenance import code_state, environment
 from retain.train.branches import readings_of
 from retain.train.calibration import LayerLook, Look, calibrate_, look_at
 from retain.train.data import Document
 from retain.train.noop import noop_report
 from retain.train.parallel import is_sharded
-from retain.train.provenance import provenance
 from retain.train.recipe import DistillConfig
 from retain.train.signals import Signals
 from retain.train.targets import TargetSettings, layer_target, target_unit
@@ -214,8 +214,14 @@ def metadata_of(config: DistillConfig, summary: dict[str, Any], corpus: Any) -> 
         "training": {**mapping["training"], **summary, "seed": config.seed},
         "config": mapping,
         "command": command_line(),
-        "provenance": provenance(),
+        "provenance": _provenance(),
     }
+
+
+def _provenance() -> dict[str, Any]:
+    """The code, the machine and the versions of this process."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {**code_state(Path(__file__)), **environment(device, torch.get_num_threads())}
 
 
 def command_line() -> str:

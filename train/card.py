@@ -316,10 +316,9 @@ def _made(metadata: Mapping[str, Any], command: str) -> str:
         parts.append(", ".join(facts) + ".")
     origin = metadata.get("provenance") or {}
     if origin:
-        commit = origin.get("commit") or "unknown"
-        state = {True: ", with changes that are in no commit", False: ", clean", None: ""}[
-            origin.get("dirty")
-        ]
+        commit, state = origin.get("commit") or "unknown", ""
+        if origin.get("commit"):
+            state = ", clean" if origin.get("clean") else ", with changes that are in no commit"
         versions = ", ".join(
             f"{_plain(name)} {_plain(version)}"
             for name, version in (origin.get("versions") or {}).items()

@@ -21,32 +21,41 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from retain.gates import build_gates, dims_for
-from retain.gates.store import write_beside
 from retain.hf.model import base_model, describe
+from retain.hf.random_llama import VOCABULARY, random_llama
 from retain.registry import lookup
+from retain.stopwatch import (
+    DTYPES,
+    Started,
+    clock,
+    heading,
+    publish,
+    quiet,
+    record_of,
+    spread_of,
+    unfit,
+    whole_numbers,
+)
 from retain.train.data import Document
 from retain.train.device import GIB, Device
 from retain.train.local import LayerLocal
 from retain.train.losses import LossSettings
 from retain.train.model_shape import model_shape
 from retain.train.plan import PROCESS_BYTES, plan_of, work_of
-from retain.train.provenance import provenance
 from retain.train.schedule import TrainingSettings
 from retain.train.targets import TargetSettings
 from retain.train.teacher import Frozen
 
-VOCABULARY = 1024
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of a setting, what the model is made of.
+MODEL = ("tokens", "layers", "width", "heads", "kv_heads", "intermediate", "device", "seed")
 # Tokens of the question and answer behind the document, part of the row.
 APPENDIX = 64
 TEN_MILLION = 10_000_000
@@ -88,23 +97,13 @@ class Setting:
 
     def __post_init__(self) -> None:
         least = {"tokens": APPENDIX + 64, "warmup": 0, "seed": 0, "pairs": 2}
-        problems = [
-            f"{name} is a whole number of at least {least.get(name, 1)}, got {value}"
-            for name, value in vars(self).items()
-            if isinstance(value, int) and value < least.get(name, 1)
-        ]
+        problems = whole_numbers(self, least)
         if not problems and (self.width % (2 * self.heads) or self.heads % self.kv_heads):
             problems.append(
                 f"width {self.width}, {self.heads} heads and {self.kv_heads} KV heads do not divide one "
                 "another (heads are of an even width)"
             )
-        if self.dtype not in DTYPES:
-            problems.append(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        kind = self.device.partition(":")[0]
-        if kind not in ("cpu", "cuda"):
-            problems.append(f"device is cpu or cuda, got {self.device!r}")
-        elif kind == "cuda" and not torch.cuda.is_available():
-            problems.append(f"device {self.device!r} is not there: torch sees no CUDA device; take cpu")
+        problems += unfit(self)
         if problems:
             raise ValueError(f"benchmark: {'; '.join(problems)}.")
 
@@ -126,26 +125,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_model(setting: Setting) -> PreTrainedModel:
-    """A random Llama of that shape, with `sdpa`; the one that `retain.eval.speed` times scoring on."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=setting.width,
-        intermediate_size=setting.intermediate,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=setting.heads,
-        num_key_value_heads=setting.kv_heads,
-        head_dim=setting.width // setting.heads,
-        max_position_embeddings=max(2048, setting.tokens),
-        attn_implementation="sdpa",
-    )
-    # Made where it runs and as it is used: a large one has no room to be made elsewhere, or in float32 first.
-    with torch.random.fork_rng(), torch.device(setting.device):
-        torch.manual_seed(setting.seed)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting.dtype])
-    return model.eval().requires_grad_(False)
-
-
 class Step:
     """One optimiser step, and the decoder alone on the same tokens.
 
@@ -155,16 +134,9 @@ class Step:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.model = build_model(setting)
-        sizes = {
-            spec.layer_idx: {
-                "E": spec.hidden_size,
-                "H": spec.num_kv_heads,
-                "Q": spec.num_heads,
-                "D": spec.head_dim,
-            }
-            for spec in describe(self.model)
-        }
+        own: dict[str, Any] = {name: getattr(setting, name) for name in MODEL}
+        self.model = random_llama(dtype=DTYPES[setting.dtype], **own)
+        sizes = {spec.layer_idx: spec.sizes for spec in describe(self.model)}
         with torch.random.fork_rng():
             torch.manual_seed(setting.seed)
             gates = build_gates(setting.family, dims_for(setting.family, sizes)).to(setting.device)
@@ -216,42 +188,23 @@ class Step:
         return plan.peak_bytes - weights - PROCESS_BYTES[kind]
 
 
-def seconds_of(run: Callable[[], Any], device: str) -> float:
-    """How long a call takes; what the one before has left is not paid for."""
-    gc.collect()
-
-    def wait() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-
-    wait()
-    start = time.perf_counter()
-    result = run()
-    wait()
-    end = time.perf_counter()
-    del result  # freed after the clock has stopped
-    return end - start
-
-
 def measure_step(setting: Setting) -> dict[str, Any]:
     """Pairs of a training step and the decoder alone, alternating."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(setting.threads)
+    step, seconds = Step(setting), clock(setting.device)
+    step.prepare()
+    sides: dict[str, Callable[[], Any]] = {"read": step.read, "train": step.train}
+    pairs: list[tuple[float, float]] = []
     on_gpu = setting.device.startswith("cuda")
-    try:
-        step = Step(setting)
-        step.prepare()
-        pairs: list[tuple[float, float]] = []
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(setting.device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(setting.device)
+    with quiet(setting.threads):
         for pair in range(-setting.warmup, setting.pairs):
-            sides: dict[str, Callable[[], Any]] = {"read": step.read, "train": step.train}
-            order = ("read", "train") if pair % 2 else ("train", "read")
-            taken = {side: seconds_of(sides[side], setting.device) for side in order}
+            taken = {}
+            for side in ("read", "train") if pair % 2 else ("train", "read"):
+                gc.collect()  # what the one before has left is not paid for
+                taken[side] = seconds(sides[side])
             if pair >= 0:
                 pairs.append((taken["read"], taken["train"]))
-    finally:
-        torch.set_num_threads(before)
     train_s = statistics.median(train for _, train in pairs)
     found: dict[str, Any] = {
         "ratio": spread_of([train / read for read, train in pairs]),
@@ -263,12 +216,6 @@ def measure_step(setting: Setting) -> dict[str, Any]:
     if on_gpu:
         found["peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / GIB
     return found
-
-
-def spread_of(values: Sequence[float]) -> dict[str, float]:
-    """Median, and 20th and 80th percentile, of at least two values."""
-    low, _, _, high = statistics.quantiles(values, n=5, method="inclusive")
-    return {"median": statistics.median(values), "p20": low, "p80": high}
 
 
 # glibc: whatever is larger is a mapping of its own, gone when it is freed.
@@ -366,36 +313,20 @@ def benchmark(what: str, setting: Setting, *, command: str = "") -> dict[str, An
         ValueError: an unknown name.
     """
     measure = lookup(what, MEASURES, what="benchmark")
-    load = os.getloadavg()[0]
-    found = measure(setting)
-    return {
-        "what": what,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command,
-        "setting": asdict(setting),
-        **found,
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "provenance": provenance(),
-    }
+    started = Started()
+    return record_of(what, setting, command, started, measure(setting))
 
 
 def table(record: dict[str, Any]) -> str:
     """A record as the text that is printed and kept."""
-    setting, origin = Setting(**{**record["setting"], "device": "cpu"}), record["provenance"]
-    clean = {True: "NOT clean: scratch, no evidence", False: "clean", None: "no checkout"}[origin["dirty"]]
-    lines = [
-        f"layer-local training, {record['what']} ({record['date']})",
+    setting = Setting(**{**record["setting"], "device": "cpu"})
+    lines = heading(
+        record,
+        f"layer-local training, {record['what']}",
         f"model: Llama, random weights, {setting.layers} layers, width {setting.width}, {setting.heads} "
         f"query and {setting.kv_heads} KV heads, feed-forward {setting.intermediate}, {setting.dtype}; "
         f"{setting.family} gates",
-        f"device: {record['setting']['device']} ({origin['device']}), {setting.threads} threads; load "
-        f"{record['load_before']:.2f} before, {record['load_after']:.2f} after",
-        f"versions: torch {origin['versions']['torch']}, transformers {origin['versions']['transformers']}; "
-        f"commit {origin['commit']}, {clean}",
-        f"command: {record['command']}",
-        "",
-    ]
+    )
     if record["what"] == "memory":
         lines.append(f"{'tokens':>8} {'step MiB':>10} {'planned MiB':>12}")
         lines += [
@@ -450,14 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = table(record)
-    output = given.output or Path("results/speed") / f"training-{given.what}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    print(text, end="")
-    os.replace(write_beside(output, (json.dumps(record, indent=2) + "\n").encode()), output)
-    note = output.with_suffix(".txt")
-    os.replace(write_beside(note, text.encode()), note)
-    print(f"written: {output}, {note}")
+    publish(record, table(record), given.output or Path("results/speed") / f"training-{given.what}.json")
     return 0
 
 

@@ -9,7 +9,6 @@ from retain.eval.record import (
     ITEMS,
     Row,
     append_unit,
-    code_state,
     gates_identity,
     open_run,
     read_rows,
@@ -18,6 +17,7 @@ from retain.eval.record import (
 )
 from retain.gates import build_gates
 from retain.gates.store import save_gates
+from retain.provenance import code_state
 
 
 def row(unit: str, item: int) -> Row:

@@ -8,6 +8,7 @@ from retain.eval import speed, speed_long
 from retain.eval.speed_long import FIRST, Setting, Side, describe_side, main, table, waits_of
 from retain.hf.attach import handle_of
 from retain.hf.cache import Cache
+from retain.hf.random_llama import VOCABULARY
 
 TINY = {
     **{"tokens": "200,260", "policies": "fused,defensivekv,lava", "steps": 3, "batch": 2, "layers": 2},
@@ -37,7 +38,7 @@ def test_the_default_is_a_model_of_8b_at_32k_and_128k(monkeypatch):
     assert [entry.policy for entry in setting.entries()] == ["full", "fused", "defensivekv", "lava"]
     attention = shape.width * (2 * shape.width + 2 * shape.kv_heads * 128)
     layer = attention + 3 * shape.width * shape.intermediate + 2 * shape.width
-    weights = shape.layers * layer + 2 * speed.VOCABULARY * shape.width + shape.width
+    weights = shape.layers * layer + 2 * VOCABULARY * shape.width + shape.width
     assert 6.9e9 < weights < 7.1e9, "8B, but for a vocabulary of 128K: two matrices of half a billion each"
 
 
@@ -99,7 +100,7 @@ def test_both_sides_decode_the_same_tokens_at_the_same_positions(monkeypatch):
     with speed_long.attach(model), torch.no_grad():
         twin = speed.build_model(setting.shape())
         plain, full, *_ = speed_long.sides_of(setting, model, twin, speed_long.random_gates(model))
-        ids = torch.randint(speed.VOCABULARY, (2, 140))
+        ids = torch.randint(VOCABULARY, (2, 140))
         logits = []
         for side in (plain, full):
             cache = side.prefill(ids[:, :130])

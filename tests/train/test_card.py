@@ -68,7 +68,7 @@ METADATA: dict[str, Any] = {
     },
     "provenance": {
         "commit": "f" * 40,
-        "dirty": False,
+        "clean": True,
         "python": "3.11",
         "platform": "Linux x86_64",
         "device": "cpu",

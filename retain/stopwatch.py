@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from retain.eval.record import code_state, environment, now, write_json, write_text
+from retain.provenance import code_state, environment, now, write_json, write_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
