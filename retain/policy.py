@@ -222,7 +222,7 @@ def score_entries(
     if observed is None and learned is None:
         zeros_BHT = torch.zeros_like(evidence.keys_BHTD[..., 0])
         return masked_score(zeros_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
-    how = policy.fusion or ("learned" if observed is None else "observed" if learned is None else "max")
+    how = policy.fusion_of(observed is not None, learned is not None)
     fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if observed is None:
         return fused

@@ -162,8 +162,16 @@ class Policy:
     @property
     def gate_alone(self) -> bool:
         """Whether a gate's score is all that it goes by, as the gate gives it."""
-        how = self.fusion or ("learned" if self.observed is None else "max")
-        return self.learned and how == "learned"
+        return self.learned and self.fusion_of(self.observed is not None, True) == "learned"
+
+    def fusion_of(self, observed: bool, learned: bool) -> str:
+        """How it fuses: as stated; by default the largest of two scores, or the one that there is.
+
+        Args:
+            observed: whether there is an observed score.
+            learned: whether there is a gate's.
+        """
+        return self.fusion or ("max" if observed and learned else "observed" if observed else "learned")
 
     @property
     def keeps_all(self) -> bool:

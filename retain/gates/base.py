@@ -7,6 +7,7 @@ logarithm. A `GateSet` holds one gate per attention layer, under that layer's in
 retain leaves alone (sliding window, linear attention) simply have none.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -59,8 +60,10 @@ class GateInputs:
         lookahead_BQSD: queries of the lookahead tokens that `extend` added, after norm and RoPE.
         lookahead_keys_BHSD: their keys.
         valid_BT: False on padding; None: none. For gates that look from one entry at another.
-        scaling: factor on the layer's attention logits, for gates that ask what it would pay; so are
-        soft_cap, window, sinks_Q: of the layer (`retain.evidence.Evidence`).
+        scaling: factor on the layer's attention logits, for gates that ask what a query would pay.
+        soft_cap: of the layer's logits; None: none.
+        window: entries that the layer's queries see; None: all.
+        sinks_Q: the layer's sink logits; None: none.
     """
 
     hidden_BTE: Float[Tensor, "B T E"] | None = None
@@ -95,7 +98,7 @@ class GateInputs:
 _OF_THE_LAYER = ("lookahead_BQSD", "lookahead_keys_BHSD", "sinks_Q")
 
 
-class Gate(nn.Module):
+class Gate(nn.Module, ABC):
     """Interface of a family.
 
     Class attributes: `family`, its name; `inputs`, of `INPUTS`, what it looks at; `unit`, of `UNITS`, what
@@ -181,8 +184,9 @@ class Gate(nn.Module):
             "with stage `local`, or pass to_log_gate=."
         )
 
+    @abstractmethod
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
-        raise NotImplementedError
+        """What the gate says of each entry, in its own unit."""
 
 
 class HiddenGate(Gate):
@@ -224,23 +228,23 @@ class HiddenGate(Gate):
         super().prepare_(inputs, counted_BT, floor_H, mean_H)
 
 
-class Extension(nn.Module):
+class Extension(nn.Module, ABC):
     """What a family adds to the model for as long as a prefill lasts (lookahead tokens and their adapter).
 
     Its parameters belong to the gate set and are saved with it.
     """
 
+    @abstractmethod
     def dims(self) -> dict[str, Any]:
         """The keyword arguments that build this extension again (plain JSON values)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extend(self, model: nn.Module) -> AbstractContextManager[Self]:
         """Inside, the model has the extension; outside, it is as it was.
 
         Args:
             model: the frozen model.
         """
-        raise NotImplementedError
 
 
 class GateSet(nn.Module):
@@ -524,10 +528,14 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
     for name in sorted(gate.inputs):
         axes, tensor = _INPUT_OF[name](evidence)
         if tensor is None:
+            step = f"pass {name}_{axes}"
+            if name.endswith("_before"):
+                step = "pass rotary (retain.hf.model.rotary_of)"
+            elif name == "lookahead":
+                step = "run retain.hf.lookahead.look_ahead on it"
             raise ValueError(
                 f"{where} looks at {INPUTS[name]}, which this evidence does not hold: record it with "
-                f"retain.attach(model) and a retain.Cache that was made with these gates, or pass "
-                f"{name}_{axes} (for what was before RoPE, `rotary`)."
+                f"retain.attach(model) and a retain.Cache that was made with these gates, or {step}."
             )
         given[f"{name}_{axes}"] = tensor
         if axes == "BTE" and tensor.shape[-1] != gate.E:

@@ -33,7 +33,7 @@ from retain.gates.base import GateSet
 from retain.gates.families import build_gates, dims_for
 from retain.registry import lookup
 
-__all__ = ["KINDS", "Kind", "import_published", "sizes_of", "to_convert"]
+__all__ = ["KINDS", "Kind", "import_published", "to_convert"]
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 CONFIG_FILE = "config.json"
@@ -231,26 +231,6 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def sizes_of(fingerprint: Mapping[str, Any]) -> dict[int, dict[str, int]]:
-    """The sizes of each evicting layer, off a model's fingerprint.
-
-    Args:
-        fingerprint: `retain.hf.model.fingerprint`.
-
-    Returns:
-        layer index -> E, H, Q, D.
-    """
-    sizes = {
-        "E": int(fingerprint["hidden_size"]),
-        "H": int(fingerprint["num_kv_heads"]),
-        "Q": int(fingerprint["num_heads"]),
-        "D": int(fingerprint["head_dim"]),
-    }
-    listed = fingerprint.get("layers")
-    layers = map(int, str(listed).split(",")) if listed else range(int(fingerprint["num_layers"]))
-    return {layer: dict(sizes) for layer in layers}
-
-
 def import_published(
     path: str | os.PathLike[str], sizes: Mapping[int, Sizes], *, kind: str = "auto"
 ) -> GateSet:
@@ -258,7 +238,7 @@ def import_published(
 
     Args:
         path: a safetensors file, or a folder with some (and the `config.json` of the release, if it has one).
-        sizes: of the model: layer index -> E, H, Q, D, for each layer that evicts (`sizes_of` a fingerprint).
+        sizes: of the model: layer index -> E, H, Q, D, for each layer that evicts.
         kind: a name in `KINDS`, or `auto`: told by the tensors' names.
 
     Returns:

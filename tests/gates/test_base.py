@@ -162,7 +162,8 @@ def test_missing_layer_inputs_and_wrong_width_are_refused() -> None:
     for family, name, missing in (
         ("linear", "hidden_BTE", "looks at the attention input, .* pass hidden_BTE"),
         ("dms", "stream_BTE", "looks at the residual stream, .* pass stream_BTE"),
-        ("admission", "rotary", "looks at keys after norm, before RoPE, .*`rotary`"),
+        ("admission", "rotary", r"looks at keys after norm, before RoPE, .* or pass rotary \(retain"),
+        ("lookahead", "lookahead_BQSD", "looks at queries of .* or run retain.hf.lookahead.look_ahead on it"),
     ):
         with pytest.raises(ValueError, match=missing):
             gates_of(family).score(replace(evidence(), **{name: None}))

@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from retain.evidence import Evidence
 from retain.gates import GateSet
-from retain.gates.published import KINDS, import_published, sizes_of
+from retain.gates.published import KINDS, import_published
 from retain.gates.store import load_gates, save_gates
 from retain.gates.unpickle import unpickle
 from retain.rotary import Rotary
 
 E, H, Q, D, T, F = 12, 2, 8, 4, 9, 10
 FINGERPRINT = {"hidden_size": E, "num_heads": Q, "num_kv_heads": H, "head_dim": D, "num_layers": 2}
-SIZES = sizes_of(FINGERPRINT)
+SIZES = {layer: {"E": E, "H": H, "Q": Q, "D": D} for layer in range(2)}
 ROTARY = Rotary(torch.tensor([1.0, 0.1]))
 State = dict[str, Tensor]
 
@@ -299,15 +299,9 @@ def test_tensors_may_lie_in_several_files(tmp_path: Path) -> None:
 
 def test_gates_of_layers_that_the_model_leaves_alone_are_left_out(tmp_path: Path) -> None:
     state = release("fastkvzip", tmp_path)
-    gates = import_published(tmp_path, sizes_of({**FINGERPRINT, "layers": "1"}))
+    gates = import_published(tmp_path, {1: SIZES[1]})
     assert gates.layers == (1,)
     assert_scores(gates, "fastkvzip", state)
-
-
-def test_sizes_of_a_fingerprint() -> None:
-    one = {"E": E, "H": H, "Q": Q, "D": D}
-    assert sizes_of(FINGERPRINT) == {0: one, 1: one}
-    assert sizes_of({**FINGERPRINT, "layers": "3,7"}) == {3: one, 7: one}
 
 
 def pickled(name: str, path: Path) -> State:
@@ -436,9 +430,9 @@ def test_gates_of_a_model_with_other_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"it has no gate for layers \[2\]; the model's layers are \[0, 1, 2"
     ):
-        import_published(tmp_path, sizes_of({**FINGERPRINT, "num_layers": 3}))
+        import_published(tmp_path, {**SIZES, 2: SIZES[0]})
     with pytest.raises(ValueError, match=r"it has gates for layers \[1\] beyond it; .* are \[0\]"):
-        import_published(tmp_path, sizes_of({**FINGERPRINT, "num_layers": 1}))
+        import_published(tmp_path, {0: SIZES[0]})
 
 
 def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
