@@ -82,6 +82,22 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.init}
 
 
+def leaves(mapping: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
+    """Every value that is no mapping under its path: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
+
+    Args:
+        mapping: of mappings; an empty one has no leaves.
+        separator: between the names of a path.
+    """
+    found: dict[str, Any] = {}
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}{separator}{path}": leaf for path, leaf in leaves(value, separator).items()}
+        else:
+            found[str(name)] = value
+    return found
+
+
 def save(config: Any, path: str | os.PathLike[str]) -> None:
     """Write the resolved config as YAML, so that `load(path, type(config)) == config`.
 

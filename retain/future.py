@@ -267,7 +267,7 @@ def future_risk(
         ValueError: if the sources, the document's length or the queries held make no sense.
     """
     T = evidence.num_seen
-    _check(evidence, document_tokens, horizon, sources, chunk)
+    _check(evidence, document_tokens, sources)
     document, branches = evidence, []
     if document_tokens < T:
         # The document alone is enough for its own queries, which cannot see the appendix.
@@ -305,19 +305,14 @@ def _check_names(sources: Mapping[str, float], aggregate: str, weight: str) -> N
     lookup(weight, WEIGHTS, what="weight of attention")
 
 
-def _check(
-    evidence: Evidence, document_tokens: int, horizon: int, sources: Collection[str], chunk: int | None
-) -> None:
+def _check(evidence: Evidence, document_tokens: int, sources: Collection[str]) -> None:
+    """What one sequence has to be like; `future_use` says the rest."""
     T, S = evidence.num_seen, evidence.num_queries
-    known = {name: SOURCES[name] for name in ("own", "appendix")}
+    known = {name: SOURCES[name] for name in ("own", "appendix")}  # one sequence holds no other
     for source in sources:
         lookup(source, known, what="source of future queries")
-    if not sources:
-        raise ValueError(f"future risk needs a source of queries: pass one or both of {', '.join(known)}.")
     if not 1 <= document_tokens <= T:
         raise ValueError(f"document_tokens is 1..{T}, the entries of the sequence; got {document_tokens}.")
-    if horizon < 0 or (chunk is not None and chunk < 1):
-        raise ValueError(f"horizon is 0 or more and chunk 1 or more; got horizon {horizon}, chunk {chunk}.")
     if "appendix" in sources and document_tokens == T:
         raise ValueError(
             f"the source 'appendix' needs tokens after the document, and the document fills all {T} entries: "

@@ -192,3 +192,18 @@ def naive_pooled(evidence, window: int, pool, pool_size: int, order: str, of) ->
                 if evidence.valid_BT[b, i]:
                     naive[b, h, i] = sum(float(row[i]) for row in pooled) / G
     return naive
+
+
+def naive_overlap(score_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> list[float]:
+    """Of each head, the share of the target's top fifth of the reached entries that is among the score's."""
+    shares = []
+    for h in range(len(target_HT)):
+        entries = [i for i in range(target_HT.shape[1]) if reached_HT[h, i]]
+        size = max(1, round(0.2 * len(entries)))
+        # Equal ones: the later entry first, as everywhere in retain.
+        best, found = (
+            set(sorted(entries, key=lambda i, row=of_HT[h]: (-float(row[i]), -i))[:size])
+            for of_HT in (target_HT, score_HT)
+        )
+        shares.append(len(best & found) / size)
+    return shares

@@ -8,7 +8,7 @@ import torch
 
 import retain
 from retain.config import load
-from retain.gates import GATES, build_gates
+from retain.gates import GATES, Gate, build_gates
 from retain.gates.store import save_gates
 from retain.hf import attach
 from retain.hf.cache import Cache
@@ -233,9 +233,14 @@ def test_gates(folders, tmp_path) -> None:
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 
 
-def test_the_page_of_gates_names_every_family() -> None:
-    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", page("gates"), re.MULTILINE))))
-    assert named == set(GATES)
+def test_the_page_of_gates_is_right_about_every_family() -> None:
+    rows = [row.split(" | ") for row in re.findall(r"^\| (`.*) \|$", page("gates"), re.MULTILINE)]
+    named = {family: row for row in rows for family in re.findall(r"`(\w+)`", row[0])}
+    assert named.keys() == GATES.keys()
+    for family, (_, _, _, _, trained, again) in named.items():
+        gate = GATES[family]
+        assert ("end to end" in trained) == (gate.log_gate is not Gate.log_gate), family
+        assert (again == "yes") == (not gate.contextual), family
 
 
 def test_the_table_of_families_is_the_table_of_the_code() -> None:

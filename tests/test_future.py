@@ -130,10 +130,12 @@ def test_no_more_than_a_chunk_of_attention_exists(sources):
             {"sources": ("own", "apendix")},
             "unknown source of future queries 'apendix': did you mean 'appendix'",
         ),
-        ({"sources": ()}, "needs a source of queries: pass one or both of own, appendix"),
+        ({"sources": ("repeat",)}, "unknown source of future queries 'repeat'.*Known: appendix, own"),
+        ({"sources": ()}, "the future needs a source of queries: pass some of own, appendix"),
         ({"document_tokens": T}, "the document fills all 16 entries: append a question"),
         ({"document_tokens": T + 1}, r"document_tokens is 1..16.*got 17"),
         ({"horizon": -1}, "horizon is 0 or more.*got horizon -1"),
+        ({"chunk": 0}, "chunk 1 or more; got .*chunk 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings, message):

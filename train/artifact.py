@@ -15,10 +15,11 @@ import copy
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -34,7 +35,7 @@ from retain.provenance import code_state, environment
 from retain.train.branches import readings_of
 from retain.train.calibration import LayerLook, Look, calibrate_, look_at
 from retain.train.data import Document
-from retain.train.noop import noop_report
+from retain.train.noop import asked, judged
 from retain.train.parallel import is_sharded
 from retain.train.recipe import DistillConfig
 from retain.train.signals import Signals
@@ -43,6 +44,7 @@ from retain.train.teacher import Frozen, View, walk
 
 # Documents on which a finished soft stage is asked whether its gates do anything.
 NOOP_DOCUMENTS = 8
+Found = TypeVar("Found")
 
 
 def reports_of(
@@ -58,7 +60,7 @@ def reports_of(
         accelerator: of this process.
 
     Returns:
-        `calibration` (None: none was wanted), and `noop` after the end-to-end stage.
+        `calibration` (None: none was wanted); after the end-to-end stage also `noop`, on the first process.
 
     Raises:
         ValueError: on every process, if it cannot be done; says that training is not lost.
@@ -69,10 +71,16 @@ def reports_of(
         return reports
     promise = "finishing this document (training is over, and its last checkpoint is on disk)"
     with _not_lost(config), Signals(accelerator, Path(config.output), promise) as signals:
+        each = partial(_of_each, config, is_sharded(frozen.model), accelerator, signals)
         if config.stage == "end_to_end":
-            reports["noop"] = noop_report(gates, frozen, corpus.held_out[:NOOP_DOCUMENTS], config.soft)
+            chosen = corpus.held_out[:NOOP_DOCUMENTS]
+            rows = each("no-op", chosen, lambda document: asked(gates, frozen, document, config.soft))
+            if accelerator.is_main_process:
+                reports["noop"] = judged(rows, config.soft)
         if config.calibration.wanted:
-            looks = _looks(config, gates, frozen, corpus.held_out, accelerator, signals)
+            looks = each(
+                "calibration", corpus.held_out, lambda document: _look(config, gates, frozen, document)
+            )
             accelerator.print(
                 f"calibration: fitting {config.calibration.kind!r} to {len(corpus.held_out)} documents"
             )
@@ -97,29 +105,30 @@ def _not_lost(config: DistillConfig) -> Iterator[None]:
         raise
 
 
-def _looks(
+def _of_each(
     config: DistillConfig,
-    gates: GateSet,
-    frozen: Frozen,
-    documents: Sequence[Document],
+    together: bool,
     accelerator: Accelerator,
     signals: Signals,
-) -> list[Look]:
-    """A look at each document, in order, on the first process; elsewhere nothing is kept.
+    what: str,
+    documents: Sequence[Document],
+    ask: Callable[[Document], Found],
+) -> list[Found]:
+    """What is found of each document, in order, on the first process; elsewhere nothing is kept.
 
-    A document a process and round; after each round the processes compare notes on signals and errors.
+    A document a process and round (or, `together`, all of them the same one); after each round the processes
+    compare notes on signals and errors.
     """
-    together = is_sharded(frozen.model)
     each = 1 if together else accelerator.num_processes
     place = 0 if together else accelerator.process_index
-    looks: list[Look] = []
+    kept: list[Found] = []
     show = accelerator.is_main_process
-    with tqdm(total=len(documents), desc="calibration", unit="doc", disable=not show) as bar:
+    with tqdm(total=len(documents), desc=what, unit="doc", disable=not show) as bar:
         for start in range(0, len(documents), each):
-            mine: tuple[Look | None, str | None] = (None, None)
+            mine: tuple[Found | None, str | None] = (None, None)
             try:
                 if start + place < len(documents):
-                    mine = (_look(config, gates, frozen, documents[start + place]), None)
+                    mine = (ask(documents[start + place]), None)
             except ValueError as error:
                 if each == 1:
                     raise
@@ -127,13 +136,13 @@ def _looks(
             everyone = [mine] if each == 1 else gather_object([mine])
             if problems := [said for _, said in everyone if said is not None]:
                 raise ValueError(problems[0])
-            found = [look for look, _ in everyone if look is not None]
-            looks += found if show else []
+            found = [one for one, _ in everyone if one is not None]
+            kept += found if show else []
             bar.update(len(found))
             if signals.requested:
                 bar.close()
                 signals.stop(config.training.steps)
-    return looks
+    return kept
 
 
 def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Document) -> Look:
@@ -192,7 +201,9 @@ def _fitted(
     return record
 
 
-def metadata_of(config: DistillConfig, summary: dict[str, Any], corpus: Any) -> dict[str, Any]:
+def metadata_of(
+    config: DistillConfig, summary: dict[str, Any], corpus: Any, gates: GateSet
+) -> dict[str, Any]:
     """What the artifact says about its making."""
     mapping = to_mapping(config)
     used = corpus.num_documents
@@ -211,7 +222,12 @@ def metadata_of(config: DistillConfig, summary: dict[str, Any], corpus: Any) -> 
             "held_out_used": len(corpus.held_out),
             "sha256": corpus.describe(),
         },
-        "training": {**mapping["training"], **summary, "seed": config.seed},
+        "training": {
+            **mapping["training"],
+            **summary,
+            "seed": config.seed,
+            "parameters": sum(one.numel() for one in gates.parameters() if one.requires_grad),
+        },
         "config": mapping,
         "command": command_line(),
         "provenance": _provenance(),

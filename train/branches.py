@@ -52,11 +52,6 @@ class Reading:
     branches: tuple[Branch, ...]
     key: int
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the document and of all branches: what a walk reads."""
-        return len(self.document.context_ids) + sum(len(branch.ids) for branch in self.branches)
-
 
 def readings_of(documents: Sequence[Document], settings: "TargetSettings", frozen: "Frozen") -> list[Reading]:
     """Documents with the branches that the sources of the target ask for.
@@ -100,23 +95,31 @@ def readings_of(documents: Sequence[Document], settings: "TargetSettings", froze
     return readings
 
 
-def row_tokens(document: Document, settings: "TargetSettings") -> int:
-    """Tokens that a document and its branches take in a packed row, known without a model: at most as many
-    (continuations can end early), but for prompts beyond `PROMPT_TOKENS`.
+def lengths_of(document: Document, settings: "TargetSettings") -> tuple[int, ...]:
+    """Tokens of a document and of each of its branches, known without a model: at most as many (continuations
+    can end early), but for prompts beyond `PROMPT_TOKENS`.
 
     Args:
         document: what is read.
         settings: which sources.
     """
     tokens = len(document.context_ids)
-    row = tokens
-    if "appendix" in settings.sources:
-        row += len(document.appendix_ids)
+    lengths = [tokens]
+    if "appendix" in settings.sources and document.appendix_ids:
+        lengths.append(len(document.appendix_ids))
     if "repeat" in settings.sources:
-        row += tokens + -(-tokens // settings.repeat_chunk) * (PROMPT_TOKENS + TAIL)
+        lengths += [
+            PROMPT_TOKENS + TAIL + min(settings.repeat_chunk, tokens - start)
+            for start in range(0, tokens, settings.repeat_chunk)
+        ]
     if "continuation" in settings.sources:
-        row += settings.continuation_tokens
-    return row
+        lengths.append(settings.continuation_tokens)
+    return tuple(lengths)
+
+
+def row_tokens(document: Document, settings: "TargetSettings") -> int:
+    """Tokens that a document and its branches take in a packed row: the sum of `lengths_of`."""
+    return sum(lengths_of(document, settings))
 
 
 def repeats(document: Document, settings: "TargetSettings", frozen: "Frozen") -> list[Branch]:

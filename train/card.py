@@ -93,7 +93,7 @@ def card_text(
         _section("Recipe", _recipe(metadata)),
         _section("Data", _data(metadata)),
         _section("Is the gate what answers?", _report(metadata.get("noop"))),
-        _section("Calibration", _report(metadata.get("calibration"))),
+        _section("Calibration", _calibration(metadata.get("calibration"))),
         _section("How it was made", _made(metadata, command)),
         _section("Limits", _limits(metadata, base)),
     ]
@@ -156,7 +156,7 @@ def _about(metadata: Mapping[str, Any], base: str) -> str:
     layers = metadata.get("layers") or {}
     revision = metadata.get("base_revision")
     model = (metadata.get("fingerprint") or {}).get("model_type")
-    number = (metadata.get("training") or {}).get("parameters") or metadata.get("parameters")
+    number = (metadata.get("training") or {}).get("parameters")
     size = f", {number:,} parameters" if isinstance(number, int) else ""
     return (
         f"For each entry of the key-value cache of {_code(base)}"
@@ -193,7 +193,10 @@ def _how_to_load(metadata: Mapping[str, Any], base: str, folder: str) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else _plain(value)
+    """Three decimals, or three digits of what would be 0.000."""
+    if not isinstance(value, float):
+        return _plain(value)
+    return f"{value:.3f}" if value == 0 or abs(value) >= 5e-4 else f"{value:.3g}"
 
 
 def _results(
@@ -273,16 +276,12 @@ def _data(metadata: Mapping[str, Any]) -> str:
     return _settings(data) if data else ""
 
 
-def _report(report: Any) -> str:
-    """What another stage says of itself, as a table of its leaves; a text stands as it is."""
+def _report(report: Mapping[str, Any] | None) -> str:
+    """What was looked at after training: its verdict, and a table of its leaves."""
     if not report:
         return ""
-    if isinstance(report, str):
-        return _plain(report)
-    if not isinstance(report, Mapping):
-        return _code(report)
-    text = report.get("text")
-    rest = {key: value for key, value in report.items() if key != "text"}
+    verdict = report.get("verdict")
+    rest = {key: value for key, value in report.items() if key != "verdict"}
     # Per-layer tables belong to the JSON, not to a page.
     short = {
         key: value
@@ -296,7 +295,40 @@ def _report(report: Any) -> str:
             for key, value in short.items()
         ],
     )
-    return "\n\n".join(part for part in (_plain(text) if text else "", table if short else "") if part)
+    return "\n\n".join(part for part in (_plain(verdict) if verdict else "", table if short else "") if part)
+
+
+def _calibration(record: Mapping[str, Any] | None) -> str:
+    """What calibration changed, on the half of the held-out documents that nothing was fitted to; curves and
+    weights of every head stay in the JSON."""
+    if not record:
+        return ""
+    documents, unit, report = record["documents"], record["unit"], record["report"]
+    parts = [
+        f"{_code(record['settings']['kind'])}, fitted to {documents['fitted']} held-out documents and "
+        f"reported on {documents['reported']} others; scores in units of {_code(unit['before'])} before, "
+        f"{_code(unit['after'])} after. Share of the target that is kept, where the heads of a layer or of "
+        "the model compete (inside a head, the order is the same):"
+    ]
+    before, after = (report[name]["keep"] for name in ("before", "after"))
+    sides = [(scope, side) for scope in ("layer", "model") for side in (before, after)]
+    names = ["keep_ratio", "head", "layer, before", "after", "model, before", "after"]
+    rows = [
+        [ratio, _number(before[ratio]["head"]["kept"])]
+        + [_number(side[ratio][scope]["kept"]) for scope, side in sides]
+        for ratio in before
+    ]
+    parts.append(_table(names, rows))
+    if fusion := report.get("fusion"):
+        parts.append("The same inside a head, of scores that are fused with what is observed:")
+        shown = list(next(iter(next(iter(fusion.values())).values())))
+        rows = [
+            [_code(how), ratio, *(_number(shares[name]) for name in shown)]
+            for how, of_ratio in fusion.items()
+            for ratio, shares in of_ratio.items()
+        ]
+        parts.append(_table(["fusion", "keep_ratio", *shown], rows))
+    return "\n\n".join(parts)
 
 
 def _made(metadata: Mapping[str, Any], command: str) -> str:

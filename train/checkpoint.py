@@ -43,6 +43,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from retain.config import leaves
 from retain.gates.store import METADATA_FILE, write_beside
 from retain.train.data import AnyCorpus
 from retain.train.parallel import Synchroniser
@@ -63,14 +64,14 @@ MANIFEST_FILE = "manifest.json"
 KEPT = 2
 # Of a checkpoint's format.
 CHECKPOINT_VERSION = 1
-# What a disk says that takes no more, and what to do about it.
+# What a disk says that takes no more, and what to do about it; {key}: of the config, says where that is.
 DISK_ADVICE = {
-    errno.ENOSPC: "free some space there, or move the folder to a larger disk and set `output` to it",
-    errno.EDQUOT: "free some of your quota, or move the folder to another disk and set `output` to it",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or set `output` to a disk that has none",
-    errno.EROFS: "the disk is mounted read-only: have it repaired, or move the folder and set `output` to it",
-    errno.EIO: "the disk fails: move the folder to another one and set `output` to it",
-    errno.EACCES: "make the folder writable, or set `output` to one that is",
+    errno.ENOSPC: "free some space there, or move the folder to a larger disk and set `{key}` to it",
+    errno.EDQUOT: "free some of your quota, or move the folder to another disk and set `{key}` to it",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or set `{key}` to a disk that has none",
+    errno.EROFS: "the disk is mounted read-only: have it repaired, or move the folder and set `{key}` to it",
+    errno.EIO: "the disk fails: move the folder to another one and set `{key}` to it",
+    errno.EACCES: "make the folder writable, or set `{key}` to one that is",
 }
 # Keys and sections that say how to start and what to plan for, not what is trained.
 START_KEYS = ("overwrite", "resume", "plan")
@@ -125,17 +126,10 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
 def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str]) -> list[str]:
     """`key: earlier -> now` for every leaf that differs, both sides as plain YAML values; not of keys and
     sections that are free to."""
-    before, now = _leaves(earlier), _leaves(json.loads(json.dumps(config)))
+    before, now = leaves(earlier or {}), leaves(json.loads(json.dumps(config)))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     bound = [key for key in keys if key.partition(".")[0] not in free]
     return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in bound]
-
-
-def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        parts = [_leaves(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in value.items()]
-        return {key: leaf for part in parts for key, leaf in part.items()}
-    return {prefix: value}
 
 
 def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
@@ -226,11 +220,12 @@ class DiskError(OSError):
 
 
 @contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path, *, key: str = "output") -> Iterator[None]:
     """Inside, an error of the disk becomes one that says what to do.
 
     Args:
-        folder: of the run.
+        folder: of the run, whose checkpoints the run can go on from.
+        key: of the config, that says where is written.
 
     Raises:
         DiskError: for an OSError of `DISK_ADVICE`; others pass.
@@ -246,7 +241,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
         raise DiskError(
             error.errno,
             f"cannot write {error.filename or folder}: {os.strerror(error.errno)}. Next step: "
-            f"{DISK_ADVICE[error.errno]}. "
+            f"{DISK_ADVICE[error.errno].format(key=key)}. "
             + (
                 f"The last good checkpoint, {kept[1]}, is untouched, and {same_command(folder)} goes on from "
                 "it."
@@ -287,14 +282,11 @@ def _is_whole(path: Path) -> bool:
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         return manifest["files"].keys() == {GATES_FILE, OPTIMIZER_FILE, STATE_FILE} and all(
-            _described(_read(path / name)) == described for name, described in manifest["files"].items()
+            _described((path / name).read_bytes()) == described
+            for name, described in manifest["files"].items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes()
 
 
 def _described(payload: bytes) -> dict[str, Any]:
@@ -315,7 +307,7 @@ def save_checkpoint(
         folder: of the run.
         step: steps done.
         synchroniser: gates and optimiser.
-        extra: what the loop wants to find again, plain JSON: data position, seconds, best so far.
+        extra: what the loop wants to find again, plain JSON: data position, seconds, tokens.
 
     Returns:
         the checkpoint's folder.
@@ -415,13 +407,10 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def load_checkpoint(
-    accelerator: Accelerator, path: Path, synchroniser: Synchroniser
-) -> tuple[int, dict[str, Any]]:
+def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[str, Any]]:
     """Put gates and optimiser where a checkpoint left them; every process calls it.
 
     Args:
-        accelerator: of this process.
         path: the checkpoint (`latest`), on a disk that every process sees.
         synchroniser: of gates of the same make, under any backend and number of processes.
 
@@ -432,7 +421,7 @@ def load_checkpoint(
         ValueError: it is not whole, of a newer format, of other gates, or not what other processes see.
     """
     whole = _is_whole(path)
-    manifest = _read(path / MANIFEST_FILE) if whole else b""
+    manifest = (path / MANIFEST_FILE).read_bytes() if whole else b""
     seen = gather_object([hashlib.sha256(manifest).hexdigest() if whole else None])
     if not whole:
         raise ValueError(
@@ -444,13 +433,13 @@ def load_checkpoint(
             f"the processes do not see the same checkpoint at {path}: set `output` to a folder on a disk "
             "that all machines share."
         )
-    state = json.loads(_read(path / STATE_FILE))
+    state = json.loads((path / STATE_FILE).read_bytes())
     if state["checkpoint_version"] > CHECKPOINT_VERSION:
         raise ValueError(
             f"{path} has checkpoint version {state['checkpoint_version']}, this retain reads up to "
             f"{CHECKPOINT_VERSION}: upgrade retain to go on with it."
         )
-    gates, optimizer = (load_tensors(_read(path / name)) for name in (GATES_FILE, OPTIMIZER_FILE))
+    gates, optimizer = (load_tensors((path / name).read_bytes()) for name in (GATES_FILE, OPTIMIZER_FILE))
     wanted = {name: tuple(tensor.shape) for name, tensor in _state_of(synchroniser)}
     found = {name: tuple(tensor.shape) for name, tensor in gates.items()}
     names = {name.partition("/")[2] for name in optimizer}

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from retain.config import load, to_mapping
+from retain.config import leaves, load, to_mapping
 from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.store import save_gates
 from retain.hf.gates import load_gates
@@ -45,7 +45,7 @@ from retain.train.lock import locked
 from retain.train.lookahead import Lookahead
 from retain.train.loop import Lesson, Objective, train
 from retain.train.opening import check_shift, regressed
-from retain.train.parallel import check_alike, is_sharded, shard_frozen_, sharding_of
+from retain.train.parallel import Sharding, check_alike, is_sharded, shard_frozen_, sharding_of
 from retain.train.plan import (
     Plan,
     device_here,
@@ -92,12 +92,7 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
     Raises:
         ValueError: the model's config cannot be read.
     """
-    model = meta_model(
-        config.model,
-        dtype=config.dtype,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-    )
+    model = _unloaded(config)
     shape = model_shape(model, config.model)
     if GATES[config.gate.family].extension is not None:
         gates = lookahead_on_meta(model, config.gate.settings)
@@ -112,14 +107,25 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
     work = work_of(
         config,
         gates,
-        [lengths_of(document, config.target)] * max(1, config.data.documents),
+        [lengths_of(document, config.target)] * (config.data.documents or config.training.batch_documents),
         accelerator.num_processes,
         inputs=gates.inputs,
         chunk=config.chunk,
         sharding=_sharding(config, accelerator),
+        sampled=not config.data.documents,
     )
     dtype = {2: torch.bfloat16, 4: torch.float32}[shape.dtype_bytes]
     return plan_of(shape, work, device_here(accelerator.device, dtype, config.plan))
+
+
+def _unloaded(config: DistillConfig) -> nn.Module:
+    """The frozen model without its weights."""
+    return meta_model(
+        config.model,
+        dtype=config.dtype,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Path:
@@ -189,7 +195,9 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
             "(overwrite=true trains again)."
         )
         return folder
-    shape, layers = model_shape(frozen.model, config.model), describe(frozen.model)
+    # Weights that quantisation has packed cannot be counted.
+    counted = frozen.model if config.quantization is None else _unloaded(config)
+    shape, layers = model_shape(counted, config.model), describe(frozen.model)
     shard_frozen_(frozen.model, accelerator)
     if is_sharded(frozen.model):
         check_lockstep(config, frozen)
@@ -207,6 +215,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
             inputs=gates.inputs,
             chunk=frozen.chunk,
             sharding=_sharding(config, accelerator),
+            sampled=corpus.num_documents is None,
         )
         device = device_here(accelerator.device, frozen.model.dtype, config.plan)
         print(plan_of(shape, work, device).text())
@@ -218,7 +227,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     if config.tracker != "none":
         # wandb's own default is a folder `wandb` where one stands, which Python would then import.
         own = {"wandb": {"dir": str(folder)}}
-        accelerator.init_trackers("retain-distill", config=_flat(mapping), init_kwargs=own)
+        accelerator.init_trackers("retain-distill", config=_values(mapping), init_kwargs=own)
     documents = "a stream of" if corpus.num_documents is None else corpus.num_documents
     accelerator.print(
         f"{config.model}: {len(gates.layers)} layers, {sum(p.numel() for p in gates.parameters())} gate "
@@ -238,7 +247,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         align=align,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
-    metadata = {**metadata_of(config, summary, corpus), "score_unit": score_unit}
+    metadata = {**metadata_of(config, summary, corpus, gates), "score_unit": score_unit}
     metadata |= reports_of(config, gates, frozen, corpus, accelerator)
     if accelerator.is_main_process:
         with disk_errors(folder):
@@ -251,12 +260,9 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     return folder
 
 
-def _sharding(config: DistillConfig, accelerator: Accelerator) -> Any:
-    """How the frozen weights lie, in the plan's words."""
-    if config.device_map is not None:
-        return "device_map"
-    ways: Mapping[str, Any] = {"none": "replicated", "fsdp": "fsdp2", "zero3": "zero3"}
-    return ways[sharding_of(accelerator)]
+def _sharding(config: DistillConfig, accelerator: Accelerator) -> Sharding:
+    """How the frozen weights lie."""
+    return "device_map" if config.device_map is not None else sharding_of(accelerator)
 
 
 def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
@@ -329,16 +335,11 @@ def _with_features(
     """The same objective, reading the teacher's answers from disk where the config says so."""
     if config.features.folder is None:
         return objective
-    if corpus.num_documents is None:
-        raise ValueError(
-            "features.folder keeps every document's features, and data.streaming=true may have no end: set "
-            "data.streaming=false."
-        )
     folder, gates = Path(config.features.folder), objective.gates
     recipe = recipe_of(
         to_mapping(config), model_sha256=str(base["sha256"]), gate_inputs=gates.inputs, layers=gates.layers
     )
-    with disk_errors(folder):
+    with disk_errors(Path(config.output), key="features.folder"):
         fill_(
             folder,
             [*corpus.train, *corpus.held_out],
@@ -354,15 +355,12 @@ def _with_features(
     return LayerLocal(gates, frozen, config.target, config.loss, seed=config.seed, examples=cached)
 
 
-def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _values(mapping: Mapping[str, Any]) -> dict[str, int | float | str]:
     """`{"a.b": value}` with values that trackers take."""
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, int | float | str) else str(value)
-    return flat
+    return {
+        key: value if isinstance(value, int | float | str) else str(value)
+        for key, value in leaves(mapping).items()
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,7 +29,7 @@ from retain.gates.store import write_beside
 from retain.train.documents import Document
 
 RECIPE_FILE = "features.json"
-SCHEMA = 1
+SCHEMA = 2
 _HEADER = "documents"
 
 
@@ -47,6 +47,23 @@ class FeatureSettings:
     folder: str | None = None
     target_dtype: Literal["float32", "float16"] = "float32"
     shard_documents: int = 16
+
+
+def check_features(settings: FeatureSettings) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        ValueError: saying which.
+    """
+    if settings.shard_documents < 1:
+        raise ValueError(
+            f"features.shard_documents={settings.shard_documents}: a file holds at least 1 document (16 are "
+            "the default)."
+        )
+    if settings.folder == "":
+        raise ValueError(
+            "features.folder is empty: name a folder, or leave it out (null) to keep no features."
+        )
 
 
 @dataclass(frozen=True)
@@ -107,14 +124,6 @@ def recipe_of(
     return json.loads(json.dumps(made))
 
 
-def document_name(document: Document) -> str:
-    """What a document is called on disk: the hash of its tokens, so that no order or split matters."""
-    digest = hashlib.sha256()
-    for ids in (document.context_ids, document.appendix_ids):
-        digest.update(torch.tensor([len(ids), *ids], dtype=torch.int64).numpy().tobytes())
-    return digest.hexdigest()[:24]
-
-
 def fill_(
     folder: str | Path,
     documents: Sequence[Document],
@@ -146,8 +155,7 @@ def fill_(
     folder = Path(folder)
     _open(folder, recipe, make=True)
     there = _documents_in(folder)
-    missing = [document for document in documents if document_name(document) not in there]
-    missing = list({document_name(document): document for document in missing}.values())
+    missing = list({one.name: one for one in documents if one.name not in there}.values())
     mine = missing[process::num_processes]
     if not missing:
         say(f"features: all {len(documents)} documents are in {folder}")
@@ -169,7 +177,7 @@ def _silent(text: str) -> None:
 def _extract(documents: Sequence[Document], source: Examples, settings: FeatureSettings) -> dict[str, Tensor]:
     """The tensors of one shard, on the CPU."""
     tensors: dict[str, Tensor] = {}
-    names = [document_name(document) for document in documents]
+    names = [document.name for document in documents]
     dtype = getattr(torch, settings.target_dtype)
 
     def take(examples: list[Example]) -> None:
@@ -230,7 +238,7 @@ def _check_room(
 
 
 def _write_shard(folder: Path, documents: Sequence[Document], tensors: Mapping[str, Tensor]) -> None:
-    names = [document_name(document) for document in documents]
+    names = [document.name for document in documents]
     name = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
     final = folder / f"shard-{name}.safetensors"
     beside = final.with_name(f"{final.name}.new")
@@ -274,6 +282,15 @@ def _documents_in(folder: Path) -> dict[str, Path]:
     return found
 
 
+def _fields_of(keys: Iterable[str]) -> dict[str, list[str]]:
+    """`DOCUMENT/LAYER` -> the fields that a shard holds of it."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        prefix, _, field = key.rpartition("/")
+        found.setdefault(prefix, []).append(field)
+    return found
+
+
 class CachedExamples:
     """Examples from disk, one layer of one document at a time.
 
@@ -293,6 +310,8 @@ class CachedExamples:
         _open(self.folder, recipe, make=False)
         self.layers: list[int] = list(recipe["layers"])
         self.shards = _documents_in(self.folder)
+        # Shard -> `DOCUMENT/LAYER` -> fields, of the shards that were read.
+        self._fields: dict[Path, dict[str, list[str]]] = {}
 
     def of(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
         """As `Examples.of`; no example has a view.
@@ -300,7 +319,7 @@ class CachedExamples:
         Raises:
             ValueError: a document is not there.
         """
-        names = [document_name(document) for document in documents]
+        names = [document.name for document in documents]
         absent = [row for row, name in enumerate(names) if name not in self.shards]
         if absent:
             raise ValueError(
@@ -311,16 +330,16 @@ class CachedExamples:
         files = {path: safe_open(path, framework="pt") for path in {self.shards[name] for name in names}}
         try:
             opened = {path: file.__enter__() for path, file in files.items()}
-            keys = {path: set(file.keys()) for path, file in opened.items()}
+            for path, file in opened.items():
+                if path not in self._fields:
+                    self._fields[path] = _fields_of(file.keys())
             for layer in self.layers:
                 examples = []
                 for row, (name, document) in enumerate(zip(names, documents, strict=True)):
-                    path = self.shards[name]
-                    prefix = f"{name}/{layer}/"
+                    path, prefix = self.shards[name], f"{name}/{layer}"
                     own: dict[str, Any] = {
-                        key.removeprefix(prefix): _back(opened[path].get_tensor(key), self.device)
-                        for key in keys[path]
-                        if key.startswith(prefix)
+                        field: _back(opened[path].get_tensor(f"{prefix}/{field}"), self.device)
+                        for field in self._fields[path][prefix]
                     }
                     target_HT, reached_HT = own.pop("target_HT").float(), own.pop("reached_HT")
                     inputs = GateInputs(**own)

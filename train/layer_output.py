@@ -9,7 +9,7 @@ The loss is LAVa's (arXiv 2509.09754) and CriticalKV's (arXiv 2502.03805), who m
 scores.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -59,20 +59,22 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
     known_BHT = case.output_BHT.masked_fill(~case.reached_BHT, 0.0)
     trained = torch.is_grad_enabled() and known_BHT.requires_grad
     masks = []  # of each budget: the logarithm of the keep-mask, a leaf that parts look at, what they sent
-    for ratio in settings.keep_ratios:
-        threshold_BH1 = budget_threshold(known_BHT, case.reached_BHT, ratio, settings.temperature)
+    for threshold_BH1 in budget_threshold(
+        known_BHT, case.reached_BHT, settings.keep_ratios, settings.temperature
+    ):
         log_keep_BHT = functional.logsigmoid((known_BHT - threshold_BH1) / settings.temperature)
         log_keep_BHT = log_keep_BHT.masked_fill(~case.reached_BHT, 0.0)
         leaf_BHT = log_keep_BHT.detach().requires_grad_(trained)
         masks.append((log_keep_BHT, leaf_BHT, torch.zeros_like(leaf_BHT)))
     total, count = torch.zeros_like(known_BHT[0, 0, :0].sum()), 0
     for evidence, horizon in _parts(case):
+        lost = _lost(evidence, horizon, known_BHT.shape[-1], settings)
         for _, leaf_BHT, gradient_BHT in masks:
-            loss = _lost(evidence, horizon, leaf_BHT, settings)
+            loss = lost(leaf_BHT)
             if trained:
                 gradient_BHT += torch.autograd.grad(loss, leaf_BHT)[0]
             total, count = total + loss.detach(), count + 1
-        del evidence
+        del evidence, lost
     # What stands behind the value is only what the parts have sent: 0, with their gradient.
     for log_keep_BHT, leaf_BHT, gradient_BHT in masks:
         total = total + ((log_keep_BHT - leaf_BHT.detach()) * gradient_BHT).sum()
@@ -80,21 +82,31 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
 
 
 def _lost(
-    evidence: Evidence, horizon: int, log_keep_BHT: Float[Tensor, "B H T"], settings: LossSettings
-) -> Float[Tensor, ""]:
-    """The loss of one part under one keep-mask."""
+    evidence: Evidence, horizon: int, entries: int, settings: LossSettings
+) -> Callable[[Tensor], Tensor]:
+    """Logarithm of a keep-mask -> the loss of one part under it. What no mask changes is computed once."""
     if settings.layer_output == "exact":
-        return relative_change(evidence, log_keep_BHT, horizon, 1 if settings.output_norm == "l1" else 2)
-    bound_BHT = bound_coefficients(evidence, horizon, log_keep_BHT.shape[-1])
-    lost = (bound_BHT * -torch.expm1(log_keep_BHT)[..., : bound_BHT.shape[-1]]).sum()
-    return lost / bound_BHT.sum().clamp_min(torch.finfo(bound_BHT.dtype).tiny)
+        with torch.no_grad():
+            whole_BSE = layer_output(evidence, None, horizon)
+        order = 1 if settings.output_norm == "l1" else 2
+        return lambda log_keep_BHT: relative_change(evidence, log_keep_BHT, horizon, order, whole_BSE)
+    bound_BHT = bound_coefficients(evidence, horizon, entries)
+    scale = bound_BHT.sum().clamp_min(torch.finfo(bound_BHT.dtype).tiny)
+
+    def under(log_keep_BHT: Tensor) -> Tensor:
+        return (bound_BHT * -torch.expm1(log_keep_BHT)[..., : bound_BHT.shape[-1]]).sum() / scale
+
+    return under
 
 
 def budget_threshold(
-    output_BHT: Float[Tensor, "B H T"], reached_BHT: Bool[Tensor, "B H T"], ratio: float, temperature: float
-) -> Float[Tensor, "B H 1"]:
-    """The threshold `t` under which a soft keep-mask keeps a head's budget: `sum_i sigmoid((s_i - t) / tau) =
-    k` over its reached entries, `k` of `boundary_of` (of a single entry, one half).
+    output_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    ratios: Sequence[float],
+    temperature: float,
+) -> Float[Tensor, "K B H 1"]:
+    """The threshold `t` of each of K budgets, under which a soft keep-mask keeps what a head may: `sum_i
+    sigmoid((s_i - t) / tau) = k` over its reached entries, `k` of `boundary_of` (of a single entry, one half).
 
     Its gradient is that of the equation: with `m_i` the mask, `dt / ds_i = m_i (1 - m_i) / sum_k m_k (1 -
     m_k)`. A threshold that stood still instead would reward a head for raising all of its scores, and one
@@ -103,32 +115,34 @@ def budget_threshold(
     Args:
         output_BHT: s, finite everywhere.
         reached_BHT: entries that compete; a head without any gets 0.
-        ratio: the budget, as a share of them.
+        ratios: the budgets, as shares of them.
         temperature: tau.
     """
     known_BHT, count_BH1 = output_BHT.detach().double(), reached_BHT.sum(-1, keepdim=True)
-    k_BH1 = boundary_of(count_BH1, ratio).double()
-    k_BH1 = torch.where(count_BH1 > 1, k_BH1, 0.5 * count_BH1)
+    k_KBH1 = torch.stack([boundary_of(count_BH1, ratio) for ratio in ratios]).double()
+    k_KBH1 = torch.where(count_BH1 > 1, k_KBH1, 0.5 * count_BH1)
     # With all at the lowest score, none of the budgets lies further than log(2 n) from it; so above.
     reach_BH1 = temperature * (2.0 * count_BH1 + 1).log()
     low_BH1 = known_BHT.masked_fill(~reached_BHT, float("inf")).amin(-1, keepdim=True) - reach_BH1
     high_BH1 = known_BHT.masked_fill(~reached_BHT, float("-inf")).amax(-1, keepdim=True) + reach_BH1
     some_BH1 = count_BH1 > 0
-    low_BH1, high_BH1 = (torch.where(some_BH1, edge_BH1, 0.0) for edge_BH1 in (low_BH1, high_BH1))
+    low_KBH1, high_KBH1 = (
+        torch.where(some_BH1, edge_BH1, 0.0).expand_as(k_KBH1) for edge_BH1 in (low_BH1, high_BH1)
+    )
     for _ in range(BISECTIONS):
-        middle_BH1 = 0.5 * (low_BH1 + high_BH1)
-        mask_BHT = torch.sigmoid((known_BHT - middle_BH1) / temperature).masked_fill(~reached_BHT, 0.0)
-        above_BH1 = mask_BHT.sum(-1, keepdim=True) > k_BH1
-        low_BH1 = torch.where(above_BH1, middle_BH1, low_BH1)
-        high_BH1 = torch.where(above_BH1, high_BH1, middle_BH1)
-    threshold_BH1 = 0.5 * (low_BH1 + high_BH1)
+        middle_KBH1 = 0.5 * (low_KBH1 + high_KBH1)
+        mask_KBHT = torch.sigmoid((known_BHT - middle_KBH1) / temperature).masked_fill(~reached_BHT, 0.0)
+        above_KBH1 = mask_KBHT.sum(-1, keepdim=True) > k_KBH1
+        low_KBH1 = torch.where(above_KBH1, middle_KBH1, low_KBH1)
+        high_KBH1 = torch.where(above_KBH1, high_KBH1, middle_KBH1)
+    threshold_KBH1 = 0.5 * (low_KBH1 + high_KBH1)
     # As a softmax, which has no 0 / 0 where every entry is sure: m (1 - m) in logarithms.
-    x_BHT = (known_BHT - threshold_BH1) / temperature
-    log_slope_BHT = functional.logsigmoid(x_BHT) + functional.logsigmoid(-x_BHT)
-    lowest = torch.finfo(log_slope_BHT.dtype).min
-    weight_BHT = log_slope_BHT.masked_fill(~reached_BHT, lowest).softmax(-1) * some_BH1
-    sent_BHT = weight_BHT.to(output_BHT.dtype) * (output_BHT - output_BHT.detach())
-    return threshold_BH1.to(output_BHT.dtype) + sent_BHT.sum(-1, keepdim=True)
+    x_KBHT = (known_BHT - threshold_KBH1) / temperature
+    log_slope_KBHT = functional.logsigmoid(x_KBHT) + functional.logsigmoid(-x_KBHT)
+    lowest = torch.finfo(log_slope_KBHT.dtype).min
+    weight_KBHT = log_slope_KBHT.masked_fill(~reached_BHT, lowest).softmax(-1) * some_BH1
+    sent_KBHT = weight_KBHT.to(output_BHT.dtype) * (output_BHT - output_BHT.detach())
+    return threshold_KBH1.to(output_BHT.dtype) + sent_KBHT.sum(-1, keepdim=True)
 
 
 def _parts(case: Case) -> Iterator[tuple[Evidence, int]]:
@@ -192,7 +206,11 @@ def layer_output(
 
 
 def relative_change(
-    evidence: Evidence, log_keep_BHT: Float[Tensor, "B H entries"], horizon: int, order: int
+    evidence: Evidence,
+    log_keep_BHT: Float[Tensor, "B H entries"],
+    horizon: int,
+    order: int,
+    whole_BSE: Float[Tensor, "B S E"] | None = None,
 ) -> Float[Tensor, ""]:
     """`mean_j ||y_j - y'_j||_p / mean_j ||y_j||_p` over the held queries j that are there.
 
@@ -201,10 +219,12 @@ def relative_change(
         log_keep_BHT: logarithm of the keep-mask, of its first entries.
         horizon: nearer entries are not masked.
         order: p.
+        whole_BSE: y, where it is known (`layer_output` without a mask); None: it is computed.
     """
     log_keep_BHT, asks_BS = _as_wide(log_keep_BHT, evidence.num_seen), evidence.asks_BS
     with torch.no_grad():
-        whole_BSE = layer_output(evidence, None, horizon)
+        if whole_BSE is None:
+            whole_BSE = layer_output(evidence, None, horizon)
         scale = _mean_over(asks_BS, torch.linalg.vector_norm(whole_BSE, order, dim=-1))
     masked_BSE = layer_output(evidence, log_keep_BHT, horizon)
     change = _mean_over(asks_BS, torch.linalg.vector_norm(whole_BSE - masked_BSE, order, dim=-1))

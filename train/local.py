@@ -9,10 +9,11 @@ Where the examples come from is a seam: `TeacherExamples` makes them out of the 
 `retain.train.features.CachedExamples` reads those that were written to disk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from retain.gates import Gate, GateInputs, GateSet, inputs_of
@@ -20,10 +21,10 @@ from retain.gates.base import UNITS
 from retain.train.branches import readings_of
 from retain.train.data import Document
 from retain.train.features import Example, Examples
-from retain.train.losses import LossSettings, check_fit, local_losses, top_entries, total_loss
+from retain.train.losses import LossSettings, check_fit, head_overlaps, local_losses, total_loss
 from retain.train.targets import (
     TargetSettings,
-    baseline_overlaps,
+    baselines_of,
     joined_for,
     layer_target,
     target_unit,
@@ -33,8 +34,6 @@ from retain.train.teacher import Frozen, walk
 
 # Stands for the step in what is drawn for held-out documents: always the same pairs.
 HELD_OUT_STEP = 2**40
-# Share of a head's entries whose finding is reported.
-OVERLAP_SHARE = 0.2
 # Entries of a layer from which input statistics are made, and the fewest documents that they come from (where
 # the first step has as many): one long document is not what all are like.
 PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
@@ -183,9 +182,7 @@ class LayerLocal:
         self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
     ) -> list[dict[str, Any]]:
         layers = len(self.gates.layers)
-        # Summed on the device, and read once: a layer does not wait for the one before it.
-        sums: list[dict[str, Any]] = [{} for _ in documents]
-        heads: list[dict[str, Tensor]] = [{} for _ in documents]
+        tally = Tally(len(documents))
 
         def see(examples: list[Example]) -> None:
             for example in examples:
@@ -211,22 +208,66 @@ class LayerLocal:
                     "loss": loss.detach(),
                     **{name: term.detach() for name, term in terms.items()},
                 }
-                found["overlap"] = overlap_H.mean()
-                if baselines and example.view is not None:
-                    found |= baseline_overlaps(example.view, example.target_HT, example.reached_HT, self.seed)
-                row = sums[example.row]
-                for name, value in found.items():
-                    row[name] = _plus(row[name], value) if name in row else value
-                heads[example.row][str(example.layer_idx)] = overlap_H
+                found |= baselines_of(example, self.seed) if baselines else {}
+                tally.add_(example.row, example.layer_idx, found, overlap_H)
 
         self.examples.of(documents, see)
+        return tally.means(layers, heads=scale is None)
+
+
+class Tally:
+    """What the layers say of each document, summed on the device and read once, at the end: a layer does not
+    wait for the one before it.
+
+    Args:
+        documents: how many there are.
+    """
+
+    def __init__(self, documents: int) -> None:
+        self._sums: list[dict[str, Any]] = [{} for _ in range(documents)]
+        self._heads: list[dict[str, Tensor]] = [{} for _ in range(documents)]
+
+    def add_(
+        self,
+        row: int,
+        layer: int,
+        found: Mapping[str, Tensor | float],
+        overlap_H: Float[Tensor, " H"],
+    ) -> None:
+        """Count one layer of one document.
+
+        Args:
+            row: the document's place.
+            layer: its index in the model.
+            found: what is reported, a number per name.
+            overlap_H: of its heads (`head_overlaps`); the mean of them is reported too.
+        """
+        own = self._sums[row]
+        for name, value in (*found.items(), ("overlap", overlap_H.mean())):
+            own[name] = _plus(own[name], value) if name in own else value
+        self._heads[row][str(layer)] = overlap_H
+
+    def means(self, layers: int, *, heads: bool) -> list[dict[str, Any]]:
+        """Per document: means over layers, and `overlap_of` (layer -> overlap of each head) with `heads`.
+
+        Args:
+            layers: how many there are.
+            heads: whether each head's overlap is wanted.
+        """
         rows = []
-        for row, own in zip(sums, heads, strict=True):
-            means: dict[str, Any] = {name: float(value) / layers for name, value in row.items()}
-            if scale is None:
-                means["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in own.items()}
+        for own, overlaps in zip(self._sums, self._heads, strict=True):
+            means: dict[str, Any] = {name: float(value) / layers for name, value in own.items()}
+            if heads:
+                means["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in overlaps.items()}
             rows.append(means)
         return rows
+
+
+def _plus(total: Tensor | float, value: Tensor | float) -> Tensor | float:
+    """The sum, where the first value is: layers may lie on several devices, and the host waits for none."""
+    if isinstance(total, Tensor) and isinstance(value, Tensor):
+        return total + value.to(total.device, non_blocking=True)
+    return total + value
 
 
 def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:
@@ -248,23 +289,6 @@ def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:
             f"makes a target in {unit}: set target.weight=none, or choose gate.family=mlp."
         )
     return UNITS[gate.unit]
-
-
-def head_overlaps(output_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> Tensor:
-    """How much of the target's top fifth of each head's reached entries the output finds, `[H]`. Chance: a
-    fifth."""
-    size_BH1 = torch.round(OVERLAP_SHARE * reached_HT.sum(-1, keepdim=True)).long().clamp_min(1)[None]
-    both_BHT = top_entries(output_HT[None], reached_HT[None], size_BH1) & top_entries(
-        target_HT[None], reached_HT[None], size_BH1
-    )
-    return (both_BHT.sum(-1) / size_BH1[..., 0])[0]
-
-
-def _plus(total: Tensor | float, value: Tensor | float) -> Tensor | float:
-    """The sum, where the first value is: layers may lie on several devices, and the host waits for none."""
-    if isinstance(total, Tensor) and isinstance(value, Tensor):
-        return total + value.to(total.device, non_blocking=True)
-    return total + value
 
 
 def _enough(documents: Sequence[Document]) -> Sequence[Document]:

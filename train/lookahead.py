@@ -22,12 +22,11 @@ from retain.hf.cache import Cache
 from retain.hf.lookahead import Asked, run_behind
 from retain.hf.model import base_model
 from retain.hf.pieces import token_wise_in_pieces
-from retain.scores import value_norm_l1
 from retain.train.branches import Reading, readings_of
 from retain.train.documents import Document
-from retain.train.local import head_overlaps
-from retain.train.losses import keyed_generator
-from retain.train.targets import TargetSettings
+from retain.train.local import Tally
+from retain.train.losses import head_overlaps
+from retain.train.targets import TargetSettings, baseline_overlaps
 from retain.train.teacher import Frozen
 
 
@@ -65,8 +64,6 @@ class Lookahead:
             )
         self.gates, self.frozen, self.target, self.seed = gates, frozen, target, seed
         self.extension = gates.extension
-        # Continuations are generated once a document: the frozen model says the same again.
-        self.readings: dict[int, Reading] = {}
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """What the optimiser trains."""
@@ -77,7 +74,8 @@ class Lookahead:
 
     def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
         """Add the gradient of `scale` times the documents' summed loss to the parameters'."""
-        rows = [self._run(reading, scale) for reading in self._readings(documents)]
+        readings = readings_of(documents, self.target, self.frozen)
+        rows = [self._run(reading, scale) for reading in readings]
         for parameter in self.parameters():  # alike on all processes, whatever each has read
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -86,14 +84,8 @@ class Lookahead:
     @torch.no_grad()
     def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
         """The same numbers of held-out documents, and `overlap_of`: layer -> overlap of each head."""
-        return [self._run(reading, None, baselines) for reading in self._readings(documents)]
-
-    def _readings(self, documents: Sequence[Document]) -> list[Reading]:
-        """The documents with their answers, in order."""
-        fresh = [document for document in documents if document.key not in self.readings]
-        for document, reading in zip(fresh, readings_of(fresh, self.target, self.frozen), strict=True):
-            self.readings[document.key] = reading
-        return [self.readings[document.key] for document in documents]
+        readings = readings_of(documents, self.target, self.frozen)
+        return [self._run(reading, None, baselines) for reading in readings]
 
     def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
         """One document: loss, overlap, and the gradient if there is a scale."""
@@ -115,16 +107,10 @@ class Lookahead:
                     model, cache.read_only(), extension.embeds(1, like), cache.valid_BT, cache.positions_BT
                 )
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
-                found = self._compare(cache, asked, targets, scale)
-        layers = len(self.gates.layers)
-        means: dict[str, Any] = {name: float(torch.stack(found[name]).mean()) for name in ("loss", "overlap")}
-        if scale is None:
-            per_head = zip(self.gates.layers, found["heads"], strict=True)
-            means["overlap_of"] = {str(layer): overlap_H.tolist() for layer, overlap_H in per_head}
+                means = self._compare(cache, asked, targets, scale)
         if baselines:
             with torch.no_grad():
-                for name, values in self._baselines(reading, cache, targets).items():
-                    means[name] = sum(values) / layers
+                means |= self._baselines(reading, cache, targets)
         return means
 
     def _targets(self, reading: Reading, cache: Cache) -> dict[int, Float[Tensor, "H T"]]:
@@ -160,10 +146,10 @@ class Lookahead:
 
     def _compare(
         self, cache: Cache, asked: dict[int, Asked], targets: dict[int, Tensor], scale: float | None
-    ) -> dict[str, list[Tensor]]:
-        """Loss and overlap of every layer, and the gradient: a layer's rows of attention are gone before the
+    ) -> dict[str, Any]:
+        """Loss and overlap over all layers, and the gradient: a layer's rows of attention are gone before the
         next one's are made, and then one way back leads through the model."""
-        found: dict[str, list[Tensor]] = {"loss": [], "overlap": [], "heads": []}
+        tally = Tally(1)
         ends: list[Tensor] = []
         gradients: list[Tensor] = []
         for layer in self.gates.layers:
@@ -183,35 +169,25 @@ class Lookahead:
                         gradients.append(part.grad)
             reached_HT = torch.ones_like(score_HT, dtype=torch.bool)
             overlap_H = head_overlaps(score_HT.detach(), targets[layer], reached_HT)
-            found["loss"].append(loss.detach().cpu())
-            found["overlap"].append(overlap_H.mean().cpu())
-            found["heads"].append(overlap_H.cpu())
+            tally.add_(0, layer, {"loss": loss.detach()}, overlap_H)
         if ends:
             torch.autograd.backward(ends, gradients)
-        return found
+        return tally.means(len(self.gates.layers), heads=scale is None)[0]
 
-    def _baselines(
-        self, reading: Reading, cache: Cache, targets: dict[int, Tensor]
-    ) -> dict[str, list[float]]:
-        """Overlaps with the same target that cost no training: by chance, by recency, by the value's norm."""
-        found: dict[str, list[float]] = {}
-        for layer in self.gates.layers:
-            target_HT = targets[layer]
-            generator = keyed_generator((self.seed, reading.key, layer))
-            values = cache.layers[layer].dense()[1]
-            norm_BQT = value_norm_l1(values, cache._spec_of[layer].output_weight_QDE)
-            scores = {
-                "overlap_random": torch.rand(target_HT.shape, generator=generator).to(target_HT.device),
-                "overlap_recency": torch.arange(target_HT.shape[1], device=target_HT.device).expand_as(
-                    target_HT
-                ),
-                "overlap_value_norm": norm_BQT[0].unflatten(0, (len(target_HT), -1)).amax(1),
-            }
-            reached_HT = torch.ones_like(target_HT, dtype=torch.bool)
-            for name, score_HT in scores.items():
-                overlap_H = head_overlaps(score_HT.float(), target_HT, reached_HT)
-                found.setdefault(name, []).append(float(overlap_H.mean()))
-        return found
+    def _baselines(self, reading: Reading, cache: Cache, targets: dict[int, Tensor]) -> dict[str, float]:
+        """Overlaps with the same target that cost no training (`baseline_overlaps`), means over layers."""
+        means: dict[str, float] = {}
+        for layer, target_HT in targets.items():
+            found = baseline_overlaps(
+                cache.layers[layer].dense()[1],
+                cache._spec_of[layer].output_weight_QDE,
+                target_HT,
+                torch.ones_like(target_HT, dtype=torch.bool),
+                (self.seed, reading.key, layer),
+            )
+            for name, value in found.items():
+                means[name] = means.get(name, 0.0) + value / len(targets)
+        return means
 
 
 def normalised(score_HT: Float[Tensor, "H T"]) -> Float[Tensor, "H T"]:

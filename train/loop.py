@@ -31,6 +31,7 @@ from retain.train.checkpoint import (
     save_checkpoint,
 )
 from retain.train.data import Document, num_packs, packs, share_of
+from retain.train.packing import Size, plain_size
 from retain.train.parallel import Synchroniser
 from retain.train.progress import Progress, tracked
 from retain.train.schedule import TrainingSettings, learning_rate
@@ -73,7 +74,8 @@ class Lesson:
         corpus: `Corpus` or `StreamingCorpus`.
         training: how long, how fast, how often.
         pack_tokens: tokens of one packed row, 0 = any.
-        size_of: tokens that a document and its branches take in a row.
+        size_of: tokens that a document and its branches take in a row, by which processes share documents,
+            rows are packed, and tokens are counted.
         lockstep: whether all processes must run the same number of forwards (a sharded model).
         alone: whether every document has a pack of its own: where the model reads documents one by one
             (`Frozen.forward_of`), packs of a different size are a different number of forwards.
@@ -85,7 +87,7 @@ class Lesson:
     corpus: Any
     training: TrainingSettings
     pack_tokens: int = 0
-    size_of: Callable[[Document], int] | None = None
+    size_of: Size = plain_size
     lockstep: bool = False
     alone: bool = False
     prepare: bool = True
@@ -126,7 +128,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         eps=training.eps,
     )
     if resume and (checkpoint := latest(folder)) is not None:
-        start, extra = load_checkpoint(accelerator, checkpoint[1], synchroniser)
+        start, extra = load_checkpoint(checkpoint[1], synchroniser)
         so_far = extra["so_far"]
         corpus.restore_(extra["corpus"])
         by_the_first(accelerator, lambda: rewind_log_(folder, start))
@@ -193,7 +195,7 @@ def take_step_(
 ) -> dict[str, Any]:
     """One optimiser step over this process's share; returns the record of all processes."""
     batch = lesson.corpus.documents_of(step)
-    mine = _share(batch, accelerator)
+    mine = _share(batch, lesson, accelerator)
     synchroniser.zero_()
     outcomes: list[dict[str, float]] = []
     read: list[Document] = []
@@ -204,7 +206,7 @@ def take_step_(
             read += pack
     share = {
         "documents": [document.key for document in read],
-        "tokens": sum(document.num_tokens for document in read),
+        "tokens": sum(map(lesson.size_of, read)),
         "outcomes": [[outcome[name] for name in lesson.objective.fields] for outcome in outcomes],
     }
     everyone = gather_object([share])
@@ -242,8 +244,13 @@ def _stop(step: int, what: str, bad: Sequence[int], batch: Sequence[Document], f
     )
 
 
-def _share(documents: Sequence[Document], accelerator: Accelerator) -> list[Document]:
-    return share_of(documents, process=accelerator.process_index, num_processes=accelerator.num_processes)
+def _share(documents: Sequence[Document], lesson: Lesson, accelerator: Accelerator) -> list[Document]:
+    return share_of(
+        documents,
+        process=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        size_of=lesson.size_of,
+    )
 
 
 def _packs(
@@ -271,7 +278,7 @@ def held_out_record(lesson: Lesson, accelerator: Accelerator, *, baselines: bool
     each layer's heads."""
     documents = lesson.corpus.held_out
     rows: list[dict[str, Any]] = []
-    for pack, counts in _packs(_share(documents, accelerator), documents, lesson, accelerator):
+    for pack, counts in _packs(_share(documents, lesson, accelerator), documents, lesson, accelerator):
         found = lesson.objective.look(pack, baselines=baselines)
         rows += found if counts else []
     everyone = [row for part in gather_object([rows]) for row in part]

@@ -27,6 +27,8 @@ from retain.registry import lookup
 
 # A probability is kept this far from 0 and 1 before its logarithm is taken; the gradient is the one there.
 CLAMP = 1e-6
+# Share of a head's entries whose finding is reported.
+OVERLAP_SHARE = 0.2
 
 
 @runtime_checkable
@@ -550,17 +552,15 @@ def keyed_generator(key: tuple[int, ...]) -> torch.Generator:
     return torch.Generator().manual_seed(state >> 1)
 
 
-def top_overlap(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    share: float = 0.2,
-) -> Float[Tensor, " B"]:
-    """How much of the target's top `share` of a head's entries the prediction finds; mean over heads. Chance:
-    `share`."""
-    size_BH1 = torch.round(share * reached_BHT.sum(-1, keepdim=True)).long().clamp_min(1)
-    both = top_entries(predicted_BHT, reached_BHT, size_BH1) & top_entries(target_BHT, reached_BHT, size_BH1)
-    return (both.sum(-1) / size_BH1[..., 0]).mean(-1)
+def head_overlaps(
+    output_HT: Float[Tensor, "H T"], target_HT: Float[Tensor, "H T"], reached_HT: Bool[Tensor, "H T"]
+) -> Float[Tensor, " H"]:
+    """How much of the target's top fifth of each head's reached entries the output finds. Chance: a fifth."""
+    size_BH1 = torch.round(OVERLAP_SHARE * reached_HT.sum(-1, keepdim=True)).long().clamp_min(1)[None]
+    both_BHT = top_entries(output_HT[None], reached_HT[None], size_BH1) & top_entries(
+        target_HT[None], reached_HT[None], size_BH1
+    )
+    return (both_BHT.sum(-1) / size_BH1[..., 0])[0]
 
 
 def top_entries(

@@ -37,6 +37,7 @@ class ModelShape:
         H: KV heads.
         D: head width.
         V: vocabulary.
+        positions: tokens that it takes at most; None: its config does not say.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ModelShape:
     H: int
     D: int
     V: int
+    positions: int | None = None
 
 
 def model_shape(model: nn.Module, name: str) -> ModelShape:
@@ -94,6 +96,7 @@ def model_shape(model: nn.Module, name: str) -> ModelShape:
         H=int(getattr(text, "num_key_value_heads", None) or heads),
         D=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
         V=int(text.vocab_size),
+        positions=getattr(text, "max_position_embeddings", None),
     )
 
 

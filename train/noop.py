@@ -11,7 +11,7 @@ invite it are refused by `retain.train.soft.check_loophole`; this looks at what 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -27,9 +27,10 @@ from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.soft import SoftGated
 from retain.train.data import Document
+from retain.train.local import HELD_OUT_STEP
 from retain.train.losses import keyed_generator
 from retain.train.opening import Opening
-from retain.train.soft import BUDGETED, LOOKING, EndToEnd, SoftSettings
+from retain.train.soft import BUDGETED, EndToEnd, SoftSettings
 from retain.train.soft_losses import VOCABULARY
 from retain.train.teacher import Frozen
 
@@ -85,7 +86,6 @@ class Control:
         return torch.cat([log_gate_BHT[..., : self.sinks], other_BHN], -1)
 
 
-@torch.no_grad()
 def noop_report(
     gates: GateSet, frozen: Frozen, documents: Sequence[Document], soft: SoftSettings, *, seed: int = 0
 ) -> dict[str, Any]:
@@ -122,36 +122,66 @@ def noop_report(
     Raises:
         ValueError: no documents.
     """
-    if not documents:
-        raise ValueError("the no-op report looks at held-out documents, and there are none: hold some out.")
-    term = "kl_forward" if soft.terms.keys() & set(VOCABULARY) else "hidden"
+    return judged([asked(gates, frozen, document, soft, seed=seed) for document in documents], soft)
+
+
+@torch.no_grad()
+def asked(
+    gates: GateSet, frozen: Frozen, document: Document, soft: SoftSettings, *, seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """What `noop_report` finds of one document, whichever others there are: processes may share them.
+
+    Returns:
+        `soft` and `hard` of the document, as in the report; `hard` is empty where its context fits into the
+        budget.
+    """
+    term = _fidelity(soft)
     looking = replace(soft, terms={term: 1.0, "capacity_global": 1.0}, checkpointing=False, autocast=False)
     objective = EndToEnd(gates, frozen, looking, seed=seed)
-    means: dict[str, float] = {}
+    found: dict[str, float] = {}
     for how in get_args(How):
         control = Control(objective.opening, how, sinks=soft.sinks, seed=seed)
         gated = SoftGated(objective.base, gates, protected=soft.protected, to_log_gate=control)
         with closing(gated):
             objective.gated = gated
-            found = [objective.terms_of([document], LOOKING) for document in documents]
-        means[how] = math.fsum(float(row[term][0]) for row in found) / len(found)
+            row = objective.terms_of([document], HELD_OUT_STEP)
+        found[how] = float(row[term][0])
         if how == "trained":
-            opened = [float(row["open"][0]) for row in found]
-            means["open"] = math.fsum(opened) / len(opened)
-    shares = [_share(document.num_tokens, soft) for document in documents]
+            found["open"] = float(row["open"][0])
     if _budgeted(soft):
-        means["budget"] = math.fsum(shares) / len(shares)
-    else:
-        shares = opened
-    hard = _evicted(gates, frozen, documents, shares, soft, seed)
+        found["budget"] = _share(document.num_tokens, soft)
+    share = found.get("budget", found["open"])
+    return {"soft": found, "hard": _evicted(gates, frozen, document, share, soft, seed)}
+
+
+def judged(rows: Sequence[Mapping[str, Mapping[str, float]]], soft: SoftSettings) -> dict[str, Any]:
+    """The report of `noop_report`, made of what was found of each document (`asked`).
+
+    Raises:
+        ValueError: no documents.
+    """
+    if not rows:
+        raise ValueError("the no-op report looks at held-out documents, and there are none: hold some out.")
+    means = {name: math.fsum(row["soft"][name] for row in rows) / len(rows) for name in rows[0]["soft"]}
+    evicted = [row["hard"] for row in rows if row["hard"]]
+    hard: dict[str, float] = {
+        name: math.fsum(own[name] for own in evicted) / max(1, len(evicted))
+        for name in ("gate", "recency", "random", "wins")
+    }
+    hard["documents"] = len(evicted)
     problems = _problems(means, hard)
     return {
-        "term": term,
+        "term": _fidelity(soft),
         "soft": means,
         "hard": hard,
         "useful": not problems,
         "verdict": " ".join(problems) or _praise(means, hard),
     }
+
+
+def _fidelity(soft: SoftSettings) -> str:
+    """The term by which gates and controls are compared."""
+    return "kl_forward" if soft.terms.keys() & set(VOCABULARY) else "hidden"
 
 
 def _budgeted(soft: SoftSettings) -> bool:
@@ -212,43 +242,30 @@ def _praise(means: dict[str, float], hard: dict[str, float]) -> str:
 
 
 def _evicted(
-    gates: GateSet,
-    frozen: Frozen,
-    documents: Sequence[Document],
-    shares: Sequence[float],
-    soft: SoftSettings,
-    seed: int,
+    gates: GateSet, frozen: Frozen, document: Document, share: float, soft: SoftSettings, seed: int
 ) -> dict[str, float]:
-    """KL of what follows the context, after an eviction by the gates and after those of the controls.
-    Documents whose contexts fit into the budget are left out."""
-    rows: list[dict[str, float]] = []
+    """KL of what follows the context, after an eviction by the gates and after those of the controls; nothing
+    of a document whose context fits into the budget."""
     sinks = max(SINKS, soft.sinks)
+    context, rest = _split(document)
+    stated = soft.budget if _budgeted(soft) else None
+    budget = max(stated or round(share * len(context)), soft.protected + sinks + 1)
+    if budget >= len(context) or len(rest) < 1:
+        return {}
     protection = {"sinks": sinks, "recent": soft.protected, "prefix_fraction": 0, "suffix_fraction": 0}
     joint = {} if soft.terms.get("capacity_head") else {"scope": "model"}
     device = frozen.model.get_input_embeddings().weight.device
+    context_ids, rest_ids = (torch.tensor([ids], device=device) for ids in (context, rest))
     with attach(frozen.model):
-        for document, share in zip(documents, shares, strict=True):
-            context, rest = _split(document)
-            stated = soft.budget if _budgeted(soft) else None
-            budget = max(stated or round(share * len(context)), soft.protected + sinks + 1)
-            if budget >= len(context) or len(rest) < 1:
-                continue
-            context_ids, rest_ids = (torch.tensor([ids], device=device) for ids in (context, rest))
-            whole = _after(
-                frozen.model, Cache(frozen.model, policy="full", keep_ratio=1.0), context_ids, rest_ids
-            )
-
-            lost = partial(_lost, frozen.model, context_ids, rest_ids, whole, tokens_per_head=budget)
-            kept = {"protection": protection}
-            own = lost("gate", gates=gates, **kept, **joint)
-            recency = lost("recency", **kept)
-            draws = [lost("random", seeds=[draw], **kept) for draw in _seeds(document, seed)]
-            wins = sum(own < draw for draw in draws) / len(draws)
-            random = math.fsum(draws) / len(draws)
-            rows.append({"gate": own, "recency": recency, "random": random, "wins": wins})
-    names = ("gate", "recency", "random", "wins")
-    means = {name: math.fsum(row[name] for row in rows) / max(1, len(rows)) for name in names}
-    return {**means, "documents": len(rows)}
+        full = Cache(frozen.model, policy="full", keep_ratio=1.0)
+        whole = _after(frozen.model, full, context_ids, rest_ids)
+        lost = partial(_lost, frozen.model, context_ids, rest_ids, whole, tokens_per_head=budget)
+        kept = {"protection": protection}
+        own = lost("gate", gates=gates, **kept, **joint)
+        recency = lost("recency", **kept)
+        draws = [lost("random", seeds=[draw], **kept) for draw in _seeds(document, seed)]
+    wins = sum(own < draw for draw in draws) / len(draws)
+    return {"gate": own, "recency": recency, "random": math.fsum(draws) / len(draws), "wins": wins}
 
 
 def _lost(

@@ -32,7 +32,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 
-Sharding = Literal["none", "fsdp", "zero3"]
+from retain.hf.model import base_model
+
+# How frozen weights lie on several devices: whole on each, in parts (two ways), or spread by one process.
+Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
 # Of a sharded model's outermost module: which of the two.
 _SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
 # What AdamW remembers of every parameter, beside the number of steps.
@@ -353,11 +356,11 @@ def _deepspeed_engine(module: nn.Module, optimizer: Any, config: Mapping[str, An
 def sharding_of(accelerator: Accelerator) -> Sharding:
     """How the launcher wants the frozen model to lie."""
     if accelerator.distributed_type == DistributedType.FSDP:
-        return "fsdp"
+        return "fsdp2"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        return "zero3" if zero_stage(config) == 3 else "none"
-    return "none"
+        return "zero3" if zero_stage(config) == 3 else "replicated"
+    return "replicated"
 
 
 def shard_frozen_(
@@ -369,8 +372,8 @@ def shard_frozen_(
 ) -> nn.Module:
     """Bring a frozen model to its devices: whole, or in parts that are put together layer by layer.
 
-    - Whole: `model.to(device)`; what is quantised, or spread by `device_map`, stays where it is.
-    - `fsdp`: every decoder layer is `fully_shard`-ed over all processes, and is whole on each of them while
+    - `replicated`: `model.to(device)`; what is quantised, or spread by `device_map`, stays where it is.
+    - `fsdp2`: every decoder layer is `fully_shard`-ed over all processes, and is whole on each of them while
       it runs. Embeddings, the last norm and the head stay whole everywhere: they are called from outside
       of layers, and the head is asked for its weight.
     - `zero3`: every parameter is partitioned, one after another, so that no device ever holds all of them,
@@ -383,7 +386,7 @@ def shard_frozen_(
     Args:
         model: a `PreTrainedModel`, loaded on the CPU by every process; changed in place.
         accelerator: of this process.
-        sharding: None: what accelerate was launched with.
+        sharding: None: what accelerate was launched with. (`device_map` is decided where a model is loaded.)
         deepspeed_config: None: that of accelerate.
 
     Returns:
@@ -395,14 +398,14 @@ def shard_frozen_(
     sharding = sharding_of(accelerator) if sharding is None else sharding
     model.requires_grad_(False)
     placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
-    if sharding == "none":
+    if sharding in ("replicated", "device_map"):
         return model if placed else model.to(accelerator.device)
     if placed:
         raise ValueError(
             f"a model that is quantised or spread by device_map cannot be sharded ({sharding}) as well: load "
             "it plain, or launch with configs/accelerate/ddp.yaml."
         )
-    if sharding == "fsdp":
+    if sharding == "fsdp2":
         _fully_shard_(model, accelerator)
     else:
         if deepspeed_config is None:
@@ -417,29 +420,11 @@ def is_sharded(model: nn.Module) -> bool:
     return model in _SHARDED
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers: the outermost one that is as long as the config says.
-
-    Raises:
-        ValueError: there is none.
-    """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    wanted = getattr(config, "num_hidden_layers", None)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:
-            return module
-    raise ValueError(
-        f"{type(model).__name__} has no list of {wanted} decoder layers: it cannot be sharded layer by "
-        "layer. Launch with configs/accelerate/ddp.yaml, or deepspeed_zero3.yaml."
-    )
-
-
 def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    layers = decoder_layers(model)
+    layers: Any = base_model(model).layers
     mesh = init_device_mesh(accelerator.device.type, (_num_processes(),))
     for layer in layers:
         # Moves this layer alone to the device, and keeps a part of it: the whole model never lies there. Not

@@ -27,6 +27,7 @@ from typing import Any
 
 from retain.train.calibration import MOST_ENTRIES
 from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here
+from retain.train.local import PREPARED_ENTRIES
 from retain.train.model_shape import (
     ModelShape,
     lookahead_on_meta,
@@ -57,8 +58,6 @@ __all__ = [
 PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
 # Share of the activations that an allocator loses to fragments.
 SLACK = 0.1
-# Entries of a layer that the first statistics are made of (`retain.train.local.PREPARED_ENTRIES`).
-PREPARED_ENTRIES = 8192
 # What a gradient costs beside the pass itself, of operations.
 BACKWARD = 3.0
 # Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
@@ -219,15 +218,21 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
     b, E, F, V = shape.dtype_bytes, shape.E, shape.F, shape.V
     queries, entries = shape.Q * shape.D, shape.H * shape.D
     N, T = work.row_tokens, work.document_tokens
-    weight = b if work.weight_bits is None else work.weight_bits / 8
     shards = 1 if work.sharding == "replicated" else work.num_processes
-    weights = shape.parameters * weight / shards
-    how = f"{8 * weight:g} bits a weight" + (f", a share of {shards} ({work.sharding})" if shards > 1 else "")
+    weights, how = shape.parameters * b, f"{8 * b} bits a weight"
+    if work.weight_bits is not None:
+        # Embeddings and head are left as they are.
+        whole = min(2 * E * V, shape.parameters)
+        weights = whole * b + (shape.parameters - whole) * work.weight_bits / 8
+        how = f"{work.weight_bits} bits a weight, embeddings and head {8 * b}"
+    weights /= shards
+    how += f", a share of {shards} ({work.sharding})" if shards > 1 else ""
     always = [Line("frozen weights", weights, how, True)]
     if shards > 1 and work.sharding != "device_map":
         gathered = 2.0 * shape.largest_layer * b
         always.append(Line("gathered layers", gathered, "the one at work and the next", True))
-    states = 2 + work.optimizer_states + (1 if work.num_processes > 1 else 0)
+    # A parameter, its gradient and AdamW's two moments; and the all-reduce's copy of the gradient.
+    states = 4 + (1 if work.num_processes > 1 else 0)
     always += [
         Line(
             "gates, gradients, optimiser",
@@ -327,8 +332,9 @@ def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
             for t, *branches in work.lengths
             for s in (0, *branches)
         )
-        # The layer as it is, under the mask, and the way back.
-        totals["layer_output"] = shape.gated * work.output_ratios * (2 + BACKWARD) * 4.0 * queries * seen
+        # The layer as it is, once; of each budget, under its mask, and the way back.
+        passes = 1 + work.output_ratios * (1 + BACKWARD)
+        totals["layer_output"] = shape.gated * passes * 4.0 * queries * seen
     if work.stage == "end_to_end":
         # The soft pass: forward, again if recomputed, and the gradient of activations (weights are frozen).
         times = 2.0 + work.checkpointing
@@ -364,7 +370,7 @@ def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
     }
     if work.continuation:
         # Remembered: each document's is written once.
-        read = min(len(work.lengths), work.steps * work.batch_documents) + work.held_out
+        read = work.num_read + work.held_out
         c, t = work.continuation, sum(document for document, *_ in work.lengths) / len(work.lengths)
         pairs = t * t / 2 + c * t + c * c / 2
         attention = 4.0 * shape.Q * shape.D * shape.num_layers * pairs
@@ -404,7 +410,7 @@ def _bare(shape: ModelShape, work: Work, device: Device) -> Plan:
 def _advice(plan: Plan) -> list[str]:
     """What would make it fit, cheapest first; each was planned, and says what it comes to."""
     shape, work, device = plan.shape, plan.work, plan.device
-    found = []
+    found = _shorter(shape, work)
     if plan.disk_bytes > plan.disk_free:
         found.append(
             f"features.folder on a disk with {_size(plan.disk_bytes)} free, data.documents="
@@ -449,6 +455,27 @@ def _advice(plan: Plan) -> list[str]:
             "sharding over up to 64 devices fits"
         )
     return found
+
+
+def _shorter(shape: ModelShape, work: Work) -> list[str]:
+    """What to lower where a document with its longest branch is longer than the model takes; a run would be
+    refused at the first such document."""
+    if shape.positions is None:
+        return []
+    needed, branch = max(
+        (t + max(branches, default=0), max(branches, default=0)) for t, *branches in work.lengths
+    )
+    if needed <= shape.positions:
+        return []
+    room = shape.positions - branch
+    key = f"lower data.max_tokens to {room}" if room > 0 else "shorten what is read after a document"
+    behind = (
+        f", {branch:,} of them read after it (data.max_appendix_tokens, target.repeat_chunk or "
+        "target.continuation_tokens)"
+        if branch
+        else ""
+    )
+    return [f"{key}: a document takes up to {needed:,} tokens{behind}, and the model {shape.positions:,}"]
 
 
 def _longest(plan: Plan, changes: dict[str, Any]) -> int:

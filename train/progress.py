@@ -16,6 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from retain.config import leaves
+
 # Tracker -> the packages of which one must be there.
 TRACKERS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -136,18 +138,14 @@ def tracker_options(name: str, folder: Path) -> dict[str, Any]:
     return {"log_with": name, "project_dir": str(folder / "tracker")}
 
 
-def tracked(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def tracked(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a log record under flat names, `held_out/loss` say; what is no number is left out.
 
     Args:
-        record: of the log.
-        prefix: of the names.
+        record: of the log; its step is handed on beside it.
     """
-    flat: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            flat |= tracked(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[f"{prefix}{name}"] = value
-    flat.pop("step", None)
-    return flat
+    return {
+        name: value
+        for name, value in leaves(record, "/").items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -16,7 +16,7 @@ from retain.registry import lookup
 from retain.train.branches import check_branches
 from retain.train.calibration import CalibrationSettings
 from retain.train.data import DataSettings, Document, check_data
-from retain.train.features import FeatureSettings
+from retain.train.features import FeatureSettings, check_features
 from retain.train.local import check_unit
 from retain.train.losses import LossSettings, check_fit, check_losses
 from retain.train.plan import PlanSettings, check_plan
@@ -111,6 +111,7 @@ def check(config: DistillConfig, num_processes: int) -> None:
         lambda: check_losses(config.loss),
         lambda: _check_gate(config),
         lambda: check_soft(config.soft),
+        lambda: check_features(config.features),
         lambda: check_plan(config.plan),
         lambda: check_training(config.training, num_processes),
     ):
@@ -140,6 +141,11 @@ def _check_stage(config: DistillConfig) -> None:
                 if config.stage == "local"
                 else "."
             )
+        )
+    if config.features.folder is not None and config.data.streaming:
+        raise ValueError(
+            "features.folder keeps every document's features, and data.streaming=true may have no end: set "
+            "data.streaming=false."
         )
     if "bce" in config.loss.terms and config.stage == "local" and config.target.aggregate == "mass":
         raise ValueError(

@@ -25,7 +25,8 @@ from retain.registry import lookup
 from retain.train.branches import Reading
 from retain.train.data import Batch, Document, collate
 from retain.train.features import Example
-from retain.train.local import TeacherExamples, head_overlaps, joined
+from retain.train.local import HELD_OUT_STEP, PREPARED_ENTRIES, Tally, TeacherExamples, joined
+from retain.train.losses import head_overlaps
 from retain.train.opening import Moment, Opening, check_shift, shift_
 from retain.train.soft_losses import (
     NO_TOKEN,
@@ -41,7 +42,7 @@ from retain.train.soft_losses import (
     rows_of,
     vocabulary_terms,
 )
-from retain.train.targets import TargetSettings, baseline_overlaps
+from retain.train.targets import TargetSettings, baselines_of
 from retain.train.teacher import Frozen, View, walk
 
 FIDELITY = {
@@ -62,10 +63,8 @@ AGEING = ("capacity_head", "capacity_global")
 # Costs that know a budget; those of the ramp alone read `soft.budget` nowhere.
 BUDGETED = COST.keys() - {"admitted"}
 RAMPED = BUDGETED - set(AGEING)
-# Stands for the step where documents are only looked at.
-LOOKING = 2**40
-# Documents, and entries of a layer over all of them, from which input statistics are made.
-PREPARED_DOCUMENTS, PREPARED_ENTRIES = 8, 8192
+# Documents from which input statistics are made: of `PREPARED_ENTRIES` of a layer over all of them.
+PREPARED_DOCUMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -316,7 +315,7 @@ class EndToEnd:
                 share = min(1.0, self.soft.budget / mean)
             pooled = not self.soft.terms.get("capacity_head")
             shift_(self.gates, joint, share, pooled=pooled)
-        opened = [float(self.terms_of([document], LOOKING)["open"]) for document in documents]
+        opened = [float(self.terms_of([document], HELD_OUT_STEP)["open"]) for document in documents]
         return sum(opened) / len(opened)
 
     def _inputs_of(
@@ -347,7 +346,7 @@ class EndToEnd:
     @torch.no_grad()
     def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
         """The same numbers of held-out documents at the final budget, without noise."""
-        rows = _rows(self.terms_of(documents, LOOKING))
+        rows = _rows(self.terms_of(documents, HELD_OUT_STEP))
         if self.target is not None:
             for row, found in zip(rows, self._overlaps(documents, baselines), strict=True):
                 row |= found
@@ -356,8 +355,7 @@ class EndToEnd:
     def _overlaps(self, documents: Sequence[Document], baselines: bool) -> list[dict[str, Any]]:
         """How much of the target's top fifth the gates' order at the end of each document finds."""
         assert self.target is not None
-        sums: list[dict[str, float]] = [{} for _ in documents]
-        heads: list[dict[str, list[float]]] = [{} for _ in documents]
+        tally = Tally(len(documents))
 
         def see(examples: list[Example]) -> None:
             for example in examples:
@@ -366,19 +364,11 @@ class EndToEnd:
                     T = output_HT.shape[-1]
                     output_HT = output_HT * (T - 1 - torch.arange(T, device=output_HT.device))
                 overlap_H = head_overlaps(output_HT, example.target_HT, example.reached_HT)
-                heads[example.row][str(example.layer_idx)] = overlap_H.tolist()
-                found = {"overlap": float(overlap_H.mean())}
-                if baselines and example.view is not None:
-                    found |= baseline_overlaps(example.view, example.target_HT, example.reached_HT, self.seed)
-                for name, value in found.items():
-                    sums[example.row][name] = sums[example.row].get(name, 0.0) + value
+                found = baselines_of(example, self.seed) if baselines else {}
+                tally.add_(example.row, example.layer_idx, found, overlap_H)
 
         TeacherExamples(self.gates, self.frozen, self.target).of(documents, see)
-        layers = len(self.gates.layers)
-        return [
-            {**{name: value / layers for name, value in row.items()}, "overlap_of": own}
-            for row, own in zip(sums, heads, strict=True)
-        ]
+        return tally.means(len(self.gates.layers), heads=True)
 
     def terms_of(
         self, documents: Sequence[Document], step: int, *, noisy: bool = False, scale: float | None = None

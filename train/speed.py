@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,13 @@ from retain.stopwatch import (
     unfit,
     whole_numbers,
 )
-from retain.train.data import Document
+from retain.train.data import DataSettings, Document
 from retain.train.device import GIB, Device
 from retain.train.local import LayerLocal
 from retain.train.losses import LossSettings
 from retain.train.model_shape import model_shape
 from retain.train.plan import PROCESS_BYTES, plan_of, work_of
+from retain.train.recipe import DistillConfig
 from retain.train.schedule import TrainingSettings
 from retain.train.targets import TargetSettings
 from retain.train.teacher import Frozen
@@ -171,17 +172,14 @@ class Step:
     def planned_bytes(self) -> float:
         """What the plan says of this step, the process itself and the weights left out."""
         setting = self.setting
-
-        @dataclass(frozen=True)
-        class Config:
-            stage: str = "local"
-            training: TrainingSettings = field(
-                default_factory=lambda: TrainingSettings(steps=1, batch_documents=1, micro_batch=1)
-            )
-
+        config = DistillConfig(
+            output="",
+            data=DataSettings(held_out=0),
+            training=TrainingSettings(steps=1, batch_documents=1, micro_batch=1),
+        )
         lengths = [(setting.tokens - APPENDIX, APPENDIX)]
         gates = self.objective.gates
-        work = work_of(Config(), gates, lengths, 1, inputs=gates.inputs, chunk=self.chunk)
+        work = work_of(config, gates, lengths, 1, inputs=gates.inputs, chunk=self.chunk)
         kind = setting.device.partition(":")[0]
         plan = plan_of(model_shape(self.model, "random"), work, Device(kind, "", 1.0, None, 0.4, ""))
         weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")

@@ -15,11 +15,13 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
+from retain.evidence import Evidence
 from retain.future import AGGREGATES, SOURCES, WEIGHTS, future_use
 from retain.registry import lookup
 from retain.scores import value_norm_l1
 from retain.train.branches import Reading
-from retain.train.losses import keyed_generator, top_overlap
+from retain.train.features import Example
+from retain.train.losses import head_overlaps, keyed_generator
 from retain.train.teacher import Frozen, View, walk
 
 Granularity = Literal["head", "layer", "token"]
@@ -192,13 +194,12 @@ def token_targets(
     return [token_target(layers) for layers in found]
 
 
-def log_risk(risk_BHT: Float[Tensor, "*B H T"], floor_H: Float[Tensor, " H"]) -> Float[Tensor, "*B H T"]:
-    """`log(risk + floor)`, the floor per head."""
-    return (risk_BHT + floor_H[:, None]).log()
-
-
 def baseline_overlaps(
-    view: View, target_HT: Float[Tensor, "H T"], reached_HT: Bool[Tensor, "H T"], seed: int
+    values_BHTD: Float[Tensor, "1 H T D"],
+    output_weight_QDE: Float[Tensor, "Q D E"],
+    target_HT: Float[Tensor, "H T"],
+    reached_HT: Bool[Tensor, "H T"],
+    key: tuple[int, ...],
 ) -> dict[str, float]:
     """Overlap with the target's top fifth that costs no training, of one layer and one document.
 
@@ -206,21 +207,39 @@ def baseline_overlaps(
     largest of the group).
 
     Args:
-        view: what the layer showed.
+        values_BHTD: of the layer's entries.
+        output_weight_QDE: of the layer.
         target_HT: what the gates are asked for, whatever the granularity.
         reached_HT: where it is defined.
-        seed: of chance, with the document's key and the layer.
+        key: (seed, document, layer), from which chance follows.
     """
     H, T = target_HT.shape
-    document = view.document
-    draw = keyed_generator((seed, view.key, view.layer_idx))
-    norm_BQT = value_norm_l1(document.values_BHTD, document.output_weight_QDE)
+    norm_BQT = value_norm_l1(values_BHTD, output_weight_QDE)
     scores = {
-        "overlap_random": torch.rand(H, T, generator=draw).to(target_HT.device),
+        "overlap_random": torch.rand(H, T, generator=keyed_generator(key)).to(target_HT.device),
         "overlap_recency": torch.arange(T, device=target_HT.device).float().expand(H, T),
         "overlap_value_norm": norm_BQT[0].unflatten(0, (H, -1)).amax(1),
     }
     return {
-        name: float(top_overlap(score_HT[None], target_HT[None], reached_HT[None]))
+        name: float(head_overlaps(score_HT.float(), target_HT, reached_HT).mean())
         for name, score_HT in scores.items()
     }
+
+
+def baselines_of(example: Example, seed: int) -> dict[str, float]:
+    """`baseline_overlaps` of an example out of the frozen model; nothing of one from disk, which has no view.
+
+    Args:
+        example: one layer of one document.
+        seed: of chance, with the document's key and the layer.
+    """
+    if example.view is None:
+        return {}
+    shown: Evidence = example.view.document
+    return baseline_overlaps(
+        shown.values_BHTD,
+        shown.output_weight_QDE,
+        example.target_HT,
+        example.reached_HT,
+        (seed, example.key, example.layer_idx),
+    )

@@ -6,26 +6,23 @@ layer while the model runs, and nothing is kept for it; so memory is linear in t
 not grow with the number of layers.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf.blocks import Shown, Text, forward_of, read_texts
 from retain.hf.layout import Layout
 from retain.hf.model import layout_of, rotary_of
+from retain.hf.named import load_named
 from retain.rotary import Rotary
 from retain.train.branches import Reading
 from retain.train.chat import Chat, chat_of
 from retain.train.data import Document, Encode
 from retain.train.parallel import loaded_whole
 
-REFERENCE = "reference:"
 # Tokens that feed-forward parts take at a time: more are no faster, and are held at once.
 CHUNK = 8192
 
@@ -196,15 +193,15 @@ def load_frozen(
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"model chunk={chunk} is in tokens: pass 1 or more, or None for all at once.")
-    if name.startswith(REFERENCE):
-        if device_map is not None or quantization is not None:
-            raise ValueError(
-                f"model={name!r} is a small model made on the spot, which is neither quantised nor spread "
-                "over devices: leave out device_map and quantization."
-            )
-        model, tokenizer = _load_reference(name, dtype)
-    else:
-        model, tokenizer = _load_hub(name, dtype, revision, trust_remote_code, device_map, quantization)
+    model, tokenizer = load_named(
+        name,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        quantization=quantization,
+        loading=loaded_whole(),
+    )
     model.eval().requires_grad_(False)
     pad_id = next(
         (i for i in (model.config.pad_token_id, model.config.eos_token_id) if isinstance(i, int)), 0
@@ -220,92 +217,19 @@ def load_frozen(
     return frozen
 
 
-def _load_reference(name: str, dtype: str) -> tuple[Any, Any]:
-    from retain.reference import load_model, load_tokenizer
-
-    seed = name.removeprefix(REFERENCE)
-    if not seed.isdigit():
-        raise ValueError(f"model={name!r}: wanted `reference:<seed>`, for instance reference:0.")
-    model = load_model(seed=int(seed))
-    return model if dtype == "auto" else model.to(getattr(torch, dtype)), load_tokenizer()
-
-
-def _load_hub(
-    name: str,
-    dtype: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    device_map: str | Mapping[str, Any] | None,
-    quantization: Mapping[str, Any] | None,
-) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    origin = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-    if device_map is not None:
-        how["device_map"] = device_map if isinstance(device_map, str) else {**device_map}
-    if quantization is not None:
-        how["quantization_config"] = {**quantization}
-    try:
-        with loaded_whole():
-            model = AutoModelForCausalLM.from_pretrained(name, **how, **origin)
-    except (OSError, ValueError, ImportError) as error:
-        asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
-        raise ValueError(
-            f"model={name!r} cannot be loaded{asked}: {error} Pass a local folder, a hub name, or "
-            "reference:0."
-        ) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **origin)
-    except (OSError, ValueError, KeyError) as error:
-        if not Path(name).is_dir() and _out_of_reach(error):
-            raise ValueError(
-                f"model={name!r} was loaded, and whether it has a tokenizer cannot be known: {error} "
-                "Connect, or pass a local folder."
-            ) from error
-        tokenizer = None  # rows of token ids need none; text without one is refused where it is met
-    return model, tokenizer
-
-
-def _out_of_reach(error: BaseException) -> bool:
-    """Whether the hub could not be asked, which says nothing of what it holds."""
-    from httpx import TransportError
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | TransportError):
-            return True
-        if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
-
-
-def check_documents(config: Any, documents: Iterable[Document]) -> None:
-    """Refuse token ids that the model does not have, and documents longer than it can take.
-
-    Raises:
-        ValueError: naming the first of them.
-    """
-    for number, document in enumerate(documents):
-        check_document(config, document, f"document {number}")
-
-
-def check_document(config: Any, document: Document, name: str | None = None) -> None:
+def check_document(config: Any, document: Document) -> None:
     """Refuse token ids that the model does not have, and a document longer than it can take.
 
     Args:
         config: of the model.
-        document: with its appendix.
-        name: what the message calls it; None: its origin.
+        document: with its appendix; the message calls it by its origin.
 
     Raises:
         ValueError: saying which.
     """
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(text_config, "max_position_embeddings", None)
-    name = name or document.origin or "a document"
+    name = document.origin or "a document"
     largest = max(document.context_ids + document.appendix_ids)
     if largest >= text_config.vocab_size:
         raise ValueError(

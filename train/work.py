@@ -5,15 +5,18 @@ In: a distillation config, its gates, and how long its documents are. Out: a `Wo
 its own length, since branches do not see each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
-
+from retain.gates import GateSet
+from retain.gates.lookahead import LookaheadExtension
 from retain.train.branches import PROMPT_TOKENS, TAIL
 from retain.train.data import Document
+
+if TYPE_CHECKING:
+    from retain.train.recipe import DistillConfig
 
 Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
 Stage = Literal["local", "end_to_end", "lookahead"]
@@ -32,12 +35,10 @@ class Work:
         gate_parameters: numbers that are trained.
         gate_hidden: width of the gates' hidden layer.
         gate_inputs: what the gates look at, of `retain.gates.base.INPUTS`.
-        optimizer_states: float32 numbers that the optimiser keeps of each parameter (AdamW 2, SGD with
-            momentum 1).
         chunk: tokens of the feed-forward part at a time; None: all.
         num_processes: processes, one device each.
         sharding: how the frozen weights lie on several devices.
-        weight_bits: bits of a quantised weight; None: the model's own precision.
+        weight_bits: bits of a quantised weight of a layer; None: the model's own precision.
         logits_chunk: tokens whose logits are there at once (`end_to_end`).
         checkpointing: whether the soft pass computes layers again for its gradient (`end_to_end`).
         features: whether the gates' inputs are written to disk.
@@ -53,6 +54,8 @@ class Work:
         held_out: documents that are looked at beside the training.
         looks: how often that is, over the run.
         calibrated: whether they are calibrated on afterwards.
+        pack_tokens: most tokens of a packed row of several documents; 0: any.
+        sampled: whether there are more training documents than `lengths` has, nobody knows how many.
     """
 
     stage: Stage
@@ -63,7 +66,6 @@ class Work:
     gate_parameters: int
     gate_hidden: int = 0
     gate_inputs: frozenset[str] = frozenset({"hidden"})
-    optimizer_states: int = 2
     chunk: int | None = None
     num_processes: int = 1
     sharding: Sharding = "replicated"
@@ -83,6 +85,8 @@ class Work:
     held_out: int = 0
     looks: int = 0
     calibrated: bool = False
+    pack_tokens: int = 0
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         if not self.lengths:
@@ -92,7 +96,14 @@ class Work:
     def row_tokens(self) -> int:
         """N: tokens of the longest packed row."""
         rows = sorted((sum(parts) for parts in self.lengths), reverse=True)
-        return sum(rows[: self.micro_batch])
+        packed = sum(rows[: self.micro_batch])
+        return max(rows[0], min(packed, self.pack_tokens or packed))
+
+    @property
+    def num_read(self) -> int:
+        """Different documents that are trained on; of a source of unknown size, a new one every time."""
+        read = self.steps * self.batch_documents
+        return read if self.sampled else min(len(self.lengths), read)
 
     @property
     def document_tokens(self) -> int:
@@ -122,69 +133,78 @@ def lengths_of(document: Document, target: Any) -> tuple[int, ...]:
     return tuple(made)
 
 
+def weight_bits_of(quantization: Mapping[str, Any] | None) -> int | None:
+    """Bits that a quantised weight takes; None: it is not quantised, or in a way that states no number here,
+    and is planned as if it were not.
+
+    Args:
+        quantization: of the config, in transformers' words.
+    """
+    stated = quantization or {}
+    for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        if stated.get(name):
+            return bits
+    bits = stated.get("bits")
+    return None if bits is None else int(bits)
+
+
 def work_of(
-    config: Any,
-    gates: nn.Module,
+    config: "DistillConfig",
+    gates: GateSet,
     lengths: Sequence[tuple[int, ...]],
     num_processes: int,
     *,
     inputs: frozenset[str] = frozenset({"hidden"}),
     chunk: int | None = None,
     sharding: Sharding = "replicated",
-    weight_bits: int | None = None,
-    checkpointing: bool | None = None,
+    sampled: bool = False,
 ) -> Work:
     """What a distillation config asks for.
 
     Args:
-        config: a `DistillConfig`.
+        config: of the run.
         gates: whose parameters are trained (on any device, meta included).
         lengths: of each training document, its tokens and those of each of its branches (`lengths_of`).
         num_processes: of the run.
         inputs: what the gates look at.
         chunk: tokens of the teacher's feed-forward part at a time.
         sharding: of the frozen weights.
-        weight_bits: of a quantised model.
-        checkpointing: whether the soft pass recomputes; None: as the config's `soft` says.
+        sampled: whether there are more documents, nobody knows how many.
     """
-    features = getattr(getattr(config, "features", None), "folder", None)
     trained = [parameter for parameter in gates.parameters() if parameter.requires_grad]
     # The widest output of a weight matrix of one gate: what its activations are counted by.
     hidden = max((parameter.shape[0] for parameter in trained if parameter.dim() == 2), default=0)
-    data, target, loss = (getattr(config, name, None) for name in ("data", "target", "loss"))
-    sources: Any = getattr(target, "sources", {})
-    local = config.stage == "local"
-    held_out = getattr(data, "held_out", 0)
-    every = config.training.held_out_every
+    training, target, loss, folder = config.training, config.target, config.loss, config.features.folder
+    extension = gates.extension
+    local, held_out, every = config.stage == "local", config.data.held_out, training.held_out_every
     return Work(
         stage=config.stage,
         lengths=tuple(tuple(map(int, parts)) for parts in lengths),
-        steps=config.training.steps,
-        batch_documents=config.training.batch_documents,
-        micro_batch=config.training.micro_batch,
+        steps=training.steps,
+        batch_documents=training.batch_documents,
+        micro_batch=training.micro_batch,
         gate_parameters=sum(parameter.numel() for parameter in trained),
         gate_hidden=hidden,
         gate_inputs=inputs,
-        optimizer_states=1 if getattr(config.training, "optimizer", "adamw") == "sgd" else 2,
         chunk=chunk,
         num_processes=num_processes,
         sharding=sharding,
-        weight_bits=weight_bits,
-        checkpointing=bool(getattr(getattr(config, "soft", None), "checkpointing", True))
-        if checkpointing is None
-        else checkpointing,
-        features=features is not None,
-        features_folder=Path(features or "."),
-        repeats="repeat" in sources,
-        passes=2 if getattr(target, "weight", None) == "value_norm_over_hidden" else 1,
-        walks=2 if local and getattr(target, "granularity", None) == "token" else 1,
-        continuation=target.continuation_tokens if target and "continuation" in sources else 0,
-        lookahead_tokens=getattr(getattr(gates, "extension", None), "num_tokens", 32),
-        output_queries=loss.output_queries if local and loss and "layer_output" in loss.terms else None,
-        output_ratios=len(loss.keep_ratios) if loss else 1,
-        prepared=local and data is not None and getattr(config, "initial", None) is None,
+        weight_bits=weight_bits_of(config.quantization),
+        checkpointing=config.soft.checkpointing,
+        features=folder is not None,
+        features_folder=Path(folder or "."),
+        repeats="repeat" in target.sources,
+        passes=2 if target.weight == "value_norm_over_hidden" else 1,
+        walks=2 if local and target.granularity == "token" else 1,
+        continuation=target.continuation_tokens if "continuation" in target.sources else 0,
+        lookahead_tokens=extension.num_tokens if isinstance(extension, LookaheadExtension) else 0,
+        output_queries=loss.output_queries if local and "layer_output" in loss.terms else None,
+        output_ratios=len(loss.keep_ratios),
+        prepared=local and config.initial is None,
         held_out=held_out,
         # Before the first step, after the last one, and in between.
-        looks=2 + ((config.training.steps - 1) // every if every else 0) if held_out else 0,
+        looks=2 + ((training.steps - 1) // every if every else 0) if held_out else 0,
         calibrated=bool(held_out and config.calibration.wanted),
+        pack_tokens=config.data.pack_tokens,
+        sampled=sampled,
     )

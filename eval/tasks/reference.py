@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from retain.eval.tasks import Document, Family, Item, Suite, Task
+from retain.eval.tasks import Asked, Document, Family, Item, Suite, Task
 
 ABOUT = {
     "single": "the value of the only key in the context",
@@ -38,7 +38,11 @@ def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Ite
 
     name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
     own = int(np.random.SeedSequence([_ITEM_STREAM, seed, name, index]).generate_state(1)[0])
-    return write_item(Writer("eval", own), task, context_tokens)
+    written = write_item(Writer("eval", own), task, context_tokens)
+    return Item(
+        context_ids=written.context_ids,
+        asked=(Asked(written.question_ids, written.gold_ids, written.generate, written.score),),
+    )
 
 
 def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:

@@ -398,8 +398,9 @@ class GateSet(nn.Module):
         if str(layer_idx) not in self.calibrators:
             return value_BHT
         calibrator = self.calibrators[str(layer_idx)]
-        with torch.inference_mode(False):
-            calibrator.to(value_BHT.device)
+        if calibrator.device != value_BHT.device:
+            with torch.inference_mode(False):
+                calibrator.to(value_BHT.device)
         return calibrator(value_BHT)
 
     @torch.no_grad()

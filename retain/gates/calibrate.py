@@ -71,8 +71,14 @@ class Calibrator(nn.Module):
         self.H, self.K, self.space, self.unit = H, K, space, unit
         # The unit of an asinh axis: about how large the scores of a head are.
         self.register_buffer("scale_H", torch.ones(H))
+        # The extended curve, and what it was made of: the tensors, as they were then.
+        self._made: tuple[tuple[tuple[Tensor, int], ...], tuple[Tensor, Tensor]] | None = None
 
     scale_H: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.scale_H.device
 
     def dims(self) -> dict[str, Any]:
         """The arguments of `build_calibrator` that build it again, empty."""
@@ -89,9 +95,26 @@ class Calibrator(nn.Module):
             score_BHT: as the gate gives it, in any unit.
         """
         x_BHT = axis(score_BHT, self.space, self.scale_H)
-        knots_HK, values_HK = extended(*self.knots())
+        knots_HK, values_HK = self._curve()
         risk_BHT = interpolate(x_BHT, knots_HK, values_HK).exp().float()
         return torch.where(score_BHT.isfinite(), risk_BHT, score_BHT.float())
+
+    def _curve(self) -> tuple[Float64[Tensor, "H knots"], Float64[Tensor, "H knots"]]:
+        """The extended curve, made once: again only when the tensors were replaced (another device) or
+        written to (loaded, fitted)."""
+        buffers = list(self.buffers())
+        if any(buffer.is_inference() for buffer in buffers):  # nobody counts what is written to those
+            return extended(*self.knots())
+        made = self._made
+        if made is None or any(
+            kept is not now or version != now._version
+            for (kept, version), now in zip(made[0], buffers, strict=True)
+        ):
+            # Outside inference mode, whose tensors could be of no use to a later gradient.
+            with torch.inference_mode(False):
+                made = tuple((buffer, buffer._version) for buffer in buffers), extended(*self.knots())
+            self._made = made
+        return made[1]
 
 
 class Remap(Calibrator):

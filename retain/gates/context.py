@@ -93,12 +93,19 @@ class ContextGate(HiddenGate):
             for projection in (self.queries, self.keys, self.values)
         )
         scale = self.width**-0.5
-        padded = inputs.valid_BT is not None and not bool(inputs.valid_BT.all())
-        queries, keys, values = _aligned(queries, keys, values, inputs.valid_BT if padded else None, scale)
+        queries, keys, values = _aligned(queries, keys, values, _padding(inputs.valid_BT), scale)
         seen = functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=self.causal, scale=scale
         )
         return self.out(seen[..., : self.width].transpose(1, 2).flatten(2)).transpose(1, 2)
+
+
+def _padding(valid_BT: Bool[Tensor, "B T"] | None) -> Bool[Tensor, "B T"] | None:
+    """The same, or None where it is known that nothing is padded. To look costs nothing on a CPU; elsewhere
+    it would be to wait for the device, once a layer, to spare the small attention one dimension."""
+    if valid_BT is None or (valid_BT.device.type == "cpu" and bool(valid_BT.all())):
+        return None
+    return valid_BT
 
 
 def _aligned(

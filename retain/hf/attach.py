@@ -15,7 +15,6 @@ state stands that no model is pointed to: so the copies of an attached model dep
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,18 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from retain.hf.attention_names import PREVIOUS, hidden_of, previous_attention, register
 from retain.hf.cache import Cache
 from retain.hf.call import Step
 from retain.hf.lookahead import ReadCache
 from retain.hf.model import base_model, describe, rotary_of
 from retain.rotary import Rotary
 
-# What the model may have used before, and what we then call ours.
-PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
 # Keyword under which a step travels from the attention module's hook to the attention function.
 STEP = "retain_step"
 
@@ -93,12 +89,6 @@ def _keep_outside() -> None:
         Cache.update = torch.compiler.disable(Cache.update, reason=why)
 
 
-def _previous_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function of that name; `eager` lives beside each architecture's attention module."""
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-
-
 def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def retain_attention(
         module: nn.Module,
@@ -111,7 +101,7 @@ def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | N
         step: Step | None = kwargs.pop(STEP, None)
 
         def dense() -> tuple[Tensor, Tensor | None]:
-            return _previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
+            return previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
 
         if step is None:
             return dense()
@@ -164,8 +154,7 @@ def _before_layer(layer_idx: int) -> Callable[[Any, tuple, dict[str, Any]], None
     def hook(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, Cache) and cache.reads_stream:
-            stream = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            OUTSIDE["stream"](cache, layer_idx, stream)
+            OUTSIDE["stream"](cache, layer_idx, hidden_of(args, kwargs))
 
     return hook
 
@@ -175,8 +164,7 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, Cache | ReadCache):
         return None
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return args, {**kwargs, STEP: OUTSIDE["expect"](cache, module, hidden)}
+    return args, {**kwargs, STEP: OUTSIDE["expect"](cache, module, hidden_of(args, kwargs))}
 
 
 _ASSISTED = (
@@ -294,10 +282,7 @@ class Handle:
         self.base = base
         self.previous = previous
         self.name = PREVIOUS[previous]
-        if self.name not in ALL_ATTENTION_FUNCTIONS:
-            AttentionInterface.register(self.name, _attention_function(previous))
-        if self.name not in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(self.name, _mask_function(previous))
+        register(self.name, _attention_function(previous), _mask_function(previous))
         base.set_attn_implementation(self.name)
         self.model = model
         self.generating: list[Any] = []

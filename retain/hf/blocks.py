@@ -22,10 +22,9 @@ from typing import Any, Literal, overload
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.evidence import Evidence
+from retain.hf.attention_names import configs_of, hidden_of, pointed_to, register
 from retain.hf.causal import causal_attention
 from retain.hf.families import FULL, SLIDING, Kind, kinds_of
 from retain.hf.layout import LayerSpec, Layout
@@ -336,16 +335,10 @@ class _Reader:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Inside, the model attends block by block."""
-        if NAME not in ALL_ATTENTION_FUNCTIONS:
-            AttentionInterface.register(NAME, _attention)
-            AttentionMaskInterface.register(NAME, _no_mask)
-        configs = {id(part.config): part.config for part in self.base.modules() if hasattr(part, "config")}
-        before = [(config, config._attn_implementation) for config in configs.values()]
+        register(NAME, _attention, _no_mask)
         attention = type(next(iter(self.layout.evicting)).module)
         hooks = []
         try:
-            for config, _ in before:
-                config._attn_implementation = NAME
             for idx, layer in enumerate(self.base.layers[: self.layout.num_layers]):
                 if self.stream and idx in self.specs:
                     hooks.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
@@ -353,17 +346,16 @@ class _Reader:
                     if type(module) is attention or idx in self.specs and module is self.specs[idx].module:
                         hook = partial(self._before_attention, idx)
                         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            yield
+            with pointed_to(configs_of(self.base), NAME):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for config, previous in before:
-                config._attn_implementation = previous
             self.forward = None
 
     def _before_layer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         assert self.forward is not None
-        self.forward.stream = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self.forward.stream = hidden_of(args, kwargs)
 
     def _before_attention(
         self, idx: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -371,7 +363,7 @@ class _Reader:
         forward = self.forward
         assert forward is not None
         if idx in self.specs:
-            forward.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            forward.hidden = hidden_of(args, kwargs)
         return args, {**kwargs, STEP: _Step(forward, self.kinds[idx], self.specs.get(idx))}
 
     def run(

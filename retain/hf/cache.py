@@ -26,6 +26,7 @@ from retain.attend import path_named
 from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
 from retain.evidence import Evidence
+from retain.gates.base import INPUTS
 from retain.hf import foreign, saving
 from retain.hf.engine import Engine
 from retain.hf.given import Given, pinned_of, seeds_of
@@ -37,6 +38,7 @@ from retain.hf.regime import Regime
 from retain.hf.report import LayerReport, LeftAloneReport, Report, total_of
 from retain.hf.rule import Rule, make_rule
 from retain.protection import spans_by_sequence
+from retain.registry import lookup
 
 
 class Cache(Engine):
@@ -141,8 +143,13 @@ class Cache(Engine):
 
         Returns:
             this cache.
+
+        Raises:
+            ValueError: settings that do not go together, unknown names in `wanted`, or a cache that has seen
+                tokens; nothing was read then.
         """
         self._check_prefill(chunk_size, evict, hold_evidence)
+        _check_wanted(wanted, hold_evidence)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         self._evict_at_prefill, self._hold_evidence = evict, hold_evidence
@@ -569,3 +576,15 @@ def _stated(*amounts: int | float | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.Budget` takes it; None is not stated."""
     names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
     return dict(zip(names, amounts, strict=True))
+
+
+def _check_wanted(wanted: Collection[str], hold_evidence: bool) -> None:
+    if isinstance(wanted, str):
+        raise ValueError(f"wanted is {wanted!r}, one name: pass several, as in wanted=({wanted!r},).")
+    for name in wanted:
+        lookup(name, INPUTS, what="input of gates")
+    if wanted and not hold_evidence:
+        raise ValueError(
+            f"wanted={sorted(wanted)} is shown by held evidence, and none is held: pass evict=False and "
+            "hold_evidence=True too."
+        )

@@ -96,15 +96,7 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
 def _check_sizes(model: nn.Module, gates: GateSet) -> None:
     """Every layer has a gate of its sizes (width E, KV heads H; where the family asks for them query heads Q
     and head width D), and no gate is left over."""
-    wanted: dict[int, dict[str, int]] = {
-        spec.layer_idx: {
-            "E": spec.hidden_size,
-            "H": spec.num_kv_heads,
-            "Q": spec.num_heads,
-            "D": spec.head_dim,
-        }
-        for spec in describe(model)
-    }
+    wanted = {spec.layer_idx: spec.sizes for spec in describe(model)}
     got: dict[int, dict[str, int]] = {}
     for layer in gates.layers:
         dims = gates[layer].dims()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from retain import config
 from retain.budget import Budget, Stock
 from retain.evidence import Evidence
+from retain.fusion import CALIBRATED
 from retain.head_classes import check_shape
 from retain.hf.gates import gates_for
 from retain.hf.given import Arriving, Given
@@ -300,7 +301,7 @@ def _check_units(
     if policy.observed is not None and scorer is None:
         tried, _ = try_settings(policy.observed, policy.observed_settings)
         observed = None if tried is None else tried.unit
-    how = policy.fusion or ("max" if policy.observed is not None or scorer is not None else "learned")
+    how = policy.fusion_of(policy.observed is not None or scorer is not None, True)
     wanted = "risk" if how == "log_linear" else observed if how == "max" and observed is not None else unit
     if unit != wanted:
         problems.append(
@@ -318,9 +319,9 @@ def _check_units(
             "means something: calibrate the gates to risk, or leave it out"
         )
     weights = getattr(gates, "fusion_weights", {})
-    if policy.fusion_weight == "calibrated" and how in weights:
+    if policy.fusion_weight == CALIBRATED and how in weights:
         problems += _weight_problems(how, weights[how], layers)
-    elif policy.fusion_weight == "calibrated":
+    elif policy.fusion_weight == CALIBRATED:
         problems.append(
             f"fusion_weight 'calibrated' wants weights for fusion {how!r}, and these gates were given none: "
             "train them with calibration.fusion_weights true, or state fusion_weight as a number in 0..1"

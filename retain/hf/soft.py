@@ -31,12 +31,19 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.evidence import Evidence
 from retain.gates import GateSet, inputs_of
+from retain.hf.attention_names import (
+    PREVIOUS,
+    configs_of,
+    hidden_of,
+    point,
+    point_back,
+    previous_attention,
+    register,
+)
 from retain.hf.call import Call, read_call
 from retain.hf.families import FULL, kinds_of
 from retain.hf.gates import gates_for
@@ -48,7 +55,7 @@ from retain.kernels.gated_attention import gated_attention
 __all__ = ["Soft", "SoftGated", "ToLogGate", "above", "logistic", "own_form", "soft_gated"]
 
 # What the model attends with outside, attached to `retain.Cache` or not.
-PREVIOUS = ("sdpa", "eager", "retain_sdpa", "retain_eager")
+OUTSIDE = (*PREVIOUS, *PREVIOUS.values())
 # Keyword under which what is ours travels from the hooks to the attention function.
 SOFT = "retain_soft"
 
@@ -248,9 +255,7 @@ class _Hooks:
         self.decays = self.gates.ages if decays is None else decays
         before = not self.gates.inputs.isdisjoint(("queries_before", "keys_before"))
         self.rotary = rotary_of(model) if before else None
-        self.configs = {
-            id(part.config): part.config for part in self.base.modules() if hasattr(part, "config")
-        }
+        self.configs = configs_of(self.base)
         self.arguments = list(inspect.signature(self.base.forward).parameters)
         self.soft: Soft | None = None  # of the forwards that are gated now
         self.spared_BHT: Tensor | None = None
@@ -267,7 +272,7 @@ class _Hooks:
                 "soft gates are at work in this model: leave one `with soft_gated` before the next."
             )
         previous = str(self.base.config._attn_implementation)
-        if previous not in PREVIOUS:
+        if previous not in OUTSIDE:
             raise ValueError(
                 f"attention implementation {previous!r} cannot be gated softly: call "
                 "model.set_attn_implementation('sdpa') (or 'eager') before."
@@ -323,15 +328,10 @@ class _Hooks:
 
     def _point(self, name: str) -> None:
         """Point the model to our attention: for as long as a forward runs, or one of its layers again."""
-        self.before = [(config, config._attn_implementation) for config in self.configs.values()]
-        for config in self.configs.values():
-            if config._attn_implementation in PREVIOUS:
-                config._attn_implementation = name
+        self.before = point(self.configs, name, only=OUTSIDE)
 
     def _point_back(self) -> None:
-        for config, previous in self.before:
-            if config._attn_implementation != previous:
-                config._attn_implementation = previous
+        point_back(self.before)
         self.before = []
 
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
@@ -389,8 +389,7 @@ class _Hooks:
             if not self.before:
                 self.again = True
                 self._point(own.name)
-            hidden_BTE = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            return args, {**kwargs, SOFT: _Step(own, spec, hidden_BTE)}
+            return args, {**kwargs, SOFT: _Step(own, spec, hidden_of(args, kwargs))}
 
         return hook
 
@@ -399,8 +398,7 @@ class _Hooks:
         own = kwargs.get(SOFT)
         if not isinstance(own, _Pass) or own.owner is not self:
             return None
-        stream_BTE = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        return args, {**kwargs, SOFT: replace(own, stream_BTE=stream_BTE)}
+        return args, {**kwargs, SOFT: replace(own, stream_BTE=hidden_of(args, kwargs))}
 
     def log_gate(
         self, step: _Step, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None
@@ -444,10 +442,7 @@ class _Hooks:
 def _registered(previous: str) -> str:
     """Our attention and mask beside those of the model, under a name of theirs."""
     name = f"retain_soft_{previous}"
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, _attention_function(previous))
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, _mask_function(previous))
+    register(name, _attention_function(previous), _mask_function(previous))
     return name
 
 
@@ -466,9 +461,7 @@ def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | N
     ) -> tuple[Tensor, Tensor | None]:
         step = kwargs.pop(SOFT, None)
         if not isinstance(step, _Step):
-            eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-            inner = eager if previous == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(previous, eager)
-            return inner(module, query, key, value, attention_mask, **kwargs)
+            return previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
         return _gated(step, query, key, value, kwargs), None
 
     return soft_attention

@@ -27,6 +27,7 @@ from retain.hf.gates import load_gates
 from retain.hf.lookahead import lookahead_gates
 from retain.hf.model import describe, fingerprint, observe
 from tests.eval.stub import STUB, stub_model
+from tests.naive import naive_overlap
 
 CONTEXT = 480
 
@@ -58,19 +59,10 @@ def save_recipe(folder: Path, name: str, family: str, **metadata: Any) -> GateSe
     return gates
 
 
-def naive_overlap(score: torch.Tensor, risk: torch.Tensor, reached: torch.Tensor) -> float:
-    """The definition, an entry at a time."""
-    shares = []
-    for b in range(score.shape[0]):
-        for h in range(score.shape[1]):
-            entries = [i for i in range(score.shape[2]) if reached[b, h, i]]
-            k = max(1, round(0.2 * len(entries)))
-
-            def best(values: torch.Tensor) -> set[int]:
-                # Equal ones: the later entry first, as everywhere in retain.
-                return set(sorted(entries, key=lambda i: (-float(values[i]), -i))[:k])  # noqa: B023
-
-            shares.append(len(best(score[b, h]) & best(risk[b, h])) / k)
+def overlap_of(score_BHT: torch.Tensor, risk_BHT: torch.Tensor, reached_BHT: torch.Tensor) -> float:
+    """The definition, mean over sequences and heads."""
+    of_heads = map(naive_overlap, score_BHT, risk_BHT, reached_BHT)
+    shares = [share for heads in of_heads for share in heads]
     return sum(shares) / len(shares)
 
 
@@ -78,7 +70,7 @@ def test_overlap_is_what_its_formula_says() -> None:
     draw = torch.Generator().manual_seed(0)
     score, risk = (torch.randint(0, 9, (2, 3, 37), generator=draw).double() for _ in range(2))
     reached = torch.rand(2, 3, 37, generator=draw) > 0.3
-    assert top_overlap(score, risk, reached) == pytest.approx(naive_overlap(score, risk, reached))
+    assert top_overlap(score, risk, reached) == pytest.approx(overlap_of(score, risk, reached))
     assert top_overlap(risk, risk, reached) == 1.0
     # What no query can reach counts for nothing, however highly it is scored.
     assert top_overlap(score.masked_fill(~reached, 99.0), risk, reached) == top_overlap(score, risk, reached)
@@ -117,7 +109,7 @@ def test_the_oracle_is_the_same_for_all_whatever_they_were_trained_on(tmp_path: 
     expected = []
     for before, after in zip(alone, whole, strict=True):
         risk, reached = future_risk(after, document_tokens=len(context), horizon=32)
-        expected.append(naive_overlap(gates.score(before).values_BHT, risk, reached))
+        expected.append(overlap_of(gates.score(before).values_BHT, risk, reached))
     assert name == DOCUMENTS
     assert found["a"][DOCUMENTS] == pytest.approx(sum(expected) / len(expected), abs=1e-6)
     assert abs(found[BASELINE][DOCUMENTS] - 0.2) < 0.1

@@ -1,10 +1,12 @@
 """Calibrators as they are applied: formulas, order, edges of float32."""
 
+import copy
 import math
 
 import pytest
 import torch
 
+from retain.gates import calibrate
 from retain.gates.calibrate import (
     CALIBRATORS,
     EDGE,
@@ -14,6 +16,7 @@ from retain.gates.calibrate import (
     Shared,
     build_calibrator,
     calibrated_layers,
+    extended,
     threshold_at,
 )
 from tests.close import assert_close
@@ -132,6 +135,32 @@ def test_a_gradient_free_copy_is_built_from_dims():
     layers = calibrated_layers({"layers": {"3": made.dims()}})
     assert list(layers) == [3] and layers[3].dims() == made.dims()
     assert calibrated_layers({}) == {}
+
+
+@pytest.mark.parametrize(("kind", "space"), KINDS)
+def test_a_curve_is_extended_once_and_again_when_it_is_another(kind, space, monkeypatch):
+    made, asked = filled(kind, space), []
+    monkeypatch.setattr(calibrate, "extended", lambda *curve: asked.append(1) or extended(*curve))
+    score = torch.rand(1, H, 9)
+    with torch.inference_mode():
+        first = made(score)
+    twin = score.clone().requires_grad_()
+    made(twin).sum().backward()  # of a curve that was extended in inference mode
+    assert len(asked) == 1 and bool((twin.grad > 0).all())
+    other = filled(kind, space, seed=3)
+    changes = {
+        "loaded": lambda: made.load_state_dict(other.state_dict()),
+        "written to": lambda: next(iter(made.buffers())).mul_(1.0),
+        "moved": lambda: made._apply(torch.clone),
+    }
+    for number, change in enumerate(changes.values(), start=2):
+        change()
+        assert torch.equal(made(score), other(score)) and torch.equal(made(score), made(score))
+        assert len(asked) == number + 1  # and one of the other
+    assert not torch.equal(first, made(score))
+    copied = copy.deepcopy(made)
+    copied.load_state_dict(filled(kind, space).state_dict())
+    assert torch.equal(copied(score), first) and torch.equal(made(score), other(score))
 
 
 @pytest.mark.parametrize(

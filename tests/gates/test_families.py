@@ -214,6 +214,13 @@ def test_the_context_gate_sees_no_padding(causal: bool) -> None:
     torch.testing.assert_close(output[1:, :, 3:], alone, rtol=1e-9, atol=1e-9)
 
 
+def test_the_context_gate_does_not_wait_for_a_device() -> None:
+    """The meta device, which has no numbers, could not say whether something is padded."""
+    gate, hidden_BTE = a_gate("context").to("meta"), torch.empty(B, T, E, device="meta", dtype=torch.float64)
+    inputs = GateInputs(hidden_BTE, valid_BT=torch.empty(B, T, device="meta", dtype=torch.bool))
+    assert gate(inputs).shape == (B, H, T)
+
+
 def test_a_causal_context_gate_says_the_same_of_a_prefix() -> None:
     gate, inputs = a_gate("context"), some_inputs()
     whole = gate(inputs)

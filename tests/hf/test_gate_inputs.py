@@ -9,6 +9,7 @@ import torch
 import retain
 from retain.allocation import Allocation
 from retain.gates import Gate, GateSet, build_gates
+from retain.gates.base import INPUTS as INPUTS_OF_GATES
 from retain.gates.families import dims_for
 from retain.hf.cache import Cache
 from retain.hf.model import base_model, describe, observe
@@ -56,6 +57,22 @@ class Ids(Gate):
 
     def forward(self, inputs):
         return (inputs.token_ids_BT * 37 % 97).float()[:, None].expand(-1, self.H, -1)
+
+
+class AsAttended(Gate):
+    """Notes down how the layer attends."""
+
+    family = "as_attended"
+    inputs = frozenset({"keys"})
+    unit = "rank"
+
+    def __init__(self, *, E, H):
+        super().__init__(E=E, H=H)
+        self.seen = []
+
+    def forward(self, inputs):
+        self.seen.append((inputs.scaling, inputs.soft_cap, inputs.window, inputs.sinks_Q))
+        return inputs.keys_BHTD[..., 0].float()
 
 
 class NaiveAges(Naive):
@@ -143,6 +160,34 @@ def test_in_every_kind_of_model(family, name):
     model = exact_model(family)
     gates = gates_of(model, *INPUTS[name])
     agree(model, policy(), gates, life_of(model, 3), tokens_per_head=11)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "mistral_window"])
+def test_entries_that_come_later_say_how_the_layer_attends_too(family):
+    """As the model's attention is called: here with a soft cap and a scaling that no config states."""
+    model = tiny_model(family)
+    specs = describe(model)
+    gates = GateSet({spec.layer_idx: AsAttended(E=spec.hidden_size, H=spec.num_kv_heads) for spec in specs})
+
+    def called(module, args, kwargs):
+        return args, {**kwargs, "softcap": 2.5}
+
+    hooks = [spec.module.register_forward_pre_hook(called, with_kwargs=True) for spec in specs]
+    for spec in specs:
+        spec.module.scaling = 0.75 * spec.scaling
+    own = life_of(model, 1)
+    with retain.attach(model):
+        cache = Cache(model, policy(), regime="decode", every=3, gates=gates, tokens_per_head=12)
+        lived(model, cache, own)
+    for hook in hooks:
+        hook.remove()
+    for spec in specs:
+        scaling, soft_caps, windows, sinks = zip(*gates[spec.layer_idx].seen, strict=True)
+        assert len(scaling) > 2  # the prompt, and entries that came later
+        assert set(soft_caps) == {2.5} and set(windows) == {spec.window}
+        assert set(scaling) == {0.75 * spec.scaling}
+        for one in sinks:
+            assert one is None if spec.sinks_Q is None else torch.equal(one, spec.sinks_Q)
 
 
 def test_token_ids_and_a_score_that_reads_queries_too():
@@ -289,6 +334,23 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
         weights,
         gates_of(model, "linear"),
     )
+
+
+def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
+    model = tiny_model("llama")
+    ids, mask = tiny_batch((0,), 12)
+    with retain.attach(model):
+        cache = Cache(model, policy=None)
+        with pytest.raises(ValueError, match="unknown input of gates 'steam': did you mean 'stream'"):
+            cache.prefill(ids, mask, evict=False, hold_evidence=True, wanted=("hidden", "steam"))
+        with pytest.raises(
+            ValueError, match=r"wanted=\['stream'\] is shown by held evidence.*hold_evidence="
+        ):
+            cache.prefill(ids, mask, evict=False, wanted=("stream",))
+        assert cache.num_seen == 0
+        assert cache.prefill(ids, mask, evict=False, hold_evidence=True, wanted=INPUTS_OF_GATES).evidence
+    with pytest.raises(ValueError, match="wanted is 'stream', one name.*wanted=\\('stream',\\)"):
+        observe(model, ids, mask, wanted="stream")
 
 
 def test_gates_of_other_head_sizes_are_refused():

@@ -21,6 +21,7 @@ from retain.train.checkpoint import latest, read_log
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
 from retain.train.signals import StopRequested
+from tests.launch import launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., Any]
@@ -119,11 +120,34 @@ def test_sigterm_in_this_phase_keeps_the_last_checkpoint(
     assert "calibration: 100%" in capfd.readouterr().err, "a line that says how far it is"
 
 
+def test_the_no_op_report_hears_a_signal_and_is_asked_of_a_document_at_a_time(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft = {"protected": 4, "checkpointing": False}
+    config = small(make_config, stage="end_to_end", soft=soft)
+    looked = []
+    ask = artifact.asked
+
+    def told(*arguments: Any) -> Any:
+        looked.append(arguments[2].key)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ask(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact, "asked", told)
+        with pytest.raises(StopRequested):
+            distill(config)
+    assert len(looked) == 1, "after the document in hand"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step_", no_steps)
+        gates = retain.load_gates(distill(config))
+    whole = retain.load_gates(distill(replace(config, output=str(tmp_path / "whole"))))
+    assert gates.metadata["noop"] == whole.metadata["noop"] and gates.metadata["noop"]["verdict"]
+
+
 def test_two_processes_share_the_documents_and_agree(make_config: Make, tmp_path: Path) -> None:
     config = small(make_config, **{"data.held_out": 3})
     save(config, tmp_path / "c.yaml")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    env.pop("TRITON_INTERPRET", None)
     script = [str(ROOT / "tests/train/two_looks.py"), str(tmp_path / "c.yaml"), str(tmp_path)]
     for count in (1, 2):
         launcher = (
@@ -131,7 +155,7 @@ def test_two_processes_share_the_documents_and_agree(make_config: Make, tmp_path
         )
         done = subprocess.run(
             [sys.executable, *launcher, *script],
-            env=env,
+            env=launch_environment(ACCELERATE_USE_CPU="true"),
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -2,17 +2,20 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from retain.gates import build_gates
-from retain.gates.store import save_gates
+from retain.gates.store import read_metadata, save_gates
 from retain.train import card, curves
 from retain.train.card import card_text, main, write_card
 from retain.train.curves import CURVES, HEADS, smoothed
+from retain.train.distill import distill
 
 RECORDS: list[dict[str, Any]] = [
     {
@@ -42,6 +45,14 @@ RECORDS: list[dict[str, Any]] = [
         "held_out": {"loss": 0.5, "overlap": 0.625, "overlap_of": {"0": [0.5, 0.75], "10": [0.6, 0.65]}},
     },
 ]
+
+
+def kept(share: float) -> dict[str, dict[str, float]]:
+    """What a record of calibration has of one keep_ratio; heads that compete keep more."""
+    scopes = {"head": share, "layer": share + 0.01, "model": share + 0.02}
+    return {scope: {"kept": value, "overlap": value / 2} for scope, value in scopes.items()}
+
+
 METADATA: dict[str, Any] = {
     "family": "mlp",
     "unit": "log_risk",
@@ -64,6 +75,7 @@ METADATA: dict[str, Any] = {
         "num_processes": 2,
         "tokens": 123456,
         "seconds": 61.0,
+        "parameters": 1234,
         "held_out": RECORDS[-1]["held_out"],
     },
     "provenance": {
@@ -74,8 +86,35 @@ METADATA: dict[str, Any] = {
         "device": "cpu",
         "versions": {"torch": "2.13", "deepspeed": None},
     },
-    "noop": {"text": "Shuffled gates answer worse.", "gate": 0.9, "shuffled": 0.25},
-    "calibration": {"pinball": {"before": 0.5, "after": 0.25}},
+    "noop": {
+        "term": "kl_forward",
+        "soft": {
+            "trained": 0.25,
+            "open": 0.5,
+            "alike": 0.75,
+            "shuffled": 1.0,
+            "random": 2e-5,
+            "budget": 0.5,
+        },
+        "hard": {"gate": 0.125, "recency": 0.5, "random": 0.5, "wins": 1.0, "documents": 8},
+        "useful": True,
+        "verdict": "The gates choose: shuffled ones lose more.",
+    },
+    "calibration": {
+        "settings": {"kind": "remap"},
+        "documents": {"fitted": 8, "reported": 7},
+        "unit": {"before": "rank", "after": "risk"},
+        "layers": {"0": {"kind": "remap", "H": 2, "K": 16, "space": "asinh", "unit": "risk"}},
+        "report": {
+            "before": {"keep": {"0.1": kept(0.25)}, "r2": None},
+            "after": {"keep": {"0.1": kept(0.5)}, "r2": 0.5},
+            "fusion": {
+                "log_linear": {"0.1": {"learned": 0.1, "observed": 0.2, "half": 0.3, "calibrated": 0.4}}
+            },
+        },
+        "fusion": {"log_linear": {"0": [0.5, 0.25], "10": [0.5, 0.25]}},
+        "curve": {"keep_ratio": [0.1], "threshold": [0.5]},
+    },
     "license": "apache-2.0",
 }
 
@@ -113,9 +152,15 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
         "| 0 | 0.625 | 0.500 | 0.750 |",
         "| 10 | 0.625 | 0.600 | 0.650 |",
         "| `target.sources.own` | `1.0` |",
-        "| `gate` | 0.900 |",
-        "| `pinball.after` | 0.250 |",
-        "Shuffled gates answer worse.",
+        "attention layers, 1,234 parameters, output",
+        "The gates choose: shuffled ones lose more.\n\n|",
+        "| `hard.gate` | 0.125 |",
+        "| `soft.random` | 2e-05 |",
+        "`remap`, fitted to 8 held-out documents and reported on 7 others; scores in units of `rank` before, "
+        "`risk` after.",
+        "| 0.1 | 0.250 | 0.260 | 0.510 | 0.270 | 0.520 |",
+        "| fusion | keep_ratio | learned | observed | half | calibrated |",
+        "| `log_linear` | 0.1 | 0.100 | 0.200 | 0.300 | 0.400 |",
         "```bash\naccelerate launch train/distill.py\n```",
         "4 steps, 2 process(es), 123,456 tokens, 61 seconds of training.",
         "(curves.png)",
@@ -125,6 +170,39 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
     ):
         assert line in text, line
     assert text.index("| 0 | 0.625") < text.index("| 10 | 0.625")
+    assert text.count("\n## ") == 8
+
+
+def test_a_run_writes_what_the_card_reads(make_config: Callable[..., Any]) -> None:
+    """Each key of the metadata above is one that a real run writes, and its card has all sections."""
+    config = make_config(
+        stage="end_to_end",
+        soft={"terms": {"kl_forward": 1.0, "capacity_global": 1.0}, "protected": 4, "budget": 16},
+        **{"training.steps": 1},
+    )
+    folder = distill(config)
+    made, text = read_metadata(folder), (folder / "README.md").read_text()
+
+    def paths(value: Any, prefix: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+        if not isinstance(value, dict):
+            return {prefix}
+        return {path for key, inner in value.items() for path in paths(inner, (*prefix, key))}
+
+    for name in ("noop", "calibration"):
+        # Layers and keep_ratios are named by numbers, and are other ones here.
+        own, real = (
+            {
+                tuple("#" if re.fullmatch(r"[\d.]+", key) else key for key in path)
+                for path in paths(given[name])
+            }
+            for given in (METADATA, made)
+        )
+        assert own <= real, own - real
+    assert set(METADATA["training"]) <= set(made["training"])
+    trained = sum(one.numel() for one in load_file(folder / "gates.safetensors").values())
+    assert 0 < made["training"]["parameters"] <= trained
+    assert f"{made['training']['parameters']:,} parameters" in text
+    assert f"\n{card._plain(made['noop']['verdict'])}\n" in text and "| `hard.documents` |" in text
     assert text.count("\n## ") == 8
 
 
@@ -151,7 +229,7 @@ def test_contents_cannot_break_the_card() -> None:
         "base_model": "a|b<script>`x`",
         "data": {"source": "jsonl", "path": "x|y`z\n# heading", "appendix": "\n{question}\n"},
         "license": "other: [x]",
-        "noop": {"text": "# no heading | <b>here</b>"},
+        "noop": {"verdict": "# no heading | <b>here</b>"},
     }
     text = card_text(nasty, [], command="a ``` b")
     assert front_matter(text)["license"] == "other: [x]"

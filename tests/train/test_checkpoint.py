@@ -39,6 +39,7 @@ from retain.train.checkpoint import (
 )
 from retain.train.data import Corpus, Document
 from retain.train.parallel import Synchroniser
+from tests.launch import launch_environment
 from tests.train.two_processes import state_of, toy_gates, toy_synchroniser, train_toy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,7 +181,7 @@ def test_a_checkpoint_goes_on_to_the_same_digits(tmp_path: Path, accelerator: Ac
     for parameter in resumed.parameters():
         parameter.data.add_(1.0)
     synchroniser = toy_synchroniser(accelerator, resumed)
-    assert load_checkpoint(accelerator, path, synchroniser) == (4, extra)
+    assert load_checkpoint(path, synchroniser) == (4, extra)
     train_toy(accelerator, resumed, synchroniser, range(4, 6))
     assert all(torch.equal(tensor, state_of(resumed)[name]) for name, tensor in state_of(whole).items())
 
@@ -190,7 +191,7 @@ def test_before_the_first_step_there_is_nothing_to_remember(tmp_path: Path, acce
     path = save_checkpoint(accelerator, tmp_path, 0, toy_synchroniser(accelerator, gates), {})
     assert not any(tensor.any() for tensor in load_file(path / OPTIMIZER_FILE).values())
     synchroniser = toy_synchroniser(accelerator, gates)
-    assert load_checkpoint(accelerator, path, synchroniser) == (0, {}) and synchroniser.num_updates == 0
+    assert load_checkpoint(path, synchroniser) == (0, {}) and synchroniser.num_updates == 0
 
 
 def test_the_last_two_are_kept(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_torn_checkpoint_is_passed_over(
     tear(newest / name, how)
     assert latest(tmp_path) == (4, tmp_path / CHECKPOINTS / "step-000004")
     with pytest.raises(ValueError, match=r"step-000005 is not a whole checkpoint .*remove it"):
-        load_checkpoint(accelerator, newest, synchroniser)
+        load_checkpoint(newest, synchroniser)
     # The run takes step 5 again, in the place of the torn one.
     save_checkpoint(accelerator, tmp_path, 5, synchroniser, {})
     assert latest(tmp_path) == (5, newest)
@@ -242,11 +243,11 @@ def test_a_checkpoint_of_other_gates_or_of_a_newer_retain_is_refused(
     with pytest.raises(
         ValueError, match=r"of other gates: \d+ tensors differ, the first is 'bias' \(not there"
     ):
-        load_checkpoint(accelerator, path, toy_synchroniser(accelerator, other))
+        load_checkpoint(path, toy_synchroniser(accelerator, other))
     fewer = toy_gates()
     next(fewer.parameters()).requires_grad_(False)
     with pytest.raises(ValueError, match="of other gates: 1 tensors differ"):
-        load_checkpoint(accelerator, path, toy_synchroniser(accelerator, fewer))
+        load_checkpoint(path, toy_synchroniser(accelerator, fewer))
     state = json.loads((path / STATE_FILE).read_text())
     payload = json.dumps({**state, "checkpoint_version": 99}).encode()
     (path / STATE_FILE).write_bytes(payload)
@@ -254,7 +255,7 @@ def test_a_checkpoint_of_other_gates_or_of_a_newer_retain_is_refused(
     manifest["files"][STATE_FILE] = checkpoint._described(payload)
     (path / MANIFEST_FILE).write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="has checkpoint version 99, this retain reads up to 1: upgrade"):
-        load_checkpoint(accelerator, path, toy_synchroniser(accelerator, toy_gates()))
+        load_checkpoint(path, toy_synchroniser(accelerator, toy_gates()))
 
 
 class FullDisk:
@@ -341,7 +342,7 @@ def test_a_limit_on_file_sizes_is_named(tmp_path: Path, what: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path), "500", what],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=launch_environment(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -368,3 +369,14 @@ def test_other_errors_pass_and_none_is_explained_twice(tmp_path: Path) -> None:
         raise OSError(errno.EROFS, "", "file")
     assert str(raised.value).count("cannot write") == 1
     assert "no checkpoint yet: the same command starts anew" in str(raised.value)
+
+
+def test_what_is_written_elsewhere_is_told_by_its_own_key(tmp_path: Path) -> None:
+    """A disk for features that is full costs none of the run's checkpoints, and is not moved by `output`."""
+    write_checkpoint(tmp_path, 3)
+    with (
+        pytest.raises(DiskError, match="set `features.folder` to it.*step-000003, is untouched") as raised,
+        disk_errors(tmp_path, key="features.folder"),
+    ):
+        raise OSError(errno.ENOSPC, "", "shard")
+    assert "`output`" not in str(raised.value)

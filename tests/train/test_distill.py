@@ -26,6 +26,7 @@ from retain.train.checkpoint import latest, read_log
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig, check
 from retain.train.teacher import load_frozen
+from tests.launch import launch_environment
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,6 +222,11 @@ def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_pa
         (["data.held_out=50"], "too few documents: .* data.held_out=50"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
         (["data.path=nowhere.jsonl"], "no such data file"),
+        (
+            ["features.folder=features", "data.streaming=true", "overwrite=true"],
+            "keeps every document's features, and data.streaming=true may have no end",
+        ),
+        (["features.shard_documents=0"], "features.shard_documents=0: a file holds at least 1 document"),
     ],
 )
 def test_bad_requests_end_before_work_starts(
@@ -307,12 +313,10 @@ def launch(arguments: list[str], **environment: str) -> subprocess.CompletedProc
         "--main_process_port",
         "0",
     ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    env.pop("TRITON_INTERPRET", None)
     return subprocess.run(
         [*command, "train/distill.py", *arguments],
         cwd=ROOT,
-        env=env,
+        env=launch_environment(**environment),
         capture_output=True,
         text=True,
         timeout=300,

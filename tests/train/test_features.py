@@ -16,7 +16,6 @@ from retain.train.features import (
     CachedExamples,
     Example,
     FeatureSettings,
-    document_name,
     fill_,
     recipe_of,
 )
@@ -93,7 +92,7 @@ def test_views_of_a_packed_row_are_written_alone(tmp_path: Path) -> None:
     assert own < shard.stat().st_size < own + 2000
     with safe_open(shard, framework="pt") as file:
         assert set(file.keys()) == {
-            f"{document_name(DOCUMENTS[0])}/{layer}/{field}"
+            f"{DOCUMENTS[0].name}/{layer}/{field}"
             for layer in LAYERS
             for field in ("hidden_BTE", "keys_BHTD", "target_HT", "reached_HT")
         }
@@ -260,3 +259,41 @@ def test_training_from_disk_gives_the_losses_of_training_from_the_teacher(
         assert cached_row["loss"] == pytest.approx(teacher_row["loss"], rel=1e-4)
     for teacher_parameter, cached_parameter in zip(found[0][2], found[1][2], strict=True):
         torch.testing.assert_close(cached_parameter, teacher_parameter, rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_reads_features_again_and_ends_where_the_teacher_would_have_led(
+    make_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run with features never asks the teacher: not to begin, not in a step, not in a look."""
+    from retain import load_gates
+    from retain.train import local
+    from retain.train.checkpoint import read_log
+    from retain.train.distill import distill
+
+    uncalibrated = {"kind": "none", "curve": False, "fusion_weights": False}
+
+    def run(name: str, **changes: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        folder = distill(make_config(output=str(tmp_path / name), calibration=uncalibrated, **changes))
+        return load_gates(folder).state_dict(), read_log(folder)
+
+    def forbidden(*arguments: Any, **settings: Any) -> None:
+        raise AssertionError("the teacher was asked")
+
+    kept = {"features.folder": str(tmp_path / "features"), "features.shard_documents": 3}
+    taught, taught_log = run("taught")
+    first, first_log = run("first", **kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "walk", forbidden)
+        again, again_log = run("again", **kept)
+        with pytest.raises(AssertionError, match="the teacher was asked"):
+            run("elsewhere", **{**kept, "features.folder": str(tmp_path / "others")})
+    assert again_log == first_log and first.keys() == again.keys() == taught.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    # The same digits on the machine where this was written; another one may round a row of three documents
+    # otherwise. A step moves a parameter by 1e-2: a hundredth of one would be seen.
+    for name, tensor in taught.items():
+        torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-4)
+    for one, other in zip(taught_log, again_log, strict=True):
+        assert one.get("documents") == other.get("documents") and one.keys() == other.keys()
+        if "loss" in one:
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)

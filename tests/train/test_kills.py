@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from retain.config import save
 from retain.train.checkpoint import read_log
+from tests.launch import launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 20
@@ -22,12 +23,10 @@ def test_twenty_kills_change_nothing(make_config: Callable[..., Any], tmp_path: 
     training = {"steps": 90, "batch_documents": 2, "checkpoint_every": 1, "held_out_every": 20}
     config = make_config(**{f"training.{name}": value for name, value in training.items()})
     save(config, tmp_path / "c.yaml")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "tests/train/killed.py", str(tmp_path), str(KILLS), str(tmp_path / "c.yaml")],
         cwd=ROOT,
-        env=env,
+        env=launch_environment(),
         capture_output=True,
         text=True,
         timeout=300,

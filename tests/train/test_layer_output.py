@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from retain.evidence import attention_probs
+from retain.train import layer_output as layer_output_module
 from retain.train.layer_output import bound_coefficients, budget_threshold, relative_change
 from tests.train.test_losses import H, T, evidence_of, naive_output, of, one, soft_threshold, view_of
 
@@ -15,15 +16,17 @@ def test_the_soft_threshold_keeps_the_budget_whatever_is_said(temperature: float
     output, _, reached, _ = one("log_risk")
     for ratio in (0.1, 0.5):
         for said in (output, output + 7.0, torch.full_like(output, -3.0), 1e4 * output):
-            cut = budget_threshold(said[None], reached[None], ratio, temperature)
+            (cut,) = budget_threshold(said[None], reached[None], (ratio,), temperature)
             kept = torch.sigmoid((said[None] - cut) / temperature).masked_fill(~reached, 0.0).sum(-1)
             wanted = [[float(round(ratio * n)) for n in reached.sum(-1).tolist()]]
             torch.testing.assert_close(kept, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=0.0)
         for h in range(H):
-            cut = budget_threshold(output[None], reached[None], ratio, temperature)[0, h, 0]
+            cut = budget_threshold(output[None], reached[None], (0.3, ratio), temperature)[1, 0, h, 0]
             assert float(cut) == pytest.approx(soft_threshold(output, reached, h, ratio, temperature))
     said = output[None].clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: budget_threshold(x, reached[None], 0.3, temperature), (said,))
+    assert torch.autograd.gradcheck(
+        lambda x: budget_threshold(x, reached[None], (0.3, 0.6), temperature), (said,)
+    )
 
 
 @pytest.mark.parametrize("form", ["exact", "bound"])
@@ -96,3 +99,24 @@ def test_the_bound_holds_where_some_queries_are_not_there(window: int | None, or
         ]
         mean = torch.stack([bound_coefficients(one, 5, T) for one in each]).mean(0)
         torch.testing.assert_close(bound_coefficients(evidence, 5, T), mean)
+
+
+@pytest.mark.parametrize("form", ["exact", "bound"])
+def test_what_no_mask_changes_is_computed_once_a_part(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the loss of several budgets is the mean of theirs."""
+    name = {"exact": "layer_output", "bound": "bound_coefficients"}[form]
+    plain, unmasked = getattr(layer_output_module, name), []
+
+    def counted(*args):
+        unmasked.extend([1] if form == "bound" or args[1] is None else [])
+        return plain(*args)
+
+    monkeypatch.setattr(layer_output_module, name, counted)
+    view = view_of(evidence_of(), evidence_of(T + 6, 6, seed=1))
+
+    def lost(*ratios: float) -> float:
+        return float(of("layer_output", "log_risk", view=view, layer_output=form, keep_ratios=ratios))
+
+    several = lost(0.1, 0.2, 0.4)
+    assert len(unmasked) == 2, "the document and its branch"
+    assert several == pytest.approx((lost(0.1) + lost(0.2) + lost(0.4)) / 3, rel=1e-9)

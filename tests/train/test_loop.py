@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,13 +13,13 @@ from accelerate import Accelerator
 from retain.gates import GateSet, build_gates
 from retain.hf.model import base_model
 from retain.train import local, loop
-from retain.train.branches import readings_of
+from retain.train.branches import PROMPT_TOKENS, TAIL, readings_of, row_tokens
 from retain.train.data import Corpus, Document, load_corpus
 from retain.train.local import LayerLocal
 from retain.train.loop import Lesson
-from retain.train.losses import LossSettings
+from retain.train.losses import LossSettings, target_for_loss
 from retain.train.recipe import check_lockstep
-from retain.train.targets import TargetSettings, layer_target, log_risk
+from retain.train.targets import TargetSettings, layer_target
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
 from tests.tiny import tiny_model
@@ -70,7 +71,7 @@ def test_gates_begin_with_a_standardised_input_and_the_mean_target(
         torch.testing.assert_close(found.mean(0), torch.zeros(48), atol=1e-4, rtol=0)
         torch.testing.assert_close(found.std(0, correction=0), torch.ones(48), atol=1e-3, rtol=0)
         torch.testing.assert_close(gate.risk_floor_H, config.target.floor * risk_HN.mean(1))
-        target_HN = log_risk(risk_HN, gate.risk_floor_H)
+        target_HN = target_for_loss(risk_HN, gate)
         torch.testing.assert_close(gate.out.bias.detach(), target_HN.mean(1))
 
 
@@ -170,7 +171,7 @@ def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> N
             Document(tuple(range(2, 22 + number)), (5,) * (number % 2), origin=str(number))
             for number in range(5)
         ]
-        mine = loop._share(documents, accelerator)
+        mine = loop._share(documents, lesson, accelerator)
         read = loop._packs(mine, documents, lesson, accelerator)
         for pack, _ in read:
             objective.read(pack)
@@ -179,6 +180,23 @@ def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> N
         )
         counts.append(objective.forwards)
     assert counts[0] == counts[1] == (2 if kind == "packed" else 3)
+
+
+def test_the_tokens_of_a_step_are_those_of_its_rows(config: Any, tmp_path: Path) -> None:
+    """Branches too: an appendix only where it is read, a repetition that no document brings along."""
+    documents = [Document(tuple(range(2, 22 + number)), (5, 6)) for number in range(4)]
+    objective = MagicMock(fields=("loss",))
+    objective.accumulate_ = lambda pack, step, scale: [{"loss": 1.0}] * len(pack)
+    accelerator, synchroniser = Accelerator(cpu=True), MagicMock()
+    synchroniser.step_.return_value = 1.0
+    found = []
+    for sources in ({"own": 1.0}, {"own": 1.0, "repeat": 1.0}):
+        target = TargetSettings(sources=sources, horizon=8)
+        corpus = MagicMock(documents_of=lambda step: documents)
+        lesson = Lesson(objective, corpus, config.training, 0, lambda one, to=target: row_tokens(one, to))
+        found.append(loop.take_step_(lesson, synchroniser, accelerator, 0, tmp_path)["tokens"])
+    own = 20 + 21 + 22 + 23
+    assert found == [own, 2 * own + 4 * (PROMPT_TOKENS + TAIL)]
 
 
 def test_what_cannot_be_read_in_lockstep_is_refused(make_config: Callable[..., Any]) -> None:

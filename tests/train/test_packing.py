@@ -68,6 +68,13 @@ def test_shares_by_hand() -> None:
     # One process has a document of nearly all tokens, and still its share of the others.
     uneven = documents_of([20, 3, 3, 2, 2, 1, 1])
     assert [len(share_of(uneven, process=p, num_processes=3)) for p in range(3)] == [2, 3, 2]
+    # By what a document takes up in a row, where that is not its own tokens.
+    sizes = {six: 1, two: 40, ten: 2, four: 3, eight: 4, three: 30}
+    assert [share_of(documents, process=p, num_processes=2, size_of=sizes.__getitem__) for p in range(2)] == [
+        [two, ten, six],
+        [three, eight, four],
+    ]
+    assert num_packs(documents, num_processes=2, micro_batch=3, tokens_per_pack=37, size_of=sizes.get) == 2
 
 
 @given(lengths=lengths, num_processes=st.integers(1, 4), micro_batch=st.integers(1, 3))

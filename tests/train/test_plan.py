@@ -1,7 +1,9 @@
 """The plan of a run: the numbers of known models, what it advises, and a process that was watched."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from retain.hf.lookahead import lookahead_gates
 from retain.train.branches import row_tokens
 from retain.train.data import Document
 from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here, measured_tflops
+from retain.train.distill import make_accelerator, plan_run
 from retain.train.model_shape import (
     ModelShape,
     lookahead_on_meta,
@@ -21,6 +24,7 @@ from retain.train.model_shape import (
     shape_of_config,
 )
 from retain.train.plan import Work, beside_of, feature_bytes, flops_of, lengths_of, plan_of, work_of
+from retain.train.recipe import DistillConfig
 from retain.train.schedule import TrainingSettings
 from retain.train.targets import TargetSettings
 from tests.tiny import tiny_model
@@ -230,16 +234,82 @@ def test_wrong_settings_are_refused_all_at_once() -> None:
 def test_gate_parameters_come_from_the_gates() -> None:
     gates = build_gates("mlp", {0: {"E": 8, "H": 2}, 1: {"E": 8, "H": 2}})
 
-    class Config:
-        """What `work_of` reads of a config."""
-
-        stage = "local"
-        training = TrainingSettings()
-
-    work = work_of(Config(), gates, [(10, 2), (7, 0)], 2, chunk=64)
+    config = DistillConfig(output="", training=TrainingSettings(micro_batch=8))
+    work = work_of(config, gates, [(10, 2), (7, 0)], 2, chunk=64)
     assert work.gate_parameters == sum(p.numel() for p in gates.parameters())
     assert work.gate_hidden == 64 and work.row_tokens == 19 and work.document_tokens == 10
     assert work.num_processes == 2 and work.chunk == 64 and not work.features
+    assert work.prepared and not work_of(replace(config, initial="x"), gates, [(9,)], 1).prepared
+
+
+def test_a_row_of_several_documents_is_no_longer_than_it_is_packed() -> None:
+    work = Work("local", ((50, 10), (30,), (20,), (5,)), 1, 4, 3, 1)
+    assert work.row_tokens == 110
+    assert replace(work, pack_tokens=70).row_tokens == 70
+    assert replace(work, pack_tokens=40).row_tokens == 60, "a longer document has a row of its own"
+
+
+def test_of_a_source_of_unknown_size_every_step_reads_new_documents() -> None:
+    shape = llama(4096, 14336, 32, 32)
+    known = long_work(shape, continuation=64, steps=100)
+    assert known.num_read == 8 and replace(known, sampled=True).num_read == 100
+    few, many = (beside_of(shape, work) for work in (known, replace(known, sampled=True)))
+    assert many["writing continuations"] == pytest.approx(100 / 8 * few["writing continuations"])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        (None, None),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, 8),
+        ({"quant_method": "gptq", "bits": 3}, 3),
+        ({"quant_method": "fp8"}, None),
+    ],
+)
+def test_quantised_weights_are_planned_at_their_bits(
+    quantization: dict[str, object] | None, bits: int | None
+) -> None:
+    shape = llama(4096, 14336, 32, 32)
+    gates = build_gates("mlp", {0: {"E": 8, "H": 2}})
+    config = DistillConfig(output="", quantization=quantization)
+    work = work_of(config, gates, [(1024, 64)], 1)
+    assert work.weight_bits == bits
+    (weights,) = (line for line in plan_of(shape, work, H100).lines if line.name == "frozen weights")
+    outside = 2 * 4096 * 128256
+    inside = shape.parameters - outside
+    assert weights.num_bytes == outside * 2 + inside * (bits or 16) / 8
+    assert f"{bits or 16} bits a weight" in weights.about
+
+
+def test_a_document_that_is_longer_than_the_model_takes_names_the_key_to_lower() -> None:
+    shape = llama(4096, 14336, 32, 32)
+
+    def advice(*lengths: int) -> tuple[str, ...]:
+        return plan_of(shape, long_work(shape, lengths=(lengths, (100, 20))), H100).advice
+
+    assert shape.positions == 131072 and advice(131008, 64, 40) == advice(131072) == ()
+    assert advice(131000, 128, 64) == (
+        "lower data.max_tokens to 130944: a document takes up to 131,128 tokens, 128 of them read after it "
+        "(data.max_appendix_tokens, target.repeat_chunk or target.continuation_tokens), and the model "
+        "131,072",
+    )
+    assert advice(131073) == (
+        "lower data.max_tokens to 131072: a document takes up to 131,073 tokens, and the model 131,072",
+    )
+    (said,) = advice(100, 131072)
+    assert said.startswith("shorten what is read after a document: ")
+    assert plan_of(replace(shape, positions=None), long_work(shape, lengths=((200000,),)), H100).advice == ()
+
+
+def test_the_plan_of_a_config_sees_what_its_model_cannot_take(make_config: Callable[..., Any]) -> None:
+    config = make_config(**{"data.max_tokens": 4096, "target.sources": {"own": 1.0, "continuation": 1.0}})
+    positions = shape_by_name(config.model).positions
+    plan = plan_run(config, make_accelerator("none"))
+    assert positions == 4096
+    assert plan.advice[0].startswith(f"lower data.max_tokens to {positions - 64}: ")
+    assert plan.work.sampled and len(plan.work.lengths) == config.training.batch_documents
+    assert "to change: lower data.max_tokens" in plan.text()
 
 
 def test_branches_count_by_their_own_lengths() -> None:
@@ -319,14 +389,18 @@ def test_lookahead_gates_are_counted_without_weights(family: str, targets: str, 
 
 
 def test_the_planned_peak_is_that_of_a_process_that_was_watched() -> None:
-    """A layer-local step of the scoring benchmark's widths: the plan is above what was held, by less than a
-    third, and what was held is linear in the length."""
+    """The step that train/README.md reports, first statistics included: the plan is above what was held, and
+    what was held is linear in the length.
+
+    Above by how much: 26 % at 1K tokens, 18 at 2K, 15 at 4K, the same to one percent whenever it is measured;
+    the slack of 10 % for an allocator that keeps what is freed is part of it, and this one gives it back.
+    """
     from retain.train.speed import Setting, watched
 
-    rows = watched(Setting(layers=2, threads=1), (1024, 2048, 4096))
+    rows = watched(Setting(threads=1), (1024, 2048, 4096))
     assert [row["tokens"] for row in rows] == [1024, 2048, 4096]
-    for row in rows:
-        assert row["bytes"] < row["planned"] < 1.33 * row["bytes"], row
+    for row, most in zip(rows, (1.3, 1.22, 1.2), strict=True):
+        assert row["bytes"] < row["planned"] < most * row["bytes"], row
     first, second = (
         (after["bytes"] - before["bytes"]) / (after["tokens"] - before["tokens"])
         for before, after in zip(rows, rows[1:], strict=False)

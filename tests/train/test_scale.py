@@ -31,6 +31,7 @@ from retain.train.checkpoint import DiskError, latest, read_log
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
 from retain.train.signals import STOP_FILE, StopRequested
+from tests.launch import launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -40,12 +41,6 @@ Make = Callable[..., Any]
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", *arguments]
-
-
-def environment(**more: str) -> dict[str, str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-    env.pop("TRITON_INTERPRET", None)
-    return env
 
 
 def written(config: DistillConfig, path: Path) -> Path:
@@ -131,7 +126,7 @@ def test_deepspeed_reads_its_file(stage: int) -> None:
     path = CONFIGS / "deepspeed" / f"zero{stage}.json"
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)],
-        env=environment(DS_ACCELERATOR="cpu"),
+        env=launch_environment(DS_ACCELERATOR="cpu"),
         capture_output=True,
         text=True,
         timeout=120,
@@ -178,7 +173,7 @@ def test_the_slurm_script_launches_every_node_and_stops_in_time(
         (tmp_path / name).chmod(0o755)
     output = tmp_path / "run"
     (output / "checkpoints").mkdir(parents=True)
-    env = environment(
+    env = launch_environment(
         PATH=f"{tmp_path}:{os.environ['PATH']}",
         LAUNCHED=str(tmp_path / "launched"),
         SLURM_JOB_ID="7",
@@ -218,7 +213,7 @@ def test_the_cpu_launch_file_runs_a_distillation(make_config: Make, tmp_path: Pa
     done = subprocess.run(
         command("accelerate.commands.launch", *arguments, "training.steps=2"),
         cwd=ROOT,
-        env=environment(),
+        env=launch_environment(),
         capture_output=True,
         text=True,
         timeout=300,
@@ -235,12 +230,12 @@ def test_two_processes_distil_from_a_model_in_parts_what_one_does_from_a_whole_o
     config = make_config(output=str(tmp_path / "whole"), **changes)
     written(config, tmp_path / "c.yaml")
     whole = distill(config)
-    ways = ("fsdp", "zero3") if find_spec("deepspeed") else ("fsdp",)
+    ways = ("fsdp2", "zero3") if find_spec("deepspeed") else ("fsdp2",)
     script = ["tests/train/two_processes.py", str(tmp_path), *(f"distill_{way}" for way in ways)]
     done = subprocess.run(
         command("torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script),
         cwd=ROOT,
-        env=environment(ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu"),
+        env=launch_environment(ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu"),
         capture_output=True,
         text=True,
         timeout=300,
@@ -276,7 +271,7 @@ def test_the_deepspeed_launch_files_run_a_distillation(make_config: Make, tmp_pa
     done = subprocess.run(
         command("accelerate.commands.launch", *arguments),
         cwd=ROOT,
-        env=environment(DS_ACCELERATOR="cpu"),
+        env=launch_environment(DS_ACCELERATOR="cpu"),
         capture_output=True,
         text=True,
         timeout=300,
@@ -319,7 +314,7 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
     output, path = tmp_path / "run", written(config, tmp_path / "c.yaml")
     launch = command("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    env = environment(ACCELERATE_USE_CPU="true")
+    env = launch_environment(ACCELERATE_USE_CPU="true")
     with subprocess.Popen(
         [*launch, "train/distill.py", "--config", str(path)], cwd=ROOT, env=env, **pipes
     ) as run:

@@ -11,8 +11,7 @@ import pytest
 from accelerate import Accelerator
 
 from retain.train.signals import EXIT_CODE, STOP_FILE, Signals, StopRequested, forget_
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launch import launch_environment
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=launch_environment(),
         capture_output=True,
         text=True,
         timeout=120,

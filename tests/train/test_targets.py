@@ -21,12 +21,12 @@ from retain.train.targets import (
     baseline_overlaps,
     check_targets,
     layer_target,
-    log_risk,
     target_unit,
     token_target,
     token_targets,
 )
 from retain.train.teacher import Frozen, View, walk
+from tests.naive import naive_overlap
 from tests.tiny import tiny_model
 
 
@@ -143,12 +143,6 @@ def test_units(weight: str, unit: str) -> None:
     assert target_unit(build({"weight": weight}, TargetSettings)) == unit
 
 
-def test_log_risk() -> None:
-    risk, floor = torch.rand(1, 2, 5), torch.tensor([0.1, 0.2])
-    assert torch.equal(log_risk(risk, floor)[0, 1], (risk[0, 1] + 0.2).log())
-    assert torch.equal(log_risk(risk[0], floor), log_risk(risk, floor)[0])
-
-
 def test_baselines_are_overlaps() -> None:
     settings = TargetSettings(horizon=16)
     found: list[dict[str, float]] = []
@@ -159,7 +153,13 @@ def test_baselines_are_overlaps() -> None:
             frozen,
             READINGS,
             lambda views, into=into: into.extend(
-                baseline_overlaps(view, *layer_target(view, settings), 0) for view in views
+                baseline_overlaps(
+                    view.document.values_BHTD,
+                    view.document.output_weight_QDE,
+                    *layer_target(view, settings),
+                    (0, view.key, view.layer_idx),
+                )
+                for view in views
             ),
         )
     assert found == again, "chance is drawn by key, not from a global generator"
@@ -167,19 +167,6 @@ def test_baselines_are_overlaps() -> None:
         assert sorted(overlaps) == ["overlap_random", "overlap_recency", "overlap_value_norm"]
         assert all(0 <= value <= 1 for value in overlaps.values())
     assert len({overlaps["overlap_random"] for overlaps in found}) > 1
-
-
-def naive_overlap(score: Tensor, target: Tensor, reached: Tensor) -> float:
-    """Share of the target's top fifth of the reached entries among the score's, mean over heads."""
-    shares = []
-    for h in range(len(target)):
-        entries = [i for i in range(target.shape[1]) if reached[h, i]]
-        size = max(1, round(0.2 * len(entries)))
-        best, found = (
-            set(sorted(entries, key=lambda i, of=of: -float(of[h, i]))[:size]) for of in (target, score)
-        )
-        shares.append(len(best & found) / size)
-    return sum(shares) / len(shares)
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])
@@ -209,12 +196,12 @@ def test_baselines_are_judged_by_the_target_that_gates_are(granularity: str) -> 
         norm = torch.einsum(
             "htd,hgde->hgte", evidence.values_BHTD[0], evidence.output_weight_QDE.unflatten(0, (2, -1))
         )
-        recency.append(naive_overlap(torch.arange(T).expand(2, T), target, reached))
-        value_norm.append(naive_overlap(norm.abs().sum(-1).amax(1), target, reached))
+        recency.extend(naive_overlap(torch.arange(T).expand(2, T), target, reached))
+        value_norm.extend(naive_overlap(norm.abs().sum(-1).amax(1), target, reached))
 
     walk(frozen, [reading], see)
-    assert row["overlap_recency"] == pytest.approx(sum(recency) / 2)
-    assert row["overlap_value_norm"] == pytest.approx(sum(value_norm) / 2)
+    assert row["overlap_recency"] == pytest.approx(sum(recency) / 4)
+    assert row["overlap_value_norm"] == pytest.approx(sum(value_norm) / 4)
 
 
 def test_settings_that_mean_nothing_are_refused_together() -> None:

@@ -12,7 +12,7 @@ from retain.hf.model import observe
 from retain.train.branches import Branch, Reading
 from retain.train.data import Document
 from retain.train.targets import TargetSettings, layer_target
-from retain.train.teacher import Frozen, View, check_document, check_documents, load_frozen, walk
+from retain.train.teacher import Frozen, View, check_document, load_frozen, walk
 from tests.memory import Watch
 from tests.tiny import tiny_model
 
@@ -83,11 +83,11 @@ def test_settings_of_the_load_that_make_no_sense() -> None:
 
 def test_documents_of_another_tokenizer_or_too_long() -> None:
     config = tiny_model(max_position_embeddings=16).config
-    check_documents(config, [Document((1, 2), (96,))])
-    with pytest.raises(ValueError, match="document 1 holds token id 97 and the model knows 97 tokens"):
-        check_documents(config, [Document((1,)), Document((2, 97))])
-    with pytest.raises(ValueError, match="document 0 has 17 tokens with its appendix and the model takes 16"):
-        check_documents(config, [Document((1,) * 10, (2,) * 7)])
+    check_document(config, Document((1, 2), (96,)))
+    with pytest.raises(ValueError, match="a document holds token id 97 and the model knows 97 tokens"):
+        check_document(config, Document((2, 97)))
+    with pytest.raises(ValueError, match="a document has 17 tokens with its appendix and the model takes 16"):
+        check_document(config, Document((1,) * 10, (2,) * 7))
     with pytest.raises(ValueError, match="rows.jsonl line 3 holds token id 99"):
         check_document(config, Document((99,), origin="rows.jsonl line 3"))
 

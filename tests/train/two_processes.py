@@ -35,7 +35,6 @@ from retain.train.lock import LOCK_FILE, locked, me
 from retain.train.parallel import (
     Synchroniser,
     check_alike,
-    decoder_layers,
     is_sharded,
     shard_frozen_,
     sharding_of,
@@ -101,7 +100,7 @@ def elastic(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     synchroniser = toy_synchroniser(accelerator, gates)
     found = latest(folder / "elastic")
     assert found is not None
-    step, extra = load_checkpoint(accelerator, found[1], synchroniser)
+    step, extra = load_checkpoint(found[1], synchroniser)
     _, read = train_toy(accelerator, gates, synchroniser, range(step, step + 2))
     accelerator.wait_for_everyone()
     save_checkpoint(accelerator, folder / "elastic", step + 2, synchroniser, {**extra, "by": 2})
@@ -249,7 +248,7 @@ def deepspeed_gates(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
             begin_(run, {}, {})
         accelerator.wait_for_everyone()
         if (found := latest(run)) is not None:
-            start, _ = load_checkpoint(accelerator, found[1], synchroniser)
+            start, _ = load_checkpoint(found[1], synchroniser)
         norms, _ = train_toy(accelerator, gates, synchroniser, range(start, start + 2))
         save_checkpoint(accelerator, run, start + 2, synchroniser, {})
         outcome[f"stage {stage}"] = {"state": state_of(gates), "norms": norms, "start": start}
@@ -267,14 +266,14 @@ def frozen(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
         whole, parts = tiny_model(family), tiny_model(family)
         config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
         shard_frozen_(parts, accelerator, sharding=sharding, deepspeed_config=config)
-        weights = [layer.self_attn.o_proj.weight for layer in decoder_layers(whole)]
+        weights = [layer.self_attn.o_proj.weight for layer in whole.model.layers]
         inside = []
 
         def look(attention: nn.Module, *_: Any, weights: list = weights, inside: list = inside) -> None:
             found = dense_weight(attention.o_proj, torch.float32)
             inside.append(torch.equal(found.T, weights[attention.layer_idx]))
 
-        for layer in decoder_layers(parts):
+        for layer in parts.model.layers:
             layer.self_attn.register_forward_pre_hook(look)
         with torch.no_grad():
             # The decoder alone, the whole model, the decoder again: the walk, a soft stage, the next walk.
@@ -288,7 +287,7 @@ def frozen(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
             embeds_BTE = whole.get_input_embeddings()(ids).detach().requires_grad_(True)
             model.model(inputs_embeds=embeds_BTE).last_hidden_state.square().sum().backward()
             gradients.append(embeds_BTE.grad)
-        output = decoder_layers(parts)[0].self_attn.o_proj
+        output = parts.model.layers[0].self_attn.o_proj
         try:
             outside = torch.equal(dense_weight(output, torch.float32).T, weights[0])
             said = ""
@@ -328,7 +327,7 @@ def as_launched(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
 
 
 def fsdp_frozen(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    return frozen(accelerator, folder, "fsdp")
+    return frozen(accelerator, folder, "fsdp2")
 
 
 def zero3_frozen(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
@@ -354,8 +353,8 @@ def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
     return {"sharded": sharded}
 
 
-def distill_fsdp(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    return distil(accelerator, folder, "fsdp")
+def distill_fsdp2(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    return distil(accelerator, folder, "fsdp2")
 
 
 def distill_zero3(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
@@ -363,7 +362,7 @@ def distill_zero3(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
 
 
 JOBS = (as_launched, plain, elastic, spoilt, full_disk, told, fsdp_frozen, deepspeed_gates, zero3_frozen)
-JOBS += (distill_fsdp, distill_zero3, zero3_peak, loaded, rewound, held)
+JOBS += (distill_fsdp2, distill_zero3, zero3_peak, loaded, rewound, held)
 
 
 def main() -> None:

@@ -1,0 +1,18 @@
+"""What processes that a test starts find in their environment: this checkout, one thread, compiled kernels."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def launch_environment(**more: str) -> dict[str, str]:
+    """The environment of a process of its own.
+
+    Args:
+        **more: variables that it has beside those of the test, or other values of them.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    # Of the test's own kernels; nothing that is launched runs one.
+    environment.pop("TRITON_INTERPRET", None)
+    return environment
