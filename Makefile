@@ -96,5 +96,5 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(TORCH)
-	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,kernels,dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,lm-eval,chinese,kernels,dev]'
 	touch $@

@@ -50,7 +50,8 @@ class TokenIdentity:
             raise ValueError(
                 "The token-identity control needs token ids, and this evidence was made from embeddings."
             )
-        values_HBT = self.mean_LHV[evidence.layer_idx][:, evidence.token_ids_BT]
+        ids_BT = evidence.token_ids_BT
+        values_HBT = self.mean_LHV[evidence.layer_idx].to(ids_BT.device)[:, ids_BT]
         return masked_score(values_HBT.transpose(0, 1), evidence.valid_BT, "risk")
 
     def save(self, path: Path, made_from: dict[str, Any]) -> None:
@@ -89,10 +90,11 @@ def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: in
     counts: dict[int, Tensor] = {}
     for document in documents:
         ids_T = torch.tensor(document.context_ids)
-        for evidence in observe(model, torch.tensor([[*document.context_ids, *document.appendix_ids]])):
+        ids = torch.tensor([[*document.context_ids, *document.appendix_ids]], device=model.device)
+        for evidence in observe(model, ids):
             layer, num_heads = evidence.layer_idx, evidence.num_heads
             risk, reached = future_risk(evidence, document_tokens=len(ids_T), horizon=horizon)
-            risk_HT, reached_HT = risk[0].double(), reached[0]
+            risk_HT, reached_HT = risk[0].double().cpu(), reached[0].cpu()
             if layer not in sums:
                 sums[layer], counts[layer] = (
                     torch.zeros(num_heads, vocab, dtype=torch.float64) for _ in range(2)
@@ -116,7 +118,7 @@ def oracle(teacher: Sequence[Evidence], document_tokens: int) -> list[Score]:
 
     Args:
         teacher: Every layer over `[document; appendix]`, nothing evicted. The appendix is what is left of the
-            question, and what generation reads of the right answer (`retain.eval.runner.read_back`): the
+            question, and what generation reads of the right answer (`retain.eval.answers.read_back`): the
             queries that really come, and only they count.
         document_tokens: Entries that eviction will see.
 

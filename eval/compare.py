@@ -1,11 +1,12 @@
 """The entry: compare eviction policies at equal achieved memory.
 
     python eval/compare.py --config configs/compare/reference.yaml [key=value ...]
+    accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 
-In: a config, trained gates. Out: `results/<run>/` with `items.jsonl`, `manifest.json`, `report.md` and
-`scores.png`. A run that was stopped goes on where it was when the same command is given again; a finished one
-is only reported again. The one decision taken here: everything that can be wrong is found before the first
-model runs.
+In: a config, trained gates. Out: `results/<run>/` with `items.jsonl`, `references.jsonl`, `cells.json`,
+`manifest.json`, and the report. A run that was stopped goes on where it was when the same command is given
+again; a finished one is only reported again. The one decision taken here: everything that can be wrong is
+found before the first model runs, and one run at a time is in a folder.
 """
 
 import argparse
@@ -16,44 +17,69 @@ from pathlib import Path
 from typing import Any
 
 from retain.config import load, to_mapping
+from retain.eval.ceilings import write_cells
+from retain.eval.checks import check
 from retain.eval.config import (
     NOT_IDENTITY,
     CompareConfig,
-    check,
+    all_lines,
     find_policy,
     needs_gates,
+    resolve_device,
+    suite_of,
     with_all_tasks,
 )
+from retain.eval.processes import Processes, launched
 from retain.eval.record import MANIFEST, gates_identity, open_run
 from retain.eval.report import section, write_report
-from retain.eval.runner import plan, rows_per_unit, run_all
+from retain.eval.runner import run_all
+from retain.eval.subject import plan
 from retain.eval.summary import Claim
-from retain.eval.tasks import Suite, load_suite
+from retain.eval.tasks import Suite
 from retain.hf.model import fingerprint
+from retain.lock import lock_folder
 from retain.provenance import code_state, environment, now, write_json
 
 
 def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
     """The manifest of a run: `identity` is what two runs must share for their rows to stand in one file. It
     holds what decides a score, never where that came from."""
-    mapping = to_mapping(config) | {"tasks": list(with_all_tasks(config, suite))}
-    machine = environment("cpu", 1 if config.workers else 0)
+    tasks = {name: suite.tasks[name] for name in with_all_tasks(config, suite)}
+    mapping = to_mapping(config) | {"tasks": [*tasks]}
+    device = resolve_device(config.device).type
+    machine = environment(device, 1 if config.workers else 0)
+    models = {str(seed): suite.load_model(seed) for seed in config.seeds}
+    one = next(iter(models.values()))
     identity = {
-        "config": {name: value for name, value in mapping.items() if name not in NOT_IDENTITY},
+        "config": {name: value for name, value in mapping.items() if name not in NOT_IDENTITY}
+        | {"device": device},
         "policies": {
-            name: asdict(replace(find_policy(config, name), paper="", regime="any"))
-            for name in config.policies
+            line.name: asdict(
+                replace(find_policy(config, line.policy, line.protection), paper="", regime="any")
+            )
+            for line in all_lines(config)
         },
-        "models": {str(seed): fingerprint(suite.load_model(seed))["sha256"] for seed in config.seeds},
+        "models": {seed: fingerprint(model)["sha256"] for seed, model in models.items()},
         "gates": {str(s): gates_identity(config.gates_of(s)) for s in config.seeds}
         if needs_gates(config)
         else {},
+        "tasks": {name: task.version for name, task in tasks.items()},
         "python": machine["python"],  # the reference suite's text is the standard library's
     }
     return {
         "run": config.run,
         "config": mapping,
         "identity": identity,
+        "tasks": {
+            name: {
+                part: getattr(task, part)
+                for part in ("family", "metric", "primary", "provenance", "source", "licence", "version")
+            }
+            for name, task in tasks.items()
+        },
+        "device": device,
+        "dtype": str(one.dtype).removeprefix("torch."),
+        "attention": getattr(one.config, "_attn_implementation", None),
         "code": code_state(Path(__file__).parent),
         "environment": machine,
         "samples": {"units": len(plan(config, suite)), "items_per_task_and_seed": config.items_per_task},
@@ -61,21 +87,38 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
     }
 
 
-def compare(config: CompareConfig, suite: Suite) -> tuple[Path, list[Claim]]:
+def compare(
+    config: CompareConfig, suite: Suite, processes: Processes | None = None
+) -> tuple[Path, list[Claim]]:
     """Run a comparison to its end, and report it.
 
+    Args:
+        config: Of the comparison.
+        suite: That it names.
+        processes: Of the launch; the first of them checks, locks the folder and reports.
+
     Returns:
-        Path of the report, and the claims that were checked.
+        Path of the report, and the claims that were checked; of the processes beside the first, no claims.
 
     Raises:
-        ValueError: If the config is wrong, or the run's folder holds the rows of another configuration.
+        ValueError: If the config is wrong, another run holds the folder, or it holds the rows of another
+            configuration.
     """
+    processes = Processes() if processes is None else processes
+    if not processes.first:
+        processes.wait()
+        run_all(config, suite, processes=processes)
+        return config.folder, []
     check(config, suite)
-    manifest = open_run(config.folder, describe_run(config, suite), rows_per_unit(config, suite))
-    if run_all(config, suite) or "finished" not in manifest:
-        manifest |= {"finished": now()}
-        write_json(config.folder / MANIFEST, manifest)
-    return write_report(config.folder, manifest, suite.tasks)
+    with lock_folder(config.folder, otherwise="another name (run=...)"):
+        units = [unit.key for unit in plan(config, suite)]
+        manifest = open_run(config.folder, describe_run(config, suite), units)
+        processes.wait()
+        if run_all(config, suite, processes=processes) or "finished" not in manifest:
+            manifest |= {"finished": now()}
+            write_json(config.folder / MANIFEST, manifest)
+        write_cells(config.folder, [*suite.tasks])
+        return write_report(config.folder, manifest, suite.tasks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,10 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         config = load(given.config, CompareConfig, given.overrides)
-        report, claims = compare(config, load_suite(config.suite))
+        processes = launched()
+        report, claims = compare(config, suite_of(config), processes)
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if not processes.first:
+        return 0
     print("\n" + section(report, "At a glance"))
     print("\nClaims checked")
     for claim in claims:

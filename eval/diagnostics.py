@@ -1,4 +1,4 @@
-"""What an eviction did, measured without a benchmark: coverage, perturbation of the output, likeness of kept sets.
+"""What an eviction did, without a benchmark: coverage, output perturbation, likeness of kept sets.
 
 In: of one layer the attention of some queries over all entries *with nothing evicted* (rows of
 `retain.evidence.attention_probs`), its values and output projection, and what a policy keeps of the prompt's
@@ -41,14 +41,14 @@ def coverage(
 ) -> Float[Tensor, "B H S"]:
     """Share of the attention to prompt entries that goes to kept ones.
 
-    `cov[h] = sum_{i in S, i < T} I_h[i] / sum_{i < T} I_h[i]` with `I_h[i] = agg_{q in group(h)} a_q[i] n_q[i]`,
+    `cov[h] = sum_{i in S, i < T} I_h[i] / sum_{i < T} I_h[i]`, `I_h[i] = agg_{q in group(h)} a_q[i] n_q[i]`,
     `n_q[i] = ||v_i W_O^q||_1` if norms are given, else 1. A query that pays the prompt nothing is covered: 1.
 
-    DefensiveKV, arXiv 2510.13334 (Defensive KV: its recall of importance). Neither the paper nor its code
-    says whether recent tokens are in the denominator: here only the prompt's entries are.
+    Taming the Fragility of KV Cache Eviction in LLM Inference (DefensiveKV), arXiv 2510.13334. Whether recent
+    tokens are in its denominator is not said: here only the prompt's entries are.
 
     Args:
-        probs_BQST: attention of S queries over all entries seen, the prompt's first; rows sum to one, or less.
+        probs_BQST: attention of S queries over all entries seen, the prompt's first.
         keep_BHT: of the prompt's entries, True where kept.
         aggregate: of `AGGREGATES`: over the query heads of a KV head.
         norm_BQT: `retain.scores.value_norm.value_norms` of the prompt's entries, for value-weighted coverage.
@@ -78,7 +78,7 @@ def coverage(
     return 1.0 - torch.where(total_BHS > 0, lost_BHS / total_BHS, 0.0).clamp(0.0, 1.0)
 
 
-def coverage_numbers(coverages: Iterable[Sequence[Float[Tensor, "H S"]]]) -> dict[str, float]:
+def coverage_numbers(coverages: Iterable[Sequence[Tensor]]) -> dict[str, float]:
     """The mean, the worst, and the outliers of coverage over documents, steps, layers and heads.
 
     With `c_t` the mean over all heads of all layers at step t: `mean` is that of all numbers of all
@@ -90,7 +90,7 @@ def coverage_numbers(coverages: Iterable[Sequence[Float[Tensor, "H S"]]]) -> dic
     which of the two of either it means: both are given.
 
     Args:
-        coverages: for each document, for each layer, one number per head and step.
+        coverages: for each document, for each layer, one number per head and step `[H, S]`.
 
     Raises:
         ValueError: there is nothing to summarise.
@@ -103,25 +103,23 @@ def coverage_numbers(coverages: Iterable[Sequence[Float[Tensor, "H S"]]]) -> dic
     if not cells or not sum(own.numel() for own in cells):
         raise ValueError("coverage has no steps to summarise: pass at least one document with one step.")
     step_S, cell_N = torch.cat(steps), torch.cat(cells)
-    at_N = torch.tensor(list(QUANTILES.values()), dtype=cell_N.dtype)
-    found = _quantiles(cell_N, at_N).tolist()
+    ordered_N = cell_N.sort().values
     return {
         "mean": float(cell_N.mean()),
         "worst_step": float(step_S.min()),
         "worst": float(cell_N.min()),
         "outlier_steps": float((step_S < OUTLIER).double().mean()),
         "outliers": float((cell_N < OUTLIER).double().mean()),
-        **{name: value for name, value in zip(QUANTILES, found, strict=True)},
+        **{name: _quantile(ordered_N, share) for name, share in QUANTILES.items()},
     }
 
 
-def _quantiles(cells: Tensor, at: Tensor) -> Tensor:
-    """`torch.quantile`, of any number of cells (that one refuses more than 2 ** 24)."""
-    ordered = cells.sort().values
-    place = at * (len(ordered) - 1)
-    below = place.floor().long()
-    above = (below + 1).clamp_max(len(ordered) - 1)
-    return torch.lerp(ordered[below], ordered[above], place - below)
+def _quantile(ordered_N: Tensor, share: float) -> float:
+    """As `torch.quantile`, which refuses more than 2 ** 24 numbers."""
+    place = share * (len(ordered_N) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered_N) - 1)
+    return float(torch.lerp(ordered_N[below], ordered_N[above], place - below))
 
 
 def head_perturbation(
@@ -157,9 +155,9 @@ def head_perturbation_bound(
     """What `head_perturbation` cannot exceed, whatever the directions of the values.
 
     `theta_q = C - (2 - 1/s) sum_{i in S} a_q[i] N_q[i]`, with `C = sum_i a_q[i] N_q[i]` and
-    `N_q[i] = ||v_i W_O^q||_1`; `C` where `s = 0`. It holds for any s; that ranking by `a N` minimises it needs
-    `s > 0.5`. Equal to L where all projected values lie on one line, the kept ones on the one side of zero
-    and the evicted ones on the other.
+    `N_q[i] = ||v_i W_O^q||_1`; `C` where `s = 0`. It holds for any s; that ranking by `a N` minimises it
+    needs `s > 0.5`. Equal to L where all projected values lie on one line, the kept ones on the
+    one side of zero and the evicted ones on the other.
 
     CriticalKV, arXiv 2502.03805, theorem of the bound.
 
@@ -219,7 +217,7 @@ def layer_output_bound(
     entries seen, and `C = max_{q, d} sum_e |W_O^q[d, e]|` (the 1-norm of W_O^T). Equal to the loss where one
     head's kept values are its evicted ones with the sign turned, and all of one size.
 
-    LAVa, arXiv 2509.09754, theorem 1. The paper's head is a query head: with groups, the value of its KV head.
+    LAVa, arXiv 2509.09754. The paper has no groups: with them, the largest value is the KV head's.
 
     Args:
         probs_BQST: as in `coverage`.
@@ -267,8 +265,8 @@ def jaccard(one_BHT: Bool[Tensor, "B H T"], other_BHT: Bool[Tensor, "B H T"]) ->
 def oracle_overlap(keep_BHT: Bool[Tensor, "B H T"], risk_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H"]:
     """Share of a kept set that the oracle would keep too, with as many entries in the same head.
 
-    `|S and top_k(r)| / k`, `k = |S|`, `r` the true future risk (`retain.future`, which is what the oracle is);
-    of equal risks the later position first, as everywhere; 1 where nothing is kept.
+    `|S and top_k(r)| / k`, `k = |S|`, `r` the true future risk (`retain.future`, as the oracle has it); of
+    equal risks the later position first, as everywhere; 1 where nothing is kept.
 
     Args:
         keep_BHT: kept by the policy.
@@ -289,7 +287,7 @@ def divergence(
     0. The reverse divergence is the same with the arguments exchanged.
 
     Args:
-        logits_SV: of the distribution that the mean is taken over (the full cache's, for KL(full || evicted)).
+        logits_SV: of the distribution that the mean is over (for KL(full || evicted) the full cache's).
         other_SV: of the other.
     """
     log_p, log_other = (x.double().log_softmax(-1) for x in (logits_SV, other_SV))
@@ -322,7 +320,7 @@ def token_loss(
     return -logits_SV.double().log_softmax(-1).gather(-1, tokens_S[..., None].long())[..., 0]
 
 
-def perplexity_ratio(full_S: Float[Tensor, " S"], evicted_S: Float[Tensor, " S"]) -> float:
+def perplexity_ratio(full_S: Float[Tensor, " full"], evicted_S: Float[Tensor, " evicted"]) -> float:
     """Perplexity with the evicted cache over that with the full one, on the same tokens: 1 is no harm.
 
     `exp(mean_t nll'[t] - mean_t nll[t])`.
@@ -383,11 +381,11 @@ def phase_shares(evicted: Mapping[str, int]) -> dict[str, float]:
 def _check(probs_BQST: Tensor, keep_BHT: Tensor) -> None:
     Q, seen = probs_BQST.shape[1], probs_BQST.shape[-1]
     H, T = keep_BHT.shape[1:]
-    if Q % H or T > seen:
+    if Q % H or seen < T:
         raise ValueError(
-            f"attention of {Q} query heads over {seen} entries and a keep mask of {H} KV heads and {T} entries "
-            "do not belong together: pass a mask of the prompt's entries, which are the first, of the layer's "
-            "own KV heads."
+            f"attention of {Q} query heads over {seen} entries and a keep mask of {H} KV heads and {T} "
+            "entries do not belong together: pass a mask of the layer's own KV heads over the prompt's "
+            "entries, which are the first."
         )
 
 

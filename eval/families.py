@@ -25,11 +25,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention_chunks import truncate
+from retain.eval.answers import read_back
+from retain.eval.checks import check
 from retain.eval.compare import describe_run
-from retain.eval.config import CompareConfig, check
+from retain.eval.config import CompareConfig
 from retain.eval.record import open_run, read_rows
-from retain.eval.runner import read_back, rows_per_unit, run_all
+from retain.eval.runner import run_all
 from retain.eval.significance import paired_interval
+from retain.eval.subject import plan
 from retain.eval.summary import FAMILIES, Cell, Scores, gather
 from retain.eval.tasks import Suite, load_suite
 from retain.evidence import Evidence
@@ -264,7 +267,7 @@ def answers(config: CompareConfig, suite: Suite) -> Scores:
         ValueError: the config is wrong, or its folder holds the rows of another.
     """
     check(config, suite)
-    open_run(config.folder, describe_run(config, suite), rows_per_unit(config, suite))
+    open_run(config.folder, describe_run(config, suite), [unit.key for unit in plan(config, suite)])
     run_all(config, suite)
     return gather(read_rows(config.folder), list(suite.tasks))
 

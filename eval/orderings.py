@@ -271,7 +271,7 @@ def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Ch
     checked = []
     for one in orderings_of(scores):
         for regime in scores.regimes:
-            for ratio in scores.keep_ratios:
+            for ratio in scores.budgets:
                 pair = Cell(regime, one.policy, ratio), Cell(regime, one.baseline, ratio)
                 made = compare(scores, *pair, ALL, margin=margin, resamples=resamples)
                 if made is not None:

@@ -1,27 +1,43 @@
-"""Do our scores rank as the field's main library ranks? Its scorers beside ours, on the same layers.
+"""Do we rank and keep as the field's main library (kvpress) does, on the same model and tokens?
 
+    python -m retain.eval.parity --peer-python PEER/bin/python [--models Llama Qwen3 reference]
+    [--keep-ratios 0.2 0.5] [--methods snapkv ...] [--folder EXCHANGE]
     python -m retain.eval.parity
 
-In: NVIDIA/kvpress, where it is installed (it is no dependency; `pip install --no-deps kvpress requests`), and
-small random models. Out: per scorer and model the largest relative difference of the scores, and how much of
-what one would keep the other would keep too. The decision taken here: both see the very same tensors, its
-scorers through `retain.hf.press`; entries that a scorer forces (its window, its sinks, a first stage) are
-left out, since those are masks here.
+In: small random models and the reference model. Out, of the first command: for each method, model, budget and
+layer, how much of what the library's own `compress` keeps is kept here by `retain.Cache` too; status 1 unless
+they agree. The library runs in its own environment (`retain.eval.peer`). Out, of the second, where the
+library is installed in this one: the largest relative difference of the scores, on the very same tensors.
+
+The decision taken here: what is compared is the method and not its guards. Our presets all protect the same
+entries, so that a comparison of policies compares scores; here each preset's `released` variant protects
+what the released press forces instead (`METHODS`), and the overlap of the preset as it ships stands beside
+it. Two kinds of difference are told apart: a *tie*, where an entry that only one side keeps has a score
+within rounding of the score at the cut, so that neither order is wrong; and everything else, which fails.
 """
 
+import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from retain.eval.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, write_exchange
+from retain.hf.attach import attached
+from retain.hf.cache import Cache
 from retain.hf.model import observe
 from retain.hf.press import press_score
 from retain.ranking import rank_entries
+from retain.reference import load_model
+from retain.registry import lookup
 from retain.scores import SCORES
 
 TOKENS, PADS, KEPT = 120, (0, 7, 23), 0.4
@@ -95,8 +111,230 @@ def _kept(score_BHT: Tensor) -> Tensor:
     return rank_entries(score_BHT) < (KEPT * exists).round().long()
 
 
-def main() -> int:
-    """Print a table; 2 where the library is not there."""
+# What a press forces, in place of what our presets protect.
+NOTHING: dict[str, Any] = {"sinks": 0, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "recent": 0}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A preset, as the library has it.
+
+    Attributes:
+        policy: Ours, its released variant where it has one.
+        protection: What the press forces.
+        more: Other settings that are the press's.
+        stated: Whether the overlap that is wanted is wanted of it; without, ties may be as many as there are.
+    """
+
+    policy: str
+    protection: Mapping[str, Any]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    stated: bool = True
+
+
+# Ada-KV's safeguard: ours comes on top of what is protected, the press's own counts its window (the highest
+# scores) among a head's first entries, and so adds nothing while it is no longer than the window.
+_NO_SAFEGUARD = {"allocation": {"safeguard": None}}
+METHODS = {
+    "snapkv": Method("snapkv:released", {**NOTHING, "recent": WINDOW}),
+    "tova": Method("tova", {**NOTHING, "recent": 1}),
+    "streaming_llm": Method("streaming_llm", {**NOTHING, "sinks": 4}),
+    "criticalkv": Method("criticalkv:released", {**NOTHING, "recent": WINDOW}),
+    "knorm": Method("knorm", NOTHING, stated=False),
+    "keydiff": Method("keydiff", NOTHING, stated=False),
+    "expected_attention": Method("expected_attention", {**NOTHING, "sinks": 4}, stated=False),
+    "adakv": Method("adakv:released", {**NOTHING, "recent": WINDOW}, _NO_SAFEGUARD, stated=False),
+    "ada_criticalkv": Method(
+        "ada_criticalkv:released", {**NOTHING, "recent": WINDOW}, _NO_SAFEGUARD, stated=False
+    ),
+}
+# A difference within so much of the score at the cut is rounding: both sides compute in float32.
+TIE = 1e-4
+PROMPTS, LENGTH, LEAST = 3, 300, 0.99
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What two sides keep of one layer.
+
+    Attributes:
+        both: Entries that both keep.
+        theirs: Entries that they keep.
+        ours: Entries that we keep.
+        ties: Of the entries that one side keeps alone, those within rounding of the cut.
+        alone: Entries that one side keeps alone.
+        least: The smallest share that is kept by both, of any sequence and head.
+    """
+
+    both: int
+    theirs: int
+    ours: int
+    ties: int
+    alone: int
+    least: float
+
+    @property
+    def share(self) -> float:
+        """Entries that both keep, over those that the larger side keeps."""
+        return self.both / max(1, self.theirs, self.ours)
+
+
+def overlap_of(theirs: Mapping[str, Tensor], ours_BHT: Bool[Tensor, "B H T"]) -> Overlap:
+    """Compare keep masks of one layer.
+
+    An entry `i` of a head that one side keeps alone is a tie where `|s_i - c| <= TIE * max(|c|, tiny)`, with
+    `s` their score and `c` the lowest score that they keep; of a press of two stages also where that holds of
+    the first stage's scores, `c` being the lowest score in that stage; and where heads share a budget, `s` is
+    the score that they compete by and `c` the lowest that any head keeps.
+
+    Args:
+        theirs: `kept`, bool `[B, H, T]`; `score`, and `first` of a press that wraps another, where it has
+            some.
+        ours_BHT: True where kept.
+    """
+    kept_BHT = theirs["kept"].bool()
+    both_BHT, alone_BHT = kept_BHT & ours_BHT, kept_BHT ^ ours_BHT
+    tied_BHT = torch.zeros_like(alone_BHT)
+    if "score" not in theirs and "first" in theirs:  # heads compete for one budget, by the scores of another
+        first_BHT = theirs["first"]
+        tied_BHT |= _near(
+            first_BHT, first_BHT.masked_fill(~kept_BHT, float("inf")).amin((1, 2), keepdim=True)
+        )
+    if "score" in theirs:
+        score_BHT = theirs["score"]
+        cut_BH1 = score_BHT.masked_fill(~kept_BHT, float("inf")).amin(-1, keepdim=True)
+        tied_BHT |= _near(score_BHT, cut_BH1)
+        if "first" in theirs:
+            forced_BHT = score_BHT >= torch.finfo(torch.float32).max
+            first_BHT = theirs["first"]
+            line_BH1 = first_BHT.masked_fill(~forced_BHT, float("inf")).amin(-1, keepdim=True)
+            tied_BHT |= _near(first_BHT, line_BH1)
+    larger_BH = torch.maximum(kept_BHT.sum(-1), ours_BHT.sum(-1)).clamp_min(1)
+    return Overlap(
+        int(both_BHT.sum()),
+        int(kept_BHT.sum()),
+        int(ours_BHT.sum()),
+        int((alone_BHT & tied_BHT).sum()),
+        int(alone_BHT.sum()),
+        float((both_BHT.sum(-1) / larger_BH).min()),
+    )
+
+
+def _near(score_BHT: Tensor, cut_BH1: Tensor) -> Tensor:
+    scale = cut_BH1.abs().clamp_min(torch.finfo(torch.float32).tiny)
+    return (score_BHT - cut_BH1).abs() <= TIE * scale
+
+
+def kept_here(model: Any, ids_BT: Tensor, policy: str, kept: int, **overrides: Any) -> list[Tensor]:
+    """What `retain.Cache` holds after a prefill, bool `[B, H, T]` a layer, read off its own positions.
+
+    Args:
+        model: of transformers.
+        ids_BT: prompts without padding.
+        policy: a preset or variant.
+        kept: tokens per head.
+        overrides: of the policy.
+    """
+    with torch.no_grad(), attached(model):
+        cache = Cache(model, policy, tokens_per_head=kept, **overrides).prefill(ids_BT)
+    masks = []
+    for layer in cache.ragged:
+        store = layer.store
+        assert store is not None
+        B, H = store.lengths_BH.shape
+        mask_BHT = torch.zeros(B, H, ids_BT.shape[1], dtype=torch.bool)
+        for b in range(B):
+            for h in range(H):
+                mask_BHT[b, h, store.row(b, h)[2].cpu()] = True
+        masks.append(mask_BHT)
+    return masks
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method on one model at one budget.
+
+    Attributes:
+        method: Ours.
+        model: Name of the model.
+        kept: Entries a head.
+        layers: One a layer.
+        shipped: The share kept by both where our preset protects what it does as it ships; None: its
+            protection does not fit the budget.
+    """
+
+    method: str
+    model: str
+    kept: int
+    layers: tuple[Overlap, ...]
+    shipped: float | None
+
+    @property
+    def share(self) -> float:
+        """Of the layer that agrees least."""
+        return min(layer.share for layer in self.layers)
+
+    @property
+    def tied(self) -> bool:
+        """Whether nothing but ties tells the two sides apart."""
+        return all(layer.alone == layer.ties for layer in self.layers)
+
+    def agrees(self, least: float) -> bool:
+        """Whether nothing but ties tells them apart, and few of them where that is stated."""
+        return self.tied and (self.share >= least or not METHODS[self.method].stated)
+
+
+def compare_kept(peer: Any, name: str, model: Any, ids_BT: Tensor, method: str, kept: int) -> Line:
+    """Ask both sides what they keep.
+
+    Args:
+        peer: the other side, which has this model and these prompts.
+        name: of the model.
+        model: the same here.
+        ids_BT: the prompts.
+        method: a name in `METHODS`.
+        kept: entries a head.
+    """
+    own = METHODS[method]
+    theirs = peer.kept(PRESSES[method], kept)
+    ours = kept_here(model, ids_BT, own.policy, kept, protection=own.protection, **own.more)
+    layers = tuple(overlap_of(one, other) for one, other in zip(theirs, ours, strict=True))
+    try:
+        plain = kept_here(model, ids_BT, own.policy, kept)
+        shipped = min(overlap_of(one, other).share for one, other in zip(theirs, plain, strict=True))
+    except ValueError:
+        shipped = None
+    return Line(method, name, kept, layers, shipped)
+
+
+def show(lines: Sequence[Line], least: float) -> str:
+    """Lines as a table, a column a layer."""
+    rows = [
+        f"{'method':<19} {'model':<10} {'kept':>5} {'theirs':<32} {'kept alike, layer by layer':<28} "
+        f"{'worst head':>10} {'alone':>6} {'ties':>5} {'as shipped':>10}"
+    ]
+    for line in lines:
+        shares = " ".join(f"{layer.share:.1%}" for layer in line.layers)
+        shipped = "-" if line.shipped is None else f"{line.shipped:.1%}"
+        verdict = "" if line.agrees(least) else "  DIFFERS"
+        rows.append(
+            f"{line.method:<19} {line.model:<10} {line.kept:>5} {PRESSES[line.method]!s:<32} {shares:<28} "
+            f"{min(layer.least for layer in line.layers):>10.1%} {sum(x.alone for x in line.layers):>6} "
+            f"{sum(x.ties for x in line.layers):>5} {shipped:>10}{verdict}"
+        )
+    return "\n".join(
+        [
+            *rows,
+            "kept alike: entries that both keep, over all that a side keeps. alone: entries that one side "
+            f"keeps alone; ties: of those, within {TIE:g} of the score at the cut (rounding decides).",
+            "as shipped: our preset with the protection that all presets share, least of the layers.",
+            "",
+        ]
+    )
+
+
+def random_models() -> dict[str, Any]:
+    """The random models, by name: attention that is sharp, so that scores differ."""
     models = {}
     for name, (config_class, model_class) in MODELS.items():
         torch.manual_seed(0)
@@ -113,22 +351,101 @@ def main() -> int:
         for weight in model.parameters():
             if weight.ndim == 2:
                 torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
+        models[name] = model
+    return models
+
+
+def run_kept(given: argparse.Namespace) -> int:
+    """Compare keep sets, with the library in its own environment; 0 where all that is stated agrees."""
+    for name in given.methods:
+        lookup(name, METHODS, what="method")
+    if any(not 0 < ratio < 1 for ratio in given.keep_ratios):
+        raise ValueError(f"parity: keep_ratios lie between 0 and 1, got {given.keep_ratios}.")
+    known = {**MODELS, "reference": None}
+    for name in given.models:
+        lookup(name, known, what="model")
+    with torch.random.fork_rng():
+        models = random_models()
+    lines: list[Line] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in given.models:
+            model: Any = load_model(0) if name == "reference" else models[name]
+            draw = torch.Generator().manual_seed(0)
+            ids_BT = torch.randint(1, model.config.vocab_size, (PROMPTS, LENGTH), generator=draw)
+            folder = Path(given.folder or scratch) / name
+            write_exchange(folder, model, ids_BT, tokens=LENGTH)
+            with Peer(given.peer_python, folder) as peer:
+                versions = peer.versions()
+                if versions.get(LIBRARY) is None:
+                    raise ValueError(
+                        f"{given.peer_python} has no {LIBRARY}: pass the interpreter of an environment where "
+                        f"it is installed ({INSTALL})."
+                    )
+                if not lines:
+                    said = ", ".join(f"{what} {version}" for what, version in versions.items())
+                    print(f"theirs: {said}; {PROMPTS} prompts of {LENGTH} random tokens each, float32")
+                for ratio in given.keep_ratios:
+                    kept = int(ratio * LENGTH)
+                    lines += [compare_kept(peer, name, model, ids_BT, one, kept) for one in given.methods]
+    print(show(lines, given.least), end="")
+    failed = [line for line in lines if not line.agrees(given.least)]
+    if failed:
+        named = ", ".join(f"{line.method} on {line.model} ({line.kept} kept)" for line in failed)
+        print(f"error: what is kept differs by more than ties: {named}", file=sys.stderr)
+        return 1
+    print(
+        f"{', '.join(dict.fromkeys(line.method for line in lines))}: the same entries are kept, ties apart."
+    )
+    return 0
+
+
+def run_scores() -> int:
+    """Compare scores, with the library in this environment; 2 where it is not there."""
+    models = {}
+    for name, model in random_models().items():
         valid = (torch.arange(TOKENS) >= torch.tensor(PADS)[:, None]).long()
         ids = torch.randint(1, 97, valid.shape) * valid
         # Before the library is imported, which wraps every attention function of transformers.
         models[name] = model, observe(model, ids, valid)
     try:
-        library = importlib.import_module("kvpress")
+        library = importlib.import_module(LIBRARY)
     except ImportError as error:
-        print(f"error: {error}: pip install --no-deps kvpress requests", file=sys.stderr)
+        print(
+            f"error: {error}: pip install --no-deps {LIBRARY} requests, or name the interpreter of an "
+            f"environment that has it: {INSTALL}",
+            file=sys.stderr,
+        )
         return 2
-    print(f"kvpress {importlib.import_module('importlib.metadata').version('kvpress')}")
+    print(f"{LIBRARY} {importlib.import_module('importlib.metadata').version(LIBRARY)}")
     print(f"{'theirs':<24} {'ours':<20} {'model':<8} {'difference':>10} {'kept alike':>10}")
     for pair in PAIRS:
         for name, (model, evidence) in models.items():
             worst, shared = compare_pair(library, pair, model, evidence)
             print(f"{pair.press:<24} {pair.score:<20} {name:<8} {worst:>10.1e} {shared:>10.1%}")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table; 1 where the two differ, 2 where the library is not there."""
+    parser = argparse.ArgumentParser(
+        prog="python -m retain.eval.parity", description=f"What {LIBRARY} keeps, beside what is kept here."
+    )
+    parser.add_argument(
+        "--peer-python", help=f"interpreter of {LIBRARY}'s environment; without: scores, in this one"
+    )
+    parser.add_argument("--models", nargs="+", default=[*MODELS, "reference"], metavar="NAME")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
+    parser.add_argument("--keep-ratios", nargs="+", type=float, default=[0.25, 0.5], metavar="RATIO")
+    parser.add_argument("--least", type=float, default=LEAST, help=f"overlap wanted; default {LEAST}")
+    parser.add_argument(
+        "--folder", help="where models and answers are exchanged; default: one that goes away"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        return run_kept(given) if given.peer_python else run_scores()
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

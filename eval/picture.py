@@ -51,7 +51,7 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
     figure, axes = pyplot.subplots(
         *shape, figsize=(5.2 * shape[1] + 1.8, 3.6 * shape[0] + 0.6), sharey=True, squeeze=False
     )
-    ratios = scores.keep_ratios
+    ratios = scores.budgets
     for row, regime in enumerate(scores.regimes):
         for column, family in enumerate(families):
             axis, tasks = axes[row, column], scores.tasks(family)
@@ -62,7 +62,7 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
                     continue
                 means = [scores.mean(cell, tasks) for cell in cells]
                 halves = [1.96 * standard_error(scores.strata(cell, tasks)) for cell in cells]
-                places = [cell.keep_ratio for cell in cells]
+                places = [cell.budget for cell in cells]
                 look: dict[str, Any] = {"linewidth": 1.5, "markersize": 5, **LOOKS.get(policy, {})}
                 (line,) = axis.plot(places, means, label=policy, **look)
                 low = [max(0.0, mean - half) for mean, half in zip(means, halves, strict=True)]
@@ -108,7 +108,7 @@ def draw_ranking(scores: Scores, path: Path, *, title: str, variants: Collection
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks, ratios = scores.tasks(ALL), scores.keep_ratios
+    tasks, ratios = scores.tasks(ALL), scores.budgets
     middle = ratios[len(ratios) // 2]
     names = [name for name in scores.policies if name != "full"]
     figure, axes = pyplot.subplots(

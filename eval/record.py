@@ -1,17 +1,19 @@
-"""What a comparison leaves behind: `items.jsonl` and `manifest.json`, in a folder of its own.
+"""What a comparison leaves behind in a folder of its own: `items.jsonl`, `references.jsonl`, `manifest.json`.
 
-`items.jsonl` holds one row per item, regime, policy and keep_ratio. It grows by whole units (one batch of
-items of one task, seed and regime), so a killed run has lost at most one unit; what it left half-written is
-dropped when it is opened again. `manifest.json` says what was run: the resolved config, its hash, the code,
-the versions, the machine, the models. The one decision taken here: rows of different configurations never
-share a folder, and rows made by different code are marked as such.
+`items.jsonl` holds one row per item, question, regime, policy, protection and budget. It grows by whole units
+(one batch of items of one task and seed), so a killed run has lost at most one unit of each process; what it
+left half-written is dropped when it is opened again. Where several processes write, each has a file of its
+own, `items-<rank>.jsonl`, which the next one to open the folder takes in. `references.jsonl` says what was
+asked. `manifest.json` says what was run: the resolved config, its hash, the code, the versions, the machine,
+the models. The one decision taken here: rows of different configurations never share a folder, and rows made
+by different code are marked as such.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +21,110 @@ from retain.gates.store import read_metadata
 from retain.provenance import write_json, write_text
 
 ITEMS = "items.jsonl"
+REFERENCES = "references.jsonl"
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One answer: one item under one policy.
+    """One answer: one question on one item, under one policy, protection and budget.
+
+    Entries and bytes are counted over all layers that evict and all their KV heads. In the regimes that evict
+    once (`context_only`, `query_aware`) they are counted behind the eviction, in those that evict again, when
+    the answer has been read.
 
     Attributes:
         run: Name of the run.
         unit: Key of the unit that wrote the row.
-        seed: Seed of the reference model.
+        unit_rows: How many rows that unit has, so that a half-written one is known.
+        seed: Seed of the run: of the reference model, of the items.
         task: Task of the item.
         family: "seen" by gate training, or "held-out" from it.
         item: Index of the item in its task and seed.
-        regime: "context_only" or "query_aware".
-        policy: Name of the policy.
-        keep_ratio: Kept / seen that was asked for; 1.0 for the full cache.
+        question: Index of the question on it.
+        regime: Of `retain.eval.config.REGIMES`.
+        policy: Label in tables: the policy, with `+name` where its protection is not its preset's.
+        base_policy: The policy.
+        protection: "preset", or a name of the config's `protections`.
+        budget: Below 1 a keep_ratio, from 2 on tokens per head; 1 is the full cache.
+        keep_ratio: Kept / seen, as it came out.
+        score: What the task is judged by, in 0..1.
         exact: 1.0 where the whole answer is right.
         partial: Share of the answer that is right.
-        kept_entries: Entries held after eviction, over all layers and KV heads.
-        seen_entries: Entries seen, over all layers and KV heads.
+        null: Whether nothing was answered: no token before an end token, or no text. Its score is 0.
+        ended: Whether an end token came before the answer's longest length.
+        num_prompt: Tokens of context and question.
+        num_generated: Tokens of the answer, without the one that ends it.
+        kept_entries: Entries held.
+        seen_entries: Entries seen.
+        peak_entries: Entries held at most between two forwards, from the context's end on.
         bytes_held: Bytes of keys and values of the entries held, as the cache reports them.
         bytes_full: The same for all entries seen.
-        tokens: Generated token ids.
+        gate_bytes: Bytes of the gates' parameters and buffers, once for the model; 0 without gates.
+        tokens: Generated token ids, up to an end token.
         tokens_sha: First 12 hex digits of the sha256 of the ids, to compare answers quickly.
+        text: What they say, as it was scored; empty where tokens are not text.
+        about: What a table may be split by: of the item and the question.
+        needles_kept: Share of the entries that hold what is asked that survived, mean over layers and heads;
+            None where the item does not say which they are.
     """
 
     run: str
     unit: str
+    unit_rows: int
     seed: int
     task: str
     family: str
     item: int
+    question: int
     regime: str
     policy: str
+    base_policy: str
+    protection: str
+    budget: float
     keep_ratio: float
+    score: float
     exact: float
     partial: float
+    null: bool
+    ended: bool
+    num_prompt: int
+    num_generated: int
     kept_entries: int
     seen_entries: int
+    peak_entries: int
     bytes_held: int
     bytes_full: int
+    gate_bytes: int
     tokens: tuple[int, ...]
     tokens_sha: str
+    text: str = ""
+    about: Mapping[str, str | float] = field(default_factory=dict)
+    needles_kept: float | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What was asked: one question on one item, whatever answered it.
+
+    Attributes:
+        seed, task, item, question: As in a row.
+        context_sha: First 12 hex digits of the sha256 of the context's ids.
+        num_context: Tokens of the context.
+        question_ids: What is read behind the context.
+        gold_ids: A right continuation.
+        references: Right answers, as text; empty where tokens are not text.
+    """
+
+    seed: int
+    task: str
+    item: int
+    question: int
+    context_sha: str
+    num_context: int
+    question_ids: tuple[int, ...]
+    gold_ids: tuple[int, ...]
+    references: tuple[str, ...]
 
 
 def tokens_sha(tokens: Sequence[int]) -> str:
@@ -82,14 +144,14 @@ def gates_identity(folder: str | Path) -> dict[str, Any]:
     return {name: metadata.get(name) for name in ("sha256", "family", "layers", "inputs", "unit")}
 
 
-def open_run(folder: Path, manifest: dict[str, Any], rows_per_unit: Mapping[str, int]) -> dict[str, Any]:
+def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> dict[str, Any]:
     """Create a run's folder, or take up a run that left rows; without rows a run starts over.
 
     Args:
         folder: `results/<run>`.
         manifest: Of this run. `identity` is the mapping that two runs must share to be one run; `code` is
             this process's `code_state`.
-        rows_per_unit: How many rows each unit of this run has.
+        units: Keys of all units of this run.
 
     Returns:
         The manifest that now lies in the folder. With units left to run: the one given, with the code states
@@ -99,9 +161,9 @@ def open_run(folder: Path, manifest: dict[str, Any], rows_per_unit: Mapping[str,
     Raises:
         ValueError: If the folder holds rows of another configuration; it names the fields that differ.
     """
-    path, items = folder / MANIFEST, folder / ITEMS
+    path = folder / MANIFEST
     states = [manifest["code"]]
-    has_rows = items.exists() and items.stat().st_size > 0
+    has_rows = any(file.stat().st_size > 0 for file in _files(folder, ITEMS))
     if has_rows and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         differing = _differing(before.get("identity", {}), manifest["identity"])
@@ -111,7 +173,7 @@ def open_run(folder: Path, manifest: dict[str, Any], rows_per_unit: Mapping[str,
                 f"{', '.join(differing)}. Their rows must not be mixed: choose another name (run=...), or "
                 f"delete that folder."
             )
-        if take_up(folder, rows_per_unit) == set(rows_per_unit):
+        if take_up(folder, units) == {*units}:
             manifest = {**before, "config": manifest["config"]}
             write_json(path, manifest)
             return manifest
@@ -128,59 +190,135 @@ def open_run(folder: Path, manifest: dict[str, Any], rows_per_unit: Mapping[str,
     return manifest
 
 
-def take_up(folder: Path, rows_per_unit: Mapping[str, int]) -> set[str]:
-    """Find the finished units of a run; drop what a killed process left half-written.
+def finished(folder: Path, units: Collection[str]) -> set[str]:
+    """Keys of the units whose rows are all there; nothing is changed."""
+    lines, _ = _lines(folder)
+    return _whole(lines, units)
+
+
+def take_up(folder: Path, units: Collection[str]) -> set[str]:
+    """Find the finished units of a run; drop what a killed process left half-written, and take what
+    several processes wrote into one file.
 
     Args:
-        folder: `results/<run>`.
-        rows_per_unit: How many rows each unit of this run has.
+        folder: `results/<run>`; no other process may write to it now.
+        units: Keys of all units of this run.
 
     Returns:
         Keys of the units whose rows are all there.
     """
-    path = folder / ITEMS
-    if not path.exists():
-        return set()
-    lines: dict[str, list[str]] = {}
-    torn = False
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                unit = json.loads(line)["unit"] if line.endswith("\n") else None
-            except json.JSONDecodeError:
-                unit = None
-            if unit is None:
-                torn = True
-            else:
-                lines.setdefault(unit, []).append(line)
-    done = {unit for unit, own in lines.items() if len(own) == rows_per_unit.get(unit)}
-    if torn or len(done) < len(lines):
-        write_text(path, "".join(line for unit in lines if unit in done for line in lines[unit]))
+    lines, torn = _lines(folder)
+    done = _whole(lines, units)
+    shares = _shares(folder, ITEMS)
+    if torn or shares or len(done) < len(lines):
+        write_text(folder / ITEMS, "".join(line for unit in lines if unit in done for line in lines[unit]))
+    asked = _shares(folder, REFERENCES)
+    if asked or any(own is None for path in _files(folder, REFERENCES) for own, _ in _parsed(path)):
+        write_text(folder / REFERENCES, "".join(_line(own) for own in read_references(folder)))
+    for path in (*shares, *asked):
+        path.unlink()  # what it held is in the one file by now
     return done
 
 
-def append_unit(folder: Path, rows: Sequence[Row]) -> None:
-    """Append the rows of one finished unit, in one write that reaches the disk."""
-    text = "".join(json.dumps(asdict(row), separators=(",", ":")) + "\n" for row in rows)
-    with (folder / ITEMS).open("a", encoding="utf-8") as file:
+def append_unit(
+    folder: Path, rows: Sequence[Row], references: Sequence[Reference] = (), *, rank: int | None = None
+) -> None:
+    """Append the rows of one finished unit, in one write that reaches the disk, and before them what was
+    asked.
+
+    Args:
+        folder: `results/<run>`.
+        rows: Of the unit.
+        references: Of its items. Units of one batch say the same; it is read once.
+        rank: Of this process, where several write; None: this one alone.
+    """
+    parts: tuple[tuple[str, Sequence[Any]], ...] = ((REFERENCES, references), (ITEMS, rows))
+    for name, values in parts:
+        if values:
+            _append(folder / _named(name, rank), "".join(_line(asdict(value)) for value in values))
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Read all rows of a run; a unit that two files hold is read once.
+
+    Raises:
+        FileNotFoundError: If there are none.
+    """
+    if not _files(folder, ITEMS):
+        raise FileNotFoundError(
+            f"{folder / ITEMS} does not exist: nothing was measured there yet. Run eval/compare.py first."
+        )
+    lines, _ = _lines(folder)
+    return [json.loads(line) for own in lines.values() for line in own]
+
+
+def read_references(folder: Path) -> list[dict[str, Any]]:
+    """Read what was asked, each question once, in order of seed, task, item and question; nothing, where
+    nothing was."""
+    found = {}
+    for path in _files(folder, REFERENCES):
+        for own, _ in _parsed(path):
+            if own is not None:
+                found[own["seed"], own["task"], own["item"], own["question"]] = own
+    return [found[key] for key in sorted(found)]
+
+
+def _whole(lines: Mapping[str, Sequence[str]], units: Collection[str]) -> set[str]:
+    """Units of this run that have as many rows as each of their rows says."""
+    own = {unit: lines[unit] for unit in units if unit in lines}
+    return {unit for unit, rows in own.items() if len(rows) == json.loads(rows[0]).get("unit_rows")}
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read all rows of a run.
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
 
-    Raises:
-        FileNotFoundError: If there are none.
-    """
-    path = folder / ITEMS
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist: nothing was measured there yet. Run eval/compare.py first."
-        )
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+
+def _named(name: str, rank: int | None) -> str:
+    """The file of one process."""
+    return name if rank is None else f"{name.removesuffix('.jsonl')}-{rank}.jsonl"
+
+
+def _shares(folder: Path, name: str) -> list[Path]:
+    """Files of processes of their own."""
+    return sorted(folder.glob(f"{name.removesuffix('.jsonl')}-*.jsonl"))
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    return [path for path in (folder / name, *_shares(folder, name)) if path.exists()]
+
+
+def _parsed(path: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """Lines of a file, with what they say; None: torn."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line) if line.endswith("\n") else None, line
+            except json.JSONDecodeError:
+                yield None, line
+
+
+def _lines(folder: Path) -> tuple[dict[str, list[str]], bool]:
+    """Lines of each unit, from the first file that has the most of them, and whether any were torn."""
+    found: dict[str, list[str]] = {}
+    torn = False
+    for path in _files(folder, ITEMS):
+        here: dict[str, list[str]] = {}
+        for own, line in _parsed(path):
+            if own is None:
+                torn = True
+            else:
+                here.setdefault(own.get("unit", ""), []).append(line)
+        for unit, lines in here.items():
+            if len(lines) > len(found.get(unit, ())):
+                found[unit] = lines
+    return found, torn
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:

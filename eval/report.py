@@ -153,7 +153,7 @@ def _glance(scores: Scores) -> str:
     """Means over tasks of every cell, the full cache's own beside them."""
     families = [family for family in FAMILIES if scores.tasks(family)]
     columns = ["policy"]
-    columns += [f"{regime} {ratio:g}" for regime in scores.regimes for ratio in scores.keep_ratios]
+    columns += [f"{regime} {ratio:g}" for regime in scores.regimes for ratio in scores.budgets]
     names, order = scores.policies, ""
     if len(names) > MANY:
         names, order = sorted(names, key=lambda name: -_overall(scores, name)), ", best first"
@@ -161,7 +161,7 @@ def _glance(scores: Scores) -> str:
     for policy in names:
         row = [policy]
         for regime in scores.regimes:
-            for ratio in scores.keep_ratios:
+            for ratio in scores.budgets:
                 cell = Cell(regime, policy, 1.0 if policy == "full" else ratio)
                 means = [scores.mean(cell, scores.tasks(own)) for own in families if cell in scores.exact]
                 row.append(" / ".join(f"{mean:.1f}" for mean in means))
@@ -190,8 +190,8 @@ def _regime(scores: Scores, regime: str) -> str:
     rows = []
     cells = [cell for cell in scores.exact if cell.regime == regime]
     order = {name: i for i, name in enumerate(scores.policies)}
-    for cell in sorted(cells, key=lambda cell: (-cell.keep_ratio, order[cell.policy])):
-        row = [f"{cell.keep_ratio:g}", cell.policy]
+    for cell in sorted(cells, key=lambda cell: (-cell.budget, order[cell.policy])):
+        row = [f"{cell.budget:g}", cell.policy]
         for family in FAMILIES:
             tasks = scores.tasks(family)
             if tasks:
@@ -230,7 +230,7 @@ def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
     families = [family for family in FAMILIES if scores.tasks(family)]
     chosen = []
     for regime in scores.regimes:
-        for ratio in scores.keep_ratios:
+        for ratio in scores.budgets:
             names = [best_heuristic(scores, regime, ratio, family) or "none" for family in families]
             chosen.append(f"{regime} {ratio:g}: {' / '.join(names)}")
     head = [
@@ -248,14 +248,14 @@ def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
     if not made:
         return "\n".join([*head, "No heuristic was measured."])
     columns = ("regime", "keep_ratio", "policy")
-    return "\n".join([*head, _pivot(made, lambda o: (o.regime, f"{o.keep_ratio:g}", o.policy), columns)])
+    return "\n".join([*head, _pivot(made, lambda o: (o.regime, f"{o.budget:g}", o.policy), columns)])
 
 
 def _orderings(checked: Sequence[Checked], manifest: Mapping[str, Any]) -> str:
     """Published orderings, topic by topic: claims, then differences and what they say."""
     margin = manifest["config"]["margin_points"]
     distinct = {
-        (frozenset((one.made.policy, one.made.baseline)), one.made.regime, one.made.keep_ratio)
+        (frozenset((one.made.policy, one.made.baseline)), one.made.regime, one.made.budget)
         for one in checked
     }
     by_place = {
@@ -290,7 +290,7 @@ def _orderings(checked: Sequence[Checked], manifest: Mapping[str, Any]) -> str:
 def _topic(checked: Sequence[Checked], topic: str, manifest: Mapping[str, Any]) -> list[str]:
     """One topic: claims, notes, where else to look, and the table."""
     own = [one for one in checked if one.ordering.topic == topic]
-    ratios = sorted({one.made.keep_ratio for one in checked})
+    ratios = sorted({one.made.budget for one in checked})
     same = len({one.ordering.claim for one in own}) == 1
     lines = dict.fromkeys(
         f"- {'' if same else _named(one) + ': '}{one.ordering.claim}"
@@ -309,7 +309,7 @@ def _topic(checked: Sequence[Checked], topic: str, manifest: Mapping[str, Any]) 
     columns += ["protected: first + last"] if protects else []
     rows: dict[tuple[str, str], dict[float, Checked]] = {}
     for one in own:
-        rows.setdefault((_named(one), one.made.regime), {})[one.made.keep_ratio] = one
+        rows.setdefault((_named(one), one.made.regime), {})[one.made.budget] = one
     body = []
     for names, at in rows.items():
         first = next(iter(at.values())).ordering
@@ -367,7 +367,7 @@ def _each(made: Sequence[Comparison], left_out: Sequence[str]) -> str:
         return "\n".join([*head, "Neither was measured."])
     names = ("regime", "keep_ratio", "policy", "minus")
     return "\n".join(
-        [*head, _pivot(made, lambda o: (o.regime, f"{o.keep_ratio:g}", o.policy, o.baseline), names)]
+        [*head, _pivot(made, lambda o: (o.regime, f"{o.budget:g}", o.policy, o.baseline), names)]
     )
 
 
@@ -380,7 +380,7 @@ def _seeds(scores: Scores) -> str:
     for cell in scores.exact:
         means = [scores.seed_means(cell, scores.tasks(family)) for family in families]
         numbers = [f"{own[seed]:.1f}" if seed in own else "" for own in means for seed in seeds]
-        rows.append([cell.regime, f"{cell.keep_ratio:g}", cell.policy, *numbers])
+        rows.append([cell.regime, f"{cell.budget:g}", cell.policy, *numbers])
     note = (
         "Means over tasks, for each seed of the model apart. Intervals above resample items, not seeds: "
         f"{len(seeds)} seed{'s are' if len(seeds) > 1 else ' is'} too few to speak for others."
@@ -392,7 +392,7 @@ def _memory(scores: Scores) -> str:
     rows = [
         [
             cell.regime,
-            f"{cell.keep_ratio:g}",
+            f"{cell.budget:g}",
             cell.policy,
             f"{own.kept_entries:.1f}",
             f"{own.bytes_held / 1024:.1f}",

@@ -1,13 +1,14 @@
 """The benchmark: what scoring and eviction cost a prefill.
 
     python -m retain.eval.speed --what scoring [--policies NAME[,key=value ...] ...] [--tokens 4096 ...]
+    python -m retain.eval.speed --what serving|peers|decode|long|eviction [its own options]
 
 In: the shape of a random Llama, policies, a budget. Out: one table, and every single time beside it as JSON.
 Measured: the wall time of `Cache.prefill` (the decoder without its language-model head, then scoring,
 selecting and cutting each layer, the making of the cache included) over that of the same decoder with
 transformers' own `DynamicCache` and `sdpa`, on the same tokens. Not measured: generation, the head, quality
 (the weights are random), and peak memory; the bytes held are the cache's own count, and show that eviction
-ran.
+ran. The other benchmarks are modules of their own, `speed_serving` first, and are also reached from here.
 
 The one decision taken here: a cost is a ratio of neighbours. The two prefills of a pair run one after the
 other, which of them comes first alternates, and the median is taken over the pairs' ratios, so that a machine
@@ -17,6 +18,7 @@ that drifts, or that others use too, moves both sides alike.
 import argparse
 import copy
 import gc
+import importlib
 import math
 import shlex
 import statistics
@@ -248,6 +250,8 @@ def measure_scoring(setting: Setting, entries: Sequence[Entry]) -> list[Timing]:
 
 # What can be measured, by name: `(setting, policies) -> timings`.
 MEASURES: dict[str, Callable[[Setting, Sequence[Entry]], list[Timing]]] = {"scoring": measure_scoring}
+# Benchmarks that are modules of their own, with options of their own; they import this one.
+ELSEWHERE = ("serving", "peers", "decode", "long", "eviction")
 
 
 def table(record: dict[str, Any]) -> str:
@@ -306,7 +310,10 @@ def benchmark(what: str, setting: Setting, policies: Sequence[str], *, command: 
     Raises:
         ValueError: an unknown name, or settings that do not fit; before anything is timed.
     """
-    measure = lookup(what, MEASURES, what="benchmark")
+    lookup(what, dict.fromkeys((*MEASURES, *ELSEWHERE)), what="benchmark")
+    if what in ELSEWHERE:
+        raise ValueError(f"benchmark {what!r} has a setting of its own: call retain.eval.speed_{what}.")
+    measure = MEASURES[what]
     entries = [parse_entry(typed) for typed in policies]
     if not entries:
         raise ValueError("benchmark: there is no policy to time; name at least one.")
@@ -317,8 +324,15 @@ def benchmark(what: str, setting: Setting, policies: Sequence[str], *, command: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, measure, print the table and write it."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--what")
+    what, rest = first.parse_known_args(arguments)
+    if what.what in ELSEWHERE:
+        other = importlib.import_module(f"retain.eval.speed_{what.what}")
+        return int(other.main(rest))
     parser = argparse.ArgumentParser(description="Time what scoring and eviction cost a prefill.")
-    parser.add_argument("--what", required=True, help=f"what is measured: {', '.join(MEASURES)}")
+    known = ", ".join((*MEASURES, *ELSEWHERE))
+    parser.add_argument("--what", required=True, help=f"what is measured: {known} (those have own options)")
     parser.add_argument(
         "--policies", nargs="+", default=list(POLICIES), metavar="NAME[,key=value]", help="policies to time"
     )

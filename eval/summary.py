@@ -1,7 +1,7 @@
 """Rows in, what can be said about them out: scores by cell, paired comparisons, and the claims that they bear
 on.
 
-A cell is (regime, policy, keep_ratio). Its scores are kept per task as arrays over the same (seed, item)
+A cell is (regime, policy, budget). Its scores are kept per task as arrays over the same (seed, item)
 clusters in the same order for every cell, so that a difference of two cells is a subtraction. Everything is
 in points of 100.
 
@@ -34,11 +34,12 @@ def heuristics() -> tuple[str, ...]:
 
 
 class Cell(NamedTuple):
-    """One line of a table at one keep_ratio; the full cache has keep_ratio 1."""
+    """One line of a table at one budget: below 1 a keep_ratio, from 2 on tokens per head; the full cache's
+    is 1."""
 
     regime: str
     policy: str
-    keep_ratio: float
+    budget: float
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,15 @@ class Scores:
     """All scores of a run, aligned.
 
     Attributes:
-        exact: Per cell and task, exact match of each cluster, 0 or 100.
+        exact: Per cell and task, exact match of each cluster, 0 to 100; of an item with several questions,
+            their mean.
         partial: The same for the share of the answer found.
         memory: Per cell.
         seeds: Per task, the seed of each cluster.
         families: Per task, "seen" or "held-out"; in the order of the report's columns.
+        judged: As `exact`, of what each task is judged by: what all means, comparisons and claims are of.
+        nulls: Per cell and task that has any, (seed, item, question) of what was not answered, each of score
+            0.
     """
 
     exact: Mapping[Cell, Mapping[str, np.ndarray]]
@@ -69,6 +74,8 @@ class Scores:
     memory: Mapping[Cell, Memory]
     seeds: Mapping[str, np.ndarray]
     families: Mapping[str, str]
+    judged: Mapping[Cell, Mapping[str, np.ndarray]]
+    nulls: Mapping[tuple[Cell, str], tuple[tuple[int, int, int], ...]]
 
     @property
     def regimes(self) -> list[str]:
@@ -81,40 +88,40 @@ class Scores:
         return list(dict.fromkeys(cell.policy for cell in self.exact))
 
     @property
-    def keep_ratios(self) -> list[float]:
-        """Ratios below one, ascending."""
-        return sorted({cell.keep_ratio for cell in self.exact if cell.keep_ratio < 1})
+    def budgets(self) -> list[float]:
+        """All but the full cache's: keep_ratios, then tokens per head, each ascending."""
+        return sorted({cell.budget for cell in self.exact if cell.budget != 1})
 
     def tasks(self, family: str) -> list[str]:
         """Tasks of a family, or all."""
         return [task for task, own in self.families.items() if family in (own, ALL)]
 
     def strata(self, cell: Cell, tasks: Iterable[str]) -> list[np.ndarray]:
-        """Exact match of a cell, one array per task."""
-        return [self.exact[cell][task] for task in tasks]
+        """Scores of a cell, one array per task."""
+        return [self.judged[cell][task] for task in tasks]
 
     def mean(self, cell: Cell, tasks: Sequence[str]) -> float:
-        """Mean over tasks of the mean exact match."""
+        """Mean over tasks of the mean score."""
         return float(macro_mean(*self.strata(cell, tasks)))
 
     def seed_means(self, cell: Cell, tasks: Sequence[str]) -> dict[int, float]:
         """Mean over tasks, for each seed apart."""
         seeds = sorted({int(seed) for task in tasks for seed in self.seeds[task]})
-        parts = {s: [self.exact[cell][task][self.seeds[task] == s] for task in tasks] for s in seeds}
+        parts = {s: [self.judged[cell][task][self.seeds[task] == s] for task in tasks] for s in seeds}
         return {s: float(macro_mean(*strata)) for s, strata in parts.items() if all(len(x) for x in strata)}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policy minus baseline at one regime and keep_ratio, over the tasks of one family, in points.
+    """Policy minus baseline at one regime and budget, over the tasks of one family, in points.
 
-    Where one of the two is the full cache, keep_ratio is the other's.
+    Where one of the two is the full cache, the budget is the other's.
     """
 
     policy: str
     baseline: str
     regime: str
-    keep_ratio: float
+    budget: float
     family: str
     interval: Interval
     verdict: Verdict
@@ -139,11 +146,13 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] = ()) -> Scor
     Raises:
         ValueError: If there are no rows, or a cell lacks items that another cell of its regime and task has.
     """
-    found: dict[Cell, dict[str, dict[tuple[int, int], Mapping[str, Any]]]] = {}
+    found: dict[Cell, dict[str, dict[tuple[int, int], dict[int, Mapping[str, Any]]]]] = {}
     families: dict[str, str] = {}
     for row in rows:
-        cell = Cell(row["regime"], row["policy"], float(row["keep_ratio"]))
-        found.setdefault(cell, {}).setdefault(row["task"], {})[row["seed"], row["item"]] = row
+        # Rows of earlier runs knew one question, one kind of budget and one kind of score.
+        cell = Cell(row["regime"], row["policy"], float(row.get("budget", row["keep_ratio"])))
+        items = found.setdefault(cell, {}).setdefault(row["task"], {})
+        items.setdefault((row["seed"], row["item"]), {})[row.get("question", 0)] = row
         families[row["task"]] = row["family"]
     if not found:
         raise ValueError(
@@ -161,21 +170,44 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] = ()) -> Scor
                     f"{len(clusters[task])}: the run is unfinished. Run eval/compare.py again, same config."
                 )
 
-    def column(cell: Cell, name: str) -> dict[str, np.ndarray]:
+    def column(*names: str) -> dict[Cell, dict[str, np.ndarray]]:
         return {
-            task: np.array([100.0 * found[cell][task][cluster][name] for cluster in clusters[task]])
-            for task in ordered
+            cell: {
+                task: np.array(
+                    [
+                        np.mean([100.0 * _first(row, names) for row in own[task][cluster].values()])
+                        for cluster in clusters[task]
+                    ]
+                )
+                for task in ordered
+            }
+            for cell, own in found.items()
         }
 
+    every = {
+        cell: [row for task in own.values() for item in task.values() for row in item.values()]
+        for cell, own in found.items()
+    }
+    nulls: dict[tuple[Cell, str], list[tuple[int, int, int]]] = {}
+    for cell, own in every.items():
+        for row in own:
+            if row.get("null", False):
+                where = (row["seed"], row["item"], row["question"])
+                nulls.setdefault((cell, row["task"]), []).append(where)
     return Scores(
-        exact={cell: column(cell, "exact") for cell in found},
-        partial={cell: column(cell, "partial") for cell in found},
-        memory={
-            cell: _memory(row for task in found[cell].values() for row in task.values()) for cell in found
-        },
+        exact=column("exact"),
+        partial=column("partial"),
+        memory={cell: _memory(own) for cell, own in every.items()},
         seeds={task: np.array([seed for seed, _ in clusters[task]]) for task in ordered},
         families=ordered,
+        judged=column("score", "exact"),
+        nulls={where: tuple(sorted(own)) for where, own in nulls.items()},
     )
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> float:
+    """The first of these fields that a row has."""
+    return float(next(row[name] for name in names if name in row))
 
 
 def _memory(rows: Iterable[Mapping[str, Any]]) -> Memory:
@@ -194,8 +226,13 @@ def compare(
         return None
     pairs = zip(scores.strata(cell, tasks), scores.strata(baseline, tasks), strict=True)
     interval = paired_interval([own - other for own, other in pairs], resamples=resamples)
-    names = (cell.policy, baseline.policy, cell.regime, min(cell.keep_ratio, baseline.keep_ratio), family)
+    names = (cell.policy, baseline.policy, cell.regime, _budget_of(cell, baseline), family)
     return Comparison(*names, interval, verdict(interval, margin))
+
+
+def _budget_of(cell: Cell, baseline: Cell) -> float:
+    """Of two cells; where one is the full cache, the other's."""
+    return baseline.budget if cell.budget == 1 else cell.budget
 
 
 def best_heuristic(scores: Scores, regime: str, keep_ratio: float, family: str) -> str | None:
@@ -210,7 +247,7 @@ def against_best_heuristic(scores: Scores, *, margin: float, resamples: int) -> 
     """Every other policy minus the best heuristic of that regime, keep_ratio and family."""
     made: list[Comparison | None] = []
     for regime in scores.regimes:
-        for ratio in scores.keep_ratios:
+        for ratio in scores.budgets:
             best = {family: best_heuristic(scores, regime, ratio, family) for family in FAMILIES}
             for policy in scores.policies:
                 cell = Cell(regime, policy, 1.0 if policy == "full" else ratio)
@@ -235,7 +272,7 @@ def learned_against_each(
             resamples=resamples,
         )
         for regime in scores.regimes
-        for ratio in scores.keep_ratios
+        for ratio in scores.budgets
         for policy in LEARNED
         for baseline in scores.policies
         if baseline != policy and baseline not in leave_out and (policy, baseline) != ("gate", "fused")
@@ -308,7 +345,7 @@ def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str], resam
             numbers.append(f"{task}: the full cache scores 0")
             continue
         slack = paired_interval(
-            [scores.exact[cell][task] - 0.9 * scores.exact[full][task]], resamples=resamples
+            [scores.judged[cell][task] - 0.9 * scores.judged[full][task]], resamples=resamples
         )
         reached.append(own >= 0.9 * ceiling)
         numbers.append(

@@ -1,4 +1,4 @@
-"""What processes that a test starts find in their environment: this checkout, one thread, compiled kernels."""
+"""What processes that a test starts find in their environment: this checkout, one thread, no interpreter."""
 
 import os
 from pathlib import Path
@@ -13,6 +13,6 @@ def launch_environment(**more: str) -> dict[str, str]:
         **more: variables that it has beside those of the test, or other values of them.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-    # Of the test's own kernels; nothing that is launched runs one.
+    # Of the kernels of this process; what is launched runs none.
     environment.pop("TRITON_INTERPRET", None)
     return environment

@@ -168,7 +168,7 @@ IMPORT_NAMES = {"PyYAML": "yaml"}
         ("retain", ("train", "deepspeed")),  # inside of functions: the next test
         ("retain.kernels", ("kernels",)),
         ("retain.train", ("train", "deepspeed", "wandb")),
-        ("retain.eval", ("eval",)),
+        ("retain.eval", ("eval", "lm-eval", "chinese")),
     ],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:

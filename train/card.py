@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from retain.config import leaves
 from retain.gates.store import read_metadata, write_beside
 from retain.train.checkpoint import read_log
 from retain.train.curves import BASELINES, CURVES, HEADS, draw_all
@@ -242,16 +243,9 @@ def _results(
     return "\n\n".join(parts)
 
 
-def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        parts = [_leaves(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in value.items()]
-        return {key: leaf for part in parts for key, leaf in part.items()}
-    return {prefix: value}
-
-
 def _settings(mapping: Mapping[str, Any]) -> str:
-    leaves = {key: value for key, value in _leaves(mapping).items() if value is not None}
-    return _table(["setting", "value"], [[_code(key), _code(value)] for key, value in leaves.items()])
+    stated = {key: value for key, value in leaves(mapping).items() if value is not None}
+    return _table(["setting", "value"], [[_code(key), _code(value)] for key, value in stated.items()])
 
 
 def _recipe(metadata: Mapping[str, Any]) -> str:
@@ -285,7 +279,7 @@ def _report(report: Mapping[str, Any] | None) -> str:
     # Per-layer tables belong to the JSON, not to a page.
     short = {
         key: value
-        for key, value in (_leaves(rest).items() if rest else ())
+        for key, value in leaves(rest).items()
         if not isinstance(value, list | tuple) or len(value) <= 8
     }
     table = _table(

@@ -6,7 +6,7 @@ be resumed, or finished; checkpoints; the log.
     run.json                hashes of the base model and of the documents, written before the config
     config.yaml             the resolved config, written before the first step
     log.jsonl               one line a step, one more whenever the held-out documents are looked at
-    LOCK                    who trains in it (`retain.train.lock`)
+    LOCK                    who trains in it (`retain.lock`)
     checkpoints/step-N/     the state after step N, the last two of them; removed when the run is finished
         gates.safetensors       the gates, with what is not trained of them
         optimizer.safetensors   what AdamW remembers of each parameter, whole, whoever held which part of it

@@ -26,7 +26,7 @@ from retain.hf.gates import load_gates
 from retain.hf.lookahead import lookahead_gates
 from retain.hf.model import describe, fingerprint
 from retain.train.artifact import command_line, metadata_of, reports_of
-from retain.train.branches import row_tokens
+from retain.train.branches import lengths_of, row_tokens
 from retain.train.card import write_card
 from retain.train.checkpoint import (
     adopt_,
@@ -39,28 +39,22 @@ from retain.train.checkpoint import (
     inspect_run,
 )
 from retain.train.data import Document, load_corpus
+from retain.train.device import device_here
 from retain.train.features import CachedExamples, fill_, recipe_of
 from retain.train.local import LayerLocal, TeacherExamples, check_unit
 from retain.train.lock import locked
 from retain.train.lookahead import Lookahead
 from retain.train.loop import Lesson, Objective, train
+from retain.train.model_shape import lookahead_on_meta, meta_model, model_shape
 from retain.train.opening import check_shift, regressed
 from retain.train.parallel import Sharding, check_alike, is_sharded, shard_frozen_, sharding_of
-from retain.train.plan import (
-    Plan,
-    device_here,
-    lengths_of,
-    lookahead_on_meta,
-    meta_model,
-    model_shape,
-    plan_of,
-    work_of,
-)
+from retain.train.plan import Plan, plan_of
 from retain.train.progress import check_tracker, tracker_options
 from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
 from retain.train.signals import forget_
 from retain.train.soft import EndToEnd
 from retain.train.teacher import Frozen, load_frozen
+from retain.train.work import work_of
 
 
 def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:

@@ -100,25 +100,6 @@ def model_shape(model: nn.Module, name: str) -> ModelShape:
     )
 
 
-def shape_by_name(
-    name: str,
-    *,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> ModelShape:
-    """The shape of a model that is not loaded: that of `meta_model`.
-
-    Args:
-        name, dtype, revision, trust_remote_code: as there.
-
-    Raises:
-        ValueError: the config cannot be read.
-    """
-    made = meta_model(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    return model_shape(made, name)
-
-
 def meta_model(
     name: str,
     *,
@@ -180,20 +161,6 @@ def lookahead_on_meta(model: nn.Module, settings: Mapping[str, Any]) -> GateSet:
     with torch.device("meta"):
         extension = LookaheadExtension(E=shape.E, modules=modules, **own)
         return GateSet({last: LookaheadGate(E=shape.E, H=shape.H)}, extension=extension)
-
-
-def shape_of_config(
-    config: Any, name: str, dtype: torch.dtype, *, trust_remote_code: bool = False
-) -> ModelShape:
-    """The shape of the model that a transformers config describes, made on the meta device.
-
-    Args:
-        config: of transformers.
-        name: for the table.
-        dtype: of its weights.
-        trust_remote_code: whether code that comes with it may make it.
-    """
-    return model_shape(_on_meta(config, dtype, trust_remote_code), name)
 
 
 def _on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:

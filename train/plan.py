@@ -26,33 +26,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retain.train.calibration import MOST_ENTRIES
-from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here
+from retain.train.device import GIB, Device
 from retain.train.local import PREPARED_ENTRIES
-from retain.train.model_shape import (
-    ModelShape,
-    lookahead_on_meta,
-    meta_model,
-    model_shape,
-    shape_by_name,
-)
-from retain.train.work import Work, lengths_of, work_of
-
-__all__ = [
-    "Device",
-    "ModelShape",
-    "Plan",
-    "PlanSettings",
-    "Work",
-    "check_plan",
-    "device_here",
-    "lengths_of",
-    "lookahead_on_meta",
-    "meta_model",
-    "model_shape",
-    "plan_of",
-    "shape_by_name",
-    "work_of",
-]
+from retain.train.model_shape import ModelShape
+from retain.train.work import Work
 
 # What a process holds before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
 PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
@@ -219,7 +196,7 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
     queries, entries = shape.Q * shape.D, shape.H * shape.D
     N, T = work.row_tokens, work.document_tokens
     shards = 1 if work.sharding == "replicated" else work.num_processes
-    weights, how = shape.parameters * b, f"{8 * b} bits a weight"
+    weights, how = float(shape.parameters * b), f"{8 * b} bits a weight"
     if work.weight_bits is not None:
         # Embeddings and head are left as they are.
         whole = min(2 * E * V, shape.parameters)
@@ -382,9 +359,9 @@ def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
     """Plan a run.
 
     Args:
-        shape: of the model (`model_shape`, `shape_by_name`).
-        work: asked for (`work_of`).
-        device: `device_here`.
+        shape: of the model (`retain.train.model_shape.model_shape`).
+        work: asked for (`retain.train.work.work_of`).
+        device: `retain.train.device.device_here`.
 
     Returns:
         the plan, with advice if it does not fit.

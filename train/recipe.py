@@ -16,10 +16,10 @@ from retain.registry import lookup
 from retain.train.branches import check_branches
 from retain.train.calibration import CalibrationSettings
 from retain.train.data import DataSettings, Document, check_data
+from retain.train.device import PlanSettings, check_plan
 from retain.train.features import FeatureSettings, check_features
 from retain.train.local import check_unit
 from retain.train.losses import LossSettings, check_fit, check_losses
-from retain.train.plan import PlanSettings, check_plan
 from retain.train.schedule import TrainingSettings, check_training
 from retain.train.soft import SoftSettings, check_soft
 from retain.train.targets import TargetSettings, check_targets

@@ -49,11 +49,12 @@ from retain.train.device import GIB, Device
 from retain.train.local import LayerLocal
 from retain.train.losses import LossSettings
 from retain.train.model_shape import model_shape
-from retain.train.plan import PROCESS_BYTES, plan_of, work_of
+from retain.train.plan import PROCESS_BYTES, plan_of
 from retain.train.recipe import DistillConfig
 from retain.train.schedule import TrainingSettings
 from retain.train.targets import TargetSettings
 from retain.train.teacher import Frozen
+from retain.train.work import work_of
 
 # Of a setting, what the model is made of.
 MODEL = ("tokens", "layers", "width", "heads", "kv_heads", "intermediate", "device", "seed")

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension
-from retain.train.branches import PROMPT_TOKENS, TAIL
-from retain.train.data import Document
+from retain.train.parallel import Sharding
 
 if TYPE_CHECKING:
     from retain.train.recipe import DistillConfig
 
-Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
 Stage = Literal["local", "end_to_end", "lookahead"]
 
 
@@ -28,7 +26,7 @@ class Work:
 
     Args:
         stage: `local`, `end_to_end` or `lookahead`.
-        lengths: of each training document, its tokens and those of each of its branches (`lengths_of`).
+        lengths: of each training document, its own and of each branch, in tokens (`branches.lengths_of`).
         steps: optimiser steps.
         batch_documents: documents of a step, over all processes.
         micro_batch: documents of one packed row of one process.
@@ -111,28 +109,6 @@ class Work:
         return max(document for document, *_ in self.lengths)
 
 
-def lengths_of(document: Document, target: Any) -> tuple[int, ...]:
-    """Tokens of a document and of each of its branches, known without a model: they sum to
-    `retain.train.branches.row_tokens`.
-
-    Args:
-        document: what is read.
-        target: a `TargetSettings`.
-    """
-    tokens = len(document.context_ids)
-    made = [tokens]
-    if "appendix" in target.sources and document.appendix_ids:
-        made.append(len(document.appendix_ids))
-    if "repeat" in target.sources:
-        made += [
-            PROMPT_TOKENS + TAIL + min(target.repeat_chunk, tokens - start)
-            for start in range(0, tokens, target.repeat_chunk)
-        ]
-    if "continuation" in target.sources:
-        made.append(target.continuation_tokens)
-    return tuple(made)
-
-
 def weight_bits_of(quantization: Mapping[str, Any] | None) -> int | None:
     """Bits that a quantised weight takes; None: it is not quantised, or in a way that states no number here,
     and is planned as if it were not.
@@ -144,8 +120,7 @@ def weight_bits_of(quantization: Mapping[str, Any] | None) -> int | None:
     for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         if stated.get(name):
             return bits
-    bits = stated.get("bits")
-    return None if bits is None else int(bits)
+    return int(stated["bits"]) if stated.get("bits") else None
 
 
 def work_of(
@@ -164,7 +139,7 @@ def work_of(
     Args:
         config: of the run.
         gates: whose parameters are trained (on any device, meta included).
-        lengths: of each training document, its tokens and those of each of its branches (`lengths_of`).
+        lengths: of each training document, its own and of each branch, in tokens (`branches.lengths_of`).
         num_processes: of the run.
         inputs: what the gates look at.
         chunk: tokens of the teacher's feed-forward part at a time.

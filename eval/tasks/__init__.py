@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from retain.registry import lookup
 
 Family = Literal["seen", "held-out"]
-Provenance = Literal["official", "ruler-like", "synthetic", "reference"]
+Provenance = Literal["official", "official data", "ruler-like", "synthetic", "reference"]
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ class Task:
             must work.
         primary: What the task is judged by: exact match, or the share of the answer found.
         metric: Name of that in reports.
-        provenance: "official" data, prompts and scorer; "ruler-like": RULER's task on another haystack;
-            "synthetic": generated, under a name of its own; "reference": of the reference model.
+        provenance: "official" data, prompts and scorer; "official data", but prompts or scorer of our own;
+            "ruler-like": RULER's task on another haystack; "synthetic": generated, under a name of its own;
+            "reference": of the reference model.
         source: Where data and definition come from.
         licence: Of the data.
         version: Of the task here; raised whenever an item or a score would change.
@@ -155,14 +156,16 @@ def load_suite(name: str, **how: Any) -> Suite:
     """Find a suite by its name.
 
     Args:
-        name: "reference": tasks in the reference model's own vocabulary; "text": every task of
-            `retain.eval.tasks.cards`, for any model.
+        name: "reference": tasks in the reference model's own vocabulary; "reference_more": further ones;
+            "text": every task of `retain.eval.tasks.cards`, for any model.
         how: Settings of `text`: those of `retain.eval.tasks.text.TextSettings`.
 
     Raises:
         ValueError: If there is none of that name, or it takes no such settings.
     """
     from retain.eval.tasks.reference import reference_suite
+    from retain.eval.tasks.reference_more import reference_more_suite
     from retain.eval.tasks.text import text_suite
 
-    return lookup(name, {"reference": reference_suite, "text": text_suite}, what="suite of tasks")(**how)
+    suites = {"reference": reference_suite, "reference_more": reference_more_suite, "text": text_suite}
+    return lookup(name, suites, what="suite of tasks")(**how)

@@ -7,11 +7,15 @@ own, on text that no training saw, so that a (seed, item) pair is an independent
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from retain.eval.tasks import Asked, Document, Family, Item, Suite, Task
+
+if TYPE_CHECKING:
+    from retain.reference.documents import Writer
 
 ABOUT = {
     "single": "the value of the only key in the context",
@@ -33,16 +37,81 @@ _ITEM_STREAM, _CONTROL_STREAM = 7, 11
 
 def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
     """Item `index` of a task, for the model of one seed; the same arguments give the same item."""
-    from retain.reference.documents import Writer
     from retain.reference.items import write_item
 
-    name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
-    own = int(np.random.SeedSequence([_ITEM_STREAM, seed, name, index]).generate_state(1)[0])
-    written = write_item(Writer("eval", own), task, context_tokens)
+    written = write_item(item_writer(task, seed, index), task, context_tokens)
     return Item(
         context_ids=written.context_ids,
         asked=(Asked(written.question_ids, written.gold_ids, written.generate, written.score),),
+        needles=_needles(task, written.context_ids, written.question_ids, written.answers, written.gold_ids),
     )
+
+
+def item_writer(task: str, seed: int, index: int) -> "Writer":
+    """The writer of one item: other tasks, seeds and indices have other ones."""
+    from retain.reference.documents import Writer
+
+    name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
+    own = int(np.random.SeedSequence([_ITEM_STREAM, seed, name, index]).generate_state(1)[0])
+    return Writer("eval", own)
+
+
+def stated(context_ids: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Where each pair of key and value is first stated, as a fact or as a link of a chain, in any format.
+
+    Args:
+        context_ids: Of the item.
+        pairs: Key and value, each of which is stated.
+
+    Returns:
+        Spans `[start, stop)` of tokens, in the order of the pairs.
+    """
+    from retain.reference.documents import FACT_FORMATS, HELD_OUT_FACT_FORMATS, LINK_FORMATS, fill
+
+    formats = (*FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS)
+    found = []
+    for key, value in pairs:
+        spans = [span(context_ids, fill(template, key, value)) for template in formats]
+        found.append(min(one for one in spans if one is not None))
+    return tuple(found)
+
+
+def span(context_ids: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] | None:
+    """Where a run of tokens first stands, `[start, stop)`, if it does."""
+    ids, run = np.asarray(context_ids), np.asarray(wanted)
+    for start in np.flatnonzero(ids[: len(ids) - len(run) + 1] == run[0]).tolist():
+        if (ids[start : start + len(run)] == run).all():
+            return start, start + len(run)
+    return None
+
+
+def _needles(
+    task: str,
+    context_ids: Sequence[int],
+    question_ids: Sequence[int],
+    answers: Sequence[int],
+    gold_ids: Sequence[int],
+) -> tuple[tuple[int, int], ...]:
+    """The statements that answer the question, where they are first made; none for frequent words, which
+    stand everywhere."""
+    from retain.reference.documents import LIST_FORMAT, fill
+
+    asked = question_ids[-2]  # the only word of most questions, before `<a>`
+    if task == "common":
+        return ()
+    if task == "quote":
+        place = list(context_ids).index(asked)
+        return ((place, place + 2),)
+    if task == "lists":
+        # The words stand behind the list's name, on a run of their own.
+        found = span(context_ids, (*fill(LIST_FORMAT, asked), *answers))
+        assert found is not None
+        return (found,)
+    if task == "multiquery":
+        return stated(context_ids, [*zip(gold_ids[0:-1:2], gold_ids[1:-1:2], strict=True)])
+    if task == "tracing":
+        return stated(context_ids, [*zip((asked, *answers), answers, strict=False)])
+    return stated(context_ids, [(asked, value) for value in answers])
 
 
 def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:

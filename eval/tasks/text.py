@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from retain.config import load
-from retain.eval.metrics import METRICS
+from retain.eval.metrics import METRICS, first_line
 from retain.eval.tasks import Asked, Document, Item, Provenance, Suite, Task
 from retain.hf.named import load_named, load_named_tokenizer
 from retain.registry import lookup
@@ -36,6 +36,7 @@ class TextQuestion:
         answer_prefix: Beginning of the model's own answer, behind a chat template's last header.
         about: What a table may be split by.
         scoring: What the scorer needs besides (`all_classes` of a classification).
+        answer: A right answer in full, where it is not the first reference alone.
     """
 
     question: str
@@ -43,6 +44,7 @@ class TextQuestion:
     answer_prefix: str = ""
     about: Mapping[str, str | float] = field(default_factory=dict)
     scoring: Mapping[str, Any] = field(default_factory=dict)
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ class Card:
         max_new_tokens: Most tokens of an answer.
         source: Where data and definition come from: a paper, a repository, a data set.
         licence: Of the data.
-        provenance: "official" data, prompts and scorer; "ruler-like": RULER's task on another haystack;
-            "synthetic": generated, under a name of its own.
+        provenance: "official" data, prompts and scorer; "official data", but prompts or scorer of our own;
+            "ruler-like": RULER's task on another haystack; "synthetic": generated, under a name of its own.
         version: Raised whenever an item or a score would change.
         settings: Of the generator.
         chat: Whether a chat template is used, where the tokenizer has one.
@@ -267,7 +269,7 @@ def render(written: TextItem, card: Card, tokenizer: Any, *, chat: bool) -> Item
     asked, said = [], ""
     for turn, question in enumerate(written.questions):
         text = said + question.question + after + question.answer_prefix
-        gold = next(iter(question.references), "")
+        gold = question.answer or next(iter(question.references), "")
         gold_ids = _encode(tokenizer, gold if text[-1:].isspace() else f" {gold}", special=False)
         about = {**question.about} | ({"turn": float(turn)} if len(written.questions) > 1 else {})
         asked.append(
@@ -402,9 +404,11 @@ def _said(tokenizer: Any, card: Card, generated: Sequence[int]) -> str:
     ends = {*_end_ids(tokenizer)}
     stop = next((place for place, token in enumerate(generated) if token in ends), len(generated))
     text = tokenizer.decode(list(generated[:stop]), skip_special_tokens=True)
+    if card.first_line:
+        text = first_line(text)
     for end in card.stop:
         text = text.partition(end)[0]
-    return text.lstrip("\n").partition("\n")[0] if card.first_line else text
+    return text
 
 
 def _score(

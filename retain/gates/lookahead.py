@@ -22,9 +22,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retain.gates.base import Extension, Gate, GateInputs
+from retain.kernels.attention_stats import attention_stats
 
-# Numbers of attention (rows x entries, all sequences and heads) that are held at once without a gradient.
-MOST_PAID = 2**26
 # Under which our adapter stands in peft's layers.
 ADAPTER = "retain_lookahead"
 # What peft asks of a model to know how its weights are packed.
@@ -335,8 +334,9 @@ def asked(
 ) -> Float[Tensor, "B Q T"]:
     """Mean attention that S tokens behind a prompt pay to each of its entries.
 
-    `mean_p softmax_{i or j <= p}(cap(scaling q_p . k))[i]`, in float32 (float64 if the keys are); memory is
-    linear in T: all rows are held where a gradient is asked for, `MOST_PAID` numbers otherwise.
+    `mean_p softmax_{i or j <= p}(cap(scaling q_p . k))[i]`, in float32 (float64 if the keys are). Without a
+    gradient the one op for statistics of attention finds it, in memory linear in T; where one is asked for,
+    all rows are held (`asked_in_full`).
 
     Args:
         queries_BQSD: of the tokens.
@@ -351,32 +351,70 @@ def asked(
     Returns:
         attention, 0 on padding.
     """
+    T, S = keys_BHTD.shape[2], queries_BQSD.shape[2]
+    parts = (queries_BQSD, keys_BHTD, own_BHSD)
+    exists_BT = None
+    if valid_BT is not None:
+        exists_BT = torch.cat([valid_BT, valid_BT.new_ones(valid_BT.shape[0], S)], dim=1)
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        return asked_in_full(
+            *parts, scaling=scaling, exists_BT=exists_BT, soft_cap=soft_cap, window=window, sinks_Q=sinks_Q
+        )
+    # What lies under padding may be anything, and the op is told of no place where none is missing.
+    stats = attention_stats(
+        queries_BQSD,
+        torch.cat([keys_BHTD, own_BHSD], dim=2),
+        scaling=scaling,
+        wanted=("sum",),
+        first_query=T,
+        keys=(0, T),
+        window=window,
+        exists_BHT=None if exists_BT is None else exists_BT[:, None],
+        place_BT=None if exists_BT is None or window is None else exists_BT.cumsum(-1) - 1,
+        soft_cap=soft_cap,
+        sinks_Q=sinks_Q,
+    )
+    assert stats.sum is not None
+    return stats.sum / S
+
+
+def asked_in_full(
+    queries_BQSD: Float[Tensor, "B Q S D"],
+    keys_BHTD: Float[Tensor, "B H T D"],
+    own_BHSD: Float[Tensor, "B H S D"],
+    *,
+    scaling: float,
+    exists_BT: Bool[Tensor, "B TS"] | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+) -> Float[Tensor, "B Q T"]:
+    """`asked`, row by row, through which gradients flow: the definition.
+
+    Args:
+        queries_BQSD, keys_BHTD, own_BHSD, scaling, soft_cap, window, sinks_Q: as there.
+        exists_BT: of prompt and tokens, False on padding; None: no padding.
+    """
     B, H, T, _ = keys_BHTD.shape
-    S, device = queries_BQSD.shape[2], keys_BHTD.device
+    Q, S, device = queries_BQSD.shape[1], queries_BQSD.shape[2], keys_BHTD.device
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
-    Q = queries_BQSD.shape[1]
     all_BHTD = torch.cat([keys_BHTD, own_BHSD], dim=2).to(dtype)
-    valid_BT = torch.ones(B, T, dtype=torch.bool, device=device) if valid_BT is None else valid_BT
-    exists_BT = torch.cat([valid_BT, valid_BT.new_ones(B, S)], dim=1)
-    place_BT = exists_BT.cumsum(-1)
-    size = S if queries_BQSD.requires_grad else max(1, MOST_PAID // (B * Q * (T + S)))
-    total_BQT = torch.zeros((), dtype=dtype, device=device)
-    for start in range(0, S, size):
-        stop = min(start + size, S)
-        own_s = torch.arange(T + start, T + stop, device=device)
-        queries = queries_BQSD[:, :, start:stop].to(dtype).reshape(B, H, -1, queries_BQSD.shape[-1])
-        logits = (queries @ all_BHTD.transpose(-1, -2)).view(B, Q, stop - start, T + S) * scaling
-        if soft_cap is not None:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        seen_BsT = exists_BT[:, None] & (torch.arange(T + S, device=device) <= own_s[:, None])
-        if window is not None:
-            seen_BsT = seen_BsT & (place_BT[:, None] > place_BT[:, own_s][..., None] - window)
-        logits = logits.masked_fill(~seen_BsT[:, None], float("-inf"))
-        if sinks_Q is not None:
-            sinks = sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, stop - start, 1)
-            logits = torch.cat([logits, sinks], dim=-1)
-        total_BQT = total_BQT + torch.softmax(logits, dim=-1)[..., :T].sum(2)
-    return total_BQT / S
+    if exists_BT is None:
+        exists_BT = torch.ones(B, T + S, dtype=torch.bool, device=device)
+    queries = queries_BQSD.to(dtype).reshape(B, H, -1, queries_BQSD.shape[-1])
+    logits = (queries @ all_BHTD.transpose(-1, -2)).view(B, Q, S, T + S) * scaling
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    own_S = torch.arange(T, T + S, device=device)
+    seen_BST = exists_BT[:, None] & (torch.arange(T + S, device=device) <= own_S[:, None])
+    if window is not None:
+        place_BT = exists_BT.cumsum(-1)
+        seen_BST = seen_BST & (place_BT[:, None] > place_BT[:, own_S][..., None] - window)
+    logits = logits.masked_fill(~seen_BST[:, None], float("-inf"))
+    if sinks_Q is not None:
+        sinks = sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, S, 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    return torch.softmax(logits, dim=-1)[..., :T].sum(2) / S
 
 
 def _key(name: str) -> str:

@@ -109,7 +109,7 @@ def _encode(text: str) -> tuple[int, ...]:
     return tuple(load_tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
-def _fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
+def fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
     """Token ids of a statement template; its words are single tokens that carry their space."""
     before, after = template.split("{key}")
     if value is None:
@@ -120,7 +120,7 @@ def _fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
 
 def _tie(template: str, key: int, value: int, accept: tuple[int, ...] | None = None) -> Segment:
     """A statement; with `accept` it repeats an earlier one, so that its value can be predicted."""
-    ids = _fill(template, key, value)
+    ids = fill(template, key, value)
     if accept is None:
         return Segment(ids)
     return Segment(ids, (Target(ids.index(value, ids.index(key) + 1) - 1, accept, "use"),))
@@ -224,7 +224,7 @@ class Writer:
             groups.append(links)
             uses.append((links, chain[at - 1], chain[at], LINK_FORMATS, False))
         for name, items in content.lists:
-            groups.append([Segment((*_fill(LIST_FORMAT, name), *items, *_encode(";")))])
+            groups.append([Segment((*fill(LIST_FORMAT, name), *items, *_encode(";")))])
         if uses and reuses:
             for which in self.rng.choice(len(uses), size=reuses, p=self.popularity(len(uses))):
                 group, key, value, own, turn = uses[int(which)]

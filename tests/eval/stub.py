@@ -1,14 +1,15 @@
 """A suite without a trained model: a tiny random one, tasks of random tokens, gates that know nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from retain.eval.config import CompareConfig
-from retain.eval.tasks import Suite, Task
+from retain.eval.tasks import Asked, Item, Suite, Task
 from retain.gates import build_gates
 from retain.gates.store import save_gates
 from retain.hf.model import describe, fingerprint
@@ -19,18 +20,17 @@ TASKS = {
     "pair": Task("pair", "seen", "two tokens"),
     "odd": Task("odd", "held-out", "one token, after a question of another length in every item"),
 }
+# Beside what a report is made of: contexts of unlike lengths, several questions, answers that end early.
+MORE = {
+    "ragged": Task("ragged", "seen", "contexts of unlike lengths", num_items=3),
+    "turns": Task("turns", "held-out", "three questions on one context, of which a part is a needle"),
+    "open": Task("open", "seen", "answers that end where they like", primary="partial"),
+}
 
 
-@dataclass(frozen=True)
-class StubItem:
-    context_ids: tuple[int, ...]
-    question_ids: tuple[int, ...]
-    gold_ids: tuple[int, ...]
-    generate: int
-
-    def score(self, generated: Any) -> tuple[float, float]:
-        hits = [a == b for a, b in zip(generated, self.gold_ids, strict=False)]
-        return float(all(hits)), sum(hits) / len(hits)
+def share_right(gold: tuple[int, ...], generated: Sequence[int]) -> tuple[float, float]:
+    hits = [a == b for a, b in zip(generated, gold, strict=False)]
+    return float(bool(hits) and all(hits)), sum(hits) / max(1, len(hits))
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,43 @@ def _tokens(count: int, *key: int) -> tuple[int, ...]:
     return tuple(torch.randint(2, VOCAB, (count,), generator=generator).tolist())
 
 
-def stub_item(task: str, seed: int, index: int, context_tokens: int) -> StubItem:
+def stub_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
+    if task in MORE:
+        return _more(task, seed, index, context_tokens)
     place = list(TASKS).index(task)
     generate = 3 - place
     question = 3 + (index % 3 if task == "odd" else 0)
     key = (seed, place, index)
-    return StubItem(
-        _tokens(context_tokens, *key, 0), _tokens(question, *key, 1), _tokens(generate + 1, *key, 2), generate
+    return Item(
+        _tokens(context_tokens, *key, 0),
+        (_asked(_tokens(question, *key, 1), _tokens(generate + 1, *key, 2), generate),),
     )
+
+
+def _asked(question: tuple[int, ...], gold: tuple[int, ...], generate: int, **more: Any) -> Asked:
+    return Asked(question, gold, generate, partial(share_right, gold), **more)
+
+
+def _more(task: str, seed: int, index: int, context_tokens: int) -> Item:
+    key = (seed, list(MORE).index(task) + 10, index)
+    length = context_tokens - (17 * (index % 3) if task == "ragged" else 0)
+    context, gold = _tokens(length, *key, 0), _tokens(6, *key, 2)
+    if task == "ragged":
+        asked = (_asked(_tokens(4, *key, 1), gold[:3], 2),)
+        return Item(context, asked, needles=((10, 14), (length - 5, length)), about={"length": float(length)})
+    if task == "turns":
+        asked = tuple(
+            _asked(_tokens(3 + turn, *key, 1, turn), gold[:3], 2, about={"turn": float(turn)})
+            for turn in range(3)
+        )
+        return Item(context, asked, needles=((0, 4), (50, 60)))
+    # A third of the vocabulary ends an answer: some end at once, some late, some never.
+    asked = (_asked(_tokens(5, *key, 1), gold, 6, text=spoken, references=(spoken(gold),)),)
+    return Item(context, asked, end_ids=tuple(range(0, VOCAB, 3)))
+
+
+def spoken(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
 
 
 def stub_documents(seed: int, count: int, context_tokens: int) -> Iterator[StubDocument]:
@@ -72,6 +101,7 @@ STUB = Suite(
     seeds=(0, 1),
     train_gates="train gates of seed {seed} into {gates}",
 )
+MORE_STUB = replace(STUB, tasks={**TASKS, **MORE})
 
 
 def stub_config(folder: Path, **changes: Any) -> CompareConfig:

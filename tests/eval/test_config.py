@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from retain.config import load
+from retain.eval.checks import check
 from retain.eval.compare import compare, main
-from retain.eval.config import CompareConfig, check, find_policy, needs_gates
+from retain.eval.config import CompareConfig, find_policy, needs_gates
 from retain.eval.orderings import ORDERINGS
 from retain.gates.store import WEIGHTS_FILE
 from retain.presets import policies

@@ -1,10 +1,18 @@
-"""The tool that compares scores with the field's main library, on stand-ins for its scorers."""
+"""The tool that compares scores and keep sets with the field's main library, on stand-ins for it."""
+
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from retain.eval import parity
+from retain.eval.peer import PRESSES, WINDOW
+from retain.hf.attach import attached
+from retain.hf.cache import Cache
 from retain.hf.model import observe
+from tests.eval import press as stand_in
 from tests.tiny import tiny_batch, tiny_model
 
 
@@ -34,5 +42,152 @@ def test_without_the_library_the_tool_says_how_to_get_it(monkeypatch, capsys):
 
     monkeypatch.setattr(parity.importlib, "import_module", missing)
     with torch.random.fork_rng():
-        assert parity.main() == 2
-    assert "No module named 'kvpress': pip install --no-deps kvpress" in capsys.readouterr().err
+        assert parity.main([]) == 2
+    error = capsys.readouterr().err
+    assert "No module named 'kvpress': pip install --no-deps kvpress" in error
+    assert "--peer-python" in error
+
+
+def masks(*rows):
+    """Keep masks `[1, H, T]` from words of x and dots, one a head."""
+    return torch.tensor([[[letter == "x" for letter in row] for row in rows]])
+
+
+def test_overlap_is_counted_head_by_head():
+    """Against sets of positions."""
+    theirs, ours = masks("xx..x", "xxx.."), masks("x.x.x", "xxx..")
+    found = parity.overlap_of({"kept": theirs}, ours)
+    sets = [[set(side[0, h].nonzero().flatten().tolist()) for h in range(2)] for side in (theirs, ours)]
+    both = sum(len(a & b) for a, b in zip(*sets, strict=True))
+    alone = sum(len(a ^ b) for a, b in zip(*sets, strict=True))
+    assert (found.both, found.alone, found.theirs, found.ours) == (both, alone, 6, 6) == (5, 2, 6, 6)
+    assert found.share == 5 / 6 and found.least == pytest.approx(2 / 3) and found.ties == 0
+
+
+@pytest.mark.parametrize(
+    ("scores", "ties"),
+    [
+        ([5.0, 2.0, 2.0 * (1 - 1e-6), 1.0], 2),  # rounding could have gone either way
+        ([5.0, 2.0, 1.9, 1.0], 1),  # what we keep has a lower score: no tie, whatever theirs is
+        ([-1.0, -2.0, -2.0 * (1 + 1e-6), -3.0], 2),
+    ],
+)
+def test_a_tie_is_a_score_at_the_cut(scores, ties):
+    found = parity.overlap_of({"kept": masks("xx.."), "score": torch.tensor([[scores]])}, masks("x.x."))
+    assert (found.alone, found.ties) == (2, ties)
+
+
+def test_a_tie_of_a_first_stage_is_one_too():
+    most = torch.finfo(torch.float32).max
+    theirs = {
+        "kept": masks("xx.x"),
+        "score": torch.tensor([[[most, most, 1.0, 7.0]]]),
+        "first": torch.tensor([[[9.0, 4.0, 4.0, 0.5]]]),
+    }
+    found = parity.overlap_of(theirs, masks("x.xx"))
+    assert (found.alone, found.ties) == (2, 2)
+    theirs["first"][..., 2] = 3.0
+    assert parity.overlap_of(theirs, masks("x.xx")).ties == 1
+
+
+def test_where_heads_share_a_budget_the_cut_is_that_of_all_heads():
+    first = torch.tensor([[[9.0, 8.0, 1.0], [5.0, 1.0, 0.0]]])
+    theirs = {"kept": masks("xxx", "x.."), "first": first}
+    assert parity.overlap_of(theirs, masks("xx.", "xx.")).ties == 2, "1.0 in either head"
+    assert parity.overlap_of(theirs, masks("xx.", "x.x")).ties == 1
+
+
+def test_what_is_kept_here_is_read_off_the_cache():
+    # Each token once, and no norm of keys: norms without ties.
+    model, ids = tiny_model("llama"), torch.stack([torch.randperm(96)[:50] + 1 for _ in range(2)])
+    kept = parity.kept_here(model, ids, "knorm", 9, protection=parity.NOTHING)
+    with attached(model), torch.no_grad():
+        cache = Cache(model, None).prefill(ids)
+        for mask, layer in zip(kept, cache.ragged, strict=True):
+            for b in range(2):
+                for h in range(mask.shape[1]):
+                    keys, _, _ = layer.store.row(b, h)
+                    lowest = keys.norm(dim=-1).sort().indices[:9].sort().values
+                    assert mask[b, h].nonzero().flatten().tolist() == lowest.tolist()
+
+
+def test_every_method_has_a_counterpart_and_protects_what_that_forces():
+    assert list(parity.METHODS) == list(PRESSES)
+    stated = {name for name, method in parity.METHODS.items() if method.stated}
+    assert stated == {"snapkv", "tova", "streaming_llm", "criticalkv"}
+    for name in ("snapkv", "criticalkv", "adakv", "ada_criticalkv"):
+        method = parity.METHODS[name]
+        assert method.policy == f"{name}:released" and method.protection["recent"] == WINDOW
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """An interpreter of an environment where a stand-in for the library is installed."""
+    folder = tmp_path_factory.mktemp("peer")
+    shutil.copy(Path(stand_in.__file__), folder / "kvpress.py")
+    info = folder / "kvpress-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpress\nVersion: 9.9\n")
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_keep_sets_are_compared_with_a_library_in_its_own_process(python, capsys, tmp_path):
+    """The stand-in's StreamingLLM is right; its norms order as ours do, ties apart."""
+    command = ["--peer-python", str(python), "--models", "Llama", "--keep-ratios", "0.2", "--folder"]
+    command += [str(tmp_path), "--methods", "streaming_llm", "knorm"]
+    assert parity.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "kvpress 9.9" in shown and "streaming_llm, knorm: the same entries are kept" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("streaming_llm ")]
+    assert line.split()[1:6] == ["Llama", "60", "StreamingLLMPress", "100.0%", "100.0%"]
+    assert (tmp_path / "Llama" / "answer-1.safetensors").exists()
+
+
+class Fixed:
+    """A peer that keeps the first entries of every head."""
+
+    def kept(self, press, kept):
+        mask = torch.zeros(2, 2, 50, dtype=torch.bool)
+        mask[..., :kept] = True
+        return [{"kept": mask}] * 3
+
+
+def test_a_difference_fails(capsys, monkeypatch):
+    model, ids = tiny_model("qwen3"), torch.randint(1, 97, (2, 50))
+    line = parity.compare_kept(Fixed(), "tiny", model, ids, "streaming_llm", 10)
+    assert line.share == pytest.approx(0.4) and not line.tied and not line.agrees(0.0)
+    assert line.shipped is None, "32 recent entries do not fit into 10"
+    text = parity.show([line], 0.99)
+    assert "40.0% 40.0% 40.0%" in text and text.splitlines()[1].endswith("DIFFERS")
+    sinks = parity.compare_kept(Fixed(), "tiny", model, ids, "streaming_llm", 4)
+    assert sinks.agrees(1.0), "the sinks alone"
+    assert "DIFFERS" not in parity.show([sinks], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "snapvk"], "unknown method 'snapvk': did you mean 'snapkv'"),
+        (["--models", "Lama"], "unknown model 'Lama': did you mean 'Llama'"),
+        (["--keep-ratios", "1.5"], "keep_ratios lie between 0 and 1"),
+        (["--models", "Llama"], "is no interpreter: pass that of an environment where kvpress is installed"),
+    ],
+)
+def test_errors(arguments, message, capsys, tmp_path):
+    assert parity.main(["--peer-python", str(tmp_path / "none"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_environment_without_the_library(capsys, tmp_path):
+    path = tmp_path / "python"
+    path.write_text(
+        f"#!{sys.executable}\nimport sys\nfor line in sys.stdin: print('{{\"kvpress\": null}}', flush=True)\n"
+    )
+    path.chmod(0o755)
+    assert parity.main(["--peer-python", str(path), "--models", "Llama"]) == 2
+    assert "has no kvpress: pass the interpreter of an environment where it is installed" in (
+        capsys.readouterr().err
+    )

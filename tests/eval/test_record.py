@@ -20,23 +20,35 @@ from retain.gates.store import save_gates
 from retain.provenance import code_state
 
 
-def row(unit: str, item: int) -> Row:
+def row(unit: str, item: int, rows: int = 1) -> Row:
     return Row(
         run="r",
         unit=unit,
+        unit_rows=rows,
         seed=0,
         task="t",
         family="seen",
         item=item,
+        question=0,
         regime="context_only",
         policy="full",
+        base_policy="full",
+        protection="preset",
+        budget=1.0,
         keep_ratio=1.0,
+        score=1.0,
         exact=1.0,
         partial=1.0,
+        null=False,
+        ended=False,
+        num_prompt=4,
+        num_generated=2,
         kept_entries=4,
         seen_entries=4,
+        peak_entries=6,
         bytes_held=64,
         bytes_full=64,
+        gate_bytes=0,
         tokens=(1, 2),
         tokens_sha=tokens_sha((1, 2)),
     )
@@ -47,7 +59,7 @@ def manifest(**identity):
 
 
 def test_rows_come_back(tmp_path):
-    append_unit(tmp_path, [row("a", 0), row("a", 1)])
+    append_unit(tmp_path, [row("a", 0, 2), row("a", 1, 2)])
     append_unit(tmp_path, [row("b", 2)])
     back = read_rows(tmp_path)
     assert [(own["unit"], own["item"]) for own in back] == [("a", 0), ("a", 1), ("b", 2)]
@@ -55,13 +67,13 @@ def test_rows_come_back(tmp_path):
 
 
 def test_half_units_and_torn_lines_are_dropped_and_whole_ones_kept(tmp_path):
-    append_unit(tmp_path, [row("a", 0), row("a", 1)])
-    append_unit(tmp_path, [row("b", 2)])
+    append_unit(tmp_path, [row("a", 0, 2), row("a", 1, 2)])
+    append_unit(tmp_path, [row("b", 2, 2)])
     whole = (tmp_path / ITEMS).read_text()
     (tmp_path / ITEMS).write_text(whole + '{"unit": "c", "it')
-    assert take_up(tmp_path, {"a": 2, "b": 2, "c": 1}) == {"a"}
+    assert take_up(tmp_path, ["a", "b", "c"]) == {"a"}
     assert [own["unit"] for own in read_rows(tmp_path)] == ["a", "a"]
-    assert take_up(tmp_path / "none", {"a": 2}) == set()
+    assert take_up(tmp_path / "none", ["a"]) == set()
 
 
 def later(**identity):
@@ -69,7 +81,7 @@ def later(**identity):
 
 
 def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it(tmp_path):
-    units = {"a": 1, "b": 1}
+    units = ["a", "b"]
     open_run(tmp_path, manifest(x=1), units)
     append_unit(tmp_path, [row("a", 0)])
     again = open_run(tmp_path, later(x=1), units)
@@ -78,33 +90,33 @@ def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it(tmp_path):
 
 
 def test_looking_at_a_finished_run_again_changes_only_how_it_is_reported(tmp_path):
-    whole = open_run(tmp_path, manifest(x=1) | {"config": {"resamples": 100}}, {"a": 1})
+    whole = open_run(tmp_path, manifest(x=1) | {"config": {"resamples": 100}}, ["a"])
     append_unit(tmp_path, [row("a", 0)])
-    again = open_run(tmp_path, later(x=1) | {"config": {"resamples": 300}}, {"a": 1})
+    again = open_run(tmp_path, later(x=1) | {"config": {"resamples": 300}}, ["a"])
     assert again == whole | {"config": {"resamples": 300}}
 
 
 def test_another_identity_is_refused_by_field(tmp_path):
-    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), {"a": 1, "b": 1})
+    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), ["a", "b"])
     append_unit(tmp_path, [row("a", 0)])
-    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), {"a": 1, "b": 1})
+    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), ["a", "b"])
     with pytest.raises(ValueError, match=r"config.seeds \(\[0\] there, \[0, 1\] now\)"):
-        open_run(tmp_path, manifest(config={"seeds": (0, 1), "n": 3}), {"a": 1, "b": 1})
+        open_run(tmp_path, manifest(config={"seeds": (0, 1), "n": 3}), ["a", "b"])
 
 
 @pytest.mark.parametrize("empty_file", [False, True])
 def test_a_run_without_rows_starts_over(tmp_path, empty_file):
-    open_run(tmp_path, manifest(n=3), {"a": 1})
+    open_run(tmp_path, manifest(n=3), ["a"])
     if empty_file:
         (tmp_path / ITEMS).touch()
-    fresh = open_run(tmp_path, later(n=4), {"a": 1})
+    fresh = open_run(tmp_path, later(n=4), ["a"])
     assert (fresh["identity"], fresh["started"], len(fresh["code_states"])) == ({"n": 4}, "now", 1)
 
 
 def test_rows_without_a_manifest_are_refused(tmp_path):
     append_unit(tmp_path, [row("a", 0)])
     with pytest.raises(ValueError, match="nothing says what made those rows"):
-        open_run(tmp_path, manifest(), {"a": 1})
+        open_run(tmp_path, manifest(), ["a"])
 
 
 def test_gates_are_their_weights_and_not_where_they_came_from(tmp_path):

@@ -138,7 +138,7 @@ def test_identical_and_worse(scores):
     assert compare(scores, fused, snapkv, "seen", **OPTIONS).verdict == "identical"
     snapkv, full = Cell("context_only", "snapkv", 0.2), Cell("context_only", "full", 1.0)
     made = compare(scores, snapkv, full, "seen", **OPTIONS)
-    assert (made.verdict, made.keep_ratio) == ("worse", 0.2)
+    assert (made.verdict, made.budget) == ("worse", 0.2)
 
 
 def test_claims_are_computed(scores):
@@ -310,7 +310,7 @@ def test_cells_beyond_what_was_published_are_measured_and_marked(tmp_path):
     checked = check_orderings(gather(wide, list(TASKS)), **OPTIONS)
     at = {topic: {} for topic in topics(checked)}
     for one in checked:
-        at[one.ordering.topic][one.made.policy, one.made.keep_ratio] = one.published
+        at[one.ordering.topic][one.made.policy, one.made.budget] = one.published
     assert at[DEFENSIVE] == {
         (name, ratio): ratio == 0.2 for name in ("adakv", "ada_criticalkv") for ratio in (0.2, 0.4)
     }

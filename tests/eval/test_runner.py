@@ -9,31 +9,30 @@ import torch
 from retain.budget import Budget
 from retain.config import save
 from retain.eval import compare as entry
-from retain.eval import runner
+from retain.eval import runner, shared_prefill
+from retain.eval import subject as subjects
+from retain.eval.answers import read_back
 from retain.eval.baselines import oracle
 from retain.eval.compare import compare, describe_run
 from retain.eval.config import find_policy
 from retain.eval.head_classes import measure_head_classes
 from retain.eval.record import ITEMS, MANIFEST, open_run, read_rows
-from retain.eval.runner import (
-    Unit,
-    first_entries,
-    item_seed,
-    load_subject,
-    observed_tokens,
-    plan,
-    read_back,
-    rows_of,
-    rows_per_unit,
-    run_all,
-    run_unit,
-    seen_tokens,
-)
+from retain.eval.runner import run_all
+from retain.eval.shared_prefill import first_entries, observed_tokens, seen_tokens
+from retain.eval.subject import Unit, item_seed, load_subject, plan
 from retain.head_classes import read_head_classes
 from retain.hf.cache import Cache
 from retain.policy import decide_layers, score_entries
 from retain.scores import Score
 from tests.eval.stub import STUB, TASKS, save_stub_gates, stub_config, stub_item
+
+
+def run_unit(config, suite, subject, unit):
+    return runner.run_unit(config, suite, subject, unit).rows
+
+
+def keys(config):
+    return [unit.key for unit in plan(config, STUB)]
 
 
 @pytest.fixture
@@ -48,12 +47,12 @@ def test_every_policy_holds_the_same_entries_item_by_item(gated):
     subject = load_subject(config, STUB, 0)
     rows = run_unit(config, STUB, subject, unit)
     assert len(config.policies) == 10
-    assert len(rows) == rows_of(config, unit) == 2 * (1 + 10 * 2)
+    assert len(rows) == 2 * (1 + 10 * 2) and {row.unit_rows for row in rows} == {len(rows)}
     layers, heads = subject.model.config.num_hidden_layers, subject.model.config.num_key_value_heads
     for item, question in ((0, 3), (1, 4)):
         seen = 100 + question - 1
         for ratio in config.keep_ratios:
-            held = {row.kept_entries for row in rows if (row.item, row.keep_ratio) == (item, ratio)}
+            held = {row.kept_entries for row in rows if (row.item, row.budget) == (item, ratio)}
             assert held == {layers * round(ratio * seen * heads)}
     for row in rows:
         entry = row.bytes_full // row.seen_entries
@@ -128,7 +127,7 @@ def test_a_killed_run_goes_on_to_the_same_report(gated):
     config = stub_config(gated, items_per_task=3, policies=("snapkv", "gate", "token_identity"))
     whole, _ = compare(config, STUB)
     broken = stub_config(gated, items_per_task=3, policies=config.policies, results=str(gated / "broken"))
-    open_run(broken.folder, describe_run(broken, STUB), rows_per_unit(broken, STUB))
+    open_run(broken.folder, describe_run(broken, STUB), keys(broken))
 
     class KilledError(Exception):
         pass
@@ -149,7 +148,7 @@ def test_a_killed_run_goes_on_to_the_same_report(gated):
     resumed, _ = compare(broken, STUB)
     units = [row["unit"] for row in read_rows(broken.folder)]
     assert sorted(units) == sorted(row["unit"] for row in read_rows(config.folder))
-    assert len(units) == sum(rows_of(config, unit) for unit in plan(config, STUB))
+    assert len(units) == 3 * 3 * 2 * (1 + 3 * 2)
 
     def stable(path):
         return [line for line in path.read_text().splitlines() if not line.startswith("Code ")]
@@ -171,7 +170,7 @@ def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
 
 
 def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch, capsys):
-    monkeypatch.setattr(entry, "load_suite", lambda _: STUB)
+    monkeypatch.setattr(entry, "suite_of", lambda _: STUB)
     save(stub_config(gated, policies=("recency",), keep_ratios=(0.6,)), gated / "compare.yaml")
     assert entry.main(["--config", str(gated / "compare.yaml"), "run=shown"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -230,7 +229,7 @@ def test_two_processes_write_what_one_does(gated):
     options = {"policies": ("snapkv", "token_identity"), "keep_ratios": (0.45,), "batch_items": 1}
     for workers in (0, 2):
         config = stub_config(gated, run=f"workers{workers}", workers=workers, **options)
-        open_run(config.folder, describe_run(config, STUB), rows_per_unit(config, STUB))
+        open_run(config.folder, describe_run(config, STUB), keys(config))
         assert run_all(config, STUB) == 6
 
     def rows(workers):
@@ -256,7 +255,8 @@ def test_the_oracle_sees_the_queries_that_generation_makes_and_no_other(
     assert (item.generate, len(item.gold_ids)) == (generate, generate + 1)
     assert read_back(item) == item.gold_ids[:size]
     seen = []
-    monkeypatch.setattr(runner, "oracle", lambda teacher, n: seen.append((teacher, n)) or oracle(teacher, n))
+    watched = lambda teacher, n: seen.append((teacher, n)) or oracle(teacher, n)  # noqa: E731
+    monkeypatch.setattr(shared_prefill, "oracle", watched)
     config = stub_config(gated, policies=("oracle",), regimes=(regime,))
     run_unit(config, STUB, load_subject(config, STUB, 0), Unit(0, task, 0, 1))
     ((teacher, document_tokens),) = seen
@@ -293,7 +293,7 @@ def test_policies_with_one_score_score_once(gated, monkeypatch):
         made.append(policy.name)
         return score_entries(policy, layer, **options)
 
-    monkeypatch.setattr(runner, "score_entries", count)
+    monkeypatch.setattr(shared_prefill, "score_entries", count)
     variants = {
         "bare": ("snapkv", "protection.sinks=0"),
         "other": ("snapkv", "observed_settings.aggregate=max"),
@@ -327,7 +327,7 @@ def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
         measured.append((len(list(documents)), sinks, recent))
         return measure_head_classes(model, STUB.documents(0, 2, 100), sinks=sinks, recent=recent)
 
-    monkeypatch.setattr(runner, "measure_head_classes", measure)
+    monkeypatch.setattr(subjects, "measure_head_classes", measure)
     variants = {"duo_bare": ("duoattention", "protection.prefix_fraction=0", "protection.recent=8")}
     config = stub_config(gated, policies=("duoattention", "duo_bare", "snapkv"), variants=variants)
     subject = load_subject(config, STUB, 0)
@@ -342,7 +342,7 @@ def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
     load_subject(replace(config, control_documents=3), STUB, 0)  # made from something else
     assert [count for count, *_ in measured] == [2, 3]
     rows = run_unit(config, STUB, subject, Unit(0, "pair", 0, 2))
-    assert len({row.kept_entries for row in rows if row.keep_ratio == 0.45}) == 2  # one a regime
+    assert len({row.kept_entries for row in rows if row.budget == 0.45}) == 2  # one a regime
 
 
 def test_a_variant_is_part_of_what_the_run_is(gated):

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retain.eval.significance import Interval, macro_mean, paired_interval, standard_error, verdict
+from retain.eval.significance import (
+    Interval,
+    macro_mean,
+    paired_interval,
+    ratio_interval,
+    standard_error,
+    verdict,
+)
 
 
 def interval_of(low: float, high: float, *, nonzero: int = 5) -> Interval:
@@ -49,6 +56,60 @@ def test_one_stratum_is_scipys_own_bca():
     rng = np.random.default_rng(5)
     own = stats.bootstrap((differences,), np.mean, n_resamples=2000, batch=500, rng=rng).confidence_interval
     assert (made.low, made.high, made.method) == (pytest.approx(own.low), pytest.approx(own.high), "BCa")
+
+
+def test_the_percentile_variant_is_the_quantiles_of_resampled_means():
+    differences = np.random.default_rng(3).exponential(1.0, 12)
+    made = paired_interval([differences], resamples=400, seed=7, method="percentile")
+    rng, n = np.random.default_rng(7), differences.size
+    picked = np.concatenate([rng.integers(0, n, (size, n)) for size in (400,)])
+    means = sorted(sum(differences[i] for i in draw) / n for draw in picked)
+    assert (made.low, made.high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])))
+    assert made.method == "percentile"
+    assert paired_interval([differences], resamples=400, seed=7).method == "BCa"
+
+
+def test_a_ratio_is_of_the_means():
+    # (1 + 0 + 2) / (2 + 1 + 3): not the mean of 1/2, 0 and 2/3.
+    made = ratio_interval([np.array([1.0, 0.0, 2.0])], [np.array([2.0, 1.0, 3.0])])
+    assert made.estimate == pytest.approx(0.5)
+    assert (made.num_items, made.num_nonzero) == (3, 3)
+
+
+def test_a_ratio_of_one_stratum_is_scipys_own_paired_bca():
+    rng = np.random.default_rng(4)
+    full = rng.uniform(0.2, 1.0, 50)
+    kept = full * rng.uniform(0.5, 1.1, 50)
+    made = ratio_interval([kept], [full], resamples=1500, seed=2)
+    own = stats.bootstrap(
+        (kept, full),
+        lambda a, f, axis: a.mean(axis=axis) / f.mean(axis=axis),
+        paired=True,
+        n_resamples=1500,
+        batch=500,
+        rng=np.random.default_rng(2),
+    ).confidence_interval
+    assert (made.low, made.high, made.method) == (pytest.approx(own.low), pytest.approx(own.high), "BCa")
+    # Pairs matter: against a ceiling that was drawn by itself the interval is several times as wide.
+    alone = ratio_interval([kept[::-1]], [full], resamples=1500, seed=2)
+    assert made.high - made.low < 0.7 * (alone.high - alone.low)
+
+
+def test_a_stratified_ratio_is_of_macro_means():
+    # Tasks count alike: (0.5 + 0.1) / 2 over (1.0 + 0.5) / 2.
+    kept, full = [np.array([0.25, 0.75]), np.full(6, 0.1)], [np.ones(2), np.full(6, 0.5)]
+    made = ratio_interval(kept, full)
+    assert made.estimate == pytest.approx(0.4)
+    # Only the first task varies, over 0.25 to 0.75.
+    assert (made.low, made.high) == pytest.approx((0.35 / 1.5, 0.85 / 1.5))
+
+
+def test_a_ratio_that_cannot_vary():
+    same = [np.array([0.2, 0.4, 0.9])]
+    made = ratio_interval(same, same)
+    assert (made.estimate, made.low, made.high) == pytest.approx((1.0, 1.0, 1.0)) and made.identical
+    fixed = ratio_interval([np.full(3, 0.1)], [np.full(3, 0.4)])
+    assert (fixed.low, fixed.high, fixed.method) == (0.25, 0.25, "constant")
 
 
 def test_stratified_width_agrees_with_the_standard_error():
@@ -96,3 +157,15 @@ def test_what_it_refuses():
         paired_interval([np.zeros(0)])
     with pytest.raises(ValueError, match="margin of equivalence must be positive, got 0"):
         verdict(interval_of(0.0, 1.0), 0.0)
+    with pytest.raises(ValueError, match="Unknown bootstrap method 'bca': write 'BCa' or 'percentile'"):
+        paired_interval([np.arange(3.0)], method="bca")
+
+
+def test_ratios_that_it_refuses():
+    one = np.array([0.5, 0.2])
+    with pytest.raises(ValueError, match=r"in pairs.*got shapes \[\(2,\)\] and \[\(3,\)\]"):
+        ratio_interval([one], [np.ones(3)])
+    with pytest.raises(ValueError, match=r"mean denominator is 0.0, and it must be positive.*discriminative"):
+        ratio_interval([one], [np.zeros(2)])
+    with pytest.raises(ValueError, match="in some resamples the denominator is not above zero"):
+        ratio_interval([one], [np.array([0.0, 1.0])])

@@ -14,6 +14,7 @@ from retain.gates.base import INPUTS, UNITS
 from retain.gates.calibrate import Remap
 from retain.rotary import Rotary
 from retain.scores.score import Score
+from tests.close import assert_close
 
 E_WIDTH, H, Q, T, D = 12, 2, 4, 9, 4
 SIZES = {"E": E_WIDTH, "H": H, "Q": Q, "D": D}
@@ -98,7 +99,7 @@ def test_padding_changes_nothing(family: str) -> None:
         }
     )
     padded, plain = gates.score(shown).values_BHT[1:, :, 4:], gates.score(alone).values_BHT
-    torch.testing.assert_close(padded, plain, rtol=2e-5, atol=2e-6)
+    assert_close(padded, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,7 +117,7 @@ def test_a_gate_that_is_not_contextual_can_be_asked_about_some_entries(family: s
     gate, shown = gates[0], evidence()
     inputs, idx = inputs_of(shown, gate), torch.tensor([5, 2, 7])
     assert not gate.contextual
-    torch.testing.assert_close(gate(inputs.entries(idx)), gate(inputs)[..., idx], rtol=1e-5, atol=1e-6)
+    assert_close(gate(inputs.entries(idx)), gate(inputs)[..., idx])
 
 
 def test_contextual_families() -> None:
@@ -220,14 +221,14 @@ def test_a_calibrated_score_is_fused_with_its_own_weights() -> None:
                     expected[b, h, i] = math.exp(values[k] + (x - knots[k]) * slope)
     inside = (output_BHT > -1.0) & (output_BHT < 2.0) & shown.valid_BT[:, None]
     assert int(inside.sum()) > 10
-    torch.testing.assert_close(score.values_BHT[inside], expected.float()[inside], rtol=1e-4, atol=1e-6)
+    assert_close(score.values_BHT[inside], expected.float()[inside])
     assert torch.equal(score.values_BHT.isneginf(), expected.isneginf())
     observed = Score(torch.rand(2, H, T).masked_fill(~shown.valid_BT[:, None], float("-inf")), "risk")
     fused = fuse(observed, score, "log_linear", weight="calibrated").values_BHT
     naive = observed.values_BHT[:, 0] ** 0.75 * score.values_BHT[:, 0] ** 0.25
     valid = shown.valid_BT
-    torch.testing.assert_close(fused[:, 0][valid], naive[valid], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(fused[:, 1][valid], score.values_BHT[:, 1][valid], rtol=1e-4, atol=1e-6)
+    assert_close(fused[:, 0][valid], naive[valid])
+    assert_close(fused[:, 1][valid], score.values_BHT[:, 1][valid])
 
 
 def test_layers_of_a_gate_set_are_alike() -> None:

@@ -88,12 +88,34 @@ def test_the_score_is_the_papers(
     assert reduce == "max" or (got.sum(-1) < 1).all()
 
 
-def test_rows_a_few_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_path_of_gradients_says_the_same(
+    soft_cap: float | None, window: int | None, sinks: bool, padded: bool
+) -> None:
     parts = drawn()
-    whole = lookahead.asked(parts["queries"], parts["keys"], parts["own"], scaling=SCALING)
-    monkeypatch.setattr(lookahead, "MOST_PAID", 1)
-    pieces = lookahead.asked(parts["queries"], parts["keys"], parts["own"], scaling=SCALING)
-    torch.testing.assert_close(pieces, whole, rtol=1e-14, atol=1e-16)
+    settings = {
+        "scaling": SCALING,
+        "valid_BT": padding() if padded else None,
+        "soft_cap": soft_cap,
+        "window": window,
+        "sinks_Q": torch.linspace(-1.0, 1.0, Q, dtype=torch.float64) if sinks else None,
+    }
+    found = lookahead.asked(parts["queries"], parts["keys"], parts["own"], **settings)
+    for name in parts:
+        leaf = parts[name].clone().requires_grad_()
+        rows = lookahead.asked(
+            *((parts | {name: leaf})[part] for part in ("queries", "keys", "own")), **settings
+        )
+        assert rows.requires_grad and not found.requires_grad
+        torch.testing.assert_close(rows.detach(), found, rtol=1e-12, atol=1e-14)
+        with torch.no_grad():
+            again = lookahead.asked(
+                *((parts | {name: leaf})[part] for part in ("queries", "keys", "own")), **settings
+            )
+        assert torch.equal(again, found)
 
 
 def test_half_precision_is_summed_in_float32() -> None:

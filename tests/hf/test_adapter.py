@@ -16,6 +16,7 @@ from retain.gates.families import dims_for
 from retain.hf import adapter
 from retain.hf.cache import Cache
 from retain.hf.model import describe, fingerprint
+from tests.close import assert_close
 from tests.tiny import tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +147,7 @@ def test_lora_may_be_merged_beside_the_gates() -> None:
     assert all(
         type(module) is torch.nn.Linear for name, module in model.named_modules() if name.endswith("q_proj")
     )
-    torch.testing.assert_close(merged(input_ids, attention_mask=mask).logits, with_lora, rtol=1e-4, atol=1e-4)
+    assert_close(merged(input_ids, attention_mask=mask).logits, with_lora)
     again = adapter.wrap(tiny_model("qwen3"), gates)
     assert same(adapter.gates_of(again), gates)
 

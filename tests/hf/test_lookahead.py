@@ -17,6 +17,7 @@ from retain.hf.given import Given
 from retain.hf.lookahead import look_ahead, lookahead_gates, observe_ahead
 from retain.hf.model import describe, fingerprint, observe
 from retain.hf.rule import make_rule
+from tests.close import MODEL, assert_close
 from tests.hf.behind import paid_behind
 from tests.tiny import tiny_batch, tiny_model
 
@@ -97,7 +98,7 @@ def test_scores_are_those_of_one_forward_with_adapters_by_hand(family: str) -> N
         for row, scores in enumerate(wanted):
             # Norms are computed in float32 inside the models.
             own = got.values_BHT[row, :, mask[row].bool()]
-            torch.testing.assert_close(own, scores[number].float(), rtol=1e-3, atol=1e-5)
+            assert_close(own, scores[number].float(), ops=MODEL)
 
 
 def test_the_adapters_matter_and_only_behind_the_prompt() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import tiny_model
-
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Not above: this file may be read before tests/conftest.py has said how Triton runs, which it asks once.
+    from tests.tiny import tiny_model
+
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model("qwen3", num_hidden_layers=2).save_pretrained(folder)
     return folder

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -342,7 +341,8 @@ def test_two_processes_train_together_and_equal_one(make_config: Make, tmp_path:
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     one, two = (retain.load_gates(folder).state_dict() for folder in (alone, both))
     for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-3)
+        # The same sums in another order are 2e-7 apart at most (three runs); one step is about lr, 1e-2.
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_processes_that_would_train_alone_are_refused(

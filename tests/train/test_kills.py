@@ -1,7 +1,6 @@
 """A run that is killed with SIGKILL at twenty random moments ends with the weights of one that was not."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+from retain.lock import LOCK_FILE, _started, me
 from retain.train.distill import distill
-from retain.train.lock import LOCK_FILE, _started, locked, me
+from retain.train.lock import locked
 from retain.train.signals import STOP_FILE
 
 

@@ -18,6 +18,7 @@ from retain.train.data import Corpus, Document, load_corpus
 from retain.train.local import LayerLocal
 from retain.train.loop import Lesson
 from retain.train.losses import LossSettings, target_for_loss
+from retain.train.parallel import Synchroniser
 from retain.train.recipe import check_lockstep
 from retain.train.targets import TargetSettings, layer_target
 from retain.train.teacher import Frozen, View, load_frozen, walk
@@ -187,7 +188,7 @@ def test_the_tokens_of_a_step_are_those_of_its_rows(config: Any, tmp_path: Path)
     documents = [Document(tuple(range(2, 22 + number)), (5, 6)) for number in range(4)]
     objective = MagicMock(fields=("loss",))
     objective.accumulate_ = lambda pack, step, scale: [{"loss": 1.0}] * len(pack)
-    accelerator, synchroniser = Accelerator(cpu=True), MagicMock()
+    accelerator, synchroniser = Accelerator(cpu=True), MagicMock(spec=Synchroniser)
     synchroniser.step_.return_value = 1.0
     found = []
     for sources in ({"own": 1.0}, {"own": 1.0, "repeat": 1.0}):

@@ -9,7 +9,7 @@ import torch
 
 from retain.attention_chunks import truncate
 from retain.evidence import Evidence, attention_probs
-from retain.gates import Gate
+from retain.gates import Gate, GateInputs
 from retain.train.layer_output import (
     bound_coefficients,
     layer_output,

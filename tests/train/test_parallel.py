@@ -343,7 +343,9 @@ def test_the_shipped_deepspeed_configs_run_through_accelerate(
     (result,) = results("as_launched")
     assert result["distributed_type"] == "DistributedType.DEEPSPEED"
     assert result["engine"] == "DeepSpeedEngine"
-    assert (result["sharding"], result["is_sharded"]) == (("replicated", False) if stage == 2 else ("zero3", True))
+    assert (result["sharding"], result["is_sharded"]) == (
+        ("replicated", False) if stage == 2 else ("zero3", True)
+    )
     assert torch.equal(*result["logits"])
     assert result["norms"] == pytest.approx(alone["norms"], rel=1e-6)
     assert_same_numbers(result["state"], alone["state"])

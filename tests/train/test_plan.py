@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from retain.gates import build_gates
 from retain.hf.lookahead import lookahead_gates
-from retain.train.branches import row_tokens
+from retain.train.branches import lengths_of, row_tokens
 from retain.train.data import Document
 from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here, measured_tflops
 from retain.train.distill import make_accelerator, plan_run
@@ -20,16 +20,21 @@ from retain.train.model_shape import (
     lookahead_on_meta,
     meta_model,
     model_shape,
-    shape_by_name,
-    shape_of_config,
 )
-from retain.train.plan import Work, beside_of, feature_bytes, flops_of, lengths_of, plan_of, work_of
+from retain.train.plan import beside_of, feature_bytes, flops_of, plan_of
 from retain.train.recipe import DistillConfig
 from retain.train.schedule import TrainingSettings
 from retain.train.targets import TargetSettings
+from retain.train.work import Work, work_of
 from tests.tiny import tiny_model
 
 H100 = Device("cuda", "one GPU of 80 GB", 80e9, 990.0, 0.4, "stated")
+
+
+def shape_of(config: Any, name: str, dtype: torch.dtype) -> ModelShape:
+    """Of a model that has no weights."""
+    with torch.device("meta"):
+        return model_shape(AutoModelForCausalLM.from_config(config, dtype=dtype), name)
 
 
 def llama(width: int, feed_forward: int, layers: int, heads: int) -> ModelShape:
@@ -45,7 +50,7 @@ def llama(width: int, feed_forward: int, layers: int, heads: int) -> ModelShape:
         tie_word_embeddings=False,
         max_position_embeddings=131072,
     )
-    return shape_of_config(config, f"Llama of {layers} layers", torch.bfloat16)
+    return shape_of(config, f"Llama of {layers} layers", torch.bfloat16)
 
 
 def long_work(shape: ModelShape, tokens: int = 131072, **changes: object) -> Work:
@@ -176,7 +181,7 @@ def test_experts_count_as_often_as_they_are_chosen() -> None:
         num_local_experts=8,
         num_experts_per_tok=2,
     )
-    shape = shape_of_config(config, "experts", torch.float32)
+    shape = shape_of(config, "experts", torch.float32)
     experts = 2 * 8 * 3 * 32 * 64
     layers = 2 * shape.largest_layer
     assert layers - shape.active == pytest.approx(experts * 6 / 8, abs=2)
@@ -198,12 +203,14 @@ def test_a_model_by_name_is_planned_without_its_weights(tmp_path: Path) -> None:
     model = tiny_model("qwen3", num_hidden_layers=2)
     model.config.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
-    assert shape_by_name(str(tmp_path), dtype="float32") == model_shape(model, str(tmp_path))
-    reference = shape_by_name("reference:0")
+    assert model_shape(meta_model(str(tmp_path), dtype="float32"), str(tmp_path)) == model_shape(
+        model, str(tmp_path)
+    )
+    reference = model_shape(meta_model("reference:0"), "reference:0")
     assert (reference.E, reference.H, reference.gated, reference.dtype_bytes) == (128, 2, 4, 4)
-    assert shape_by_name("reference:0", dtype="bfloat16").dtype_bytes == 2
+    assert model_shape(meta_model("reference:0", dtype="bfloat16"), "reference:0").dtype_bytes == 2
     with pytest.raises(ValueError, match="has no config to plan with.*reference:0"):
-        shape_by_name(str(tmp_path / "nothing"))
+        meta_model(str(tmp_path / "nothing"))
 
 
 def test_layers_with_windows_have_no_gates() -> None:
@@ -304,7 +311,7 @@ def test_a_document_that_is_longer_than_the_model_takes_names_the_key_to_lower()
 
 def test_the_plan_of_a_config_sees_what_its_model_cannot_take(make_config: Callable[..., Any]) -> None:
     config = make_config(**{"data.max_tokens": 4096, "target.sources": {"own": 1.0, "continuation": 1.0}})
-    positions = shape_by_name(config.model).positions
+    positions = model_shape(meta_model(config.model), config.model).positions
     plan = plan_run(config, make_accelerator("none"))
     assert positions == 4096
     assert plan.advice[0].startswith(f"lower data.max_tokens to {positions - 64}: ")

@@ -339,7 +339,8 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
     assert {len(two["documents"]) for _, two in pairs if "loss" in two} == {1, 2}, "by one, and by two"
     first, second = (load_file(folder / "gates.safetensors") for folder in (whole, output))
     for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=1e-2, atol=1e-2)
+        # The same sums in another order are 4e-7 apart at most (three runs); a lost step is about lr, 1e-2.
+        torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 class Full:

@@ -21,6 +21,7 @@ from retain.config import load
 from retain.gates import GateInputs, GateSet, build_gates
 from retain.hf.model import fingerprint
 from retain.hf.projection import dense_weight
+from retain.lock import LOCK_FILE, me
 from retain.train import checkpoint, distill
 from retain.train.checkpoint import (
     DiskError,
@@ -31,7 +32,7 @@ from retain.train.checkpoint import (
     rewind_log_,
     save_checkpoint,
 )
-from retain.train.lock import LOCK_FILE, locked, me
+from retain.train.lock import locked
 from retain.train.parallel import (
     Synchroniser,
     check_alike,

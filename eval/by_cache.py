@@ -1,0 +1,260 @@
+"""One `retain.Cache` for every policy, protection and budget: regimes that evict again.
+
+A cell is what stands in the README: make a cache with a policy, a budget and a regime, prefill the context
+(in chunks where the regime says so), and generate, each question on a fork. Nothing is shared between cells,
+so what is measured is what a user gets; a test compares the regime that evicts once with the shared prefill,
+which agrees to the token and the entry. Controls have no place here: they know more than a cache can.
+
+In these regimes a cache may cut at any forward, so entries and bytes are those at the end of the answer, and
+`peak_entries` the most that was held between two forwards.
+
+The one decision taken here: the budget is checked behind every forward, not assumed. What is held must be
+exactly what the budget states of what had been seen at the last eviction, plus what has come since; and
+fewer than `every` tokens may have come since, where the regime evicts while decoding.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from retain.budget import LayerShape, spread
+from retain.eval.answers import Held, alike, make_row, padded, respond
+from retain.eval.config import CACHE_REGIMES, FULL, CompareConfig, Line, budget_of, lines_of
+from retain.eval.record import Row
+from retain.eval.subject import Subject, Unit, item_seed, naming
+from retain.eval.tasks import Item, Suite
+from retain.hf.cache import Cache
+
+FULL_LINE = Line(FULL, FULL)
+
+
+class Watch:
+    """Behind every forward of `generate`: counts what is held, and checks it against the budget.
+
+    Args:
+        cache: That decodes.
+        line, budget: Its cell.
+        check: Whether there is a budget.
+    """
+
+    def __init__(self, cache: Cache, line: Line, budget: float, *, check: bool):
+        self.cache, self.line, self.budget, self.check = cache, line, budget, check
+        self.shapes = [LayerShape(spec.num_kv_heads, 1) for spec in cache.specs]
+        self.heads = sum(shape.num_heads for shape in self.shapes)
+        self.held_B, self.seen_B = held_now(cache)
+        self.peak_B = self.held_B
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Bool[Tensor, " N"]:
+        self.look()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def look(self) -> None:
+        """Count, and check."""
+        self.held_B, self.seen_B = held_now(self.cache)
+        self.peak_B = torch.maximum(self.peak_B, self.held_B)
+        if not self.check:
+            return
+        cache, seen = self.cache, self.seen_B.tolist()
+        since = cache.num_seen - cache.evicted_at if cache.evictions else 0
+        wanted = [length * self.heads for length in seen]
+        if cache.evictions:
+            totals = spread(budget_of(self.budget), [length - since for length in seen], self.shapes)
+            wanted = [total + since * self.heads for total in totals.total_B]
+        assert self.held_B.tolist() == wanted, (
+            f"{self.line.name} at {self.budget:g} holds {self.held_B.tolist()} entries where the budget and "
+            f"the {since} tokens since the last of {cache.evictions} evictions are {wanted}"
+        )
+        assert "decode" not in cache.regime.parts or not cache.evictions or since < cache.regime.every, (
+            f"{self.line.name} at {self.budget:g}: {since} tokens have come since the last eviction, and "
+            f"entries go every {cache.regime.every}"
+        )
+
+
+def held_now(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:
+    """Entries that each sequence holds, over all layers and heads, and tokens that it has seen."""
+    table = cache.budgets()
+    return table.held_BLH.sum((1, 2)), table.seen_B
+
+
+def run_by_cache(
+    config: CompareConfig, suite: Suite, subject: Subject, unit: Unit, items: Mapping[int, Item]
+) -> list[Row]:
+    """Measure one unit in its one regime, or in `context_only`, which the shared prefill measures faster.
+
+    Returns:
+        Its rows: item by item, question by question, the full cache first.
+    """
+    rows: list[Row] = []
+    (regime,) = unit.regimes(config)
+    lines = lines_of(config, regime)
+    cells = [(FULL_LINE, 1.0), *((line, budget) for budget in config.budgets for line in lines)]
+    for group in groups_of({**items}):
+        for line, budget in cells:
+            with naming(unit, f"{line.name} at {budget:g}"):
+                rows += run_cell(config, suite, subject, unit, group, regime, line, budget)
+    check_equal_memory(rows, unit)
+    return sorted(rows, key=lambda row: (row.item, row.question))  # stable: cells stay in order
+
+
+def groups_of(items: dict[int, Item]) -> list[dict[int, Item]]:
+    """Items that are read together. Of those that end where they like each is read alone: what a finished
+    sequence is filled up with would count as seen."""
+    return [
+        part
+        for group in alike(items)
+        for part in ([{index: item} for index, item in group.items()] if _ends(group) else [group])
+    ]
+
+
+def _ends(group: Mapping[int, Item]) -> bool:
+    return bool(next(iter(group.values())).end_ids)
+
+
+def open_cache(
+    model: Any, config: CompareConfig, regime: str, policy: Any, budget: float, gates: Any, seeds: Any = None
+) -> Cache:
+    """The cache of one cell.
+
+    Raises:
+        ValueError: A policy, regime, budget and gates that do not go together.
+    """
+    if policy is None:
+        return Cache(model, policy=None)
+    stated = budget_of(budget)
+    return Cache(
+        model,
+        policy,
+        keep_ratio=stated.keep_ratio,
+        tokens_per_head=stated.tokens_per_head,
+        regime=CACHE_REGIMES.get(regime, regime),
+        every=config.every,
+        gates=gates if policy.learned else None,
+        seeds=seeds,
+    )
+
+
+def run_cell(
+    config: CompareConfig,
+    suite: Suite,
+    subject: Subject,
+    unit: Unit,
+    items: Mapping[int, Item],
+    regime: str,
+    line: Line,
+    budget: float,
+) -> list[Row]:
+    """One policy at one budget, on items that are read together."""
+    device = subject.device
+    seeds = [item_seed(unit.seed, unit.task, index) for index in items]
+    policy = subject.policies.get(line.name)
+    cache = open_cache(subject.model, config, regime, policy, budget, subject.gates, seeds)
+    ids, mask = padded([item.context_ids for item in items.values()])
+    chunk = config.chunk_tokens if "chunked" in regime else None
+    with torch.no_grad():
+        cache.prefill(ids.to(device), mask.to(device), chunk_size=chunk)
+    rows = []
+    first = next(iter(items.values()))
+    for question, asked in enumerate(first.asked):
+        fork = cache.fork() if len(first.asked) > 1 else cache
+        watch = Watch(fork, line, budget, check=policy is not None)
+        behind = measured(fork, watch, items) if regime == "context_only" else None
+        own = [[*item.context_ids, *item.asked[question].question_ids] for item in items.values()]
+        answers = respond(
+            subject.model,
+            fork,
+            *(side.to(device) for side in padded(own)),
+            new_tokens=asked.generate,
+            end_ids=first.end_ids,
+            watch=watch,
+        )
+        found = measured(fork, watch, items)
+        for place, (index, item) in enumerate(items.items()):
+            held = found[place] if behind is None else _behind(behind[place], found[place])
+            rows.append(
+                make_row(
+                    config,
+                    suite,
+                    unit,
+                    index=index,
+                    item=item,
+                    question=question,
+                    regime=regime,
+                    line=line,
+                    budget=budget,
+                    held=held,
+                    answer=answers[place],
+                    gate_bytes=subject.gate_bytes(line),
+                )
+            )
+    return rows
+
+
+def _behind(then: Held, now: Held) -> Held:
+    """What was held behind the one eviction, with the peak since."""
+    return Held(
+        then.kept_entries,
+        then.seen_entries,
+        now.peak_entries,
+        then.bytes_held,
+        then.bytes_full,
+        then.needles_kept,
+    )
+
+
+def measured(cache: Cache, watch: Watch, items: Mapping[int, Item]) -> list[Held]:
+    """What each item holds now."""
+    held, full = cache.bytes_held(), cache.bytes_full()
+    entries, seen = int(watch.held_B.sum()), int(watch.seen_B.sum()) * watch.heads
+    rows = zip(watch.held_B.tolist(), watch.seen_B.tolist(), watch.peak_B.tolist(), strict=True)
+    return [
+        Held(
+            own,
+            length * watch.heads,
+            peak,
+            held * own // entries,
+            full * length * watch.heads // seen,
+            needles_held(cache, place, item),
+        )
+        for place, ((own, length, peak), item) in enumerate(zip(rows, items.values(), strict=True))
+    ]
+
+
+def positions_held(cache: Cache, place: int) -> list[list[Tensor]]:
+    """Places in its sequence of the entries that a sequence holds, by layer and head."""
+    found = []
+    for layer, spec in zip(cache.ragged, cache.specs, strict=True):
+        if layer.store is None:
+            own = cache.positions_BT[place][cache.valid_BT[place]]
+            found.append([own] * spec.num_kv_heads)
+            continue
+        positions_N, rows_N = layer.store.positions_C[layer.store.index_N()], layer.store.rows_N()
+        first = place * spec.num_kv_heads
+        found.append([positions_N[rows_N == first + head] for head in range(spec.num_kv_heads)])
+    return found
+
+
+def needles_held(cache: Cache, place: int, item: Item) -> float | None:
+    """Share of the entries of an item's needles that are held, mean over heads, then layers."""
+    if not item.needles:
+        return None
+    tokens = torch.tensor([token for start, stop in item.needles for token in range(start, stop)])
+    shares = [
+        sum(float(torch.isin(tokens, own.cpu()).double().mean()) for own in heads) / len(heads)
+        for heads in positions_held(cache, place)
+    ]
+    return sum(shares) / len(shares)
+
+
+def check_equal_memory(rows: Sequence[Row], unit: Unit) -> None:
+    """Assert that policies of one budget which have seen equally much of an item hold equally much of it."""
+    first: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = (row.item, row.question, row.budget, row.seen_entries)
+        other = first.setdefault(key, row)
+        assert (row.kept_entries, row.bytes_held) == (other.kept_entries, other.bytes_held), (
+            f"unequal memory in {unit.key} at budget {row.budget:g}: {row.policy} holds {row.kept_entries} "
+            f"entries of item {row.item}, {other.policy} {other.kept_entries}"
+        )

@@ -1,0 +1,106 @@
+"""The command `retain`: what is typed first, and where it leads.
+
+    retain policies                              what there is to choose from, and what each needs
+    retain inspect PATH [--picture FILE.png]     what is in a gate artifact, a run, results, a saved cache
+    retain compare --config FILE [key=value ...] compare policies at equal achieved memory
+    retain lm-eval -- ARGUMENTS                  lm-evaluation-harness, with the model class `retain`
+
+In: a command and its arguments. Out: its exit status; 2, with one line on stderr, where something that the
+user typed is wrong. The one decision taken here: a command is a row of `COMMANDS`, and its module is imported
+only when it is called, so that `retain --help` needs none of the extras.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+from retain.registry import lookup
+
+__all__ = ["COMMANDS", "main"]
+
+
+def _policies(arguments: Sequence[str]) -> int:
+    """Print the table of presets."""
+    if arguments:
+        raise ValueError(f"retain policies takes no arguments, got {' '.join(arguments)}.")
+    from retain.presets import policies
+
+    print(policies())
+    return 0
+
+
+def _lm_eval(arguments: Sequence[str]) -> int:
+    """lm-eval's own command line, in a process that knows the model class `retain`.
+
+    lm_eval 0.4.13 looks for no plug-ins, so the class is imported first. Where no model is named, `retain` is
+    meant: lm-eval's own default would be the full cache.
+    """
+    if find_spec("lm_eval") is None:
+        raise ValueError("lm-evaluation-harness is not installed: pip install 'retain[lm-eval]'.")
+    import_module("retain.eval.harness")
+    entry: Callable[[], None] = import_module("lm_eval.__main__").cli_evaluate
+    given = [*arguments[1:]] if arguments[:1] == ["--"] else [*arguments]
+    named = {argument.partition("=")[0] for argument in given} & {"--model", "-M", "--config", "-C"}
+    if not named and given and given[0] not in ("ls", "validate", "-h", "--help"):
+        at = 1 if given[0] == "run" else 0
+        given[at:at] = ["--model", "retain"]
+    before, sys.argv = sys.argv, ["lm-eval", *given]
+    try:
+        entry()
+    finally:
+        sys.argv = before
+    return 0
+
+
+def _main_of(module: str) -> Callable[[Sequence[str]], int]:
+    """A module's `main`, imported when it is called."""
+
+    def call(arguments: Sequence[str]) -> int:
+        return import_module(module).main(arguments)
+
+    return call
+
+
+# name -> what it does, in a line; what it calls.
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "policies": ("list the policies that ship, and what each needs", _policies),
+    "inspect": (
+        "say what is in a gate artifact, a training run, results or a saved cache",
+        _main_of("retain.eval.inspect_path"),
+    ),
+    "compare": ("compare policies at equal achieved memory", _main_of("retain.eval.compare")),
+    "lm-eval": ("run lm-evaluation-harness with an evicting cache: retain lm-eval -- ...", _lm_eval),
+}
+
+
+def usage() -> str:
+    """What `retain --help` prints."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name.ljust(width)}  {line}" for name, (line, _) in COMMANDS.items()]
+    return "\n".join(["usage: retain COMMAND ...", "", *rows, "", "retain COMMAND --help says more."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: as typed behind `retain`; None: of this process.
+
+    Returns:
+        the exit status.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if given else 2
+    try:
+        _, call = lookup(given[0], COMMANDS, what="command")
+        return call(given[1:])
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

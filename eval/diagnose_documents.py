@@ -1,0 +1,112 @@
+"""What diagnostics are run on: a model by its name, and documents with something asked of them.
+
+In: `reference:SEED`, a folder or a hub id; a text file, or none. Out: the model, its tokenizer, documents.
+The reference generator writes documents with questions, on text that no training saw. A text is cut into
+pieces that are continued: all but a piece's last token is its context, and the last token its only turn, at
+which the model goes on writing. The one decision taken here: nothing is padded or joined, a document is read
+as it is, alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retain.eval.teacher_forced import Asked
+
+REFERENCE = "reference:"
+# Stream of the generator: no other use of it writes these documents (`retain.eval.tasks.reference`).
+_STREAM = 13
+
+
+def load(name: str, device: str = "cpu") -> tuple[Any, Any]:
+    """A model and its tokenizer, in eval mode and without gradients.
+
+    Args:
+        name: `reference:0`, a folder, or a hub id.
+        device: where the model goes.
+
+    Raises:
+        ValueError: no such model, or none that transformers can load.
+    """
+    if name.startswith(REFERENCE):
+        from retain.reference import SEEDS, load_model, load_tokenizer
+
+        seed = name.removeprefix(REFERENCE)
+        if seed not in map(str, SEEDS):
+            known = ", ".join(f"{REFERENCE}{own}" for own in SEEDS)
+            raise ValueError(f"unknown model {name!r}, known: {known}, a local folder, or a hub id.")
+        model, tokenizer = load_model(int(seed)), load_tokenizer()
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(
+                f"model {name!r} cannot be loaded: {error} Pass a local folder, a hub id, or reference:0."
+            ) from error
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def reference_asked(seed: int, count: int, context_tokens: int) -> Iterator[Asked]:
+    """Documents of the reference generator with all their questions as turns; the answers are the model's.
+
+    Args:
+        seed: of the model that will read them.
+        count: how many.
+        context_tokens: length of a context.
+    """
+    from retain.reference.documents import Writer, distill_document
+    from retain.reference.tokenizer import ANSWER_ID, QUESTION_ID
+
+    writer = Writer("eval", int(np.random.SeedSequence([_STREAM, seed]).generate_state(1)[0]))
+    for number in range(count):
+        document = distill_document(writer, context_tokens)
+        ids = document.appendix_ids
+        starts = [i for i, token in enumerate(ids) if token == QUESTION_ID]
+        turns = tuple(ids[start : ids.index(ANSWER_ID, start) + 1] for start in starts)
+        yield Asked(f"reference document {number}", document.context_ids, turns)
+
+
+def text_asked(path: str | Path, tokenizer: Any, count: int, context_tokens: int) -> Iterator[Asked]:
+    """Pieces of a text file, to be continued.
+
+    Args:
+        path: UTF-8 text.
+        tokenizer: of the model; the special tokens that it puts before a text stand before each piece.
+        count: how many pieces at most, one behind the other from the start of the text.
+        context_tokens: length of a piece, special tokens included, plus its last token, which is the turn.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no text, or holds no whole piece.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"text file {str(path)!r} does not exist: pass --text, a UTF-8 file.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error}): convert it.") from None
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    before = opening_of(tokenizer)
+    width = context_tokens + 1 - len(before)
+    if width < 2 or len(ids) < width:
+        raise ValueError(
+            f"{path} holds {len(ids)} tokens, and a piece is {max(width, 2)}: pass a longer text, or "
+            f"--context-tokens below {context_tokens}."
+        )
+    pieces = (ids[start : start + width] for start in range(0, len(ids) - width + 1, width))
+    for number, piece in enumerate(islice(pieces, count)):
+        yield Asked(f"{path.name}, piece {number}", (*before, *piece[:-1]), ((piece[-1],),))
+
+
+def opening_of(tokenizer: Any) -> Sequence[int]:
+    """The special tokens that a tokenizer puts before a text."""
+    whole, plain = (list(tokenizer("a", add_special_tokens=own)["input_ids"]) for own in (True, False))
+    places = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
+    return whole[: places[0]] if places else []

@@ -1,0 +1,172 @@
+r"""Whether a worked solution ends in the right answer: a number, or what is boxed.
+
+In: a prediction and its right answers, as text. Out: 1 or 0, the best over right answers. GSM8K's number
+behind "####" (arXiv 2110.14168), `\boxed{...}` of MATH (arXiv 2103.03874) and AIME.
+
+The one decision taken here: two answers are the same if they are one text after a few rewritings, all listed
+in `plain_mathematics`, or two spellings of one rational number. There is no computer algebra: `x+1` and `1+x`
+differ. So the score is a lower bound of what a grader would give, and nobody has to trust a parser.
+"""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from retain.eval.metrics_text import best
+
+_MARKED = re.compile(r"####\s*(.+)")
+_NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\$?\.\d+")
+_BOXED = re.compile(r"\\f?box(?:ed)?\s*\{")
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text, thousands commas and a dollar sign aside, or None."""
+    found = _NUMBER.findall(text)
+    return None if not found else Fraction(found[-1].replace(",", "").replace("$", ""))
+
+
+def marked_number(text: str) -> Fraction | None:
+    """The number behind the first "####" of a text, or None."""
+    match = _MARKED.search(text)
+    found = None if match is None else _NUMBER.search(match.group(1))
+    return None if found is None else Fraction(found.group().replace(",", "").replace("$", ""))
+
+
+def gsm8k(prediction: str, references: Sequence[str], **about: Any) -> float:
+    """Whether the number behind "####", or without that mark the last number, is right ("18" is "18.00").
+
+    Args:
+        prediction: Solution of the model.
+        references: Right solutions, or their numbers alone; the best counts.
+        about: Not used.
+
+    Raises:
+        ValueError: a right answer has no number.
+    """
+    return best(prediction, references, lambda p, r: _same_number(_number(p), r))
+
+
+def gsm8k_strict(prediction: str, references: Sequence[str], **about: Any) -> float:
+    """`gsm8k`, where a solution without "####" is wrong."""
+    return best(prediction, references, lambda p, r: _same_number(marked_number(p), r))
+
+
+def boxed_answers(text: str) -> list[str]:
+    r"""What stands in every `\boxed{...}` of a text, braces balanced; one never closed does not count.
+
+    Example:
+        >>> boxed_answers(r"so \boxed{\frac{1}{2}}.")
+        ['\\frac{1}{2}']
+    """
+    found = []
+    for match in _BOXED.finditer(text):
+        depth = 1
+        for place in range(match.end(), len(text)):
+            # \{ and \} are signs to print, not braces.
+            if text[place] in "{}" and text[place - 1] != "\\":
+                depth += 1 if text[place] == "{" else -1
+            if depth == 0:
+                found.append(text[match.end() : place].strip())
+                break
+    return found
+
+
+def boxed(prediction: str, references: Sequence[str], **about: Any) -> float:
+    r"""Whether the last `\boxed{...}` holds a right answer, character for character."""
+    return best(prediction, references, lambda p, r: float(boxed_answers(p)[-1:] == [_reference(r)]))
+
+
+def boxed_first(prediction: str, references: Sequence[str], **about: Any) -> float:
+    r"""`boxed` of the first `\boxed{...}`.
+
+    kvpress takes the first for MATH-500 too, but cuts it at the first closing brace, so that
+    `\boxed{\frac{1}{2}}` is wrong there whatever the right answer is; that is no variant here.
+    """
+    return best(prediction, references, lambda p, r: float(boxed_answers(p)[:1] == [_reference(r)]))
+
+
+def mathematics(prediction: str, references: Sequence[str], **about: Any) -> float:
+    r"""Whether the last `\boxed{...}` equals a right answer, in the sense of `plain_mathematics`.
+
+    Formulas that are written in another order are different answers, and a solution that boxes nothing is
+    wrong: a lower bound of the accuracy that a grader would find.
+    """
+
+    def one(predicted: str, reference: str) -> float:
+        return float(
+            any(same_mathematics(last, _reference(reference)) for last in boxed_answers(predicted)[-1:])
+        )
+
+    return best(prediction, references, one)
+
+
+def same_mathematics(one: str, other: str) -> bool:
+    """Whether two answers are one text after `plain_mathematics`, or two spellings of one rational number."""
+    one, other = plain_mathematics(one), plain_mathematics(other)
+    if one == other:
+        return True
+    first, second = _rational(one), _rational(other)
+    return first is not None and first == second
+
+
+def plain_mathematics(text: str) -> str:
+    r"""An answer in LaTeX without what does not change its value.
+
+    In this order: dollar signs, `\left`, `\right`, spacing commands and a full stop at the end go; so do
+    degrees, percent signs, and units or words in `\text{...}` behind a number; `\text{x}` becomes `x`;
+    `\dfrac` and `\tfrac` become `\frac`, `\frac12` and `\sqrt3` get their braces, `a/b` of whole numbers
+    becomes a fraction; `x =` before a value, and commas between thousands, go; all spaces go.
+    """
+    plain = text.strip().replace("\\$", "").replace("$", "").replace("\\left", "").replace("\\right", "")
+    plain = re.sub(r"\\[!,;:> ]|\\q?quad\b|~", " ", plain)
+    plain = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree\b|\\?%", "", plain)
+    plain = re.sub(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", plain)
+    plain = re.sub(r"\\(?:text|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}", r"\1", plain)
+    plain = re.sub(r"\\[dt]frac", r"\\frac", plain)
+    plain = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", plain)
+    plain = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", plain)
+    plain = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", plain)
+    plain = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", plain)
+    plain = re.sub(r"^\s*[a-zA-Z]\s*=(?!=)", "", plain.strip())
+    plain = re.sub(r"(?<![\d.])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m.group().replace(",", ""), plain)
+    plain = re.sub(r"^(-?)(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", plain.strip().rstrip("."))
+    return re.sub(r"\s+", "", plain)
+
+
+def aime(prediction: str, references: Sequence[str], **about: Any) -> float:
+    r"""Whether the last `\boxed{...}` holds the right whole number, leading zeros or not ("073" is 73)."""
+
+    def one(predicted: str, reference: str) -> float:
+        last = boxed_answers(predicted)[-1:]
+        values = [_rational(plain_mathematics(text)) for text in (*last, _reference(reference))]
+        if values[-1] is None:
+            raise ValueError(f"a right answer of AIME is a whole number, but got {reference!r}.")
+        return float(len(values) == 2 and values[0] == values[1])
+
+    return best(prediction, references, one)
+
+
+def _number(text: str) -> Fraction | None:
+    marked = marked_number(text)
+    return last_number(text) if marked is None else marked
+
+
+def _same_number(found: Fraction | None, reference: str) -> float:
+    wanted = _number(reference)
+    if wanted is None:
+        raise ValueError(f"a right answer of gsm8k has a number, but got {reference!r:.100}.")
+    return float(found == wanted)
+
+
+def _reference(reference: str) -> str:
+    """What a right answer boxes, if it is a worked solution."""
+    return next(iter(boxed_answers(reference)[-1:]), reference.strip())
+
+
+def _rational(plain: str) -> Fraction | None:
+    fraction = re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}", plain)
+    if fraction is not None and int(fraction.group(3)) != 0:
+        value = Fraction(int(fraction.group(2)), int(fraction.group(3)))
+        return -value if fraction.group(1) else value
+    return Fraction(plain) if re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", plain) else None

@@ -1,0 +1,60 @@
+"""Scores of answers that are written step by step, each step on the ones before.
+
+In: an answer with a line `Step 3: ...` for each step, and what stands behind the colon in a right one. Out:
+how many steps are right, and whether the last is. The one decision taken here: steps are told apart by their
+number and not by their place, so a step left out costs itself alone; of a step written twice the first
+counts, so that going on for ever gains nothing.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_STEP = re.compile(r"^\s*step\s+(\d+)\s*:(.*)$", re.IGNORECASE | re.MULTILINE)
+
+
+def written_steps(prediction: str) -> dict[int, str]:
+    """What stands behind `Step <number>:` on a line, by number; blanks and a final stop do not matter."""
+    found: dict[int, str] = {}
+    for number, said in _STEP.findall(prediction):
+        found.setdefault(int(number), _plain(said))
+    return found
+
+
+def steps(prediction: str, references: Sequence[str], **about: Any) -> float:
+    """Half for the final state, half for the share of right steps.
+
+    `(1[step n is right] + (1/n) sum_i 1[step i is right]) / 2`, n steps; 1 exactly when all are right.
+
+    Args:
+        prediction: Answer of the model.
+        references: A right answer, with all its lines; of several, their lines one after another.
+        about: Not used.
+    """
+    right = _right(prediction, references)
+    return (right[-1] + sum(right) / len(right)) / 2
+
+
+def step_share(prediction: str, references: Sequence[str], **about: Any) -> float:
+    """Share of right steps, `(1/n) sum_i 1[step i is right]`."""
+    right = _right(prediction, references)
+    return sum(right) / len(right)
+
+
+def final_step(prediction: str, references: Sequence[str], **about: Any) -> float:
+    """Whether the last step is right."""
+    return _right(prediction, references)[-1]
+
+
+def _right(prediction: str, references: Sequence[str]) -> list[float]:
+    wanted = [_plain(said) for text in references for _, said in _STEP.findall(text)]
+    if not wanted:
+        raise ValueError(
+            f"a score of steps needs references with lines `Step 1: ...`, got {list(references)[:2]}."
+        )
+    given = written_steps(prediction)
+    return [float(given.get(number) == said) for number, said in enumerate(wanted, 1)]
+
+
+def _plain(said: str) -> str:
+    return " ".join(said.split()).removesuffix(".")

@@ -1,0 +1,407 @@
+"""`report.html`: a run as one page that needs nothing but a browser.
+
+    python -m retain.eval.page results/RUN
+
+In: a run's folder (rows, manifest, and where they are there `diagnostics.json`, `speed.json`, `kept.json`).
+Out: the page, in that folder. The one decision taken here: it is one file without a single address in it, so
+that it reads the same in an archive, in a mail and without a network, and nothing in it is trusted: what
+models answered and documents say is escaped like everything else.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retain.eval.comparisons import budget_name, judge, paragraphs
+from retain.eval.document_view import STEPS, from_diagnostics, view
+from retain.eval.page_measured import (
+    Missing,
+    budget_figure,
+    coverage_figure,
+    jaccard_figure,
+    speed_figure,
+    speed_policies,
+)
+from retain.eval.page_scores import (
+    answer_table,
+    comparison_table,
+    forest_figure,
+    heat_maps,
+    memory_table,
+    null_table,
+    score_figure,
+    styles_of,
+    task_table,
+    without_scheme,
+)
+from retain.eval.record import MANIFEST, read_references, read_rows
+from retain.eval.summary import Scores, gather
+from retain.eval.tabular import Table, colours, number, words
+from retain.eval.tasks import Task
+from retain.provenance import write_text
+
+PAGE = "report.html"
+HERE = Path(__file__).parent / "report_page"
+PARTS = (
+    *(("verdicts", "Verdicts"), ("scores", "Scores"), ("differences", "Differences"), ("needles", "Needles")),
+    *(("documents", "What was kept"), ("budgets", "Layers and heads"), ("coverage", "Coverage")),
+    *(("jaccard", "Agreement of policies"), ("memory", "Memory and speed"), ("tasks", "Tasks and ceilings")),
+    *(("answers", "Answers"), ("made", "How this was made")),
+)
+SHADES = ("by none", "up to 1/4", "up to 1/2", "up to 3/4", "most", "by all")
+
+
+def write_page(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]) -> Path:
+    """Write `report.html` of a run.
+
+    Args:
+        folder: `results/<run>`, which holds the rows.
+        manifest: Of the run.
+        tasks: The suite's tasks.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        ValueError: If jinja2 is not installed, or a file of the folder is damaged.
+    """
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError as error:
+        raise ValueError(f"{PAGE} needs jinja2: pip install 'retain[eval]'.") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    given = context(folder, manifest, tasks)
+    levels = "\n".join(
+        f".h{level} {{ background: {ground}; color: {ink}; }}"
+        for level, (ground, ink) in enumerate(colours())
+    )
+    own = {
+        "style": Markup((HERE / "page.css").read_text(encoding="utf-8") + levels),
+        "script": Markup((HERE / "page.js").read_text(encoding="utf-8")),
+        "document_data": Markup(inert(given["document"].data if given["document"] else [])),
+    }
+    path = folder / PAGE
+    write_text(path, environment.get_template("page.html.j2").render(**given, **own))
+    return path
+
+
+def inert(value: object) -> str:
+    """JSON that can stand inside a script element: no character of it can end one."""
+    text = json.dumps(value, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def context(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]) -> dict[str, Any]:
+    """Everything that the template is given."""
+    rows = read_rows(folder)
+    scores = gather(rows, list(tasks))
+    config = manifest["config"]
+    command = run_command(manifest)
+    measured = {name: _load(folder / f"{name}.json") for name in ("diagnostics", "speed", "kept")}
+    diagnostics, speed, kept = measured["diagnostics"], measured["speed"], measured["kept"]
+    names = [*scores.policies]
+    if diagnostics:
+        names += diagnostics["curves"]
+    if speed:
+        names += speed_policies(speed)
+    styles = styles_of(names)
+    margin = float(config["margin_points"])
+    judged = judge(scores, margin=margin, resamples=int(config["resamples"]))
+    ceilings, unclear = _ceilings(scores)
+    diagnose, where = _commands(manifest)
+    needles = heat_maps(rows, scores.budgets, command)
+    document = view(kept) if kept else view(from_diagnostics(diagnostics)) if diagnostics else None
+    nulls = null_table(rows)
+    missing = {
+        "needles": Missing(
+            "Heat maps of depth by length need a task whose items say both, such as those of the group niah.",
+            where["needles"],
+        ),
+        "document": Missing("The view of a document shows token by token what each policy kept.", where["kept"]),
+        "budgets": Missing("The map of layers by heads shows where each policy spends its budget.", diagnose),
+        "coverage": Missing(
+            "Coverage says what share of the attention of later steps a policy's kept entries still get.",
+            diagnose,
+        ),
+        "jaccard": Missing("The matrix says which policies keep the same entries.", diagnose),
+        "speed": Missing("Time and peak memory against budget are measured by a command of their own.", where["speed"]),
+    }
+    return {
+        "run": config["run"],
+        "lead": _lead(scores, manifest),
+        "warnings": _warnings(manifest),
+        "parts": PARTS,
+        "rule": _rule(margin, len(judged)),
+        "paragraphs": paragraphs(scores, judged),
+        "limits": _limits(scores, rows, unclear, config),
+        "scores": score_figure(scores, styles, command),
+        "forest": forest_figure(judged, margin, command),
+        "comparisons": comparison_table(judged),
+        "needles": needles or missing["needles"],
+        "document": document,
+        "document_missing": missing["document"],
+        "shades": SHADES[: STEPS + 1],
+        "budgets": (budget_figure(diagnostics) if diagnostics else None) or missing["budgets"],
+        "coverage": coverage_figure(diagnostics, styles) if diagnostics else missing["coverage"],
+        "jaccard": (jaccard_figure(diagnostics) if diagnostics else None) or missing["jaccard"],
+        "memory": memory_table(rows),
+        "speed": speed_figure(speed, styles) if speed else missing["speed"],
+        "tasks": task_table(scores, tasks, manifest),
+        "ceilings": ceilings,
+        "answers": answer_table(rows, read_references(folder), scores.budgets),
+        "nulls": nulls,
+        "rows_command": command,
+        "facts": _facts(manifest, rows),
+        "commands": [
+            ("The run:", command),
+            ("This page again:", f"python -m retain.eval.page {shlex.quote(_folder(manifest))}"),
+            ("Diagnostics:", diagnostics["command"] if diagnostics else diagnose),
+            ("What was kept:", kept["command"] if kept else where["kept"]),
+            ("Speed:", speed["command"] if speed else where["speed"]),
+        ],
+        "config": json.dumps(config, indent=2, sort_keys=True),
+        "reading": _reading(config),
+    }
+
+
+def run_command(manifest: Mapping[str, Any]) -> str:
+    """The line that made the rows: as it was typed, or as it would be."""
+    run = manifest["config"]["run"]
+    return str(manifest.get("command") or f"python eval/compare.py --config configs/compare/{run}.yaml")
+
+
+def _folder(manifest: Mapping[str, Any]) -> str:
+    config = manifest["config"]
+    return f"{config.get('results', 'results')}/{config['run']}"
+
+
+def _commands(manifest: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Commands that make what other files hold, for this run's own model, policies and a middle budget."""
+    config = manifest["config"]
+    folder = shlex.quote(_folder(manifest))
+    seed = config["seeds"][0]
+    model = str(config.get("model") or "reference:{seed}").replace("{seed}", str(seed))
+    asked = [name for name in config.get("policies", ()) if name not in config.get("variants", {})]
+    policies = [name for name in asked if name != "token_identity"]
+    ratios = list(config.get("keep_ratios") or (0.2,))
+    gates = str(config.get("gates", "")).replace("{seed}", str(seed))
+    diagnose = (
+        f"python -m retain.eval.diagnose --model {shlex.quote(model)} --policies {' '.join(policies)} "
+        f"--keep-ratio {ratios[len(ratios) // 2]:g}"
+        + (f" --gates {shlex.quote(gates)}" if {"gate", "fused"} & {*policies} else "")
+        + f" --out {folder}"
+    )
+    base = run_command(manifest)
+    arguments = base.partition("--config")[2].strip() or f"configs/compare/{config['run']}.yaml"
+    heuristics = [name for name in policies if name not in ("gate", "fused", "oracle")]
+    return diagnose, {
+        "kept": f"python -m retain.eval.kept --config {arguments}",
+        "needles": f"python eval/compare.py --config {arguments} suite=text tasks=[niah] run={config['run']}-niah",
+        "speed": f"python -m retain.eval.speed_serving --policies {','.join(heuristics)} "
+        f"--output {folder}/speed.json",
+    }
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    """A file of the folder, or None where it is not there."""
+    if not path.exists():
+        return None
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(made, dict) or "command" not in made:
+            raise ValueError("no command in it")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}). Make it again, or delete it: the page then says that it is missing."
+        ) from error
+    return made
+
+
+def _ceilings(scores: Scores) -> tuple[Table | None, list[str]]:
+    """Every task's ceiling and whether it tells policies apart, and the names of those that do not."""
+    from retain.eval.ceilings import discriminate
+
+    lines, unclear = [], []
+    for regime in scores.regimes:
+        for budget in scores.budgets:
+            for task in scores.families:
+                if not any((cell.regime, cell.budget) == (regime, budget) for cell in scores.exact):
+                    continue
+                own = discriminate(scores, regime, task, budget)
+                if not own.yes:
+                    unclear.append(f"{regime}, {budget_name(budget)}, {task}")
+                lines.append(
+                    (
+                        *(words(regime), number(budget, 2) if budget < 1 else number(budget, 0), words(task)),
+                        words("yes" if own.yes else "no", mark="" if own.yes else "v-worse"),
+                        words(own.why),
+                        *(number(own.ceiling), number(own.best), number(own.worst)),
+                        *(number(own.spread), number(own.noise)),
+                    )
+                )
+    columns = (
+        *("regime", "budget", "task", "discriminative", "why", "full cache", "best policy", "worst policy"),
+        *("spread", "noise"),
+    )
+    if not lines:
+        return None, []
+    table = Table("tab-ceilings", "Ceilings, in points, and what tells policies apart", columns, tuple(lines), 5)
+    return table, unclear
+
+
+def _lead(scores: Scores, manifest: Mapping[str, Any]) -> str:
+    config = manifest["config"]
+    items = sum(len(own) for own in scores.seeds.values())
+    budgets = ", ".join(budget_name(budget) for budget in scores.budgets)
+    seeds = ", ".join(map(str, config["seeds"]))
+    model = str(config.get("model") or "") if config["suite"] == "text" else f"the {config['suite']} model"
+    return (
+        f"KV-cache eviction policies at equal achieved memory: {len(scores.policies)} policies with the full "
+        f"cache, {len(scores.families)} tasks, {items} items on {model} (seeds {seeds}), {' and '.join(scores.regimes)}; "
+        f"{budgets}."
+    )
+
+
+def _warnings(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    states = manifest.get("code_states", [])
+    found = []
+    if not all(state["clean"] for state in states):
+        found.append(("Scratch.", "The working tree was not clean, so these numbers enter no table."))
+    if len(states) > 1:
+        found.append(("Mixed code.", "The rows were made by more than one state of the code."))
+    if "finished" not in manifest:
+        found.append(("Unfinished.", "The run has not ended; give its command again to go on."))
+    return found
+
+
+def _rule(margin: float, count: int) -> str:
+    return (
+        "Each policy is compared with the best heuristic of its regime, budget and task family, item by item. "
+        "Better or worse: the 95 % interval excludes 0 and the Holm-adjusted test passes at 0.05. Equivalent: "
+        f"the interval lies within ±{margin:g} points, a margin stated before the run, and the adjusted "
+        "equivalence test passes. Identical: the same score on every item. Everything else is not known, which "
+        f"is not the same as equal. {count} comparisons in all; all of one regime are adjusted together."
+    )
+
+
+def _limits(
+    scores: Scores, rows: Sequence[Mapping[str, Any]], unclear: Sequence[str], config: Mapping[str, Any]
+) -> list[str]:
+    seeds = len({int(seed) for own in scores.seeds.values() for seed in own})
+    cells = sum(1 for _ in scores.regimes) * len(scores.budgets) * len(scores.families)
+    nulls = sum(bool(row.get("null")) for row in rows)
+    said = [
+        f"Intervals resample items, not models: {seeds} seed{'s' * (seeds > 1)} cannot speak for others.",
+        "The best heuristic is chosen on the same items that it is then compared on, which favours it.",
+    ]
+    if config["suite"] == "reference":
+        said.append("The model has about a million parameters: nothing about large models follows from it.")
+    if unclear:
+        said.append(
+            f"{len(unclear)} of {cells} places (regime, budget, task) do not tell policies apart: "
+            f"{'; '.join(unclear[:4])}{'; and others' if len(unclear) > 4 else ''}. See the ceilings."
+        )
+    said.append(
+        f"{nulls} of {len(rows)} answers were empty. They count as 0 and are listed under Answers."
+        if nulls
+        else f"None of the {len(rows)} answers was empty."
+    )
+    return said
+
+
+def _facts(manifest: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    config, machine = manifest["config"], manifest["environment"]
+    commits = ", ".join(
+        f"{(state['commit'] or 'none')[:12]} ({'clean' if state['clean'] else 'not clean'})"
+        for state in manifest.get("code_states", [])
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    identity = manifest.get("identity", {})
+    models = identity.get("models", {})
+    models = models if isinstance(models, Mapping) else {"": models}
+    shas = ", ".join(f"{seed}: {str(sha)[:16]}" for seed, sha in models.items())
+    found = [
+        ("Run", config["run"]),
+        ("Code", commits),
+        ("Config hash", manifest.get("identity_sha", "")),
+        ("Model", str(manifest.get("model") or config.get("model") or config["suite"])),
+        ("Model weights (sha256, by seed)", shas),
+        ("Seeds", ", ".join(map(str, config["seeds"]))),
+        ("Answers", str(len(rows))),
+        ("Longest context, tokens", str(config["context_tokens"])),
+        ("Device", f"{manifest.get('device', machine['device'])} ({machine['processor']})"),
+        ("Data type of weights", str(manifest.get("dtype", ""))),
+        ("Attention", str(manifest.get("attention", ""))),
+        ("Python", machine["python"]),
+        ("Versions", versions),
+        ("Started", str(manifest.get("started", ""))),
+        ("Finished", str(manifest.get("finished", "not yet"))),
+    ]
+    return [(name, without_scheme(value)) for name, value in found if value]
+
+
+def _reading(config: Mapping[str, Any]) -> list[str]:
+    return [
+        "Scores are in % of what a task is judged by (its metric); means are over tasks, each counting alike.",
+        "Seen: families of tasks that gates were trained on. Held-out: all others.",
+        "Intervals: paired, stratified by task, BCa bootstrap over (seed, item), at least "
+        f"{config['resamples']} resamples. Several questions on one item are averaged first.",
+        "p: sign-flip test of the mean over tasks, or the exact McNemar test of one task scored right or "
+        "wrong. Wilcoxon's test is printed and decides nothing: it is about ranks.",
+        "oracle and token_identity are controls, no methods: the true future attention, and a table of token ids.",
+        "Equal memory is checked, not assumed: the run stops where two policies of one budget hold different "
+        "numbers of entries in the regimes that evict once.",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page of a folder again."""
+    parser = argparse.ArgumentParser(description="Write report.html of a run again.")
+    parser.add_argument("folder", type=Path, help="results/<run>")
+    given = parser.parse_args(arguments)
+    try:
+        path = given.folder / MANIFEST
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist: {given.folder} is no run of eval/compare.py.")
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        print(write_page(given.folder, manifest, _tasks_of(manifest)))
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
+    """The tasks of a run's suite, without its model; a suite that only a program made has none here."""
+    config = manifest["config"]
+    if config["suite"] == "reference":
+        from retain.eval.tasks import load_suite
+
+        return load_suite("reference").tasks
+    recorded = manifest.get("provenance") or {}
+    parts = ("provenance", "source", "licence", "version", "about", "metric")
+    return {
+        name: Task(
+            name,
+            "held-out",
+            **{"about": "", **{part: own[part] for part in parts if part in own}},
+        )
+        for name, own in recorded.items()
+        if isinstance(own, Mapping)
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

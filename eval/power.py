@@ -1,0 +1,164 @@
+"""A spread and a margin in, a number of items out: could this run have shown it at all?
+
+Reads no scores, only the standard deviation of paired differences per cluster (from a pilot, or from a run
+that came out inconclusive). An "inconclusive" beside a smallest detectable difference of ten points says
+"too few items"; beside one of half a point it says something about the policies.
+
+The one decision taken here: clusters are the unit, as everywhere in these statistics, and every size is for
+one comparison at `alpha`. In a family of m comparisons under Holm's method, alpha / m is the safe value.
+"""
+
+import math
+from functools import partial
+
+from scipy import stats
+
+from retain.eval.paired_tests import statsmodels_needed
+
+
+def _check(**values: float | int) -> None:
+    """All problems of the numbers given, in one message."""
+    problems = [
+        f"{name} must lie in (0, 1), got {value}"
+        for name, value in values.items()
+        if name in ("alpha", "power") and not 0 < value < 1
+    ]
+    problems += [
+        f"{name} must be positive, got {value}"
+        for name, value in values.items()
+        if name in ("sd", "margin", "difference") and not 0 < value < math.inf
+    ]
+    if values.get("num_items", 2) < 2:
+        problems.append(f"num_items must be at least 2, got {values['num_items']}")
+    if problems:
+        raise ValueError("Power: " + "; ".join(problems) + ".")
+
+
+def _noncentral_t(x: float, df: int, shift: float) -> float:
+    """P(T <= x). scipy says nan for some large shifts; the normal approximation is as good as exact there."""
+    exact = float(stats.nct.cdf(x, df, shift))
+    if math.isfinite(exact):
+        return exact
+    z = (x * (1 - 1 / (4 * df)) - shift) / math.sqrt(1 + x * x / (2 * df))
+    return float(stats.norm.cdf(z))
+
+
+def equivalence_power(
+    num_items: int, *, sd: float, margin: float, true_difference: float = 0.0, alpha: float = 0.05
+) -> float:
+    """Probability that TOST shows equivalence: both one-sided t tests reject at alpha.
+
+    `max(0, F(-t; (D - m) / se) - F(t; (D + m) / se))`, where F is the noncentral t with n - 1 degrees of
+    freedom, `t` its central 1 - alpha quantile, `se = sd / sqrt(n)`, D the true difference and m the margin
+    (the noncentral t approximation of Phillips, *Power of the Two One-Sided Tests Procedure*, 1990).
+
+    Args:
+        num_items: Clusters, >= 2.
+        sd: Standard deviation of the paired differences.
+        margin: Of equivalence, in the same unit.
+        true_difference: D; 0 for policies that are truly alike.
+        alpha: Level of each one-sided test.
+    """
+    _check(num_items=num_items, sd=sd, margin=margin, alpha=alpha)
+    error, df = sd / math.sqrt(num_items), num_items - 1
+    quantile = float(stats.t.ppf(1 - alpha, df))
+    below_upper = _noncentral_t(-quantile, df, (true_difference - margin) / error)
+    below_lower = _noncentral_t(quantile, df, (true_difference + margin) / error)
+    return max(0.0, below_upper - below_lower)
+
+
+def items_for_equivalence(
+    sd: float,
+    margin: float,
+    *,
+    power: float = 0.8,
+    alpha: float = 0.05,
+    true_difference: float = 0.0,
+    method: str = "t",
+) -> int:
+    """Clusters that TOST needs to show equivalence.
+
+    "normal" is the closed form for a true difference of 0, rounded up:
+    `n = ((z_{1-alpha} + z_{(1+power)/2}) * sd / margin)^2`; "t" is the smallest n at which
+    `equivalence_power` reaches `power`, one to three more.
+
+    Args:
+        sd: Standard deviation of the paired differences.
+        margin: Of equivalence, in the same unit, larger than |true_difference|.
+        power: Probability wanted.
+        alpha: Level of each one-sided test.
+        true_difference: D; the closed form has it at 0.
+        method: "t" or "normal".
+
+    Example:
+        >>> items_for_equivalence(0.217, 0.02, method="normal")
+        1009
+    """
+    _check(sd=sd, margin=margin, power=power, alpha=alpha)
+    if method not in ("t", "normal"):
+        raise ValueError(f"Unknown method {method!r}: write 't' or 'normal'.")
+    if abs(true_difference) >= margin:
+        raise ValueError(
+            f"No number of items shows a true difference of {true_difference} to be inside a margin of "
+            f"{margin}."
+        )
+    if method == "normal":
+        if true_difference != 0:
+            raise ValueError("The closed form is for a true difference of 0: use method='t' for another.")
+        root = (stats.norm.ppf(1 - alpha) + stats.norm.ppf((1 + power) / 2)) * sd / margin
+        return max(2, math.ceil(root**2))
+    chance = partial(
+        equivalence_power, sd=sd, margin=margin, true_difference=float(true_difference), alpha=alpha
+    )
+    high = 2
+    while chance(high) < power:
+        high *= 2
+    low = high // 2
+    while high - low > 1:  # power rises with n: the first n that has enough lies in (low, high]
+        middle = (low + high) // 2
+        low, high = (low, middle) if chance(middle) >= power else (middle, high)
+    return high
+
+
+def items_for_difference(sd: float, difference: float, *, power: float = 0.8, alpha: float = 0.05) -> int:
+    """Clusters that a two-sided paired t test needs to find a true difference: the smallest n with
+    `P(|t| > t_{1-alpha/2}) >= power`, t noncentral with n - 1 degrees of freedom and noncentrality
+    `sqrt(n) * difference / sd`. Through `statsmodels.stats.power.TTestPower`.
+
+    Args:
+        sd: Standard deviation of the paired differences.
+        difference: The true mean difference to be found; its sign does not matter, and neither does what it
+            exceeds 5 sd by: a handful of items show it (and the noncentral t of scipy is nan beyond).
+        power: Probability wanted.
+        alpha: Level of the two-sided test.
+    """
+    _check(sd=sd, difference=abs(difference), power=power, alpha=alpha)
+    with statsmodels_needed():
+        from statsmodels.stats.power import TTestPower
+    model, effect = TTestPower(), min(abs(difference) / sd, 5.0)
+    chance = partial(model.power, effect_size=effect, alpha=alpha, alternative="two-sided")
+    if chance(nobs=2) >= power:
+        return 2
+    # TTestPower solves for a real n; its neighbours are looked at because ceil would trust the last digit.
+    guess = max(3, math.floor(model.solve_power(effect_size=effect, alpha=alpha, power=power)) - 1)
+    while chance(nobs=guess) < power:
+        guess += 1
+    return guess
+
+
+def smallest_difference(num_items: int, *, sd: float, power: float = 0.8, alpha: float = 0.05) -> float:
+    """The smallest true mean difference that a two-sided paired t test over this many clusters finds with the
+    wanted power, in the unit of `sd`. Through `statsmodels.stats.power.TTestPower`.
+
+    Args:
+        num_items: Clusters, >= 2.
+        sd: Standard deviation of the paired differences.
+        power: Probability wanted, above alpha.
+        alpha: Level of the two-sided test.
+    """
+    _check(num_items=num_items, sd=sd, power=power, alpha=alpha)
+    if power <= alpha:
+        raise ValueError(f"Power: a power of {power} is had without any difference at alpha {alpha}.")
+    with statsmodels_needed():
+        from statsmodels.stats.power import TTestPower
+    return float(sd * TTestPower().solve_power(nobs=num_items, alpha=alpha, power=power))

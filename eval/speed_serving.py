@@ -1,0 +1,591 @@
+"""The benchmark of serving: first token, decoding, memory and stages, for every policy beside the full cache.
+
+    python -m retain.eval.speed_serving [--model random|reference|PATH|HUB_ID] [--policies NAME ...]
+    [--keep-ratios 0.2,0.5] [--batches 1,4] [--tokens 2048] [--gates PATH|random] [--device cpu|cuda]
+    [--output PATH]
+
+In: a model, policies (default: every preset that needs nothing trained or measured beforehand, and with
+`--gates` those that take gates), budgets, batch sizes. Out: one table, and every single number beside it as
+JSON: time to first token (the prompt read, evicted from, and the next token chosen), milliseconds a decoded
+token, tokens a second, peak memory beyond what was held before (on CUDA what torch allocated; on a CPU the
+resident set's high-water mark, in a process of its own), bytes of the cache, and which share of a prefill is
+scoring and which evicting. `plain` is transformers' own `DynamicCache`; `full` is our cache that keeps all.
+
+The one decision taken here, as in `retain.eval.speed`: a cost is a ratio of neighbours. Each life of a policy
+(a prompt, then some tokens) has a life of `plain` next to it, which of them comes first alternates, the
+policies take turns in an order that rotates, and `over plain` is the median of neighbours' ratios. Before
+anything is timed every side lives once, so that what cannot be met is an error and not half a table.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import retain
+from retain import resident
+from retain.eval import speed
+from retain.eval.speed_long import FULL, PLAIN, random_gates
+from retain.eval.speed_stages import EVICTION, SCORING, staged
+from retain.eval.speed_table import serving as table
+from retain.eval.speed_table import spread_of
+from retain.hf.attach import attach
+from retain.hf.cache import Cache
+from retain.hf.model import describe
+from retain.reference import load_model
+from retain.stopwatch import (
+    DTYPES,
+    Started,
+    add_settings,
+    clock,
+    publish,
+    quiet,
+    record_of,
+    synchronise,
+    whole_numbers,
+)
+
+# What a preset may need that somebody has to train or measure first.
+MADE = ("gates", "head_classes")
+RANDOM, REFERENCE = "random", "reference"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One benchmark.
+
+    Args:
+        model: `random` (a Llama of the shape below), `reference` (the reference model of seed `seed`), or a
+            folder or hub id of a causal language model.
+        policies: as `retain.eval.speed` takes them, separated by semicolons or, if none has settings of its
+            own, commas; empty: every preset that can be made.
+        gates: a folder or hub id, or `random` (linear ones with random weights: their time is that of trained
+            ones, what they keep is not); empty: none.
+        keep_ratios: budgets, kept / seen, separated by commas.
+        batches: prompts read at once, separated by commas.
+        tokens: T, length of each prompt.
+        steps: tokens decoded in a life.
+        rounds: lives measured of each policy.
+        warmup: lives before them that are not counted, at least 1.
+        layers: L, as the sizes below of a random model only.
+        width: E.
+        heads: Q, query heads, of width `width / heads`.
+        kv_heads: H.
+        intermediate: width of the feed-forward part.
+        threads: CPU threads.
+        dtype: of weights and cache, a name in `retain.stopwatch.DTYPES`.
+        device: where it runs.
+        seed: of weights and tokens.
+    """
+
+    model: str = RANDOM
+    policies: str = ""
+    gates: str = ""
+    keep_ratios: str = "0.2,0.5"
+    batches: str = "1,4"
+    tokens: int = 2048
+    steps: int = 16
+    rounds: int = 5
+    warmup: int = 1
+    layers: int = 4
+    width: int = 512
+    heads: int = 8
+    kv_heads: int = 2
+    intermediate: int = 1376
+    threads: int = 2
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = whole_numbers(self, {"seed": 0, "rounds": 2})
+        for name, kind, least in (("keep_ratios", float, 0.0), ("batches", int, 0)):
+            found = _numbers(getattr(self, name), kind)
+            if not found or min(found) <= least or (kind is float and max(found) > 1):
+                wanted = "numbers above 0 and at most 1" if kind is float else "whole numbers of at least 1"
+                problems.append(f"{name} are {wanted}, separated by commas, got {getattr(self, name)!r}")
+        if problems:
+            raise ValueError(f"benchmark: {'; '.join(problems)}.")
+        self.shape()  # which looks at the rest
+        self.entries()
+
+    @property
+    def ratios(self) -> list[float]:
+        """The budgets of `keep_ratios`."""
+        return _numbers(self.keep_ratios, float)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes of `batches`."""
+        return _numbers(self.batches, int)
+
+    def entries(self) -> list[speed.Entry]:
+        """The policies to time, the full cache apart.
+
+        Raises:
+            ValueError: an unknown policy, or one that needs gates that were not named.
+        """
+        needs = {preset.name: preset.needs for preset in retain.policies()}
+        between = ";" if {";", "="} & set(self.policies) else ","
+        typed = [name for name in self.policies.split(between) if name]
+        if not typed:
+            made = {"gates"} if self.gates else set()
+            typed = [name for name, own in needs.items() if not (own & set(MADE)) - made and name != FULL]
+        entries = [speed.parse_entry(name) for name in dict.fromkeys(typed) if name != FULL]
+        for entry in entries:
+            if "gates" in needs.get(entry.policy, ()) and not self.gates:
+                raise ValueError(
+                    f"benchmark: policy {entry.policy!r} needs gates: pass --gates with a folder or hub id, "
+                    "or with 'random' for the time of linear ones."
+                )
+        return entries
+
+    def shape(self) -> speed.Setting:
+        """The part of it that a random model is made of, with room for prompt and answer."""
+        names = ("layers", "width", "heads", "kv_heads", "intermediate", "threads", "dtype", "device", "seed")
+        own = {name: getattr(self, name) for name in names}
+        return speed.Setting(tokens=self.tokens + self.steps, **own)
+
+
+def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers between commas; none if one is no number."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        return []
+
+
+@dataclass
+class Side:
+    """One of those that are measured, and what was found of it.
+
+    Args:
+        policy: as typed; `plain` for transformers' own cache.
+        keep_ratio: kept / seen; 1.0 for the full caches.
+        model: that it runs on.
+        empty: makes an empty cache.
+        ttft_ms: of each life: prompt, eviction, and the choice of the next token.
+        token_ms: of each life: a decoded token of the whole batch.
+        ttft_over_plain: of each life, over its neighbour's.
+        token_over_plain: the same of a decoded token.
+        shares: of each clocked prefill: seconds of scoring and of eviction over all of it.
+        prefill_peak: bytes at most while the first token was made, beyond what was held before; None where
+            that was not measured.
+        decode_peak: the same while tokens were decoded.
+        bytes: what the cache counts: `held` and `allocated` behind the prompt, `held_at_end`, `full` (all
+            that was seen behind the prompt).
+        achieved: entries held / seen behind the prompt.
+        failed: why it was given up; empty: it was not.
+    """
+
+    policy: str
+    keep_ratio: float
+    model: PreTrainedModel
+    empty: Callable[[], Any]
+    ttft_ms: list[float] = field(default_factory=list)
+    token_ms: list[float] = field(default_factory=list)
+    ttft_over_plain: list[float] = field(default_factory=list)
+    token_over_plain: list[float] = field(default_factory=list)
+    shares: dict[str, list[float]] = field(default_factory=lambda: {SCORING: [], EVICTION: []})
+    prefill_peak: int | None = None
+    decode_peak: int | None = None
+    bytes: dict[str, int] = field(default_factory=dict)
+    achieved: float = 1.0
+    failed: str = ""
+
+    def first(self, ids_BT: Tensor) -> Any:
+        """Read a prompt, evict, choose the next token; returns the cache."""
+        cache = self.empty()
+        logits_BSV = self.model(
+            input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        logits_BSV[:, -1].argmax(-1)
+        return cache
+
+    def decode(self, cache: Any, seen: int, ids_BS: Tensor) -> None:
+        """Decode given tokens, one at a time: all sides do the same work."""
+        at_BS = seen + torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+        for step in range(ids_BS.shape[1]):
+            now = slice(step, step + 1)
+            logits_BSV = self.model(
+                input_ids=ids_BS[:, now], position_ids=at_BS[:, now], past_key_values=cache, use_cache=True
+            ).logits
+            logits_BSV[:, -1].argmax(-1)
+
+
+def load(setting: Setting) -> PreTrainedModel:
+    """The model of a setting, in eval mode, on its device.
+
+    Raises:
+        ValueError: it cannot be loaded, or reads fewer tokens than are asked for.
+    """
+    if setting.model == RANDOM:
+        return speed.build_model(setting.shape())
+    dtype = DTYPES[setting.dtype]
+    if setting.model == REFERENCE:
+        model: Any = load_model(setting.seed).to(dtype)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=dtype)
+        except (OSError, ValueError) as error:
+            said = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"benchmark: model {setting.model!r} cannot be loaded: {said} Pass 'random', 'reference', a "
+                "folder that save_pretrained made, or a hub id that can be reached."
+            ) from error
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and setting.tokens + setting.steps > most:
+        raise ValueError(
+            f"benchmark: {setting.tokens} tokens and {setting.steps} steps are more than the {most} "
+            f"positions of model {setting.model!r}: take fewer tokens."
+        )
+    return model.to(setting.device).eval().requires_grad_(False)
+
+
+@dataclass
+class Bench:
+    """What all sides share: the model, a twin that is never attached, gates, and tokens.
+
+    Args:
+        setting: of the benchmark.
+        model: for our cache.
+        twin: the same weights: for transformers' own.
+        gates: for the policies that take some.
+        ids_BT: prompts and what is decoded behind them, as many as the largest batch.
+    """
+
+    setting: Setting
+    model: PreTrainedModel
+    twin: PreTrainedModel
+    gates: Any
+    ids_BT: Tensor
+
+    @classmethod
+    def of(cls, setting: Setting) -> "Bench":
+        """Load, copy, draw."""
+        model = load(setting)
+        twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+        gates: Any = setting.gates or None
+        if gates == RANDOM:
+            with torch.random.fork_rng():
+                torch.manual_seed(setting.seed)
+                gates = random_gates(model)
+        draw = torch.Generator().manual_seed(setting.seed)
+        shape = (max(setting.sizes), setting.tokens + setting.steps)
+        ids_BT = torch.randint(model.config.get_text_config().vocab_size, shape, generator=draw)
+        return cls(setting, model, twin, gates, ids_BT.to(setting.device))
+
+    def tokens(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Prompts, and what is decoded behind them."""
+        T = self.setting.tokens
+        return self.ids_BT[:batch, :T], self.ids_BT[:batch, T:]
+
+    def sides(self) -> list[Side]:
+        """`plain` first, then `full`, then every policy at every budget."""
+        needs = {preset.name: preset.needs for preset in retain.policies()}
+
+        def cut(entry: speed.Entry, keep_ratio: float) -> Callable[[], Cache]:
+            own = self.gates if "gates" in needs.get(entry.policy, ()) else None
+            return lambda: Cache(
+                self.model, entry.policy, keep_ratio=keep_ratio, gates=own, **entry.overrides
+            )
+
+        plain = Side(PLAIN, 1.0, self.twin, lambda: DynamicCache(config=self.twin.config))
+        full = Side(FULL, 1.0, self.model, lambda: Cache(self.model, FULL))
+        sides = [plain, full]
+        for ratio in self.setting.ratios:
+            sides += [Side(e.typed, ratio, self.model, cut(e, ratio)) for e in self.setting.entries()]
+        for side in sides:
+            side.empty()  # what is wrong with a policy's name or settings shows here
+        return sides
+
+    def try_out(self, sides: Sequence[Side], batch: int) -> None:
+        """Let every side live once, and count the bytes of its cache.
+
+        Raises:
+            ValueError: a budget cannot be met; says whose.
+        """
+        prompt, following = self.tokens(batch)
+        for side in sides:
+            try:
+                cache = side.first(prompt)
+                side.bytes = cache_bytes(cache)
+                if isinstance(cache, Cache):
+                    total = cache.report().total
+                    side.achieved = total.entries_held / total.entries_seen
+                side.decode(cache, self.setting.tokens, following)
+                side.bytes["held_at_end"] = cache_bytes(cache)["held"]
+            except torch.OutOfMemoryError:
+                side.failed = "out of memory"
+            except ValueError as error:
+                raise ValueError(
+                    f"benchmark: policy {side.policy!r} at keep_ratio {side.keep_ratio}: {error}"
+                ) from error
+
+
+def cache_bytes(cache: Any) -> dict[str, int]:
+    """Bytes of a cache: held, allocated behind that, and what all that was seen would take."""
+    if isinstance(cache, Cache):
+        report = cache.report()
+        alone = sum(left.bytes_held for left in report.alone)
+        room = sum(left.bytes_allocated for left in report.alone)
+        total = report.total
+        return {
+            "held": total.bytes_held + alone,
+            "allocated": total.bytes_allocated + room,
+            "full": total.bytes_full + alone,
+        }
+    found = [leaf for layer in cache.layers for leaf in _tensors(vars(layer))]
+    held = sum(tensor.nbytes for tensor in found)
+    return {
+        "held": held,
+        "allocated": sum(tensor.untyped_storage().nbytes() for tensor in found),
+        "full": held,
+    }
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for one in value for leaf in _tensors(one)] if isinstance(value, list | tuple) else []
+
+
+def live(bench: Bench, side: Side, batch: int) -> tuple[float, float] | None:
+    """One life of one side: milliseconds to the first token, and of a decoded one; None: no memory."""
+    setting, seconds = bench.setting, clock(bench.setting.device)
+    prompt, following = bench.tokens(batch)
+    gc.collect()  # what the one before has left
+    on_gpu = setting.device.startswith("cuda")
+    before = _reset_device(setting.device) if on_gpu else 0
+    held: list[Any] = []
+    try:
+        first = seconds(lambda: held.append(side.first(prompt)))
+        if on_gpu:
+            side.prefill_peak = torch.cuda.max_memory_allocated(setting.device) - before
+            torch.cuda.reset_peak_memory_stats(setting.device)
+        rest = seconds(lambda: side.decode(held[0], setting.tokens, following))
+        if on_gpu:
+            side.decode_peak = torch.cuda.max_memory_allocated(setting.device) - before
+    except torch.OutOfMemoryError:
+        side.failed = "out of memory"
+        return None
+    return 1e3 * first, 1e3 * rest / following.shape[1]
+
+
+def _reset_device(device: str) -> int:
+    """Forget the peak; bytes allocated now."""
+    synchronise(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def round_of(bench: Bench, sides: Sequence[Side], batch: int, turn: int) -> None:
+    """A life of every side, each with one of `plain` next to it; counted from turn 0 on."""
+    plain, *others = sides
+    start = turn % len(others)
+    for side in (*others[start:], *others[:start]):
+        pair = (plain, side) if turn % 2 else (side, plain)
+        taken = {one.policy: live(bench, one, batch) for one in pair if not one.failed}
+        own, its = taken.get(side.policy), taken.get(PLAIN)
+        if turn < 0:
+            continue
+        for one, times in ((side, own), (plain, its)):
+            if times is not None:
+                one.ttft_ms.append(times[0])
+                one.token_ms.append(times[1])
+        if own is not None and its is not None:
+            side.ttft_over_plain.append(own[0] / its[0])
+            side.token_over_plain.append(own[1] / its[1])
+        if own is not None:
+            clock_stages(bench, side, batch)
+
+
+def clock_stages(bench: Bench, side: Side, batch: int) -> None:
+    """One more prefill, of which the stages are clocked."""
+    seconds, (prompt, _) = clock(bench.setting.device), bench.tokens(batch)
+    gc.collect()
+    with staged(bench.setting.device) as parts:
+        whole = seconds(lambda: side.first(prompt))
+    for stage, taken in parts.items():
+        side.shares[stage].append(taken / whole)
+
+
+def measure(bench: Bench) -> list[dict[str, Any]]:
+    """Rows of all sides, at every batch size."""
+    rows, setting = [], bench.setting
+    with attach(bench.model), quiet(setting.threads):
+        tried = []
+        for batch in setting.sizes:  # all of them before the first is timed
+            sides = bench.sides()
+            bench.try_out(sides, batch)
+            tried.append((batch, sides))
+        for batch, sides in tried:
+            for turn in range(-setting.warmup, setting.rounds):
+                round_of(bench, sides, batch, turn)
+            full = sides[1]
+            rows += [row_of(side, full, batch, setting) for side in sides]
+    return rows
+
+
+def row_of(side: Side, full: Side, batch: int, setting: Setting) -> dict[str, Any]:
+    """One side's row of the record."""
+    row: dict[str, Any] = {
+        "policy": side.policy,
+        "kind": "full" if side.policy in (PLAIN, FULL) else "policy",
+        "keep_ratio": side.keep_ratio,
+        "batch": batch,
+        "failed": side.failed,
+    }
+    if side.failed or not side.token_ms:
+        return row
+    over_full: dict[str, list[float]] = {"ttft": [], "token": []}
+    if side.policy not in (PLAIN, FULL) and not full.failed:
+        over_full["ttft"] = [a / b for a, b in zip(side.ttft_ms, full.ttft_ms, strict=True)]
+        over_full["token"] = [a / b for a, b in zip(side.token_ms, full.token_ms, strict=True)]
+    return row | {
+        "achieved_keep_ratio": side.achieved,
+        "ttft_ms": spread_of(side.ttft_ms),
+        "token_ms": spread_of(side.token_ms),
+        "tokens_per_s": spread_of([1e3 * batch / taken for taken in side.token_ms]),
+        "ttft_over_plain": spread_of(side.ttft_over_plain),
+        "token_over_plain": spread_of(side.token_over_plain),
+        "ttft_over_full": spread_of(over_full["ttft"]),
+        "token_over_full": spread_of(over_full["token"]),
+        "scoring_share": spread_of(side.shares[SCORING]),
+        "eviction_share": spread_of(side.shares[EVICTION]),
+        "peak_bytes": {"prefill": side.prefill_peak, "decode": side.decode_peak},
+        "cache_bytes": side.bytes,
+    }
+
+
+def watch(setting: Setting) -> list[dict[str, Any]]:
+    """In this process, on a CPU: what each side holds at most beyond what was held before it.
+
+    Returns:
+        `{"policy", "keep_ratio", "batch", "prefill", "decode"}` in bytes, in the order of `Bench.sides`.
+    """
+    bench, found = Bench.of(setting), []
+    with attach(bench.model), quiet(setting.threads):
+        for batch in setting.sizes:
+            sides, (prompt, following) = bench.sides(), bench.tokens(batch)
+            # Libraries are loaded and pools filled by one life of each, which is not looked at.
+            for side in sides:
+                side.decode(side.first(prompt), setting.tokens, following[:, :2])
+            for side in sides:
+                gc.collect()
+                resident.reset_peak()
+                before = resident.held_now()
+                cache = side.first(prompt)
+                prefill = resident.held_at_most() - before
+                resident.reset_peak()
+                side.decode(cache, setting.tokens, following)
+                decode = resident.held_at_most() - before
+                del cache
+                who = {"policy": side.policy, "keep_ratio": side.keep_ratio, "batch": batch}
+                found.append({**who, "prefill": prefill, "decode": decode})
+    return found
+
+
+def watched(setting: Setting) -> list[dict[str, Any]]:
+    """`watch` in a process of its own, whose allocator gives back what is freed.
+
+    Raises:
+        RuntimeError: that process failed; says what it said.
+    """
+    command = [sys.executable, "-m", "retain.eval.speed_serving", "--watch"]
+    for own in fields(setting):
+        command.append(f"--{own.name.replace('_', '-')}={getattr(setting, own.name)}")
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **resident.GIVES_BACK})
+    if done.returncode:
+        raise RuntimeError(f"the watched process failed: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def benchmark(setting: Setting, command: str = "", *, memory: bool = True) -> dict[str, Any]:
+    """Time all sides, watch their memory, and return the record.
+
+    Args:
+        setting: of the benchmark.
+        command: that a reader would type.
+        memory: on a CPU, whether to watch memory in a process of its own (each side lives there twice more).
+
+    Raises:
+        ValueError: a policy, a model or a budget that cannot be; before anything is timed.
+        RuntimeError: the watched process failed.
+    """
+    started, bench = Started(), Bench.of(setting)
+    rows = measure(bench)
+    on_gpu = setting.device.startswith("cuda")
+    of = "device: allocated at most, beyond what was held before (weights)"
+    if not on_gpu and memory and resident.measurable():
+        of = "process: resident set at most, beyond what was held before (weights), in a process of its own"
+        peaks = {(p["policy"], p["keep_ratio"], p["batch"]): p for p in watched(setting)}
+        for row in rows:
+            peak = peaks.get((row["policy"], row["keep_ratio"], row["batch"]))
+            if peak is not None and not row["failed"]:
+                row["peak_bytes"] = {"prefill": peak["prefill"], "decode": peak["decode"]}
+    elif not on_gpu:
+        of = "not measured"
+    specs, config = list(describe(bench.model)), bench.model.config.get_text_config()
+    found = {
+        "model": {
+            "name": setting.model,
+            "kind": type(bench.model).__name__,
+            "layers": config.num_hidden_layers,
+            "evicting_layers": len(specs),
+            "width": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": specs[0].num_kv_heads,
+            "parameters": bench.model.num_parameters(),
+            "weights_bytes": sum(weight.nbytes for weight in bench.model.parameters()),
+        },
+        "peak_of": of,
+        "rows": rows,
+    }
+    return record_of("serving", setting, command, started, found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, measure, print the table and write it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m retain.eval.speed_serving",
+        description="Time and watch every policy beside the full cache.",
+    )
+    add_settings(parser, Setting)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the process that watches memory")
+    parser.add_argument("--watch", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=Path("results/speed/serving.json"))
+    given = parser.parse_args(arguments)
+    typed = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        setting = Setting(**{own.name: getattr(given, own.name) for own in fields(Setting)})
+        if given.watch:  # a process of `watched`
+            print(json.dumps(watch(setting)), flush=True)
+            return 0
+        command = shlex.join(["python", "-m", "retain.eval.speed_serving", *typed])
+        record = benchmark(setting, command, memory=not given.no_memory)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    publish(record, table(record), given.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

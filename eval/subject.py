@@ -1,0 +1,206 @@
+"""Who answers: a model with everything that scores it, and the units of work that it is given.
+
+In: a config and a suite. Out: a `Subject` for each seed (model, gates, controls, policies), and `Unit`s. The
+one decision taken here: what is fitted on documents (the token-identity table, head classes) is fitted once
+for each model, and lies in the run's folder with what it was made from.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from retain.eval.baselines import TokenIdentity, fit_token_identity, load_token_identity
+from retain.eval.config import (
+    CONTROLS,
+    SHARED,
+    CompareConfig,
+    Line,
+    all_lines,
+    find_policy,
+    items_of,
+    needs_gates,
+    resolve_device,
+    with_all_tasks,
+)
+from retain.eval.head_classes import measure_head_classes, write_head_classes
+from retain.eval.tasks import Suite
+from retain.hf.attach import attach
+from retain.hf.gates import load_gates
+from retain.hf.model import fingerprint
+from retain.policy import Policy
+from retain.provenance import write_json
+
+# The path of a unit whose regimes share a prefill.
+SHARED_PATH = "shared"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A batch of items `start..stop` of one task, for one seed.
+
+    Attributes:
+        path: "shared": all regimes that share a prefill; or one of the regimes that do not.
+    """
+
+    seed: int
+    task: str
+    start: int
+    stop: int
+    path: str = SHARED_PATH
+
+    @property
+    def key(self) -> str:
+        """Name of the unit in `items.jsonl`."""
+        own = f"seed{self.seed}/{self.task}/{self.start}-{self.stop}"
+        return own if self.path == SHARED_PATH else f"{own}/{self.path}"
+
+    def regimes(self, config: CompareConfig) -> tuple[str, ...]:
+        """Regimes that it measures."""
+        if self.path != SHARED_PATH:
+            return (self.path,)
+        return tuple(regime for regime in config.regimes if regime in SHARED)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with everything that scores it: what a unit needs besides its items.
+
+    Attributes:
+        seed: Of the run.
+        model: Attached.
+        gates: Of that model, if a policy takes them.
+        token_identity: The control's table, if it is asked for.
+        policies: By label of a line, with this model's own table of head classes where one is read.
+    """
+
+    seed: int
+    model: Any
+    gates: Any | None
+    token_identity: TokenIdentity | None
+    policies: Mapping[str, Policy]
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    def gate_bytes(self, line: Line) -> int:
+        """Bytes of the gates that a policy takes, parameters and buffers; 0 for one that takes none."""
+        policy = self.policies.get(line.name)
+        if policy is None or not policy.learned or line.policy in CONTROLS or self.gates is None:
+            return 0
+        tensors = (*self.gates.parameters(), *self.gates.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def plan_paths(config: CompareConfig) -> list[str]:
+    """Paths that every batch of items takes."""
+    shared = [SHARED_PATH] if any(regime in SHARED for regime in config.regimes) else []
+    return shared + [regime for regime in config.regimes if regime not in SHARED]
+
+
+def plan(config: CompareConfig, suite: Suite) -> list[Unit]:
+    """All units of a run, a task at a time, so that a killed run leaves whole tasks."""
+    paths = plan_paths(config)
+    return [
+        Unit(seed, task, start, min(start + config.batch_items, count), path)
+        for seed in config.seeds
+        for task in with_all_tasks(config, suite)
+        for count in [items_of(config, suite, task)]
+        for start in range(0, count, config.batch_items)
+        for path in paths
+    ]
+
+
+def item_seed(seed: int, task: str, index: int) -> int:
+    """Seed of an item's random scores: its own, whatever batch and process it is in."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{task}/{index}".encode()).digest()[:4], "big")
+
+
+@contextmanager
+def naming(unit: Unit, cell: str) -> Iterator[None]:
+    """Say where something went wrong. Nothing of the unit is written then: a crash is no answer, and no
+    score; the same command goes on here once it is mended.
+
+    Raises:
+        ValueError: Out of memory, or what a policy refuses, with the unit and cell named.
+        RuntimeError: Anything else that goes wrong, with the unit and cell named.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ValueError(
+            f"out of memory in {unit.key}, {cell}: nothing of it was scored. Lower batch_items or "
+            f"max_sequences, and give the same command again ({str(error).partition('.')[0]})."
+        ) from error
+    except AssertionError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"in {unit.key}, {cell}: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"in {unit.key}, {cell}: {type(error).__name__}: {error}") from error
+
+
+def load_subject(config: CompareConfig, suite: Suite, seed: int, local_rank: int = 0) -> Subject:
+    """Load a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
+
+    Raises:
+        ValueError: If the gates belong to another model, or are damaged.
+    """
+    model = suite.load_model(seed).to(resolve_device(config.device, local_rank))
+    attach(model)
+    gates = None
+    if needs_gates(config):
+        gates = load_gates(config.gates_of(seed), model)
+    table = None
+    if "token_identity" in config.policies:
+        path = config.folder / f"token_identity-seed{seed}.safetensors"
+        made_from = {
+            "model": fingerprint(model)["sha256"],
+            "documents": config.control_documents,
+            "context_tokens": config.context_tokens,
+            "horizon": config.horizon,
+        }
+        table = load_token_identity(path, made_from)
+        if table is None:
+            documents = suite.documents(seed, config.control_documents, config.context_tokens)
+            table = fit_token_identity(model, documents, horizon=config.horizon)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table.save(path, made_from)
+    return Subject(seed, model, gates, table, _with_head_classes(config, suite, seed, model))
+
+
+def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: Any) -> dict[str, Policy]:
+    """The policies; those that read head classes read a table of this model, measured once (on documents
+    like those that gates train on, with sinks and recent entries of the first such policy)."""
+    policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
+    readers = [name for name, own in policies.items() if own.allocation.head_classes is not None]
+    if not readers:
+        return policies
+    protection = policies[readers[0]].protection
+    made_from = {
+        "model": fingerprint(model)["sha256"],
+        "documents": config.control_documents,
+        "context_tokens": config.context_tokens,
+        "sinks": protection.sinks,
+        "recent": protection.recent,
+    }
+    path = config.folder / f"head_classes-seed{seed}.tsv"
+    note = path.with_suffix(".json")
+    if not (path.exists() and note.exists() and json.loads(note.read_text()) == made_from):
+        documents = suite.documents(seed, config.control_documents, config.context_tokens)
+        table_LH = measure_head_classes(model, documents, sinks=protection.sinks, recent=protection.recent)
+        note.unlink(missing_ok=True)
+        write_head_classes(table_LH, path)
+        write_json(note, made_from)
+    for name in readers:
+        own = policies[name]
+        allocation = replace(own.allocation, head_classes=str(path))
+        policies[name] = replace(own, allocation=allocation)
+    return policies

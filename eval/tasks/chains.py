@@ -1,0 +1,193 @@
+"""Long answers in which every step rests on the ones before, for eviction while an answer is written.
+
+In: which item. Out: a short prompt and the answer's lines, `Step 1: ...` to `Step n: ...`. State tracking and
+arithmetic of a size that small models manage, as long as they remember: GSM8K, MATH-500 and AIME
+(`mathematics`) ask the same of large ones. Meant for the regimes `decode` and `prefill+decode`. Names and
+tasks are ours.
+
+- `running`: a sum; the next operation stands in the prompt, the sum so far in the answer's last line.
+- `registers`: a few registers; a line writes one of them, and the next that reads it may come much later, so
+  its value is found far back in the *answer*.
+- `rule`: a rule that makes each number from the one before; the prompt is needed only for the rule.
+
+The one decision taken here: a step is written in full and alone on its line, and scored alone
+(`retain.eval.metrics_steps`), so that where a chain broke can be seen, and the final state is half the score.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+
+from retain.eval.tasks.text import Asking, Generator, TextItem, TextQuestion
+
+# Rules that are looked at until one does not go round in a circle.
+_TRIES = 20000
+REGISTERS = ("A", "B", "C", "D", "E", "F")
+
+
+def chain_running(asking: Asking, *, steps: int = 24, largest: int = 9) -> TextItem:
+    """A running sum: the total after each of a list of additions and subtractions.
+
+    Args:
+        asking: Which item.
+        steps: Operations, each of which is one line of the answer.
+        largest: Of what is added or taken away.
+
+    Raises:
+        ValueError: no step, or a prompt that is longer than `context_tokens`.
+    """
+    draw = _draw("running", asking, steps, largest)
+
+    def one(count: int) -> tuple[list[str], list[str]]:
+        total = draw.randint(20, 60)
+        told, lines = [f"Start with {total}."], []
+        for number in range(1, count + 1):
+            by = draw.randint(1, largest)
+            add = draw.random() < 0.5 or total < by
+            told.append(f"{number}. {'add' if add else 'subtract'} {by}")
+            total += by if add else -by
+            lines.append(f"{total}")
+        return told, lines
+
+    return _item(
+        asking,
+        "Follow the list of operations. After each one, write the number that you have then.",
+        one(3),
+        one(steps),
+        kind="running",
+    )
+
+
+def chain_registers(asking: Asking, *, steps: int = 24, registers: int = 4, modulus: int = 10) -> TextItem:
+    """Registers that are computed from each other: what the written register holds after each operation.
+
+    Args:
+        asking: Which item.
+        steps: Operations, each of which is one line of the answer.
+        registers: How many there are, 2 to 6.
+        modulus: Values are kept below it, 2 or more.
+
+    Raises:
+        ValueError: numbers out of range, or a prompt that is longer than `context_tokens`.
+    """
+    if not 2 <= registers <= len(REGISTERS) or modulus < 2:
+        raise ValueError(
+            f"chain_registers: registers is 2 to {len(REGISTERS)} and modulus 2 or more, got {registers} and "
+            f"{modulus}."
+        )
+    draw = _draw("registers", asking, steps, registers, modulus)
+    names = REGISTERS[:registers]
+
+    def one(count: int) -> tuple[list[str], list[str]]:
+        held = {name: draw.randrange(modulus) for name in names}
+        told, lines = [" ".join(f"{name} = {value}." for name, value in held.items())], []
+        for number in range(1, count + 1):
+            written = draw.choice(names)
+            read = draw.choice([name for name in names if name != written])
+            by = draw.randint(1, modulus - 1)
+            told.append(f"{number}. set {written} to {read} + {by}")
+            held[written] = (held[read] + by) % modulus
+            lines.append(f"{written} = {held[written]}")
+        return told, lines
+
+    return _item(
+        asking,
+        f"Follow the list of operations on registers. A result of {modulus} or more loses {modulus}. After "
+        "each operation, write what the register holds then.",
+        one(3),
+        one(steps),
+        kind="registers",
+    )
+
+
+def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextItem:
+    """A rule that is applied to its own result again and again.
+
+    An even number becomes its half plus a constant, an odd number is added another, modulo `modulus`; no
+    number comes twice.
+
+    Args:
+        asking: Which item.
+        steps: Applications, each of which is one line of the answer.
+        modulus: Numbers are kept below it, 20 or more.
+
+    Raises:
+        ValueError: numbers out of range, or a prompt that is longer than `context_tokens`.
+    """
+    if modulus < 20:
+        raise ValueError(f"chain_rule: modulus is 20 or more, got {modulus}.")
+    draw = _draw("rule", asking, steps, modulus)
+    for _ in range(_TRIES):
+        half, plus = draw.randrange(modulus // 4, modulus // 2), draw.randrange(modulus // 4, modulus // 2)
+        path = _applied(draw.randrange(modulus), steps, half, plus, modulus)
+        # A path that meets itself goes round for ever, and could be copied from the answer.
+        if len({*path}) == len(path):
+            break
+    else:
+        raise ValueError(
+            f"chain_rule: no rule below {modulus} was found that makes {steps} different numbers: ask for "
+            "fewer steps, or a larger modulus."
+        )
+
+    def one(path: Sequence[int]) -> tuple[list[str], list[str]]:
+        told = [f"Start with {path[0]}. Apply the rule {len(path) - 1} times."]
+        return told, [str(number) for number in path[1:]]
+
+    return _item(
+        asking,
+        f"Apply a rule again and again: an even number becomes half of it plus {half}, an odd number is "
+        f"added {plus}; a result of {modulus} or more loses {modulus}. Write the number after each step.",
+        one(_applied(draw.randrange(modulus), 3, half, plus, modulus)),
+        one(path),
+        kind="rule",
+    )
+
+
+def _applied(number: int, times: int, half: int, plus: int, modulus: int) -> list[int]:
+    path = [number]
+    for _ in range(times):
+        number = (number // 2 + half if number % 2 == 0 else number + plus) % modulus
+        path.append(number)
+    return path
+
+
+def _draw(task: str, asking: Asking, steps: int, *settings: object) -> random.Random:
+    if steps < 1:
+        raise ValueError(f"chain_{task}: steps is 1 or more, got {steps}.")
+    return random.Random(f"chain_{task} {steps} {settings} {asking.seed} {asking.index}")
+
+
+def _item(
+    asking: Asking,
+    instruction: str,
+    example: tuple[Sequence[str], Sequence[str]],
+    asked: tuple[Sequence[str], Sequence[str]],
+    *,
+    kind: str,
+) -> TextItem:
+    """Instruction, worked example and task, cut where the answer begins."""
+    told, lines = example
+    context = "\n".join((instruction, "", "Example:", *told, "Answer:", *_numbered(lines), "", "Now yours:"))
+    told, lines = asked
+    context = "\n".join((context, *told))
+    needed = asking.measure(context)
+    if needed > asking.context_tokens:
+        raise ValueError(
+            f"chain_{kind} with {len(lines)} steps has a prompt of {needed} tokens, more than "
+            f"context_tokens={asking.context_tokens}: ask for a longer context, or for fewer steps."
+        )
+    answer = "\n".join(_numbered(lines))
+    return TextItem(
+        context=context,
+        questions=(TextQuestion("\nAnswer:\n", (answer,), about={"kind": kind, "steps": float(len(lines))}),),
+    )
+
+
+def _numbered(lines: Sequence[str]) -> list[str]:
+    return [f"Step {number}: {line}" for number, line in enumerate(lines, 1)]
+
+
+GENERATORS: Mapping[str, Generator] = {
+    "chain_running": chain_running,
+    "chain_registers": chain_registers,
+    "chain_rule": chain_rule,
+}

@@ -1,0 +1,224 @@
+"""What needles are hidden in: sentences without end, and how many of them fit.
+
+In: the name of a haystack, a generator of random numbers. Out: a `Haystack`, whose sentences stand as units
+that nothing is put inside of. RULER's essays have no licence and are not here; any other text takes their
+place under a name of its own:
+
+- `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
+- `python`: lines of Python's standard library that the reference models did not train on;
+- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws.
+
+The one decision taken here: a text is split into sentences once, before its length is known, so looking for
+the length that fits costs a join and a count of tokens.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+from retain.eval.tasks.words import plain
+from retain.registry import lookup
+
+DEFAULT = "gen-prose"
+
+# Frames of the generated prose. `a` adjective, `n` noun, `v` verb in its plain form.
+_FRAMES = (
+    "The {a} {n} would {v} near the {n2}.",
+    "Nobody in the {n} had ever seen a {n2} so {a}.",
+    "When the {n} began to {v}, the {n2} seemed {a}.",
+    "She kept a {a} {n} beside the {n2}.",
+    "They could not {v} the {n} without a {n2}.",
+    "It was said that every {n} must {v} before the {n2} turns {a}.",
+    "A {a} {n} and a {a2} {n2} stood by the road.",
+    "He asked the {n} to {v}, but the {n2} stayed {a}.",
+    "Some days the {n} is {a}, and some days it is {a2}.",
+    "In the morning the {n} of the {n2} looked {a} again.",
+    "There is nothing as {a} as a {n} that learns to {v}.",
+    "The old {n} told them how to {v} a {a} {n2}.",
+)
+
+
+@dataclass
+class Haystack:
+    """Sentences without end.
+
+    Attributes:
+        name: As tables name it.
+        sentence: The next sentence, of whatever number.
+        joint: What stands between two sentences.
+        known: Sentences made so far.
+    """
+
+    name: str
+    sentence: Callable[[int], str]
+    joint: str = " "
+    known: list[str] = field(default_factory=list)
+
+    def sentences(self, count: int) -> list[str]:
+        """The first `count` sentences."""
+        while len(self.known) < count:
+            self.known.append(self.sentence(len(self.known)))
+        return self.known[:count]
+
+
+def load_haystack(name: str, draw: random.Random) -> Haystack:
+    """A haystack by its name; the same numbers drawn give the same sentences.
+
+    Args:
+        name: "gen-prose", "python" or "file:PATH".
+        draw: Of the item.
+
+    Raises:
+        ValueError: no such haystack, or a file that cannot be read or holds nothing.
+    """
+    if name.startswith("file:"):
+        found = _file_sentences(name.removeprefix("file:"))
+        # Two files are one haystack in no table, and a path is nobody's business.
+        return _from(f"file:{Path(name.removeprefix('file:')).name}", found, draw, " ")
+    return lookup(name, {DEFAULT: _prose_haystack, "python": _python_haystack}, what="haystack")(draw)
+
+
+def _prose_haystack(draw: random.Random) -> Haystack:
+    # A stream of its own: how many sentences are made must not change what is drawn besides.
+    own = random.Random(draw.getrandbits(64))
+    return Haystack(DEFAULT, lambda number: _prose(own))
+
+
+def _python_haystack(draw: random.Random) -> Haystack:
+    return _from("python", _python_lines(), draw, "\n")
+
+
+def _from(name: str, sentences: Sequence[str], draw: random.Random, joint: str) -> Haystack:
+    start = draw.randrange(len(sentences))
+    return Haystack(name, lambda number: sentences[(start + number) % len(sentences)], joint)
+
+
+def _prose(draw: random.Random) -> str:
+    nouns, verbs, adjectives = plain("noun"), plain("verb"), plain("adjective")
+    filled = draw.choice(_FRAMES).format(
+        n=draw.choice(nouns),
+        n2=draw.choice(nouns),
+        v=draw.choice(verbs),
+        a=draw.choice(adjectives),
+        a2=draw.choice(adjectives),
+    )
+    return with_articles(filled)
+
+
+def with_articles(sentence: str) -> str:
+    """A sentence with `an` for `a` before a vowel."""
+    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence)
+
+
+@lru_cache(maxsize=4)
+def _file_sentences(path: str) -> tuple[str, ...]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"haystack 'file:{path}' cannot be read: {error}. Pass a text in UTF-8, or {DEFAULT!r}, which "
+            "needs none."
+        ) from error
+    try:
+        from pysbd import Segmenter
+    except ImportError as error:
+        raise ValueError(
+            "a haystack from a file is split into sentences by pysbd, which is not installed: pip install "
+            "'retain[eval]'."
+        ) from error
+    # A paragraph at a time: pysbd's time grows faster than the text.
+    segmenter = Segmenter(language="en", clean=False)
+    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    found = tuple(
+        sentence.strip() for part in paragraphs if part for sentence in segmenter.segment(part) if sentence
+    )
+    if not found:
+        raise ValueError(f"haystack 'file:{path}' holds no sentence: pass another text.")
+    return found
+
+
+@lru_cache(maxsize=1)
+def _python_lines() -> tuple[str, ...]:
+    from retain.reference.text import sources
+
+    return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
+
+
+def most_that_fit(tokens: Callable[[int], int], limit: int, *, least: int, what: str) -> int:
+    """The largest number of units that fits, found by doubling and halving.
+
+    `tokens` need not be quite monotone: what is returned was measured and fits.
+
+    Args:
+        tokens: How many tokens the context has with so many units.
+        limit: Most tokens.
+        least: Fewest units.
+        what: For the error.
+
+    Raises:
+        ValueError: not even the fewest fit.
+    """
+    needed = tokens(least)
+    if needed > limit:
+        raise ValueError(
+            f"{what} has at least {needed} tokens, more than context_tokens={limit}: ask for a longer "
+            "context."
+        )
+    low, high = least, max(2 * least, 8)
+    while tokens(high) <= limit:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tokens(middle) <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def woven(
+    sentences: Sequence[str], placed: Sequence[tuple[int, str]], joint: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """Sentences with needles among them.
+
+    Args:
+        sentences: Of the haystack.
+        placed: Needles, each with the number of the sentence that it stands before (`len(sentences)`: at the
+            end); of one place, in the order given.
+        joint: What stands between two sentences.
+
+    Returns:
+        The text, and where each needle stands in it, in the order of `placed`.
+    """
+    before: dict[int, list[int]] = {}
+    for number, (place, _) in enumerate(placed):
+        before.setdefault(place, []).append(number)
+    parts: list[str] = []
+    spans = [(0, 0)] * len(placed)
+    at = 0
+    for place in range(len(sentences) + 1):
+        own = [(number, placed[number][1]) for number in before.get(place, ())]
+        for number, text in (*own, *([(-1, sentences[place])] if place < len(sentences) else [])):
+            if parts:
+                parts.append(joint)
+                at += len(joint)
+            if number >= 0:
+                spans[number] = (at, at + len(text))
+            parts.append(text)
+            at += len(text)
+    return "".join(parts), spans
+
+
+def place_at(sentences: Sequence[str], depth: float) -> int:
+    """The boundary of sentences that is nearest to a depth, counted in characters.
+
+    Args:
+        sentences: Of the haystack.
+        depth: Share of the text that stands before the boundary, 0 to 1.
+    """
+    ends = [0, *accumulate(map(len, sentences))]
+    return min(range(len(ends)), key=lambda place: abs(ends[place] - depth * ends[-1]))

@@ -1,0 +1,315 @@
+"""Several questions of one compressed context, asked apart (requests) or one after another (turns).
+
+In: which item. Out: a context and questions on different parts of it. After the idea of Li et al., "SCBench:
+A KV Cache-Centric Analysis of Long-Context Methods" (arXiv 2412.10319): a cache that was compressed with the
+first question in view is used for the others too, so scores are to be read per question. The contexts are
+ours: pairs of keys and values (its Retr.KV), chains of variables (Retr.MultiHop), a log of deliveries that is
+counted (global, as its Math.Find and summaries are), and all three in one context.
+
+The one decision taken here: what is asked is spread over the context, a question for each of as many equal
+stretches, in an order drawn by the item; so a policy that keeps one end cannot answer them all.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from retain.eval.tasks.haystacks import most_that_fit, with_articles
+from retain.eval.tasks.ruler import NOISE
+from retain.eval.tasks.text import Asking, Generator, TextItem, TextQuestion
+from retain.eval.tasks.words import draw_different, plain
+
+KV_OPENING = "Below is a JSON object. I will ask for the values of some of its keys afterwards.\n\n"
+VT_OPENING = "Below, variables are assigned values or other variables. I will ask about them afterwards.\n\n"
+LOG_OPENING = "Below is a log of deliveries. I will ask about all of it afterwards.\n\n"
+_TOWNS = ("Ashford", "Belmont", "Clifton", "Dover", "Easton", "Farley")
+
+
+def multi_turn_kv(
+    asking: Asking, *, questions: int = 5, turns: bool = False, kind: str = "uuids"
+) -> TextItem:
+    """Values of keys in a JSON object.
+
+    Args:
+        asking: Which item.
+        questions: How many keys are asked for.
+        turns: Whether questions follow each other, with right answers between.
+        kind: Of keys and values: "uuids", "words" or "numbers".
+
+    Raises:
+        ValueError: no question, or a context too short for as many pairs.
+    """
+    draw = _draw("kv", asking, questions, kind)
+    pairs = _Pairs(kind, draw)
+
+    def written(count: int) -> str:
+        return KV_OPENING + pairs.text(count) + "\n\n"
+
+    size = most_that_fit(
+        lambda count: asking.measure(written(count)),
+        asking.context_tokens,
+        least=questions,
+        what="multi_turn_kv",
+    )
+    asked = _spread(size, questions, draw)
+    spans = [_found(written(size), pairs.line(place)) for place in asked]
+    return TextItem(
+        context=written(size),
+        questions=tuple(_about(pairs.question(place), "kv", 100 * place / size) for place in asked),
+        turns=turns,
+        needles=tuple(sorted(spans)),
+        about={"pairs": float(size)},
+    )
+
+
+def multi_turn_tracing(asking: Asking, *, questions: int = 4, turns: bool = False, hops: int = 2) -> TextItem:
+    """The variables that hold a value, through assignments to each other, among noise.
+
+    Args:
+        asking: Which item.
+        questions: How many chains there are; each is asked for once.
+        turns: Whether questions follow each other, with right answers between.
+        hops: Assignments of one variable to the next.
+
+    Raises:
+        ValueError: no question, no hop, or a context too short for the chains.
+    """
+    if hops < 1:
+        raise ValueError(f"multi_turn_tracing: hops is 1 or more, got {hops}.")
+    draw = _draw("tracing", asking, questions, hops)
+    chains = _Chains(questions, hops, draw)
+
+    def written(count: int) -> str:
+        return VT_OPENING + "\n".join(chains.among([NOISE] * count)) + "\n\n"
+
+    size = most_that_fit(
+        lambda count: asking.measure(written(count)),
+        asking.context_tokens,
+        least=1,
+        what="multi_turn_tracing",
+    )
+    spans = [_found(written(size), line) for lines in chains.lines for line in lines]
+    return TextItem(
+        context=written(size),
+        questions=tuple(_about(chains.question(number), "tracing") for number in range(questions)),
+        turns=turns,
+        needles=tuple(sorted(spans)),
+    )
+
+
+def multi_turn_counting(asking: Asking, *, questions: int = 4, turns: bool = False) -> TextItem:
+    """How many deliveries of a log went to a town: every line counts, no part of the context may go.
+
+    Args:
+        asking: Which item.
+        questions: How many towns are asked for, at most six.
+        turns: Whether questions follow each other, with right answers between.
+
+    Raises:
+        ValueError: no question or more than six, or a context too short for a log.
+    """
+    if questions > len(_TOWNS):
+        raise ValueError(f"multi_turn_counting asks about at most {len(_TOWNS)} towns, got {questions}.")
+    draw = _draw("counting", asking, questions)
+    log = _Log(draw)
+
+    def written(count: int) -> str:
+        return LOG_OPENING + "\n".join(log.lines(count)) + "\n\n"
+
+    size = most_that_fit(
+        lambda count: asking.measure(written(count)),
+        asking.context_tokens,
+        least=len(_TOWNS),
+        what="multi_turn_counting",
+    )
+    counted = Counter(log.towns[:size])
+    return TextItem(
+        context=written(size),
+        questions=tuple(
+            TextQuestion(
+                f"How many of the deliveries above went to {town}?",
+                (str(counted[town]),),
+                answer_prefix=f" Number of deliveries to {town}:",
+                about={"kind": "counting"},
+            )
+            for town in draw.sample(_TOWNS, questions)
+        ),
+        turns=turns,
+        about={"lines": float(size)},
+    )
+
+
+def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words") -> TextItem:
+    """Five questions of three kinds on one context: pairs, then chains among noise, then a log.
+
+    Two pairs, two chains, the town with the most deliveries (global); as turns, the first pair once more at
+    the end, which shows whether an answer survives what was asked since.
+
+    Args:
+        asking: Which item.
+        turns: Whether questions follow each other, with right answers between.
+        kind: Of keys and values.
+
+    Raises:
+        ValueError: a context too short for the three parts.
+    """
+    draw = _draw("mixed", asking, kind)
+    pairs, chains, log = _Pairs(kind, draw), _Chains(2, 2, draw), _Log(draw)
+
+    def written(count: int) -> str:
+        # Three parts of about a third each: a pair, a noise and a delivery are about as long.
+        parts = (
+            KV_OPENING + pairs.text(count),
+            VT_OPENING + "\n".join(chains.among([NOISE] * count)),
+            LOG_OPENING + "\n".join(log.lines(count)),
+        )
+        return "\n\n".join((*parts, ""))
+
+    size = most_that_fit(
+        lambda count: asking.measure(written(count)), asking.context_tokens, least=2, what="multi_turn_mixed"
+    )
+    first, second = _spread(size, 2, draw)
+    middle = [
+        _about(pairs.question(second), "kv", 100 * second / size),
+        _about(chains.question(0), "tracing"),
+        _about(chains.question(1), "tracing"),
+        _about(log.most(size), "global"),
+    ]
+    draw.shuffle(middle)
+    again = _about(pairs.question(first), "kv", 100 * first / size)
+    text = written(size)
+    needles = [_found(text, pairs.line(place)) for place in (first, second)]
+    needles += [_found(text, line) for lines in chains.lines for line in lines]
+    return TextItem(
+        context=text,
+        questions=(again, *middle, *([again] if turns else [])),
+        turns=turns,
+        needles=tuple(sorted(needles)),
+        about={"lines": float(size)},
+    )
+
+
+def _draw(task: str, asking: Asking, *settings: object) -> random.Random:
+    """The item's random numbers: the same for turns and requests, so that the two can be compared."""
+    if settings and isinstance(settings[0], int) and settings[0] < 1:
+        raise ValueError(f"multi_turn_{task}: questions is 1 or more, got {settings[0]}.")
+    return random.Random(f"multi_turn_{task} {settings} {asking.seed} {asking.index}")
+
+
+def _about(question: TextQuestion, kind: str, depth: float | None = None) -> TextQuestion:
+    about: dict[str, str | float] = {"kind": kind} | ({} if depth is None else {"depth": float(depth)})
+    return replace(question, about=about)
+
+
+def _found(text: str, line: str) -> tuple[int, int]:
+    start = text.index(line)
+    return start, start + len(line)
+
+
+def _spread(size: int, count: int, draw: random.Random) -> list[int]:
+    """A place in each of `count` equal stretches of `size` places, in random order."""
+    edges = [size * number // count for number in range(count + 1)]
+    places = [draw.randrange(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    draw.shuffle(places)
+    return places
+
+
+class _Pairs:
+    """A JSON object of any size."""
+
+    def __init__(self, kind: str, draw: random.Random) -> None:
+        self.kind, self.draw = kind, random.Random(draw.getrandbits(64))
+        self.taken: set[str] = set()
+        self.known: list[tuple[str, str]] = []
+
+    def line(self, place: int) -> str:
+        """A key with its value, as it stands in the object."""
+        while len(self.known) <= place:
+            key, value = draw_different(self.kind, 2, self.draw, self.taken)
+            self.known.append((key, value))
+        return '"{}": "{}"'.format(*self.known[place])
+
+    def text(self, count: int) -> str:
+        return "{" + ",\n ".join(self.line(place) for place in range(count)) + "}"
+
+    def question(self, place: int) -> TextQuestion:
+        key, value = self.known[place]
+        return TextQuestion(
+            f'What is the value of the key "{key}"?', (value,), answer_prefix=f' The value of "{key}" is'
+        )
+
+
+class _Chains:
+    """Chains of variables, whose assignments stand among any number of other lines."""
+
+    def __init__(self, chains: int, hops: int, draw: random.Random) -> None:
+        taken: set[str] = set()
+        self.values = draw_different("numbers", chains, draw, taken)
+        names = draw.sample(range(26**3), chains * (hops + 1))
+        every = ["".join(chr(65 + name // 26**power % 26) for power in (2, 1, 0)) + "V" for name in names]
+        self.names = [every[start : start + hops + 1] for start in range(0, len(every), hops + 1)]
+        self.lines = [
+            [f"VAR {own[0]} = {value}."]
+            + [f"VAR {name} = VAR {before}." for before, name in zip(own, own[1:], strict=False)]
+            for own, value in zip(self.names, self.values, strict=True)
+        ]
+        self.depths = [sorted(draw.random() for _ in lines) for lines in self.lines]
+
+    def among(self, others: Sequence[str]) -> list[str]:
+        """All assignments among other lines; those of a chain in order."""
+        placed: list[tuple[float, str]] = [
+            (int(depth * len(others)) - 0.5, line)
+            for lines, depths in zip(self.lines, self.depths, strict=True)
+            for line, depth in zip(lines, depths, strict=True)
+        ]
+        placed += [(float(place), line) for place, line in enumerate(others)]
+        return [line for _, line in sorted(placed, key=lambda one: one[0])]
+
+    def question(self, number: int) -> TextQuestion:
+        value = self.values[number]
+        return TextQuestion(
+            f"Which variables hold the value {value}?",
+            tuple(self.names[number]),
+            answer_prefix=f" The {len(self.names[number])} variables that hold the value {value} are:",
+            answer=" ".join(self.names[number]),
+        )
+
+
+class _Log:
+    """Deliveries to a few towns, of unlike shares."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = random.Random(draw.getrandbits(64))
+        self.order = draw.sample(_TOWNS, len(_TOWNS))
+        self.towns: list[str] = []
+        self.known: list[str] = []
+
+    def lines(self, count: int) -> list[str]:
+        while len(self.known) < count:
+            (town,) = self.draw.choices(self.order, weights=(6, 4, 3, 3, 2, 2))
+            self.towns.append(town)
+            self.known.append(with_articles(f"A {self.draw.choice(plain('noun'))} was delivered to {town}."))
+        return self.known[:count]
+
+    def most(self, count: int) -> TextQuestion:
+        """Which town had most of the first `count` deliveries; of equals, the first to have had as many."""
+        best = max(Counter(self.towns[:count]).values())
+        seen: Counter[str] = Counter()
+        for town in self.towns[:count]:
+            seen[town] += 1
+            if seen[town] == best:
+                break
+        return TextQuestion(
+            "Which town had the most deliveries (of equals, the one that reached that number first)?",
+            (town,),
+            answer_prefix=" The town with the most deliveries is",
+        )
+
+
+GENERATORS: Mapping[str, Generator] = {
+    "multi_turn_kv": multi_turn_kv,
+    "multi_turn_tracing": multi_turn_tracing,
+    "multi_turn_counting": multi_turn_counting,
+    "multi_turn_mixed": multi_turn_mixed,
+}

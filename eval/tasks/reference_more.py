@@ -1,0 +1,143 @@
+"""More tasks of the reference model: a grid of depths and lengths, conversations, a long chain.
+
+In: task, seed, index, length. Out: items in the model's own vocabulary, of the statements that it was trained
+on. The one decision taken here: they are a suite of their own. A config of the suite `reference` that names
+no tasks means all of them, and tables that are published must not grow columns.
+
+The model can do all of them with the full cache (`tests/eval/test_tasks.py` asks a few). Longer answers are
+not asked for, because it cannot: it follows 6 links of a chain and restates 4 keys, seldom more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from retain.eval.tasks import Asked, Item, Suite, Task
+from retain.eval.tasks.reference import item_writer, reference_suite, stated
+from retain.registry import lookup
+
+if TYPE_CHECKING:
+    from retain.reference.documents import Question, Writer
+
+# Of the grid: depths in per cent of the filler, lengths as shares of what is asked for.
+DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
+LENGTHS = (0.25, 0.5, 0.75, 1.0)
+# Links of the chain: as many as the model follows.
+LINKS = 6
+TASKS = {
+    "grid": Task("grid", "seen", "the only key, at one of 11 depths of one of 4 lengths", single_key=True),
+    "requests": Task("requests", "seen", "four keys and a chain of one context, asked apart"),
+    "turns": Task("turns", "seen", "four keys and a chain of one context, asked one after another"),
+    "chain": Task("chain", "seen", f"a chain of {LINKS} assignments", primary="partial"),
+}
+
+
+def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
+    """Item `index` of a task, for the model of one seed; the same arguments give the same item.
+
+    Raises:
+        ValueError: unknown task, or a context too short for its statements.
+    """
+    lookup(task, TASKS, what="task")
+    if task == "grid":
+        return _grid(item_writer("grid", seed, index), index, context_tokens)
+    if task == "chain":
+        return _chain(item_writer("chain", seed, index), context_tokens)
+    # Requests and turns are asked of the same contexts, so that they can be compared.
+    return _conversation(item_writer("conversation", seed, index), context_tokens, turns=task == "turns")
+
+
+def reference_more_suite() -> Suite:
+    """The suite: models, documents and gates are those of `reference`."""
+    return replace(reference_suite(), name="reference_more", tasks=TASKS, item=reference_more_item)
+
+
+def _grid(writer: "Writer", index: int, context_tokens: int) -> Item:
+    from retain.reference.documents import FACT_FORMATS, fill
+    from retain.reference.tokenizer import BOS_ID
+
+    row, column = divmod(index % (len(DEPTHS) * len(LENGTHS)), len(DEPTHS))
+    depth, length = DEPTHS[column], int(LENGTHS[row] * context_tokens)
+    key, value = writer.draw(2)
+    statement = fill(writer.pick(FACT_FORMATS), key, value)
+    room = length - 1 - len(statement)
+    if room < 1:
+        raise ValueError(
+            f"the grid's shortest context is {LENGTHS[0]} of context_tokens={context_tokens}, which is no "
+            "more than its statement: ask for a longer context."
+        )
+    filler = writer.filler(room, (key, value), ())
+    start = 1 + round(depth / 100 * room)
+    ids = np.concatenate([[BOS_ID], filler[: start - 1], statement, filler[start - 1 :]])
+    return Item(
+        context_ids=tuple(ids.tolist()),
+        asked=(_asked(writer.ask_get(key, value)),),
+        needles=((start, start + len(statement)),),
+        about={"depth": float(depth), "length": float(length)},
+    )
+
+
+def _conversation(writer: "Writer", context_tokens: int, *, turns: bool) -> Item:
+    from retain.reference.documents import Content, taken_words
+
+    count = max(8, context_tokens // 48)
+    pool = writer.draw(2 * count + 10)
+    content = Content([], [], [], [])
+    content.facts = [(pool.pop(), pool.pop()) for _ in range(count)]
+    content.chains = [tuple(pool.pop() for _ in range(5)) for _ in range(2)]
+    ids, _, _ = writer.weave(writer.groups(content, 4), context_tokens, taken_words(content), ())
+    context_ids = tuple(ids.tolist())
+    facts = [content.facts[place] for place in writer.rng.permutation(count)[:4]]
+    chain = content.chains[0]
+    questions = [("get", writer.ask_get(*fact), [fact]) for fact in facts]
+    questions.append(("trace", writer.ask_trace(chain), [*zip(chain, chain[1:], strict=False)]))
+    asked: list[Asked] = []
+    needles: list[tuple[int, int]] = []
+    said: tuple[int, ...] = ()
+    for turn, place in enumerate(writer.rng.permutation(len(questions)).tolist()):
+        kind, question, pairs = questions[place]
+        spans = stated(context_ids, pairs)
+        depth = 100 * sum(start for start, _ in spans) / len(spans) / len(context_ids)
+        own = _asked(question, said)
+        asked.append(replace(own, about={"turn": float(turn), "kind": kind, "depth": depth}))
+        needles += spans
+        if turns:
+            said = (*said, *question.ids, *question.gold_ids)
+    return Item(context_ids, tuple(asked), needles=tuple(sorted(needles)))
+
+
+def _chain(writer: "Writer", context_tokens: int) -> Item:
+    from retain.reference.documents import Content, taken_words
+
+    pool = writer.draw(2 * (LINKS + 1) + 16)
+    content = Content([], [], [], [])
+    content.chains = [tuple(pool.pop() for _ in range(LINKS + 1)) for _ in range(2)]
+    content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
+    ids, _, _ = writer.weave(writer.groups(content, 2), context_tokens, taken_words(content), ())
+    chain = content.chains[int(writer.rng.integers(2))]
+    return Item(
+        context_ids=tuple(ids.tolist()),
+        asked=(_asked(writer.ask_trace(chain)),),
+        needles=stated(ids.tolist(), [*zip(chain, chain[1:], strict=False)]),
+        about={"links": float(LINKS)},
+    )
+
+
+def _asked(question: "Question", said: Sequence[int] = ()) -> Asked:
+    """A question, behind what was said before it."""
+    answers = question.gold_ids[:-1]
+    return Asked(
+        question_ids=(*said, *question.ids),
+        gold_ids=question.gold_ids,
+        generate=len(answers),
+        score=partial(_score, answers),
+    )
+
+
+def _score(answers: Sequence[int], generated: Sequence[int]) -> tuple[float, float]:
+    """Exact match, and the share of answers at their places."""
+    hits = [place < len(generated) and generated[place] == answer for place, answer in enumerate(answers)]
+    return float(all(hits)), sum(hits) / len(hits)

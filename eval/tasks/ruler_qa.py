@@ -1,0 +1,200 @@
+"""Questions on documents, as many as fit: RULER's qa_1 (SQuAD) and qa_2 (HotpotQA), and a generated kin.
+
+In: which question. Out: numbered documents, the ones with the answer among others of the same data set, and
+the question. After Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
+(arXiv 2404.06654), NVIDIA/RULER `scripts/data/synthetic/qa.py`. `synthqa` needs no data: invented people and
+towns, asked about one document (one hop) or through one document about another (two).
+
+The one decision taken here: the documents of an item are drawn by that item alone, and fewer tokens leave out
+the last drawn, so the same question at another length has the same documents or a part of them. The released
+code draws from one stream for all items, and shuffles every item's documents by one permutation, so that
+among `n` documents the answer always stands at the same place; here its place is drawn anew.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from retain.eval.tasks.hub_rows import RowSource, row_at
+from retain.eval.tasks.squad_hotpot import PooledQuestion, load_pool
+from retain.eval.tasks.text import Asking, TextItem, TextQuestion
+
+INSTRUCTION = (
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words."
+)
+OPENING = f"{INSTRUCTION}\n\nThe following are given documents.\n\n"
+ANSWER_PREFIX = " Answer:"
+
+
+def ruler_qa(
+    asking: Asking, *, dataset: str, path: str | None = None, revision: str | None = None
+) -> TextItem:
+    """A question of SQuAD or HotpotQA among documents of the same data set.
+
+    Args:
+        asking: Which question; `context_tokens` is the most tokens of instruction and documents.
+        dataset: "squad" or "hotpotqa".
+        path: The official dev file (or its folder) on this machine.
+        revision: Of the hub's repository.
+
+    Raises:
+        ValueError: data that cannot be had, or documents of the question that do not fit.
+    """
+    pool = load_pool(dataset, path, revision)
+    asked = _question(pool.questions, asking.index, dataset, path)
+    draw = random.Random(f"{dataset} {asking.seed} {asking.index}")
+    related = draw.sample(asked.related, len(asked.related))
+    known = {*asked.needed, *related}
+    # Drawn only as far as they fit; a data set has more documents than any context.
+    others = (place for place in _permuted(len(pool.documents), draw) if place not in known)
+    order = _first_that_fit(
+        [pool.documents[place] for place in asked.needed],
+        (pool.documents[place] for places in (related, others) for place in places),
+        asking,
+        what=f"question {asking.index} of {dataset}",
+    )
+    evidence = {pool.documents[place] for place in asked.evidence}
+    return _written(order, evidence, asked.question, asked.answers, draw)
+
+
+def ruler_qa_size(*, dataset: str, path: str | None = None, revision: str | None = None) -> int:
+    """How many answerable questions a data set has."""
+    return len(load_pool(dataset, path, revision).questions)
+
+
+def synthqa(asking: Asking, *, hops: int = 1) -> TextItem:
+    """A question on invented people and towns, among as many documents on others as fit.
+
+    Each person was born in a town of their own, and each town lies on a river of its own, so there is one
+    right answer. One hop asks for the town a person was born in; two, for the river on which it lies.
+
+    Args:
+        asking: Which question.
+        hops: 1 or 2.
+
+    Raises:
+        ValueError: another number of hops, or two documents that do not fit.
+    """
+    if hops not in (1, 2):
+        raise ValueError(f"synthqa asks over hops=1 or hops=2 documents, got {hops}.")
+    draw = random.Random(f"synthqa {hops} {asking.seed} {asking.index}")
+    names = _names(draw)
+    person, town, river = next(names), next(names), next(names)
+    own = [_person(person, town, draw), _town(town, river, draw)]
+
+    def others() -> Iterator[str]:
+        while True:
+            a_person, a_town, a_river = next(names), next(names), next(names)
+            yield _person(a_person, a_town, draw)
+            yield _town(a_town, a_river, draw)
+
+    order = _first_that_fit(own, others(), asking, what="synthqa")
+    question, answer = (
+        (f"In which town was {person} born?", town)
+        if hops == 1
+        else (f"On which river lies the town where {person} was born?", river)
+    )
+    return _written(order, {*own[:hops]}, question, (answer,), draw)
+
+
+def _question(
+    questions: Sequence[PooledQuestion], index: int, dataset: str, path: str | None
+) -> PooledQuestion:
+    source = RowSource(names=(dataset,), hub=dataset, path=path)
+    row_at([{}] * len(questions), index, source)
+    return questions[index]
+
+
+def _permuted(count: int, draw: random.Random) -> Iterator[int]:
+    yield from draw.sample(range(count), count)
+
+
+def _listed(documents: Sequence[str]) -> str:
+    return "\n\n".join(f"Document {number}:\n{document}" for number, document in enumerate(documents, 1))
+
+
+def _first_that_fit(needed: list[str], more: Iterator[str], asking: Asking, *, what: str) -> list[str]:
+    """The needed documents and the longest beginning of the others that fits with them.
+
+    Documents are measured one by one; the sum is not quite the whole's length, and is mended at the end.
+    """
+    least = asking.measure(OPENING + _listed(needed))
+    if least > asking.context_tokens:
+        raise ValueError(
+            f"{what} needs {least} tokens for the {len(needed)} documents that it is about, but a context "
+            f"has {asking.context_tokens}: give more (context_tokens)."
+        )
+    documents, used = list(needed), least
+    for document in more:
+        used += asking.measure(f"\n\nDocument {len(documents) + 1}:\n{document}")
+        if used > asking.context_tokens:
+            break
+        documents.append(document)
+    while asking.measure(OPENING + _listed(documents)) > asking.context_tokens:
+        documents.pop()
+    return documents
+
+
+def _written(
+    documents: list[str], evidence: set[str], question: str, answers: tuple[str, ...], draw: random.Random
+) -> TextItem:
+    order = draw.sample(documents, len(documents))
+    context, needles = OPENING, []
+    for number, document in enumerate(order, 1):
+        context += f"{'' if number == 1 else chr(10) * 2}Document {number}:\n"
+        if document in evidence:
+            needles.append((len(context), len(context) + len(document)))
+        context += document
+    return TextItem(
+        context=context,
+        questions=(
+            TextQuestion(
+                question=f"\n\n{INSTRUCTION}\n\nQuestion: {question}",
+                references=answers,
+                answer_prefix=ANSWER_PREFIX,
+            ),
+        ),
+        needles=tuple(needles),
+        about={"documents": float(len(documents))},
+    )
+
+
+_STARTS = ("b", "br", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "st", "t", "v", "w", "z")
+_MIDDLES = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
+_ENDS = ("l", "n", "r", "s", "th", "nd", "rk", "x")
+_TRADES = ("a baker", "a clockmaker", "a printer", "a sailor", "a surveyor", "a teacher", "a weaver")
+_FAME = ("its bridge", "its glass", "its market", "its orchards", "its tower", "its wool")
+
+
+def _names(draw: random.Random) -> Iterator[str]:
+    """Names of two or three syllables: none twice, none that holds one of the first three, asked about."""
+    given: set[str] = set()
+    asked: list[str] = []
+    while True:
+        syllables = "".join(draw.choice(_STARTS) + draw.choice(_MIDDLES) for _ in range(draw.choice((2, 3))))
+        name = (syllables + draw.choice(_ENDS)).capitalize()
+        if name in given or any(one.lower() in name.lower() or name.lower() in one.lower() for one in asked):
+            continue
+        given.add(name)
+        if len(asked) < 3:
+            asked.append(name)
+        yield name
+
+
+def _person(name: str, town: str, draw: random.Random) -> str:
+    year = draw.randrange(1700, 1900)
+    return (
+        f"{name}\n{name} was born in the town of {town} in {year}. {name} worked as {draw.choice(_TRADES)} "
+        f"for {draw.randrange(5, 50)} years."
+    )
+
+
+def _town(name: str, river: str, draw: random.Random) -> str:
+    return (
+        f"{name}\n{name} is a town on the river {river}. It was founded in {draw.randrange(900, 1600)} and "
+        f"is known for {draw.choice(_FAME)}."
+    )
+
+
+GENERATORS: Mapping[str, Callable[..., TextItem]] = {"ruler_qa": ruler_qa, "synthqa": synthqa}
+SIZES: Mapping[str, Callable[..., int]] = {"ruler_qa": ruler_qa_size}

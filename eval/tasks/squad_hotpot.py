@@ -1,0 +1,164 @@
+"""SQuAD 2.0 and HotpotQA as RULER reads them: a pool of documents, and questions that some of them answer.
+
+In: the official dev files (`dev-v2.0.json`, `hotpot_dev_distractor_v1.json`) or the same rows from the hub.
+Out: documents, each once and in alphabetical order, and questions in the order of the data set. After
+NVIDIA/RULER `scripts/data/synthetic/qa.py`; SQuAD 2.0: arXiv 1806.03822; HotpotQA: arXiv 1809.09600.
+
+The one decision taken here: a question remembers which documents hold its answer, apart from those that only
+come with it (HotpotQA's eight distractors), so that retention of the evidence can be measured.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from retain.eval.tasks.hub_rows import Row, RowSource, load_rows, local_file
+from retain.registry import lookup
+
+
+@dataclass(frozen=True)
+class PooledQuestion:
+    """One question on a pool of documents.
+
+    Attributes:
+        question: As asked.
+        answers: Right answers, any of which will do.
+        needed: Documents that are always in the context.
+        related: Documents that are put there before unrelated ones: the same article's.
+        evidence: Those of `needed` that hold the answer.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    needed: tuple[int, ...]
+    related: tuple[int, ...]
+    evidence: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Documents and the questions on them."""
+
+    documents: tuple[str, ...]
+    questions: tuple[PooledQuestion, ...]
+
+
+def load_pool(dataset: str, path: str | None = None, revision: str | None = None) -> Pool:
+    """All documents and answerable questions of a data set.
+
+    Args:
+        dataset: "squad" or "hotpotqa".
+        path: The official dev file, or the hub's rows as a file, or a folder with one of them.
+        revision: Of the hub's repository.
+
+    Raises:
+        ValueError: no such data set, or data that cannot be had or lack a column.
+    """
+    lookup(dataset, _READERS, what="data set of questions")
+    changed = 0.0 if path is None else local_file(path, _NAMES[dataset]).stat().st_mtime
+    return _pool(dataset, path, revision, changed)
+
+
+@lru_cache(maxsize=2)
+def _pool(dataset: str, path: str | None, revision: str | None, changed: float) -> Pool:
+    return _READERS[dataset](path, revision)
+
+
+def _squad(path: str | None, revision: str | None) -> Pool:
+    names = _NAMES["squad"]
+    articles: dict[str, dict[str, list[tuple[str, tuple[str, ...]]]]] = {}
+    official = None if path is None else _nested(local_file(path, names))
+    for title, paragraph, question, answers in (
+        _squad_rows(path, revision) if official is None else _squad_articles(official, str(path))
+    ):
+        asked = articles.setdefault(title, {}).setdefault(paragraph, [])
+        if answers:
+            asked.append((question, answers))
+    documents = sorted({paragraph for paragraphs in articles.values() for paragraph in paragraphs})
+    places = {document: place for place, document in enumerate(documents)}
+    questions = []
+    for paragraphs in articles.values():
+        article = [places[paragraph] for paragraph in paragraphs]
+        for paragraph, asked in paragraphs.items():
+            own = places[paragraph]
+            related = tuple(place for place in article if place != own)
+            questions += [PooledQuestion(text, answers, (own,), related, (own,)) for text, answers in asked]
+    return Pool(tuple(documents), tuple(questions))
+
+
+Answered = tuple[str, str, str, tuple[str, ...]]
+
+
+def _squad_rows(path: str | None, revision: str | None) -> Iterable[Answered]:
+    source = RowSource(
+        names=_NAMES["squad"], hub="rajpurkar/squad_v2", split="validation", revision=revision, path=path
+    )
+    for row in load_rows(source, ("title", "context", "question", "answers")):
+        yield row["title"], row["context"], row["question"], tuple(row["answers"]["text"])
+
+
+def _squad_articles(official: Mapping[str, Any], path: str) -> Iterable[Answered]:
+    try:
+        for article in official["data"]:
+            for paragraph in article["paragraphs"]:
+                for asked in paragraph["qas"]:
+                    answers = () if asked["is_impossible"] else tuple(a["text"] for a in asked["answers"])
+                    yield str(article.get("title", "")), paragraph["context"], asked["question"], answers
+    except KeyError as error:
+        raise ValueError(
+            f"{path} is not SQuAD 2.0: no {error}; wanted data, paragraphs, context, qas, question, answers "
+            "and is_impossible."
+        ) from error
+
+
+def _hotpot(path: str | None, revision: str | None) -> Pool:
+    source = RowSource(
+        names=_NAMES["hotpotqa"],
+        hub="hotpotqa/hotpot_qa",
+        config="distractor",
+        split="validation",
+        revision=revision,
+        path=path,
+    )
+    rows = load_rows(source, ("question", "answer", "context", "supporting_facts"))
+    contexts = [_documents(row) for row in rows]
+    documents = sorted({document for context in contexts for _, document in context})
+    places = {document: place for place, document in enumerate(documents)}
+    questions = []
+    for row, context in zip(rows, contexts, strict=True):
+        facts = row["supporting_facts"]
+        titles = {*facts["title"]} if isinstance(facts, Mapping) else {title for title, _ in facts}
+        evidence = tuple(places[document] for title, document in context if title in titles)
+        needed = tuple(places[document] for _, document in context)
+        questions.append(PooledQuestion(row["question"], (row["answer"],), needed, (), evidence))
+    return Pool(tuple(documents), tuple(questions))
+
+
+def _documents(row: Row) -> list[tuple[str, str]]:
+    """(title, document) of each document of a row: pairs in the official file, two lists on the hub."""
+    context = row["context"]
+    pairs = (
+        zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
+    )
+    return [(title, f"{title}\n{''.join(sentences)}") for title, sentences in pairs]
+
+
+def _nested(path: Path) -> Mapping[str, Any] | None:
+    """SQuAD's official file, which is one object; None for a file of rows."""
+    if path.suffix != ".json":
+        return None
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}, is not JSON: {error.msg}.") from error
+    return read if isinstance(read, dict) else None
+
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "squad": ("dev-v2.0", "squad", "validation"),
+    "hotpotqa": ("hotpot_dev_distractor_v1", "hotpotqa", "validation"),
+}
+_READERS: Mapping[str, Callable[[str | None, str | None], Pool]] = {"squad": _squad, "hotpotqa": _hotpot}

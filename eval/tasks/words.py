@@ -1,0 +1,86 @@
+"""Words that generated tasks are made of: the lists of wonderwords (MIT), as RULER reads them.
+
+In: nothing, or a generator of random numbers. Out: lists of words, and keys and values of needles. The one
+decision taken here: a list is sorted and free of repetitions before anything is drawn from it, so that a
+draw depends on the words and not on the order of a file.
+"""
+
+import random
+import uuid
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+
+from retain.registry import lookup
+
+
+@cache
+def listed(part: str) -> tuple[str, ...]:
+    """All words of a part of speech, sorted.
+
+    Args:
+        part: "noun", "verb" or "adjective".
+
+    Raises:
+        ValueError: another part of speech, or wonderwords is not installed.
+    """
+    lookup(part, dict.fromkeys(("noun", "verb", "adjective")), what="part of speech")
+    try:
+        text = (files("wonderwords.assets") / f"{part}list.txt").read_text(encoding="utf-8")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "generated tasks draw their words from wonderwords, which is not installed: pip install "
+            "'retain[eval]'."
+        ) from error
+    return tuple(sorted({word.strip() for word in text.splitlines()} - {""}))
+
+
+@cache
+def all_words() -> tuple[str, ...]:
+    """Nouns, verbs and adjectives together, each word once, sorted."""
+    return tuple(sorted({word for part in ("noun", "verb", "adjective") for word in listed(part)}))
+
+
+@cache
+def plain(part: str) -> tuple[str, ...]:
+    """The words of a part of speech that are one lower-case word."""
+    return tuple(word for word in listed(part) if word.isascii() and word.isalpha() and word.islower())
+
+
+def draw_number(draw: random.Random) -> str:
+    """Seven digits, the first not 0."""
+    return str(draw.randint(10**6, 10**7 - 1))
+
+
+def draw_word(draw: random.Random) -> str:
+    """An adjective and a noun, joined by a hyphen."""
+    return f"{draw.choice(listed('adjective'))}-{draw.choice(listed('noun'))}"
+
+
+def draw_uuid(draw: random.Random) -> str:
+    """A UUID of version 4."""
+    return str(uuid.UUID(int=draw.getrandbits(128), version=4))
+
+
+# Kinds of keys and values, by the names that needles call them.
+DRAWN: Mapping[str, Callable[[random.Random], str]] = {
+    "numbers": draw_number,
+    "words": draw_word,
+    "uuids": draw_uuid,
+}
+
+
+def draw_different(kind: str, count: int, draw: random.Random, taken: set[str]) -> list[str]:
+    """`count` keys or values of one kind, none of which is among `taken`, to which they are added.
+
+    Raises:
+        ValueError: no such kind.
+    """
+    make = lookup(kind, DRAWN, what="kind of key or value")
+    found: list[str] = []
+    while len(found) < count:
+        one = make(draw)
+        if one not in taken:
+            taken.add(one)
+            found.append(one)
+    return found

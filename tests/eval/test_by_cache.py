@@ -1,0 +1,178 @@
+"""Regimes as a user writes them: they agree with the shared prefill where both can measure, and hold what the
+budget states behind every forward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.eval import by_cache
+from retain.eval.by_cache import Watch, check_equal_memory, positions_held, run_by_cache
+from retain.eval.config import Line, lines_of
+from retain.eval.runner import items_in, run_unit
+from retain.eval.shared_prefill import run_shared
+from retain.eval.subject import Unit, load_subject, plan
+from retain.hf.cache import Cache
+from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_item
+
+BARE = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
+POLICIES = ("random", "snapkv", "h2o", "defensivekv", "cake", "lava", "fused", "layer_defensivekv")
+TASKS = ("copy", "odd", "ragged", "turns", "open")
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gated")
+    save_stub_gates(folder)
+    return folder
+
+
+def told(rows):
+    """What must be the same on both paths: all but who wrote the row."""
+    return {
+        (row.item, row.question, row.policy, row.budget): replace(row, unit="", unit_rows=0) for row in rows
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_shared_prefill_agrees_with_one_cache_for_every_cell(gated, task):
+    config = stub_config(
+        gated,
+        policies=POLICIES,
+        regimes=("context_only",),
+        keep_ratios=(0.45,),
+        tokens_per_head=(50,),
+        protections={"none": BARE},
+        items_per_task=3,
+        batch_items=3,
+    )
+    subject = load_subject(config, MORE_STUB, 0)
+    unit = Unit(0, task, 0, 3)
+    items = items_in(config, MORE_STUB, unit)
+    with torch.inference_mode():
+        shared = told(run_shared(config, MORE_STUB, subject, unit, items))
+        plain = told(run_by_cache(config, MORE_STUB, subject, replace(unit, path="context_only"), items))
+    assert shared == plain
+    assert len(shared) == 3 * (3 if task == "turns" else 1) * (1 + 2 * 8 * 2)
+    assert len({row.tokens for row in shared.values()}) > 3, "every answer is the same"
+
+
+@pytest.mark.parametrize("regime", ["chunked", "decode", "prefill+decode", "chunked+decode"])
+def test_what_is_held_is_what_the_budget_and_the_last_eviction_say(gated, regime):
+    config = stub_config(
+        gated,
+        policies=("random", "snapkv", "h2o", "fused", "oracle"),
+        regimes=(regime,),
+        keep_ratios=(0.45,),
+        tokens_per_head=(40,),
+        protections={"none": BARE},
+        every=3,
+        chunk_tokens=40,
+    )
+    subject = load_subject(config, MORE_STUB, 0)
+    for task in ("copy", "turns", "open"):
+        rows = run_unit(config, MORE_STUB, subject, Unit(0, task, 0, 2, regime)).rows
+        assert {row.base_policy for row in rows} == {"full", "random", "snapkv", "h2o", "fused"}  # no control
+        assert len(rows) == 2 * (3 if task == "turns" else 1) * (1 + 4 * 2 * 2)
+        heads = 3 * 2
+        for row in rows:
+            seen = row.num_prompt + max(0, row.num_generated + row.ended - 1)
+            assert row.seen_entries == seen * heads
+            if row.policy == "full":
+                assert row.kept_entries == row.peak_entries == row.seen_entries
+                continue
+            most = 0.45 * seen * heads + heads if row.budget == 0.45 else 40 * heads
+            behind = 3 if "decode" in regime else seen - 100
+            assert row.kept_entries <= most + behind * heads, row
+            assert row.kept_entries < row.seen_entries or (regime == "decode" and seen - 100 < 3)
+            # Nothing goes before decoding has begun, where the regime evicts while decoding alone.
+            assert (row.peak_entries > most + 3 * heads) == (regime == "decode")
+
+
+def test_the_gates_bytes_are_those_of_policies_that_take_them(gated):
+    config = stub_config(gated, policies=("snapkv", "fused"), regimes=("prefill+decode",))
+    subject = load_subject(config, STUB, 0)
+    rows = run_unit(config, STUB, subject, Unit(0, "pair", 0, 1, "prefill+decode")).rows
+    numbers = sum(part.numel() for part in subject.gates.parameters())
+    assert {row.policy: row.gate_bytes for row in rows} == {"full": 0, "snapkv": 0, "fused": 4 * numbers}
+
+
+def test_a_cache_that_holds_more_than_its_budget_stops_the_run(gated, monkeypatch):
+    config = stub_config(gated, policies=("snapkv",), regimes=("chunked",), keep_ratios=(0.45,))
+    subject = load_subject(config, STUB, 0)
+    real = by_cache.held_now
+
+    def one_more(cache):
+        held_B, seen_B = real(cache)
+        return held_B + 1, seen_B
+
+    monkeypatch.setattr(by_cache, "held_now", one_more)
+    with pytest.raises(AssertionError, match="snapkv at 0.45 holds .* entries where the budget"):
+        run_unit(config, STUB, subject, Unit(0, "pair", 0, 1, "chunked"))
+
+
+def test_policies_that_hold_unlike_amounts_stop_the_run(gated):
+    config = stub_config(gated, policies=("snapkv", "recency"), regimes=("decode",), keep_ratios=(0.45,))
+    subject = load_subject(config, STUB, 0)
+    unit = Unit(0, "pair", 0, 1, "decode")
+    rows = run_unit(config, STUB, subject, unit).rows
+    other = [
+        replace(row, kept_entries=row.kept_entries + 1) if row.policy == "recency" else row for row in rows
+    ]
+    with pytest.raises(AssertionError, match="unequal memory in seed0/pair/0-1/decode at budget 0.45"):
+        check_equal_memory(other, unit)
+
+
+def test_what_is_watched_is_counted_at_every_forward(gated):
+    config = stub_config(gated)
+    subject = load_subject(config, STUB, 0)
+    cache = Cache(subject.model, "snapkv", keep_ratio=0.45, regime="prefill+decode", every=4)
+    item = stub_item("copy", 0, 0, 100)
+    cache.prefill(torch.tensor([item.context_ids]))
+    watch = Watch(cache, Line("snapkv", "snapkv"), 0.45, check=True)
+    assert watch.held_B.tolist() == [45 * 2 * 3]
+    counts = []
+
+    class Counting:
+        def __call__(self, input_ids, scores, **_):
+            ended = watch(input_ids, scores)
+            counts.append(int(watch.held_B))
+            return ended
+
+    ids = torch.tensor([[*item.context_ids, *item.question_ids]])
+    subject.model.generate(
+        ids,
+        past_key_values=cache,
+        max_new_tokens=7,
+        min_new_tokens=7,
+        do_sample=False,
+        stopping_criteria=[Counting()],
+    )
+    # 103 tokens seen; one more, and four have come: 45 % of 104; then one by one, and again at 108.
+    kept = [round(0.45 * seen * 2) * 3 for seen in (104, 108)]
+    assert counts == [288, kept[0], kept[0] + 6, kept[0] + 12, kept[0] + 18, kept[1], kept[1] + 6]
+    assert watch.peak_B.tolist() == [max(counts)]
+
+
+def test_positions_are_those_of_the_entries_held(gated):
+    config = stub_config(gated)
+    subject = load_subject(config, STUB, 0)
+    cache = Cache(subject.model, policy=None)
+    ids = torch.tensor([stub_item("copy", 0, 0, 100).context_ids, stub_item("copy", 0, 1, 100).context_ids])
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    cache.prefill(ids, mask, evict=False)
+    assert [own.tolist() for own in positions_held(cache, 0)[0]] == [[*range(80)]] * 2
+    keep = torch.zeros(2, 2, 100, dtype=torch.bool)
+    keep[0, 0, [20, 30]] = keep[0, 1, [99]] = keep[1, :, 5] = True
+    cache.evict_with([keep] * 3)
+    assert [[own.tolist() for own in layer] for layer in positions_held(cache, 0)] == [[[0, 10], [79]]] * 3
+    assert [own.tolist() for own in positions_held(cache, 1)[2]] == [[5], [5]]
+
+
+def test_controls_have_a_place_where_the_future_is_known(gated):
+    config = stub_config(gated, policies=("snapkv", "oracle"), regimes=("context_only", "decode"))
+    assert [line.name for line in lines_of(config, "context_only")] == ["snapkv", "oracle"]
+    assert [line.name for line in lines_of(config, "decode")] == ["snapkv"]
+    paths = {unit.path for unit in plan(config, STUB)}
+    assert paths == {"shared", "decode"}

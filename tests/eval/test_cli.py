@@ -1,0 +1,91 @@
+"""The command `retain`: commands are found, misspelt ones are named, and help needs no extra."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retain.eval import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown and line in shown for name, (line, _) in cli.COMMANDS.items())
+    assert cli.main([]) == 2
+
+
+def test_help_imports_neither_torch_nor_an_extra() -> None:
+    code = (
+        "import sys, retain.eval.cli as cli; cli.main(['--help']); "
+        "heavy = {'torch', 'transformers', 'lm_eval', 'matplotlib', 'scipy', 'datasets'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_command_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspct"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "did you mean 'inspect'" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_policies_lists_presets_with_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    from retain.presets import policies
+
+    assert cli.main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *(preset.name for preset in policies())]
+    (fused,) = [line for line in lines if line.startswith("fused ")]
+    assert "gates" in fused
+    assert cli.main(["policies", "fused"]) == 2
+    assert "takes no arguments" in capsys.readouterr().err
+
+
+def test_compare_is_the_entry_of_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "--config", "no/such.yaml"]) == 2
+    assert "no/such.yaml" in capsys.readouterr().err
+
+
+def test_lm_eval_without_it_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    assert cli.main(["lm-eval", "--", "--tasks", "ruler"]) == 2
+    assert "pip install 'retain[lm-eval]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "passed"),
+    [
+        ("-- --tasks ruler", "--model retain --tasks ruler"),
+        ("--tasks ruler", "--model retain --tasks ruler"),
+        ("-- run --tasks ruler", "run --model retain --tasks ruler"),
+        ("-- --model hf --tasks ruler", "--model hf --tasks ruler"),
+        ("-- --model=hf --tasks ruler", "--model=hf --tasks ruler"),
+        ("-- -M hf --tasks ruler", "-M hf --tasks ruler"),
+        ("-- --config run.yaml", "--config run.yaml"),
+        ("-- ls tasks", "ls tasks"),
+    ],
+)
+def test_lm_eval_is_asked_for_our_class_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch, typed: str, passed: str
+) -> None:
+    """Its own default is the full cache, which nobody means who types `retain lm-eval`."""
+    seen = []
+
+    class Main:
+        @staticmethod
+        def cli_evaluate() -> None:
+            seen.append(sys.argv)
+
+    monkeypatch.setattr(cli, "find_spec", lambda name: object())
+    monkeypatch.setattr(cli, "import_module", lambda name: Main)
+    before = sys.argv
+    assert cli.main(["lm-eval", *typed.split()]) == 0
+    assert seen == [["lm-eval", *passed.split()]] and sys.argv is before

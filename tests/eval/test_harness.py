@@ -1,0 +1,442 @@
+"""`retain` in lm-evaluation-harness: answers are those of an evicting cache, or there are none."""
+
+import functools
+import json
+import logging
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import retain
+from retain.reference import load_tokenizer
+from tests.tiny import tiny_model
+
+# lm_eval is somebody else's code: its imports (and what its SQLite wrapper leaves open) warn.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+GREEDY = {"until": ["<never>"], "max_gen_toks": 6, "do_sample": False}
+MARK = "\n# question:"
+PROMPTS = [
+    "def add(first, second):\n    return first + second\n\nclass Table:\n    pass\n" + MARK + " what?",
+    "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 3
+    + MARK
+    + " which names are printed here?",
+    "x = 1\ny = 2\nprint(x, y)\nassert x < y\nraise ValueError('no')\n" * 2 + MARK + " y",
+]
+# Of a model that no token means anything to: eviction must change what it says, or equality shows nothing.
+ROOM = {
+    "protection.minimum": 1,
+    "protection.sinks": 2,
+    "protection.recent": 4,
+    "observed_settings.window": 4,
+}
+SHARED = ("protection.minimum", "protection.sinks", "protection.recent")
+BY_HAND = {"observed_settings": {"window": 4}, "protection": {"minimum": 1, "sinks": 2, "recent": 4}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def harness() -> Any:
+    from retain.eval import harness
+
+    return harness
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random model and its tokenizer, on disk."""
+    root = tmp_path_factory.mktemp("model")
+    model = tiny_model("qwen3", vocab_size=3072, max_position_embeddings=512, eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(root)
+    load_tokenizer().save_pretrained(root)
+    return str(root)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two local tasks: one that generates, one that asks for log-likelihoods."""
+    root = tmp_path_factory.mktemp("tasks")
+    rows = [{"text": prompt, "answer": "42"} for prompt in PROMPTS]
+    (root / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(root / "rows.json"), "cache_dir": str(root / "cache")},
+        "test_split": "train",
+        "doc_to_text": "{{text}}",
+    }
+    generate = {
+        "task": "local_generate",
+        "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": GREEDY,
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1.0},
+    }
+    choose = {
+        "task": "local_choice",
+        "output_type": "multiple_choice",
+        "doc_to_choice": [" yes", " no", " maybe so"],
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1.0},
+    }
+    for task in (generate, choose):
+        (root / f"{task['task']}.yaml").write_text(yaml.safe_dump(shared | task))
+    return root
+
+
+@pytest.fixture(scope="module")
+def make(harness: Any, folder: str) -> Any:
+    """`RetainLM` on the tiny model."""
+
+    def made(**given: Any) -> Any:
+        return harness.RetainLM(folder, device="cpu", **{"policy": "snapkv", **ROOM, **given})
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def asked(prompts: list[str] = PROMPTS, **given: Any) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [Instance("generate_until", {}, (text, {**GREEDY, **given}), 0) for text in prompts]
+
+
+def scored(pairs: list[tuple[str, str]]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+
+def evaluate(tasks: Path, names: list[str], **given: Any) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    return lm_eval.simple_evaluate(
+        model="retain", tasks=names, task_manager=manager, bootstrap_iters=0, device="cpu", **given
+    )
+
+
+def said(results: dict[str, Any]) -> list[str]:
+    samples = sorted(results["samples"]["local_generate"], key=lambda sample: sample["doc_id"])
+    return [sample["resps"][0][0] for sample in samples]
+
+
+def test_a_generation_task_says_what_was_asked_and_evicted(tasks: Path, folder: str) -> None:
+    given = {"pretrained": folder, "policy": "snapkv", "keep_ratio": 0.5, **ROOM}
+    results = evaluate(tasks, ["local_generate"], model_args=given)
+    assert results["results"]["local_generate"]["exact_match,none"] == 0.0
+    info = results["config"]["retain"]
+    assert (info["split"], info["budget"], info["regime"]) == ("query_aware", {"keep_ratio": 0.5}, "prefill")
+    assert info["policy"]["protection"]["minimum"] == 1
+    counts = info["evicted"]
+    assert (counts["sequences"], counts["sequences_evicted"]) == (3, 3)
+    assert counts["entries_evicted"] == counts["entries_seen"] - counts["entries_held"] > 0
+    # Half of each prompt, and the tokens that were written behind it.
+    assert 0.5 < counts["keep_ratio_achieved"] <= counts["largest_share"] < 0.65
+    assert counts["bytes_held"] * counts["entries_seen"] == counts["bytes_full"] * counts["entries_held"]
+    json.dumps(info)
+
+
+def test_two_policies_never_share_an_answer(harness: Any, tasks: Path, folder: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "answers")
+    args = {"snapkv": {"pretrained": folder, "policy": "snapkv", "keep_ratio": 0.3, **ROOM}}
+    args["recency"] = {name: args["snapkv"][name] for name in args["snapkv"] if "observed" not in name}
+    args["recency"]["policy"] = "recency"
+    own = {}
+    for policy, given in args.items():
+        own[policy] = said(evaluate(tasks, ["local_generate"], model_args=given, use_cache=path))
+        alone = harness.RetainLM(**given, device="cpu").generate_until(asked(), disable_tqdm=True)
+        assert own[policy] == alone
+    assert own["snapkv"] != own["recency"]
+    again = evaluate(tasks, ["local_generate"], model_args=args["snapkv"], use_cache=path)
+    assert said(again) == own["snapkv"] and again["config"]["retain"]["evicted"]["sequences"] == 0
+
+
+def test_a_database_that_cannot_be_told_policies_is_refused(make: Any) -> None:
+    class Hook:
+        dbdict: dict = {}
+
+    with pytest.raises(ValueError, match="leave out --use_cache"):
+        make(keep_ratio=0.5).set_cache_hook(Hook())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"keep_ratio": 0.3},
+        {"keep_ratio": 0.3, "context_marker": MARK},
+        {"tokens_per_head": 12, "chunk": 12, "regime": "chunked"},
+        {"tokens_per_head": 10, "chunk": 16, "context_marker": MARK},
+        {"tokens_per_head": 12, "regime": "prefill+decode", "every": 3},
+        {"tokens_per_head": 12, "regime": "decode", "every": 2},
+        {"tokens_per_head": 12, "regime": "chunked+decode", "every": 2, "chunk": 16},
+    ],
+    ids=[
+        *("query_aware", "context_only", "chunked", "context_in_chunks"),
+        *("prefill+decode", "decode", "chunked+decode"),
+    ],
+)
+def test_a_left_padded_batch_answers_like_its_prompts_alone(make: Any, given: dict[str, Any]) -> None:
+    alone, batch = make(**given, batch_size=1), make(**given, batch_size=3)
+    answers = alone.generate_until(asked(), disable_tqdm=True)
+    assert batch.generate_until(asked(), disable_tqdm=True) == answers
+    assert batch.evicted == alone.evicted
+    full = make(keep_ratio=1.0).generate_until(asked(), disable_tqdm=True)
+    assert answers != full
+
+
+def test_random_keeps_the_same_in_any_batch_and_order(harness: Any, folder: str) -> None:
+    given = {"policy": "random", "keep_ratio": 0.3, **{name: ROOM[name] for name in SHARED}}
+
+    def made(**more: Any) -> Any:
+        return harness.RetainLM(folder, device="cpu", **given, **more)
+
+    answers = made().generate_until(asked(), disable_tqdm=True)
+    turned = made(batch_size=2).generate_until(asked(PROMPTS[::-1]), disable_tqdm=True)
+    assert turned[::-1] == answers
+    assert made(seeds=1).generate_until(asked(), disable_tqdm=True) != answers
+
+
+def test_an_answer_is_that_of_a_cache_by_hand(make: Any) -> None:
+    lm = make(keep_ratio=0.3)
+    split = make(keep_ratio=0.3, context_marker=MARK)
+    model, tokenizer = lm.model, lm.tokenizer
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        cut = tokenizer(prompt[: prompt.index(MARK) + len(MARK)], return_tensors="pt").input_ids.shape[1]
+        for one, seen in ((lm, 0), (split, cut)):
+            cache = retain.Cache(model, "snapkv", keep_ratio=0.3, **BY_HAND)
+            if seen:
+                cache.prefill(ids[:, :seen])
+            output = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            wanted = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+            assert one.generate_until(asked([prompt]), disable_tqdm=True) == [wanted]
+
+
+def test_keeping_all_answers_like_lm_evals_own_class(make: Any, folder: str) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    plain = HFLM(folder, device="cpu", batch_size=2).generate_until(asked(), disable_tqdm=True)
+    for given in ({}, {"context_marker": MARK}, {"chunk": 7}):
+        lm = make(keep_ratio=1.0, batch_size=2, **given)
+        assert lm.generate_until(asked(), disable_tqdm=True) == plain
+        assert lm.get_model_info()["retain"]["warning"] is None
+
+
+def test_a_stop_sequence_ends_an_answer(make: Any) -> None:
+    (whole,) = make(keep_ratio=0.4).generate_until(asked(PROMPTS[:1]), disable_tqdm=True)
+    stop = whole[len(whole) // 2 :][:2]
+    lm = make(keep_ratio=0.4, batch_size=2)
+    answers = lm.generate_until(asked(PROMPTS[:2], until=[stop]), disable_tqdm=True)
+    assert answers[0] == whole[: whole.index(stop)]
+
+
+def test_a_prompt_that_does_not_fit_is_not_cut_in_silence(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"its answer may take 6.*Pass max_length=\d+ .*overlong=truncate"):
+        make(keep_ratio=0.5, max_length=40).generate_until(asked(), disable_tqdm=True)
+    lm = make(keep_ratio=0.5, max_length=40, overlong="truncate")
+    lm.generate_until(asked(PROMPTS[1:2]), disable_tqdm=True)
+    heads = sum(spec.num_kv_heads for spec in lm._cache().specs)
+    assert lm.evicted.entries_seen == heads * (34 + 5)  # the last token that is written is never read
+
+
+def test_a_budget_below_what_is_protected_is_found_before_the_longest_is_read(make: Any) -> None:
+    lm = make(keep_ratio=0.3, **{"protection.recent": 16})
+    lm._model_generate = None  # nothing may be generated
+    with pytest.raises(ValueError, match=r"the shortest prompt has \d+ tokens"):
+        lm.generate_until(asked(), disable_tqdm=True)
+
+
+def test_a_run_that_evicts_nothing_says_so(make: Any) -> None:
+    lm = make(tokens_per_head=400)
+    with pytest.warns(UserWarning, match="nothing was evicted from any of 3 sequences"):
+        lm.generate_until(asked(), disable_tqdm=True)
+    assert "full cache" in lm.get_model_info()["retain"]["warning"]
+
+
+def test_a_prompt_without_its_marker_is_refused(make: Any) -> None:
+    lm = make(keep_ratio=0.5, context_marker=MARK)
+    with pytest.raises(ValueError, match="is not in the prompt"):
+        lm.generate_until(asked(["no question here"]), disable_tqdm=True)
+    with pytest.raises(ValueError, match="is not in the prompt"):
+        lm.tok_batch_encode([PROMPTS[0], "no question here"])
+
+
+def test_log_likelihoods_are_refused_unless_asked_for(tasks: Path, folder: str, make: Any) -> None:
+    args = {"pretrained": folder, "policy": "snapkv", "keep_ratio": 0.5, **ROOM}
+    with pytest.raises(ValueError, match=r"task local_choice asks for log-likelihoods.*evict_context"):
+        evaluate(tasks, ["local_choice"], model_args=args)
+    results = evaluate(tasks, ["local_choice"], model_args=args | {"loglikelihood": "evict_context"})
+    assert 0.0 <= results["results"]["local_choice"]["acc,none"] <= 1.0
+    counts = results["config"]["retain"]["evicted"]
+    assert (counts["sequences"], counts["sequences_evicted"]) == (3, 3)  # three choices share a context
+    for lm in (make(keep_ratio=0.5), make(keep_ratio=0.5, loglikelihood="evict_context")):
+        with pytest.raises(ValueError, match="loglikelihood_rolling"):
+            lm.loglikelihood_rolling(scored([("a document", "")]))
+
+
+PAIRS = [(prompt, choice) for prompt in PROMPTS for choice in (" yes", " no way out", " 7")] + [("", "alone")]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"chunk": 5}, {"context_marker": MARK}], ids=["once", "chunks", "split"]
+)
+def test_log_likelihoods_of_all_entries_are_lm_evals_own(
+    make: Any, folder: str, given: dict[str, Any]
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    pairs = PAIRS[:-1] if given.get("context_marker") else PAIRS
+    plain = HFLM(folder, device="cpu").loglikelihood(scored(pairs), disable_tqdm=True)
+    lm = make(keep_ratio=1.0, loglikelihood="evict_context", **given)
+    got = lm.loglikelihood(scored(pairs), disable_tqdm=True)
+    assert [greedy for _, greedy in got] == [greedy for _, greedy in plain]
+    assert [value for value, _ in got] == pytest.approx([value for value, _ in plain], rel=1e-5)
+
+
+@pytest.mark.parametrize("marker", [None, MARK], ids=["whole", "split"])
+def test_log_likelihoods_are_scored_from_what_is_held(make: Any, marker: str | None) -> None:
+    """Token by token, from a cache that was evicted before the context's last token (or the question)."""
+    lm = make(keep_ratio=0.3, loglikelihood="evict_context", context_marker=marker)
+    pairs = [pair for pair in PAIRS if pair[0]]
+    wanted = []
+    for context, continuation in pairs:
+        first, more = lm._encode_pair(context, continuation)
+        cut = len(first) - 1
+        if marker is not None:
+            cut = len(lm.tokenizer(context[: context.index(marker) + len(marker)]).input_ids)
+        cache = retain.Cache(lm.model, "snapkv", keep_ratio=0.3, **BY_HAND)
+        cache.prefill(torch.tensor([first[:cut]]))
+        total = 0.0
+        for place, token in enumerate([*first[cut:], *more][:-1], start=cut + 1):
+            logits = lm.model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+            if place >= len(first):
+                total += logits.double().log_softmax(-1)[more[place - len(first)]].item()
+        wanted.append(total)
+    got = [value for value, _ in lm.loglikelihood(scored(pairs), disable_tqdm=True)]
+    assert got == pytest.approx(wanted, rel=1e-4)
+    full = make(keep_ratio=1.0, loglikelihood="evict_context")
+    whole = [value for value, _ in full.loglikelihood(scored(pairs), disable_tqdm=True)]
+    assert max(abs(a - b) for a, b in zip(got, whole, strict=True)) > 0.01
+
+
+def test_a_context_that_does_not_fit_is_not_cut(make: Any) -> None:
+    lm = make(keep_ratio=0.5, loglikelihood="evict_context", max_length=20)
+    with pytest.raises(ValueError, match="do not fit into max_length 20"):
+        lm.loglikelihood(scored(PAIRS[:1]), disable_tqdm=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"keep_ration": 0.5}, "did you mean 'keep_ratio'"),
+        ({"keep_ratio": 0.5, "protecton.recent": 8}, "did you mean 'protection.recent'"),
+        ({"keep_ratio": 0.5, "protection.recnt": 8}, "recnt"),
+        ({"keep_ratio": 0.5, "some.thing": 8}, "unknown model_args: 'some.thing'"),
+        ({}, "budget"),
+        ({"keep_ratio": 0.5, "bytes": 4096}, "budget"),
+        ({"keep_ratio": 0.5, "policy": "snapkw"}, "did you mean 'snapkv'"),
+        ({"keep_ratio": 0.5, "policy": "gate", "observed_settings": {}}, "gates"),
+        ({"keep_ratio": 0.5, "regime": "prefil"}, "did you mean 'prefill'"),
+        ({"keep_ratio": 0.5, "regime": "chunked"}, "say how long one is"),
+        ({"keep_ratio": 0.5, "chunk": 0, "overlong": "cut"}, "chunk is 0.*overlong is 'cut'"),
+        ({"keep_ratio": 0.5, "context_marker": ""}, "context_marker is empty"),
+        ({"keep_ratio": 0.5, "loglikelihood": "yes"}, "wanted evict_context"),
+        (
+            {"keep_ratio": 0.5, "loglikelihood": "evict_context", "regime": "decode"},
+            "take regime=prefill",
+        ),
+        ({"keep_ratio": 0.5, "truncation": True}, "overlong=truncate"),
+    ],
+)
+def test_bad_model_args_are_refused_before_anything_runs(
+    harness: Any, folder: str, given: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        harness.RetainLM(folder, device="cpu", **{"policy": "snapkv", **given})
+
+
+def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
+    base = make(keep_ratio=0.5)
+    others = [
+        make(keep_ratio=0.4),
+        make(tokens_per_head=16),
+        make(keep_ratio=0.5, seeds=1),
+        make(keep_ratio=0.5, max_length=256),
+        make(keep_ratio=0.5, context_marker=MARK),
+        make(keep_ratio=0.5, **{"protection.recent": 2}),
+        make(keep_ratio=0.5, dtype="bfloat16"),
+        make(keep_ratio=0.5, regime="prefill+decode"),
+    ]
+    names = {one.identity_sha for one in others}
+    assert len(names | {base.identity_sha}) == len(others) + 1
+    assert make(keep_ratio=0.5).identity_sha == base.identity_sha
+
+
+def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> None:
+    from retain.gates import build_gates
+    from retain.gates.store import save_gates
+    from retain.hf.model import describe, fingerprint
+    from retain.reference import load_model
+
+    model = load_model(0)
+    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
+    names = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        gates = build_gates("linear", dims)
+        for weight in gates.parameters():
+            torch.nn.init.normal_(weight)
+        save_gates(gates, tmp_path / f"{seed}", fingerprint=fingerprint(model))
+        lm = harness.RetainLM(
+            "reference:0", policy="gate", keep_ratio=0.5, gates=str(tmp_path / f"{seed}"), device="cpu"
+        )
+        names.append(lm.identity_sha)
+    assert names[0] != names[1]
+    assert lm.identity["name"] == "reference:0" and lm.identity["gates"]["family"] == "linear"
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`retain lm-eval -- ...` with the released lm-eval, which knows no plug-ins; its results are on disk."""
+    import datasets
+    import lm_eval.tasks
+
+    from retain.eval.cli import main
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "lm_eval.md").read_text()
+    blocks = re.findall(r"(?:^    .*\n)+", page, flags=re.MULTILINE)
+    rows, task, *commands = [textwrap.dedent(block) for block in blocks]
+    (tmp_path / "rows.json").write_text(rows)
+    (tmp_path / "recall.yaml").write_text(task)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    # lm-eval reads the YAMLs of all its own tasks first, which takes it longer than the rest of this file.
+    quick = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", quick)
+    assert len(commands) == 2
+    for command, folder, split in zip(
+        commands, ("results", "split"), ("query_aware", "context_only"), strict=True
+    ):
+        program, *arguments = shlex.split(command)
+        assert program == "retain" and main(arguments) == 0
+        (path,) = (tmp_path / folder).rglob("results_*.json")
+        info = json.loads(path.read_text())["config"]["retain"]
+        assert (info["policy"]["name"], info["split"]) == ("recency", split)
+        assert info["evicted"]["sequences_evicted"] == info["evicted"]["sequences"] == 2

@@ -1,0 +1,291 @@
+"""`retain inspect`: what is said of each kind of folder is what lies in it; nothing is written there."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import retain
+from retain.eval.cli import main
+from retain.eval.gate_cost import GateCost, cost_of, gate_flops, projection_flops, weight_flops
+from retain.eval.inspect_path import inspect_path
+from retain.gates import GATES, build_gates
+from retain.gates.store import save_gates
+from retain.hf.model import describe, fingerprint
+from tests.tiny import VOCAB, tiny_model
+
+E, H, F = 32, 2, 16
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = tiny_model("llama")
+    retain.attach(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def gates_folder(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Path:
+    """Untrained MLP gates of a tiny model that lies beside them."""
+    root = tmp_path_factory.mktemp("gates")
+    model.save_pretrained(root / "model")
+    dims = {spec.layer_idx: {"E": E, "H": H, "F": F} for spec in describe(model)}
+    metadata = {
+        "base_model": str(root / "model"),
+        "protected_window": 8,
+        "target": {"sources": {"own": 1.0}, "horizon": 8},
+        "calibration": {"curve": {"keep_ratio": [0.1, 0.5, 0.9], "threshold": [3.0, 2.0, 1.0]}},
+        "training": {"steps": 7, "held_out": {"loss": 1.25}},
+    }
+    save_gates(build_gates("mlp", dims), root / "own", fingerprint=fingerprint(model), metadata=metadata)
+    (root / "own" / "log.jsonl").write_text(
+        '{"step": 0, "held_out": {"loss": 2.0}}\n{"step": 1, "loss": 1.5}\n{"step": 2, "lo'
+    )
+    return root / "own"
+
+
+def rows_of(path: Path, model: str | None = None) -> dict[str, str]:
+    found = inspect_path(path, model)
+    return {label: str(text) for label, text in found.rows}
+
+
+def test_a_gate_artifact(gates_folder: Path, model: Any) -> None:
+    rows = rows_of(gates_folder)
+    layers = len(describe(model))
+    own = layers * (E * F + F + F * H + H)
+    assert rows["family"].startswith("mlp: reads hidden")
+    assert rows["layers"].startswith(f"{layers} (0-{layers - 1}), each E {E}, H {H}, F {F}")
+    assert rows["parameters"].startswith(f"{own:,} (")
+    assert rows["says"] == "log_risk; as a score, risk"
+    assert "hidden_size 32" in rows["base model"] and fingerprint(model)["sha256"][:16] in rows["base model"]
+    assert rows["protected"] == "trained for a window of 8 last entries"
+    assert rows["target"] == "sources own 1.0; horizon 8"
+    assert rows["calibration"] == "thresholds for keep_ratios 0.1 to 0.9"
+    assert rows["held-out"] == "at the end of 7 steps: loss 1.25"
+    # 2 (E F + F H) a layer, over 2 x the weights of a layer.
+    weights = 2 * E * (4 * 8 + 2 * 8) + 3 * E * 64
+    share = 2 * (E * F + F * H) / (2 * weights)
+    assert rows["cost"].startswith(f"inference overhead {100 * share:.3g} % of prefill FLOPs")
+
+
+def test_the_cost_without_the_model_is_an_upper_bound(gates_folder: Path) -> None:
+    gates = retain.load_gates(gates_folder)
+    known = {name: value for name, value in gates.metadata.items() if name != "base_model"}
+    bound, whole = cost_of(gates, known), cost_of(gates, gates.metadata)
+    assert bound.share() > whole.share() > 0
+    assert "at most" in str(bound) and "pass --model" in str(bound) and "at most" not in str(whole)
+    nothing = cost_of(gates, {})
+    assert nothing.share() is None and "nothing is known: pass --model" in str(nothing)
+    assert projection_flops(known["fingerprint"]) == 2 * 2 * (2 * 32 * 4 * 8 + 2 * 32 * 2 * 8)
+
+
+@pytest.mark.parametrize("family", sorted(GATES))
+def test_flops_of_every_family_are_counted(family: str) -> None:
+    """Two layers cost twice one; families of known formulas cost what they say."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    letters = {"E": 32, "H": 2, "Q": 4, "D": 8}
+    dims = {letter: letters[letter] for letter in GATES[family].sizes}
+    added = GATES[family].extension
+    extension = None if added is None else added(E=32, modules={"a": (32, 32)}, num_tokens=4)
+    one = gate_flops(build_gates(family, {0: dims}, extension=extension), sizes, 64)
+    two = gate_flops(build_gates(family, {0: dims, 3: dims}, extension=extension), sizes, 64)
+    assert two == 2 * one > 0
+    if family == "linear":
+        assert one == 2 * 32 * 2
+
+
+def test_lookahead_tokens_count_as_read() -> None:
+    assert GateCost(1.0, 100.0, "all", True, lookahead=32).share(1024) == pytest.approx(0.01 + 1 / 32)
+
+
+def test_experts_count_as_far_as_a_token_meets_them(tmp_path: Path) -> None:
+    made = tiny_model("qwen3_moe")
+    made.config.save_pretrained(tmp_path)
+    whole = sum(
+        weight.numel()
+        for name, weight in made.model.layers.named_parameters()
+        if weight.dim() > 1 and ".experts." not in name
+    )
+    experts = sum(
+        weight.numel() for name, weight in made.model.layers.named_parameters() if ".experts." in name
+    )
+    share = made.config.num_experts_per_tok / made.config.num_experts
+    assert weight_flops(str(tmp_path), {}) == pytest.approx(2 * (whole + share * experts))
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [("no/such/model", "has no config to count with"), ("reference:0", "is not what these gates were")],
+)
+def test_another_model_is_refused(gates_folder: Path, name: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        inspect_path(gates_folder, name)
+
+
+def test_a_damaged_artifact_is_not_described(gates_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(gates_folder, tmp_path / "cut")
+    weights = tmp_path / "cut" / "gates.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="truncated or corrupt"):
+        inspect_path(tmp_path / "cut")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, gates_folder: Path) -> Path:
+    """What a killed training run leaves, by the layout of train/checkpoint.py."""
+    import hashlib
+
+    root = tmp_path_factory.mktemp("runs") / "killed"
+    checkpoint = root / "checkpoints" / "step-000050"
+    checkpoint.mkdir(parents=True)
+    (root / "run.json").write_text("{}")
+    (root / "config.yaml").write_text("model: reference:0\ntraining:\n  steps: 200\ngate:\n  family: mlp\n")
+    (root / "log.jsonl").write_text('{"step": 50, "loss": 1.5, "held_out": {"loss": 2.0}}\n{"step"')
+    shutil.copy(gates_folder / "gates.safetensors", checkpoint)
+    (checkpoint / "state.json").write_text('{"step": 50, "num_updates": 50, "extra": {}}')
+    described = {
+        name: {"sha256": hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}
+        for name in ("gates.safetensors", "state.json")
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": described}))
+    return root
+
+
+def test_a_killed_run_and_its_checkpoint(run_folder: Path) -> None:
+    rows = rows_of(run_folder)
+    assert rows["state"].startswith("not finished: step 50 of 200 is logged")
+    assert (rows["checkpoints"], rows["gate"], rows["held-out"]) == ("step-000050", "family mlp", "loss 2")
+    rows = rows_of(run_folder / "checkpoints" / "step-000050")
+    assert rows["state"] == "step 50; num_updates 50" and rows["whole"].startswith("yes")
+
+
+def test_a_torn_checkpoint_is_said_to_be(run_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_folder / "checkpoints" / "step-000050", tmp_path / "torn")
+    (tmp_path / "torn" / "state.json").write_text('{"step": 51}')
+    assert rows_of(tmp_path / "torn")["whole"].startswith("no: state.json differ")
+
+
+@pytest.fixture(scope="module")
+def results_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tasks, two policies, one budget and the full cache; a line that a kill cut."""
+    root = tmp_path_factory.mktemp("results") / "half"
+    root.mkdir()
+    lines = []
+    for task, items in (("short", 1), ("long", 3)):
+        for policy, budget, hits in (("full", 1.0, 1), ("good", 0.2, 1), ("poor", 0.2, 0)):
+            for item in range(items):
+                score = float(hits and (task == "short" or item == 0 or policy == "full"))
+                row = {"unit": task, "task": task, "item": item, "regime": "context_only", "policy": policy}
+                lines.append(json.dumps({**row, "budget": budget, "score": score, "null": False}))
+    (root / "items.jsonl").write_text("\n".join([*lines, '{"unit": "lo']))
+    manifest = {
+        "run": "half",
+        "config": {"seeds": [0], "keep_ratios": [0.2]},
+        "identity_sha": "abc",
+        "code": {"commit": "0123456789abcdef", "clean": False},
+        "environment": {"device": "cpu", "versions": {"torch": "2"}},
+        "samples": {"units": 4},
+        "started": "2026-01-01",
+    }
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    return root
+
+
+def test_results(results_folder: Path) -> None:
+    rows = rows_of(results_folder)
+    assert rows["run"] == "half, identity abc"
+    assert rows["state"] == "not finished; 2 of 4 units have rows; started 2026-01-01"
+    assert rows["code"] == "0123456789ab (scratch)"
+    assert rows["tasks"] == "2: long, short"
+    assert rows["rows"].startswith("12 (0 without an answer")
+    assert rows["context_only"] == "full cache 100.0"
+    # Tasks count alike: (1 + 1/3) / 2.
+    assert rows["context_only at 0.2"] == "good 66.7, poor 0.0"
+
+
+def test_results_in_parquet_and_of_an_older_layout(results_folder: Path, tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    lines = (results_folder / "items.jsonl").read_text().splitlines()[:-1]
+    rows = [json.loads(line) for line in lines]
+    (tmp_path / "table").mkdir()
+    write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table" / "items.parquet")
+    assert rows_of(tmp_path / "table")["context_only at 0.2"] == "good 66.7, poor 0.0"
+    assert rows_of(tmp_path / "table")["state"].startswith("unknown: no manifest.json")
+    (tmp_path / "older").mkdir()
+    older = [
+        {("exact" if k == "score" else "keep_ratio" if k == "budget" else k): row[k] for k in row}
+        for row in rows
+    ]
+    (tmp_path / "older" / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in older))
+    assert rows_of(tmp_path / "older")["context_only at 0.2"] == "good 66.7, poor 0.0"
+
+
+def test_results_with_a_damaged_manifest(results_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(results_folder, tmp_path / "cut")
+    (tmp_path / "cut" / "manifest.json").write_text('{"run": ')
+    with pytest.raises(ValueError, match="not readable JSON"):
+        inspect_path(tmp_path / "cut")
+
+
+@pytest.fixture(scope="module")
+def cache_file(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "context.safetensors"
+    cache = retain.Cache(model, "knorm", tokens_per_head=12, protection={"minimum": 1, "recent": 2})
+    ids = torch.randint(1, VOCAB, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, :8] = 0
+    cache.prefill(ids, mask).save(path)
+    return path
+
+
+def test_a_saved_cache(cache_file: Path, model: Any) -> None:
+    rows = rows_of(cache_file)
+    heads = sum(spec.num_kv_heads for spec in describe(model))
+    assert rows["sequences"] == "2, of 32, 40 tokens seen"
+    assert rows["entries"].startswith(f"{24 * heads:,} held of {72 * heads:,} seen (33.3%)")
+    assert rows["policy"] == "knorm, budget tokens_per_head 12"
+    # The batch's mean share: (12 / 32 + 12 / 40) / 2, in every head.
+    assert rows["by head"].startswith("33.7 % to 33.7 %") or rows["by head"].startswith("33.8 % to 33.8 %")
+
+
+def test_a_cut_cache_is_said_to_be(cache_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.safetensors").write_bytes(cache_file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated or corrupt"):
+        inspect_path(tmp_path / "cut.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["gates_folder", "run_folder", "results_folder", "cache_file"])
+def test_the_picture_lies_where_it_was_asked_for_and_nothing_else_is_written(
+    request: pytest.FixtureRequest, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path: Path = request.getfixturevalue(kind)
+    before = files_of(path.parent)
+    assert main(["inspect", str(path)]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert main(["inspect", str(path), "--picture", str(tmp_path / "new" / "one.png")]) == 0
+    assert files_of(path.parent) == before
+    drawn = (tmp_path / "new" / "one.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG") and len(drawn) > 5000
+    assert "picture: " in capsys.readouterr().out
+
+
+def test_a_path_of_nothing_says_what_was_looked_for(
+    gates_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=r"Looked for: gate artifact \(gates.json\).*saved cache"):
+        inspect_path(tmp_path)
+    with pytest.raises(ValueError, match=r"Inside of it there are: .*own"):
+        inspect_path(gates_folder.parent)
+    with pytest.raises(FileNotFoundError, match="Beside it there are: own"):
+        inspect_path(gates_folder.parent / "ownn")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

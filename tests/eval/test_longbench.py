@@ -1,0 +1,260 @@
+"""LongBench as released: prompts, truncation, stops, scorers by data set; on rows in the official layout."""
+
+import hashlib
+import inspect
+import json
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retain.eval.metrics import METRICS
+from retain.eval.tasks import longbench_v2 as module_v2
+from retain.eval.tasks.longbench import EVEN, GENERATORS, SIZES, length_bin, longbench, longbench_size
+from retain.eval.tasks.longbench_prompts import PROMPTS
+from retain.eval.tasks.longbench_v2 import longbench_v2, longbench_v2_size
+from retain.eval.tasks.text import Asking, TextItem, cards, render
+from retain.hf.named import load_named_tokenizer
+
+# Of THUDM/LongBench's config/dataset2prompt.json, read as JSON and written with sorted keys.
+PROMPTS_SHA256 = "71d3d9b8dc05b3cda9a6efc10414508eab26fc7925dad3aabb818bcb9c9b68d4"
+# Metric, tokens of an answer, chat template, first line only: LongBench/eval.py, config/, pred.py.
+OFFICIAL = {
+    "narrativeqa": ("qa_f1", 128, True, False),
+    "qasper": ("qa_f1", 128, True, False),
+    "multifieldqa_en": ("qa_f1", 64, True, False),
+    "hotpotqa": ("qa_f1", 32, True, False),
+    "2wikimqa": ("qa_f1", 32, True, False),
+    "musique": ("qa_f1", 32, True, False),
+    "gov_report": ("rouge_l", 512, True, False),
+    "qmsum": ("rouge_l", 512, True, False),
+    "multi_news": ("rouge_l", 512, True, False),
+    "trec": ("classification", 64, False, True),
+    "triviaqa": ("qa_f1", 32, False, True),
+    "samsum": ("rouge_l", 128, False, True),
+    "passage_count": ("count", 32, True, False),
+    "passage_retrieval_en": ("retrieval", 32, True, False),
+    "lcc": ("code_similarity", 64, False, False),
+    "repobench-p": ("code_similarity", 64, False, False),
+    "multifieldqa_zh": ("qa_f1_zh", 64, True, False),
+    "dureader": ("rouge_l_zh", 128, True, False),
+    "vcsum": ("rouge_l_zh", 512, True, False),
+    "lsht": ("classification", 64, False, True),
+    "passage_retrieval_zh": ("retrieval_zh", 32, True, False),
+}
+
+
+@cache
+def tokenizer() -> Any:
+    return load_named_tokenizer("reference:0")
+
+
+def measure(text: str) -> int:
+    return len(tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def asking(index: int = 0, tokens: int = 10_000) -> Asking:
+    return Asking(seed=0, index=index, context_tokens=tokens, measure=measure, tokenizer=tokenizer())
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {
+        "input": "Who wrote {it}?",
+        "context": "Some {braces} in a long text. " * 20,
+        "answers": ["Ann", "Ann Lee"],
+        "length": 3999,
+        "dataset": "any",
+        "language": "en",
+        "all_classes": None,
+        "_id": "f00",
+    } | changes
+
+
+def folder(path: Path, name: str, *rows: dict[str, Any]) -> str:
+    lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rows or (row(),))
+    (path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return str(path)
+
+
+def score(name: str, written: TextItem, answer: str) -> float:
+    item = render(written, cards()[name], tokenizer(), chat=False)
+    return item.asked[0].score(tokenizer()(answer, add_special_tokens=False)["input_ids"])[1]
+
+
+def test_the_prompts_are_the_official_ones() -> None:
+    text = json.dumps({**PROMPTS}, ensure_ascii=False, sort_keys=True)
+    assert hashlib.sha256(text.encode()).hexdigest() == PROMPTS_SHA256
+
+
+@pytest.mark.parametrize("dataset", sorted(OFFICIAL))
+def test_a_card_says_what_the_released_code_does(dataset: str) -> None:
+    metric, tokens, chat, first_line = OFFICIAL[dataset]
+    groups = ["longbench"] + ["longbench_e"] * (dataset in EVEN)
+    for group in groups:
+        card = cards()[f"{group}/{dataset}"]
+        assert (card.metric, card.max_new_tokens, card.chat, card.first_line) == OFFICIAL[dataset]
+        assert card.stop == (("\n",) if dataset == "samsum" else ())
+        assert card.settings == {"dataset": dataset} | ({"even": True} if group == "longbench_e" else {})
+        assert card.provenance == "official"
+    assert metric in METRICS
+
+
+def test_there_are_as_many_cards_as_data_sets() -> None:
+    named = [name.partition("/")[0] for name in cards()]
+    assert named.count("longbench") == 21 == len(OFFICIAL) == len(PROMPTS)
+    assert named.count("longbench_e") == 13 == len(EVEN)
+    assert named.count("longbench_v2") == 1
+    for group, made in (("longbench", longbench), ("longbench_e", longbench), ("longbench_v2", longbench_v2)):
+        for name, card in cards().items():
+            if name.startswith(f"{group}/"):
+                inspect.signature(made).bind(None, **card.settings)
+                assert card.generator in {**GENERATORS, **module_v2.GENERATORS}
+                assert card.generator in {**SIZES, **module_v2.SIZES}
+
+
+@pytest.mark.parametrize("dataset", sorted(OFFICIAL))
+def test_context_and_question_are_the_official_prompt(dataset: str, tmp_path: Path) -> None:
+    path = folder(tmp_path, dataset)
+    item = longbench(asking(), dataset=dataset, path=path)
+    prompt = PROMPTS[dataset].replace("{context}", row()["context"])
+    # The braces of a row are no fields of the prompt.
+    if "{input}" in PROMPTS[dataset]:
+        assert prompt.count("{input}") == 1
+    assert item.context + item.questions[0].question == prompt.replace("{input}", row()["input"])
+    assert item.context.endswith(row()["context"])
+    assert item.questions[0].references == ("Ann", "Ann Lee")
+    assert item.about == {"id": "f00", "length": 3999.0, "bin": "0-4k", "cut_tokens": 0.0}
+    assert longbench_size(dataset=dataset, path=path) == 1
+
+
+@pytest.mark.parametrize("most", [400, 401])
+def test_a_long_prompt_loses_its_middle(most: int, tmp_path: Path) -> None:
+    text = " ".join(f"word{i}" for i in range(400))
+    path = folder(tmp_path, "qasper", row(context=text))
+    item = longbench(asking(tokens=most), dataset="qasper", path=path)
+    # As pred.py: tokens of the whole prompt, two halves, decoded apart.
+    prompt = PROMPTS["qasper"].replace("{context}", text).replace("{input}", row()["input"])
+    ids = tokenizer()(prompt)["input_ids"]
+    half = int(most / 2)
+    decode = partial(tokenizer().decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert item.context + item.questions[0].question == decode(ids[:half]) + decode(ids[-half:])
+    assert item.about["cut_tokens"] == len(ids) - 2 * half > 0
+    again = longbench(asking(), dataset="qasper", path=path, max_tokens=most)
+    assert again == item
+    # A prompt that is just not too long is left alone.
+    whole = longbench(asking(tokens=len(ids)), dataset="qasper", path=path)
+    assert whole.context.endswith(text) and whole.about["cut_tokens"] == 0
+
+
+def test_a_question_is_never_cut(tmp_path: Path) -> None:
+    path = folder(tmp_path, "qasper", row(context="x " * 500))
+    with pytest.raises(
+        ValueError, match=r"question alone has \d+ tokens, and a prompt of 60 keeps 30 for it"
+    ):
+        longbench(asking(tokens=60), dataset="qasper", path=path)
+    without = Asking(seed=0, index=0, context_tokens=60, measure=measure)
+    with pytest.raises(ValueError, match="cut to 60 tokens, which needs the model's tokenizer"):
+        longbench(without, dataset="qasper", path=path)
+
+
+def test_scores_follow_the_released_code(tmp_path: Path) -> None:
+    classes = ["Number", "Number of something", "Code"]
+    made = {
+        "trec": row(answers=["Code"], all_classes=classes),
+        "triviaqa": row(),
+        "samsum": row(answers=["a b c"]),
+        "lcc": row(answers=["x = 1"]),
+        "passage_count": row(answers=["7"]),
+        "passage_retrieval_en": row(answers=["Paragraph 3"]),
+        "qasper": row(answers=["the river", "a sea"]),
+    }
+    items = {}
+    for name, one in made.items():
+        items[name] = longbench(asking(), dataset=name, path=folder(tmp_path, name, one))
+    ask = {name: partial(score, f"longbench/{name}", item) for name, item in items.items()}
+    # Only the first line counts, leading line breaks aside; elsewhere everything does.
+    assert ask["trec"]("\nCode\nNumber") == 1.0
+    assert ask["trec"]("Code or Number\n") == 0.5
+    assert ask["triviaqa"]("Ann\nQuestion: who") == 1.0
+    assert ask["samsum"]("a b c\nDialogue: x y z") == pytest.approx(1.0, abs=1e-7)
+    assert ask["samsum"]("\na b c") == pytest.approx(1.0, abs=1e-7)
+    assert ask["qasper"]("sea\nriver") == pytest.approx(2 / 3)
+    assert ask["lcc"]("# a comment\nx = 1\ny") == 1.0
+    assert ask["passage_count"]("7 of 10") == 0.5
+    assert ask["passage_retrieval_en"]("Paragraph 3") == 1.0
+    assert ask["qasper"]("") == 0.0
+
+
+def test_longbench_e_has_its_own_rows_and_bins(tmp_path: Path) -> None:
+    path = folder(tmp_path, "trec_e", row(length=4000), row(length=7999), row(length=8000))
+    bins = [longbench(asking(i), dataset="trec", even=True, path=path).about["bin"] for i in range(3)]
+    assert bins == ["4-8k", "4-8k", "8k+"]
+    assert length_bin(3999.0) == "0-4k"
+    with pytest.raises(ValueError, match=r"item 3 of .* has 3 items"):
+        longbench(asking(3), dataset="trec", even=True, path=path)
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown LongBench data set 'qaspar': did you mean 'qasper'"):
+        longbench(asking(), dataset="qaspar")
+    with pytest.raises(ValueError, match="unknown LongBench data set 'musique'"):
+        longbench(asking(), dataset="musique", even=True)
+    path = folder(tmp_path, "qasper", row(answers="yes"))
+    with pytest.raises(ValueError, match="column answers of .*, row 0, is to be a list, but is 'yes'"):
+        longbench(asking(), dataset="qasper", path=path)
+    short = row()
+    del short["all_classes"]
+    with pytest.raises(ValueError, match="no column 'all_classes' in row 0; needed input, context, answers"):
+        longbench(asking(), dataset="trec", path=folder(tmp_path, "trec", short))
+
+
+V2 = {
+    "_id": "66f",
+    "domain": "Single-Document QA",
+    "sub_domain": "Legal",
+    "difficulty": "hard",
+    "length": "short",
+    "question": " What follows? ",
+    "choice_A": "one ",
+    "choice_B": "two",
+    "choice_C": "three",
+    "choice_D": "four",
+    "answer": "B",
+    "context": "\nA law. " * 50,
+}
+# prompts/0shot.txt
+PROMPT_V2 = """Please read the following text and answer the question below.
+
+<text>
+$DOC$
+</text>
+
+What is the correct answer to this question: $Q$
+Choices:
+(A) $C_A$
+(B) $C_B$
+(C) $C_C$
+(D) $C_D$
+
+Format your response as follows: "The correct answer is (insert answer here)"."""
+
+
+def test_longbench_v2(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(json.dumps([V2]))
+    item = longbench_v2(asking(), path=str(tmp_path))
+    prompt = PROMPT_V2.replace("$DOC$", V2["context"].strip()).replace("$Q$", "What follows?")
+    for letter in "ABCD":
+        prompt = prompt.replace(f"$C_{letter}$", V2[f"choice_{letter}"].strip())
+    assert item.context + item.questions[0].question == prompt
+    assert item.context.endswith("A law.")
+    assert item.about["difficulty"] == "hard"
+    ask = partial(score, "longbench_v2/longbench_v2", item)
+    assert ask("The correct answer is (B).") == 1.0
+    assert ask("**The correct answer is B**") == 1.0
+    assert ask("The correct answer is (C), not (B)") == 0.0
+    assert ask("B") == 0.0
+    assert longbench_v2_size(path=str(tmp_path)) == 1
+    cut = longbench_v2(asking(), path=str(tmp_path), max_tokens=240)
+    assert cut.about["cut_tokens"] > 0 and cut.questions == item.questions
+    assert cards()["longbench_v2/longbench_v2"].settings == {"max_tokens": 120_000}

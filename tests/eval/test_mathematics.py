@@ -1,0 +1,92 @@
+"""Problems by name, in the hub's columns: text, instruction, answers, scores."""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from retain.eval.tasks.mathematics import PROBLEMS, SIZES, mathematics, mathematics_size
+from retain.eval.tasks.text import Asking, cards, render
+from retain.hf.named import load_named_tokenizer
+
+ROWS = {
+    "gsm8k": {"question": "Ann has 9 hens. \n", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"},
+    "math_500": {"problem": "Halve 1.", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 2},
+    "aime24": {"id": 60, "problem": "Find n.", "answer": "073"},
+    "aime25": {"problem": "Find n.", "answer": 73, "id": "0"},
+}
+RIGHT = {
+    "gsm8k": "So 18.\n#### 18",
+    "math_500": r"\boxed{0.5}",
+    "aime24": r"\boxed{73}",
+    "aime25": r"\boxed{73}",
+}
+WRONG = {"gsm8k": "#### 19", "math_500": r"\boxed{2}", "aime24": "73", "aime25": r"\boxed{74}"}
+# Source, configuration, part, and how an answer is to end.
+OFFICIAL = {
+    "gsm8k": ("openai/gsm8k", "main", "test", "####"),
+    "math_500": ("HuggingFaceH4/MATH-500", None, "test", r"\boxed{}"),
+    "aime24": ("HuggingFaceH4/aime_2024", None, "train", r"\boxed{}"),
+    "aime25": ("math-ai/aime25", None, "test", r"\boxed{}"),
+}
+
+
+def asking(index: int = 0) -> Asking:
+    return Asking(seed=0, index=index, context_tokens=1, measure=len)
+
+
+@pytest.mark.parametrize("dataset", sorted(PROBLEMS))
+def test_a_problem_is_asked_and_scored(dataset: str, tmp_path: Path) -> None:
+    (tmp_path / f"{dataset}.jsonl").write_text(json.dumps(ROWS[dataset]))
+    item = mathematics(asking(), dataset=dataset, path=str(tmp_path))
+    assert item.context == (ROWS[dataset].get("question") or ROWS[dataset]["problem"]).strip()
+    assert OFFICIAL[dataset][3] in item.questions[0].question
+    assert item.questions[0].references == (str(ROWS[dataset]["answer"]),)
+    assert mathematics_size(dataset=dataset, path=str(tmp_path)) == 1
+    tokenizer = load_named_tokenizer("reference:0")
+    asked = render(item, cards()[f"mathematics/{dataset}"], tokenizer, chat=False).asked[0]
+    scores = [
+        asked.score(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        for answer in (RIGHT[dataset], WRONG[dataset])
+    ]
+    assert scores == [(1.0, 1.0), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize("dataset", sorted(PROBLEMS))
+def test_rows_come_from_the_hub_by_name(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(hub: str, config: str | None, **how: Any) -> list[dict[str, Any]]:
+        asked.append((hub, config, how["split"]))
+        return [ROWS[dataset]]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    revision = f"stub {dataset}"
+    assert mathematics(asking(), dataset=dataset, revision=revision).context
+    assert asked == [OFFICIAL[dataset][:3]]
+    with pytest.raises(ValueError, match=r"item 1 of .* has 1 items"):
+        mathematics(asking(1), dataset=dataset, revision=revision)
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown set of problems 'gsm_8k': did you mean 'gsm8k'"):
+        mathematics(asking(), dataset="gsm_8k")
+    (tmp_path / "aime24.jsonl").write_text(json.dumps(ROWS["gsm8k"]))
+    with pytest.raises(
+        ValueError, match="no column 'problem' in row 0; needed problem, answer, found answer"
+    ):
+        mathematics(asking(), dataset="aime24", path=str(tmp_path))
+
+
+def test_every_set_has_a_card() -> None:
+    found = {name: card for name, card in cards().items() if name.startswith("mathematics/")}
+    assert sorted(found) == [f"mathematics/{dataset}" for dataset in sorted(PROBLEMS)]
+    for card in found.values():
+        inspect.signature(mathematics).bind(None, **card.settings)
+        assert card.generator in SIZES
+        # The words of the instruction are ours.
+        assert card.provenance == "official data"

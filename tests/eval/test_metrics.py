@@ -1,0 +1,319 @@
+"""Scorers agree with the released ones: on the reference's examples, and on plain versions written here."""
+
+import difflib
+import re
+import string
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from retain.eval.metrics import METRICS, first_line, official_mean
+from retain.eval.metrics_found import choice, kvpress_clean, ruler_clean
+from retain.eval.metrics_numbers import boxed_answers, plain_mathematics, same_mathematics
+from retain.eval.metrics_text import normalised
+
+CENTURY = ("the 1st century", "1st century", "first century")
+TREC = ("Number of something", "Number", "Code", "Other number", "Other location", "Description of a person")
+
+
+@pytest.mark.parametrize(
+    ("metric", "prediction", "references", "expected"),
+    [
+        # One match is enough for RULER's `part`; its `all` is what lm-eval takes for both.
+        ("ruler_part", "the 1st century BC", CENTURY, 1.0),
+        ("ruler_all", "the 1st century BC", CENTURY, 2 / 3),
+        ("ruler_part", "no idea", CENTURY, 0.0),
+        ("ruler_all", "7 AND Abc", ("abc", "7", "8", "9"), 0.5),
+        # A control character parts two numbers for RULER and joins them for kvpress.
+        ("ruler_all", "12\x0034", ("1234",), 0.0),
+        ("ruler_all_kvpress", "12\x0034", ("1234",), 1.0),
+        ("ruler_part", "12\n34", ("1234", "5"), 0.0),
+        ("ruler_part_kvpress", "12\n34", ("1234", "5"), 1.0),
+        # Articles do not count, unless they are asked for.
+        ("qa_f1", "The cat sat", ("cat sat!",), 1.0),
+        ("qa_f1_keep_articles", "The cat sat", ("cat sat!",), 0.8),
+        ("qa_f1", "", ("cat",), 0.0),
+        ("qa_f1", "the", ("a",), 0.0),
+        ("qa_f1", "x x y", ("x y y", "z"), 2 / 3),
+        ("exact_match", "The Cat.", ("cat",), 1.0),
+        ("exact_match", "the", ("a",), 0.0),
+        ("exact_match_verbatim", " cat\n", ("cat",), 1.0),
+        ("exact_match_verbatim", "Cat", ("cat",), 0.0),
+        ("contains", "It was The Eiffel-Tower, I think", ("the eiffel tower", "EiffelTower"), 1.0),
+        ("contains", "15 times", ("5",), 0.0),
+        ("contains", "5 times", ("5",), 1.0),
+        ("contains", "anything", ("?!",), 0.0),
+        ("contains", "anything", ("the",), 0.0),
+        ("rouge_l", "a b c", ("a c d e",), 4 / 7),
+        ("rouge_l", "", ("a b",), 0.0),
+        ("rouge_l", "...", ("a b",), 0.0),
+        # The package counts distinct words: Google's rouge_score gives 0.667 here.
+        ("rouge_l", "the cat the cat", ("the cat",), 1.0),
+        # "Number" and, but for the walk through a list that shrinks, "Other number" are parts of no answer.
+        ("classification", "Number of something", ("Number of something",), 1.0),
+        ("classification", "Code or Other location", ("Code",), 0.5),
+        ("classification", "Other location", ("Code",), 0.0),
+        ("classification", "nothing of it", ("Code",), 0.0),
+        ("retrieval", "Paragraph 3, or 4", ("Paragraph 3",), 0.5),
+        ("retrieval", "Paragraph 13", ("Paragraph 3",), 0.0),
+        ("retrieval", "none", ("Paragraph 3",), 0.0),
+        ("retrieval_zh", "段落3", ("段落3",), 1.0),
+        ("count", "There are 7 of 30", ("7",), 0.5),
+        ("count", "", ("7",), 0.0),
+        ("count", "07", ("7",), 0.0),
+        # difflib in whole percents, against rapidfuzz.
+        ("code_similarity", "public void Foo(int a)", ("private int Bar(string a, int b)",), 0.33),
+        (
+            "code_similarity_rapidfuzz",
+            "public void Foo(int a)",
+            ("private int Bar(string a, int b)",),
+            22 / 54,
+        ),
+        ("code_similarity", "\n# why\n```python\nx = 1\ny = 2", ("x = 1",), 1.0),
+        ("code_similarity", "// all\n# comment", ("x = 1",), 0.0),
+        ("code_similarity", "# why\n\nx = 1", ("x = 1",), 0.0),
+        ("code_similarity_skip_blank", "# why\n\nx = 1", ("x = 1",), 1.0),
+        ("code_similarity", "", ("",), 1.0),
+        ("multiple_choice", "**The correct answer is (B)**", ("B",), 1.0),
+        ("multiple_choice", "The correct answer is B", ("B",), 1.0),
+        ("multiple_choice", "The correct answer is C. The correct answer is (B)", ("B",), 1.0),
+        ("multiple_choice", "(B)", ("B",), 0.0),
+        ("gsm8k", "So 9 * 2 = 18 dollars\n#### 18", ("worked\n#### 18",), 1.0),
+        ("gsm8k", "#### $1,018.00", ("1018",), 1.0),
+        ("gsm8k", "It is 5. #### 18\nNext problem: 4", ("18",), 1.0),
+        ("gsm8k", "the answer is -3.", ("#### -3",), 1.0),
+        ("gsm8k", "the answer is 3 of 4", ("3",), 0.0),
+        ("gsm8k", "", ("3",), 0.0),
+        ("gsm8k_strict", "the answer is 3", ("3",), 0.0),
+        ("gsm8k_strict", "#### 3", ("3",), 1.0),
+        ("boxed", r"\boxed{1} no, \boxed{2}", ("2",), 1.0),
+        ("boxed", r"\boxed{1} no, \boxed{2}", ("1",), 0.0),
+        ("boxed_first", r"\boxed{1} no, \boxed{2}", ("1",), 1.0),
+        ("boxed_first", r"thus \boxed{\frac{1}{2}}", (r"\frac{1}{2}",), 1.0),
+        ("boxed", "2", ("2",), 0.0),
+        ("mathematics", r"thus \boxed{\dfrac12}", ("0.5",), 1.0),
+        ("mathematics", r"thus \boxed{1+x}", ("x+1",), 0.0),
+        ("mathematics", "thus 7", ("7",), 0.0),
+        ("mathematics", r"\boxed{3}", (r"so \boxed{3}",), 1.0),
+        ("aime", r"\boxed{073}", ("73",), 1.0),
+        ("aime", r"\boxed{73^\circ}", ("073",), 1.0),
+        ("aime", r"\boxed{n} = 73", ("73",), 0.0),
+    ],
+)
+def test_examples(metric: str, prediction: str, references: tuple[str, ...], expected: float) -> None:
+    found = METRICS[metric](prediction, references, all_classes=TREC)
+    # The package rouge adds 1e-8 to a denominator.
+    assert found == pytest.approx(expected, abs=1e-7)
+
+
+def naive_f1(prediction: str, reference: str, articles: bool) -> float:
+    def words(text: str) -> list[str]:
+        text = "".join(c for c in text.lower() if c not in string.punctuation)
+        return (text if articles else re.sub(r"\b(a|an|the)\b", " ", text)).split()
+
+    one, other = words(prediction), words(reference)
+    common = sum((Counter(one) & Counter(other)).values())
+    return 0.0 if not common else 2 * common / (len(one) + len(other))
+
+
+# Those of steps have references of a form of their own, and tests of their own.
+ANSWERS = sorted(name for name, metric in METRICS.items() if not metric.__module__.endswith("_steps"))
+TEXTS = ("", "the", "A man, a plan!", "a plan the man had", "Panama; a canal", "man man man", "theatre an")
+
+
+@pytest.mark.parametrize("prediction", TEXTS)
+def test_token_f1_is_the_formula(prediction: str) -> None:
+    for reference in TEXTS:
+        assert METRICS["qa_f1"](prediction, (reference,)) == pytest.approx(
+            naive_f1(prediction, reference, False)
+        )
+        kept = METRICS["qa_f1_keep_articles"](prediction, (reference,))
+        assert kept == pytest.approx(naive_f1(prediction, reference, True))
+
+
+def naive_classification(prediction: str, truth: str, classes: Sequence[str]) -> float:
+    """As the released code runs: it removes from the list that it walks through."""
+    matches = [name for name in classes if name in prediction]
+    for name in matches:
+        if name in truth and name != truth:
+            matches.remove(name)  # noqa: B909
+    return 1 / len(matches) if truth in matches else 0.0
+
+
+def test_classification_keeps_the_released_quirk() -> None:
+    classes = ("a", "b", "ab", "abc", "c", "bc")
+    scores = set()
+    for prediction in ("abc", "ab", "a b c", "bc", "x", "ab c"):
+        for truth in classes:
+            found = METRICS["classification"](prediction, (truth,), all_classes=classes)
+            assert found == naive_classification(prediction, truth, classes)
+            scores.add(found)
+    # Of a, b, ab, abc, c, bc are dropped a, ab and c; those behind them (b, abc, bc) are passed over.
+    assert METRICS["classification"]("abc", ("abc",), all_classes=classes) == 1 / 3
+    assert {0.0, 1 / 6, 1 / 3, 1 / 2} <= scores
+
+
+def test_code_similarity_is_the_formula() -> None:
+    for one in ("for i in range(3):", "x", "return a + b"):
+        for other in ("for j in range(4):", "xyz", "return a - b", "q"):
+            ratio = difflib.SequenceMatcher(None, one, other).ratio()
+            assert METRICS["code_similarity"](one, (other,)) == int(round(100 * ratio)) / 100
+            lcs = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+            for i, a in enumerate(one, 1):
+                for j, b in enumerate(other, 1):
+                    lcs[i][j] = lcs[i - 1][j - 1] + 1 if a == b else max(lcs[i - 1][j], lcs[i][j - 1])
+            plain = 2 * lcs[-1][-1] / (len(one) + len(other))
+            assert METRICS["code_similarity_rapidfuzz"](one, (other,)) == pytest.approx(plain)
+            assert plain >= ratio - 1e-12
+
+
+def test_long_sentences_have_a_rouge_and_leave_the_stack_as_it_was() -> None:
+    limit = sys.getrecursionlimit()
+    one = " ".join(f"w{i}" for i in range(700))
+    other = " ".join(f"v{i}" for i in range(699)) + " w699"
+    assert METRICS["rouge_l"](one, (other,)) == pytest.approx(1 / 700, abs=1e-6)
+    assert sys.getrecursionlimit() == limit
+
+
+def test_chinese_is_scored_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lcut(text: str) -> list[str]:
+        return re.findall(r"北京|天安门|.", text)
+
+    monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(lcut=lcut))
+    # 我 爱 北京 against 北京 天安门, full stops and spaces aside: one word of three and of two.
+    assert METRICS["qa_f1_zh"]("我爱北京。", ("北京 天安门！",)) == pytest.approx(0.4)
+    assert METRICS["qa_f1_zh"]("。", ("北京",)) == 0.0
+    assert METRICS["rouge_l_zh"]("我爱北京", ("北京天安门",)) == pytest.approx(0.4, abs=1e-7)
+    assert METRICS["rouge_l_zh"]("", ("北京",)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("package", "metric"),
+    [
+        ("jieba", "qa_f1_zh"),
+        ("jieba", "rouge_l_zh"),
+        ("rouge", "rouge_l"),
+        ("rapidfuzz", "code_similarity_rapidfuzz"),
+    ],
+)
+def test_a_missing_package_is_named(package: str, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    extra = "chinese" if package == "jieba" else "eval"
+    with pytest.raises(ValueError, match=rf"needs the package {package}, .*pip install 'retain\[{extra}\]'"):
+        METRICS[metric]("x", ("y",))
+
+
+def test_several_right_answers_count_by_the_best() -> None:
+    for name in ANSWERS:
+        metric = METRICS[name]
+        if not name.startswith("ruler_all") and not name.endswith("_zh"):
+            one, two = ("Paragraph 3", "Paragraph 4") if name == "retrieval" else ("3", "4")
+            given = f"The correct answer is (A) \\boxed{{{two}}}" if "choice" not in name else "nothing"
+            each = [metric(given, (right,), all_classes=("3", "4")) for right in (one, two)]
+            assert metric(given, (one, two), all_classes=("3", "4")) == max(each), name
+
+
+@pytest.mark.parametrize("metric", ANSWERS)
+def test_wrong_answers_are_refused(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(lcut=str.split))
+    with pytest.raises(ValueError, match="an item without a right answer cannot be scored"):
+        METRICS[metric]("x", (), all_classes=("a",))
+    with pytest.raises(
+        ValueError, match="right answers are a sequence of texts, but got 'Paragraph 1': write"
+    ):
+        METRICS[metric]("x", "Paragraph 1", all_classes=("a",))
+
+
+def test_malformed_right_answers_are_refused() -> None:
+    with pytest.raises(ValueError, match="reads 'Paragraph 12', but got '12'"):
+        METRICS["retrieval"]("12", ("12",))
+    with pytest.raises(ValueError, match="right answer of gsm8k has a number, but got 'many'"):
+        METRICS["gsm8k"]("12", ("many",))
+    with pytest.raises(ValueError, match="right answer of AIME is a whole number, but got 'pi'"):
+        METRICS["aime"](r"\boxed{3}", ("pi",))
+    with pytest.raises(ValueError, match="needs the data set's classes, but `all_classes` is empty"):
+        METRICS["classification"]("12", ("a",), all_classes=())
+
+
+def test_cleaning() -> None:
+    assert ruler_clean("\n 12\t34 \x00") == "12\n34"
+    assert kvpress_clean("\n 12\t34 \x00") == "1234"
+    assert first_line("\n\n yes\nno") == " yes"
+    assert first_line("yes") == "yes"
+    assert first_line("\n") == ""
+    assert normalised("The  theatre, an Art.") == "theatre art"
+    assert normalised("The  theatre", articles=True) == "the theatre"
+    assert choice("The correct answer is E") is None
+
+
+def test_boxes_are_balanced() -> None:
+    assert boxed_answers(r"\boxed{a{b}c} \fbox{d} \boxed{ \{1\} } \boxed{open") == ["a{b}c", "d", r"\{1\}"]
+    # kvpress's MATH-500 scorer cuts at the first brace, and so never finds a fraction.
+    text = r"\boxed{\frac{1}{2}}"
+    assert text.split("boxed{")[1].split("}")[0] == r"\frac{1"
+    assert boxed_answers(text) == [r"\frac{1}{2}"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"\dfrac{1}{2}", "1/2"),
+        (r"\frac12", "0.5"),
+        (r"-\frac{3}{4}", "-0.75"),
+        (r"\frac1{72}", r"\tfrac{1}{72}"),
+        ("1,000", "1000"),
+        ("$12$", "12."),
+        (r"\$12", "12"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"50\%", "50"),
+        ("x = 3", "3"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"5\text{ cm}", "5"),
+        (r"5 \mbox{ cm}^2", "5"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"\sqrt3", r"\sqrt{3}"),
+        (".5", "0.50"),
+        (r"2\!\sqrt{2}", r"2 \sqrt{2}"),
+    ],
+)
+def test_spellings_of_one_answer(one: str, other: str) -> None:
+    assert same_mathematics(one, other) and same_mathematics(other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1,2", "12"),
+        ("(1,234)", "(1,235)"),
+        (r"\frac{1}{0}", "1"),
+        ("x=y", "y=x"),
+        ("12", "1.2"),
+        ("-3", "3"),
+    ],
+)
+def test_different_answers(one: str, other: str) -> None:
+    assert not same_mathematics(one, other)
+
+
+def test_rewriting_is_done_once() -> None:
+    for text in (r"\dfrac12", "x = 1,000", r"5\text{ cm}", r"\left(1,2\right)", r"\sqrt 3", "3/4"):
+        assert plain_mathematics(plain_mathematics(text)) == plain_mathematics(text)
+
+
+def test_the_official_mean() -> None:
+    assert official_mean([1.0, 0.0, 0.5]) == 50.0
+    assert official_mean([1 / 3, 1 / 3]) == 33.33
+    with pytest.raises(ValueError, match="there is no item"):
+        official_mean([])
+    with pytest.raises(ValueError, match=r"between 0 and 1, but got 33\.0"):
+        official_mean([33.0])
+
+
+def test_metrics_say_what_they_are() -> None:
+    for name, metric in METRICS.items():
+        assert metric.__name__ == name
+        assert metric.__doc__

@@ -1,0 +1,232 @@
+"""One comparison, and a family of them: what the words rest on."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain.eval.paired_result import PairedResult, adjust, compare_paired, supported_verdict
+from retain.eval.paired_tests import equivalence, sign_flip, signed_rank
+from retain.eval.significance import Interval, paired_interval
+
+
+def compared(differences, **settings) -> PairedResult:
+    """A comparison with these differences."""
+    return compare_paired(
+        np.asarray(differences, dtype=float) + 5.0, np.full(len(differences), 5.0), margin=1.0, **settings
+    )
+
+
+def test_every_part_is_the_one_of_its_own_function():
+    rng = np.random.default_rng(0)
+    policy, baseline = rng.uniform(0, 1, 40), rng.uniform(0, 1, 40)
+    tasks = ["vt", "cwe"] * 20
+    made = compare_paired(policy, baseline, margin=0.1, strata=tasks, zero_method="pratt", seed=4)
+    strata = [np.sort((policy - baseline)[start::2]) for start in (1, 0)]  # cwe, vt
+    assert made.interval == paired_interval(strata, resamples=9999, seed=4)
+    assert made.sign_flip == sign_flip(strata, seed=4)
+    assert made.equivalence == equivalence(strata, 0.1)
+    assert made.signed_rank == signed_rank(np.concatenate(strata), zero_method="pratt")
+    assert made.mcnemar is None and (made.test, made.p) == ("sign-flip", made.sign_flip.p)
+    assert (made.num_values, made.num_clusters, made.num_strata) == (40, 40, 2)
+    assert made.estimate == pytest.approx(made.mean_policy - made.mean_baseline)
+    assert (made.holm_p, made.holm_equivalence_p, made.family_size) == (None, None, None)
+
+
+def test_binary_scores_take_the_exact_test_in_any_unit():
+    # Ten items: the policy alone is right on 6, the baseline alone on none: p = 2 / 64.
+    policy, baseline = np.array([1.0] * 8 + [0.0] * 2), np.array([0.0] * 6 + [1.0] * 2 + [0.0] * 2)
+    for unit in (1.0, 100.0):
+        made = compare_paired(policy * unit, baseline * unit, margin=0.02 * unit)
+        assert made.mcnemar is not None
+        assert (made.test, made.p, made.verdict) == ("mcnemar", 0.03125, "better")
+        assert (made.mcnemar.only_policy, made.mcnemar.both, made.mcnemar.neither) == (6, 2, 2)
+    # Two seeds of five items: the means are not binary any more.
+    by_item = compare_paired(policy, baseline, margin=0.02, clusters=list(range(5)) * 2)
+    assert (by_item.mcnemar is None, by_item.test, by_item.num_clusters) == (True, "sign-flip", 5)
+
+
+def test_seeds_of_one_item_are_no_new_evidence():
+    scores = np.random.default_rng(1).uniform(0, 1, 25)
+    once = compare_paired(scores, np.full(25, 0.4), margin=0.05)
+    many = compare_paired(
+        np.tile(scores, 4), np.full(100, 0.4), margin=0.05, clusters=np.tile(np.arange(25), 4)
+    )
+    assert many.num_values == 100
+    assert replace(many, num_values=25) == once
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.3, 1 / 3, 0.9]), st.integers(0, 3), st.booleans()),
+        min_size=1,
+        max_size=14,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_any_order_of_the_rows_gives_the_same_result(rows, random):
+    shuffled = list(rows)
+    random.shuffle(shuffled)
+    one, other = (
+        compare_paired(
+            [score for score, _, _ in order],
+            [0.3 * (cluster % 2) for _, cluster, _ in order],
+            clusters=[cluster for _, cluster, _ in order],
+            strata=[stratum for _, _, stratum in order],
+            margin=0.1,
+            resamples=50,
+        )
+        for order in (rows, shuffled)
+    )
+    assert one == other
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.sampled_from([0.001, 1.0, 50.0]))
+def test_the_same_scores_are_identical_and_never_nan(scores, margin):
+    made = compare_paired(scores, scores, margin=margin, resamples=50)
+    assert made.verdict == "identical"
+    numbers = [value for value in made.row().values() if isinstance(value, float)]
+    assert np.isfinite(numbers).all()
+    assert adjust({"it": made, "again": made})["it"].verdict == "identical"
+
+
+def test_turning_the_comparison_turns_the_word():
+    gains = np.random.default_rng(3).uniform(0.1, 2.0, 30)
+    assert (compared(gains).verdict, compared(-gains).verdict) == ("better", "worse")
+
+
+def test_a_wider_margin_only_ever_adds_equivalence():
+    scores, near = np.random.default_rng(4).uniform(0, 1, (2, 200))
+    near = scores + 0.02 * (near - 0.5)
+    words = [compare_paired(scores, near, margin=m, resamples=500).verdict for m in (0.0005, 0.005, 5.0)]
+    assert words == ["inconclusive", "equivalent", "equivalent"]
+    # Scaling scores and margin together changes nothing.
+    assert compare_paired(scores * 4, near * 4, margin=0.02, resamples=500).verdict == "equivalent"
+
+
+def shown(low: float, high: float, nonzero: int = 9) -> Interval:
+    return Interval((low + high) / 2, low, high, 0.95, "BCa", 30, nonzero)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "p", "equivalence_p", "word"),
+    [
+        (0.5, 3.0, 0.01, 0.9, "better"),
+        (-3.0, -0.5, 0.01, 0.9, "worse"),
+        (0.5, 3.0, 0.06, 0.9, "inconclusive"),  # the interval alone would say better
+        (-0.5, 3.0, 0.01, 0.9, "inconclusive"),  # the test alone would
+        (0.1, 0.9, 0.01, 0.01, "better"),  # shown, however small
+        (0.1, 0.9, 0.06, 0.01, "equivalent"),  # not shown, but shown to be small
+        (-0.9, 0.9, 0.50, 0.01, "equivalent"),
+        (-0.9, 0.9, 0.50, 0.06, "inconclusive"),
+        (-1.1, 0.9, 0.50, 0.01, "inconclusive"),
+        (-0.9, 0.9, 0.05, 0.05, "inconclusive"),  # at alpha is not below it
+    ],
+)
+def test_a_word_stands_on_its_interval_and_its_test(low, high, p, equivalence_p, word):
+    assert supported_verdict(shown(low, high), 1.0, p=p, equivalence_p=equivalence_p, alpha=0.05) == word
+
+
+def test_identical_needs_no_test():
+    assert supported_verdict(shown(0.0, 0.0, 0), 1.0, p=1.0, equivalence_p=1.0, alpha=0.05) == "identical"
+
+
+def with_p(p: float, equivalence_p: float = 1.0) -> PairedResult:
+    """A comparison whose interval excludes 0 and whose raw p values are these."""
+    made = compared(np.linspace(0.5, 3.0, 20))
+    return replace(made, p=p, equivalence=replace(made.equivalence, p=equivalence_p))
+
+
+def test_a_family_by_hand():
+    # Ascending 0.005 0.01 0.03 0.04, times 4 3 2 1: 0.02 0.03 0.06 and 0.04 raised to 0.06.
+    family = {"a": with_p(0.01), "b": with_p(0.04), "c": with_p(0.03), "d": with_p(0.005)}
+    made = adjust(family, declared=["d", "c", "b", "a"])
+    assert list(made) == ["a", "b", "c", "d"]
+    assert [one.holm_p for one in made.values()] == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert [one.verdict for one in made.values()] == ["better", "inconclusive", "inconclusive", "better"]
+    assert {(one.family_size, one.alpha) for one in made.values()} == {(4, 0.05)}
+    assert [one.p for one in made.values()] == [0.01, 0.04, 0.03, 0.005]  # raw p stays
+    # At another level of the family.
+    assert {one.verdict for one in adjust(family, alpha=0.1).values()} == {"better"}
+
+
+def test_equivalence_is_adjusted_within_its_own_family():
+    near = compared(np.tile([-0.3, 0.31], 30))
+    family = {
+        i: replace(near, equivalence=replace(near.equivalence, p=p))
+        for i, p in enumerate((0.02, 0.03, 0.001))
+    }
+    made = adjust(family)
+    assert [one.holm_equivalence_p for one in made.values()] == pytest.approx([0.04, 0.04, 0.003])
+    assert [one.verdict for one in made.values()] == ["equivalent"] * 3
+    family[3] = replace(near, equivalence=replace(near.equivalence, p=0.9))
+    assert [one.verdict for one in adjust(family).values()] == ["inconclusive"] * 2 + [
+        "equivalent",
+        "inconclusive",
+    ]
+
+
+def test_a_family_of_one_keeps_its_word():
+    for one in (compared(np.linspace(0.5, 3, 20)), compared(np.tile([-0.3, 0.31], 30)), compared([0.0, 9.0])):
+        made = adjust({"alone": one})["alone"]
+        assert (made.verdict, made.holm_p, made.family_size) == (one.verdict, one.p, 1)
+
+
+def test_a_larger_family_never_makes_a_word_bolder():
+    ours = with_p(0.02)
+    words = [adjust({i: replace(ours) for i in range(size)})[0].verdict for size in (1, 2, 3, 30)]
+    assert words == ["better", "better", "inconclusive", "inconclusive"]
+
+
+def test_a_family_that_was_not_declared_is_refused():
+    one = with_p(0.01)
+    with pytest.raises(
+        ValueError, match=r"declared but not compared \['b'\], compared but not declared \['c'\]"
+    ):
+        adjust({"a": one, "c": one}, declared=["a", "b"])
+    with pytest.raises(ValueError, match="at least one comparison, got none"):
+        adjust({})
+    with pytest.raises(ValueError, match=r"one alpha in \(0, 1\), got \[0.01, 0.05\]: pass alpha"):
+        adjust({"a": one, "b": replace(one, alpha=0.01)})
+
+
+def test_a_family_too_large_for_its_resamples_is_refused():
+    clear = compared(np.linspace(0.5, 3, 20), resamples=99)
+    assert clear.p == pytest.approx(0.02)
+    assert adjust({0: clear, 1: clear})[1].verdict == "better"
+    with pytest.raises(
+        ValueError, match=r"99 sign flips cannot give a p below 0.02.*a family of 3 .*resamples=240"
+    ):
+        adjust(dict.fromkeys(range(3), clear))
+    # Where it had no effect anyway, nothing is refused.
+    dull = compared(np.tile([-0.3, 0.31], 30), resamples=99)
+    assert adjust(dict.fromkeys(range(3), dull))[0].family_size == 3
+    finer = compared(np.linspace(0.5, 3, 20), resamples=240)
+    assert adjust(dict.fromkeys(range(3), finer))[0].verdict == "better"
+
+
+def test_a_row_is_flat_and_complete():
+    made = adjust({"it": compared(np.linspace(0.5, 3, 20))})["it"]
+    row = made.row()
+    assert all(value is None or isinstance(value, str | int | float) for value in row.values())
+    for field in fields(PairedResult):
+        value = getattr(made, field.name)
+        if isinstance(value, str | int | float):
+            assert value in row.values(), field.name
+    assert (row["verdict"], row["zero_method"], row["margin"]) == ("better", "wilcox", 1.0)
+    assert row["noninferior_p"] == made.equivalence.p_lower
+
+
+def test_what_it_refuses():
+    with pytest.raises(ValueError, match="margin of equivalence must be positive, got 0"):
+        compare_paired([1.0, 2.0], [1.0, 1.0], margin=0.0)
+    with pytest.raises(ValueError, match="alpha must lie in"):
+        compare_paired([1.0, 2.0], [1.0, 1.0], margin=0.1, alpha=1.0)
+    with pytest.raises(ValueError, match="not finite, at positions"):
+        compare_paired([1.0, float("nan")], [1.0, 1.0], margin=0.1)
+    with pytest.raises(ValueError, match="Unknown zero method"):
+        compare_paired([1.0, 2.0], [1.0, 1.0], margin=0.1, zero_method="drop")

@@ -1,0 +1,259 @@
+"""Tests of paired differences, against cases worked out by hand and naive versions of their formulas."""
+
+import itertools
+import math
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain.eval.paired_tests import (
+    equivalence,
+    exact_binomial,
+    exact_mcnemar,
+    holm,
+    sign_flip,
+    signed_rank,
+)
+
+
+def test_wilcoxon_with_ties_and_zeros_by_hand():
+    # |d| without zeros: 1 1 2 2 3, ranks 1.5 1.5 3.5 3.5 5. The one negative has rank 1.5: W = 1.5. Of the 32
+    # sign patterns the empty one and two single ones have a sum of at most 1.5: p = 2 * 3 / 32.
+    differences = np.array([0.0, 1.0, -1.0, 2.0, 0.0, 2.0, 3.0])
+    dropped = signed_rank(differences)
+    assert (dropped.statistic, dropped.p) == (1.5, 0.1875)
+    assert (dropped.zero_method, dropped.num_nonzero, dropped.method) == ("wilcox", 5, "permutation")
+    # Pratt ranks the two zeros first: 1.5 1.5 | 3.5 3.5 5.5 5.5 7, and drops their ranks: W = 3.5.
+    ranked = signed_rank(differences, zero_method="pratt")
+    assert (ranked.statistic, ranked.p, ranked.num_nonzero) == (3.5, 0.1875, 5)
+
+
+def test_wilcoxon_exactly_by_hand():
+    # Ranks 1 2 3 4, negatives {2}: of 16 patterns {} {1} {2} have a sum of at most 2: p = 2 * 3 / 16.
+    made = signed_rank(np.array([1.0, -2.0, 3.0, 4.0]))
+    assert (made.statistic, made.p, made.method) == (2.0, 0.375, "exact")
+
+
+def naive_normal_p(differences: np.ndarray, zero_method: str) -> float:
+    """z of W with the variance corrected for ties (and, for Pratt, zeros), no continuity correction."""
+    used = [x for x in differences if x != 0 or zero_method == "pratt"]
+    zeros = sum(x == 0 for x in used)
+    ranks = []
+    for x in used:
+        below = sum(abs(y) < abs(x) for y in used)
+        equal = sum(abs(y) == abs(x) for y in used)
+        ranks.append(below + (equal + 1) / 2)
+    positive = sum(rank for rank, x in zip(ranks, used, strict=True) if x > 0)
+    n = len(used)
+    mean = n * (n + 1) / 4 - zeros * (zeros + 1) / 4
+    variance = n * (n + 1) * (2 * n + 1) / 24 - zeros * (zeros + 1) * (2 * zeros + 1) / 24
+    for size in {abs(x) for x in used if x != 0}:
+        ties = sum(abs(x) == size for x in used)
+        variance -= (ties**3 - ties) / 48
+    return math.erfc(abs(positive - mean) / math.sqrt(variance) / math.sqrt(2))
+
+
+@pytest.mark.parametrize("zero_method", ["wilcox", "pratt"])
+def test_the_normal_p_of_wilcoxon_is_the_naive_one(zero_method):
+    differences = np.random.default_rng(0).integers(-3, 5, 60).astype(float)
+    made = signed_rank(differences, zero_method=zero_method)
+    assert made.method == "asymptotic"
+    assert made.p == pytest.approx(naive_normal_p(differences, zero_method), rel=1e-9)
+
+
+def test_the_zero_method_moves_p():
+    differences = np.concatenate([np.zeros(200), np.linspace(0.1, 1, 30), -np.linspace(2, 3, 12)])
+    dropped, ranked = (signed_rank(differences, zero_method=zero).p for zero in ("wilcox", "pratt"))
+    assert dropped > 0.7 and ranked < 0.05
+
+
+def test_sign_flips_by_hand():
+    # +-3 +-1 +-2: the sum 3 - 1 + 2 = 4 or more is had by 2 of 8 patterns.
+    made = sign_flip([np.array([3.0, -1.0, 2.0])])
+    assert (made.p, made.exact, made.num_nonzero, made.resamples) == (0.5, True, 3, 8)
+    assert made.smallest_p == 0.25
+    # Macro mean: 4 counts half of its task of one, 1 and 1 a quarter each: +-2 +-1/4 +-1/4, all positive.
+    assert sign_flip([np.array([4.0]), np.array([1.0, 1.0])]).p == 0.25
+    # 2 - 1/4 - 1/4 is the least that +2 gives: 4 of 8 patterns reach it, 5 of 8 do not exceed it.
+    assert sign_flip([np.array([4.0]), np.array([-1.0, -1.0])]).p == 1.0
+
+
+def test_equal_differences_have_no_sign_to_flip():
+    made = sign_flip([np.concatenate([np.zeros(500), [1.0, 2.0, 3.0]])])
+    assert (made.p, made.exact, made.num_nonzero) == (0.25, True, 3)
+    assert sign_flip([np.array([5.0])]).p == 1.0
+
+
+def test_drawn_sign_flips_are_near_the_counted_ones():
+    differences = np.random.default_rng(2).normal(0.5, 1, 12)
+    counted, drawn = sign_flip([differences]), sign_flip([differences], resamples=4000, seed=1)
+    assert (counted.exact, drawn.exact) == (True, False)
+    assert drawn.p == pytest.approx(counted.p, abs=4 * math.sqrt(counted.p / 4000))
+    assert drawn.smallest_p == pytest.approx(2 / 4001)
+    assert sign_flip([np.full(40, 1.0)], resamples=99).p == pytest.approx(0.02)  # never 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(-4, 4), min_size=2, max_size=8), st.integers(1, 3))
+def test_counted_sign_flips_are_the_naive_ones(numbers, first):
+    strata = [np.array(numbers[:first], dtype=float), np.array([*numbers[first:], 1.0])]
+    shares = [x / len(stratum) / 2 for stratum in strata for x in stratum]
+    observed = sum(shares)
+    sums = [
+        sum(s * x for s, x in zip(signs, shares, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(shares))
+    ]
+    up, down = (sum(sign * (x - observed) >= -1e-9 for x in sums) / len(sums) for sign in (1, -1))
+    assert sign_flip(strata).p == pytest.approx(min(1.0, 2 * min(up, down)))
+
+
+def test_exact_mcnemar_by_hand():
+    # One item for the policy alone, five for the baseline alone: p = 2 * (1 + 6) / 64.
+    policy = np.array([1, 0, 0, 0, 0, 0, 1, 1, 0])
+    baseline = np.array([0, 1, 1, 1, 1, 1, 1, 1, 0])
+    made = exact_mcnemar(policy, baseline)
+    assert (made.only_policy, made.only_baseline, made.both, made.neither) == (1, 5, 2, 1)
+    assert made.p == pytest.approx(0.21875)
+    assert exact_mcnemar(baseline, policy).p == made.p
+    assert exact_mcnemar(policy, policy).p == 1.0
+    assert exact_mcnemar(np.array([1, 0]), np.array([0, 1])).p == 1.0  # 2 * 3/4, cut at 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=11))
+def test_mcnemar_is_the_sign_flip_of_binary_scores(pairs):
+    a, b = (np.array([pair[i] for pair in pairs], dtype=float) for i in (0, 1))
+    assert exact_mcnemar(a, b).p == pytest.approx(sign_flip([a - b]).p)
+
+
+def test_exact_binomial_by_hand():
+    # 3 of 4 against 1/4: P(3) + P(4) = (12 + 1) / 256; P(0) = 81 / 256 is likelier than P(3) and not counted.
+    made = exact_binomial(3, 4, expected=0.25)
+    assert (made.rate, made.p) == (0.75, pytest.approx(13 / 256))
+    # All of n: the lower end solves p^n = 0.025.
+    every = exact_binomial(4, 4)
+    assert (every.low, every.high) == (pytest.approx(0.025**0.25), 1.0)
+    with pytest.raises(ValueError, match="got 5 of 4 against 0.5"):
+        exact_binomial(5, 4)
+
+
+def t_with_two_degrees(t: float) -> float:
+    """P(T <= t) of Student's t with 2 degrees of freedom, which has a closed form."""
+    return 0.5 + t / (2 * math.sqrt(2 + t * t))
+
+
+def test_tost_by_hand():
+    # Mean 2, sd 1, n 3: se = 1 / sqrt(3). Against a margin of 4: t = (2 - 4) sqrt 3 and (2 + 4) sqrt 3.
+    made = equivalence([np.array([1.0, 2.0, 3.0])], 4.0)
+    assert made.p_upper == pytest.approx(t_with_two_degrees(-2 * math.sqrt(3)))
+    assert made.p_lower == pytest.approx(1 - t_with_two_degrees(6 * math.sqrt(3)))
+    assert (made.p, made.df, made.margin) == (made.p_upper, 2.0, 4.0)
+    assert made.p == pytest.approx(0.0371, abs=5e-5)
+
+
+def test_noninferiority_is_the_lower_test_alone():
+    # Much better is not equivalent, but surely not worse.
+    made = equivalence([np.array([9.0, 10.0, 11.0, 10.0])], 1.0)
+    assert made.p > 0.99 and made.p_lower < 0.001
+
+
+def test_tost_of_two_tasks_is_the_naive_welch_one():
+    from scipy import stats
+
+    first, second = np.array([0.0, 1.0, 2.0, 1.0]), np.array([3.0, -1.0, 1.0, 0.0, 2.0, 1.0])
+    v1, v2 = first.var(ddof=1) / 4, second.var(ddof=1) / 6
+    df = (v1 + v2) ** 2 / (v1**2 / 3 + v2**2 / 5)
+    error, mean = math.sqrt(v1 + v2) / 2, (first.mean() + second.mean()) / 2
+    made = equivalence([first, second], 1.5)
+    assert made.df == pytest.approx(df)
+    assert made.p_upper == pytest.approx(stats.t.cdf((mean - 1.5) / error, df))
+    assert made.p_lower == pytest.approx(stats.t.sf((mean + 1.5) / error, df))
+
+
+def test_two_tasks_of_one_size_and_spread_are_nearly_one_of_twice_the_size():
+    # The pooled test knows one variance, Welch's two equal ones: t is alike up to n - 1 against n - 2.
+    rng = np.random.default_rng(5)
+    sample = rng.normal(0, 1, 400)
+    sample -= sample.mean()
+    apart, pooled = (
+        equivalence([sample, -sample], 0.05),
+        equivalence([np.concatenate([sample, -sample])], 0.05),
+    )
+    assert apart.p == pytest.approx(pooled.p, rel=5e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(-5, 5), min_size=3, max_size=12), st.integers(1, 6), st.sampled_from([0.01, 7.0]))
+def test_tost_with_its_unit_and_its_sign(numbers, margin, unit):
+    differences = np.array(numbers, dtype=float)
+    made = equivalence([differences], float(margin))
+    scaled = equivalence([differences * unit], margin * unit)
+    turned = equivalence([-differences], float(margin))
+    wider = equivalence([differences], margin + 1.0)
+    assert wider.p <= made.p + 1e-12
+    if np.ptp(differences) > 0:
+        assert scaled.p == pytest.approx(made.p)
+        assert (turned.p_lower, turned.p_upper) == pytest.approx((made.p_upper, made.p_lower))
+
+
+def test_tost_where_nothing_varies():
+    assert equivalence([np.zeros(5), np.zeros(1)], 0.1).p == 0.0
+    assert equivalence([np.full(5, 0.05)], 0.1).p == 0.0
+    made = equivalence([np.full(5, 0.1)], 0.1)
+    assert (made.p, made.p_lower) == (1.0, 0.0)  # at the margin is not inside
+    assert equivalence([np.full(5, -0.1)], 0.1).p_lower == 1.0
+    assert equivalence([np.array([0.01])], 0.1).p == 1.0  # one cluster has no spread to judge by
+    assert equivalence([np.array([0.01]), np.array([0.0, 0.01, 0.02])], 0.1).p == 1.0
+
+
+def test_holm_by_hand():
+    # Ascending: 4 * 0.005, 3 * 0.01, 2 * 0.03, 1 * 0.04 = 0.04 raised to the 0.06 before it.
+    made = holm([0.01, 0.04, 0.03, 0.005])
+    assert made.tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    # statsmodels' default, Holm-Sidak, says 1 - 0.995^4 = 0.01985.
+    assert made[3] != pytest.approx(1 - 0.995**4, abs=1e-4)
+    assert holm([0.7, 0.9]).tolist() == [1.0, 1.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_is_the_naive_one(values):
+    adjusted, m = {}, len(values)
+    for i, which in enumerate(sorted(range(m), key=lambda i: values[i])):
+        before = max(adjusted.values(), default=0.0)
+        adjusted[which] = max(before, min(1.0, (m - i) * values[which]))
+    assert holm(values).tolist() == pytest.approx([adjusted[i] for i in range(m)])
+
+
+def test_equal_everywhere_is_never_nan():
+    nothing = np.zeros(7)
+    for zero_method in ("wilcox", "pratt"):
+        made = signed_rank(nothing, zero_method=zero_method)
+        assert (made.statistic, made.p, made.num_nonzero, made.method) == (0.0, 1.0, 0, "identical")
+    assert sign_flip([nothing, np.zeros(1)]).p == 1.0
+    assert exact_mcnemar(nothing, nothing).p == 1.0
+    assert equivalence([nothing], 0.02).p == 0.0
+
+
+def test_what_they_refuse():
+    with pytest.raises(ValueError, match="Unknown zero method 'zsplit': write 'wilcox' or 'pratt'"):
+        signed_rank(np.ones(3), zero_method="zsplit")
+    with pytest.raises(ValueError, match=r"not empty and finite; got shapes \[\(2,\)\]"):
+        sign_flip([np.array([1.0, np.nan])])
+    with pytest.raises(ValueError, match=r"got shapes \[\]"):
+        equivalence([], 0.1)
+    with pytest.raises(ValueError, match="margin of equivalence must be positive, got -1"):
+        equivalence([np.ones(3)], -1.0)
+    with pytest.raises(ValueError, match=r"rows of 0 and 1, got shapes \(2,\) and \(2,\), values \[0.0, 0.5"):
+        exact_mcnemar(np.array([0.5, 1.0]), np.array([0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"all in \[0, 1\]; got \[nan\]"):
+        holm([float("nan")])
+
+
+def test_without_statsmodels_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "statsmodels.stats.multitest", None)
+    with pytest.raises(ValueError, match=r"need statsmodels: pip install 'retain\[eval\]'"):
+        holm([0.5])

@@ -1,0 +1,212 @@
+"""The other side of a comparison with the field's main library, on a stand-in for that library; and how it is
+started, asked and given up, on processes that answer from a script."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from retain.eval import peer_side
+from retain.eval.peer import PRESSES, Peer, Press, write_exchange
+from retain.eval.peer_side import Here, found_again, positions_of_cache, watching
+from retain.presets import policies
+from tests.eval import press as stand_in
+from tests.tiny import tiny_model
+
+TOKENS, NEW, LAYERS, HEADS = 40, 3, 2, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exchange")
+    draw = torch.Generator().manual_seed(1)
+    # Each token once, and no norm of keys: norms without ties.
+    ids = torch.stack([torch.randperm(96, generator=draw)[: TOKENS + NEW] + 1 for _ in range(2)])
+    write_exchange(folder, tiny_model("llama"), ids, tokens=TOKENS)
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpress", stand_in)
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        yield Here(folder)
+    torch.set_num_threads(threads)
+
+
+def answer(folder, python_body):
+    """A process that is started like an interpreter, and runs this instead of what it is told to."""
+    path = folder / "fake"
+    path.write_text(f"#!{sys.executable}\nimport json, sys\n{python_body}")
+    path.chmod(0o755)
+    return path
+
+
+def test_both_sides_read_the_same_model_and_tokens(here, folder):
+    own, ids = tiny_model("llama"), here.ids_BT
+    assert ids.shape == (2, TOKENS + NEW) and here.how == {
+        **{"tokens": TOKENS, "threads": 1, "dtype": "float32", "device": "cpu"}
+    }
+    with torch.no_grad():
+        assert torch.equal(own(ids).logits, here.model(ids).logits)
+
+
+@pytest.mark.parametrize("kept", [1, 7, 20, 39])
+def test_what_a_press_gathers_is_found_again_in_any_order(here, kept):
+    """Against the norms of the keys that a plain prefill caches."""
+    peer_like = here.kept({"press": {"class": "KnormPress", "settings": {}}, "kept": kept})
+    tensors = peer_side.load_file(here.folder / peer_like["file"])
+    cache = DynamicCache()
+    here.model(here.ids_BT[:, :TOKENS], past_key_values=cache)
+    assert peer_like["layers"] == len(cache.layers) == LAYERS
+    for idx, layer in enumerate(cache.layers):
+        norms = layer.keys.norm(dim=-1)
+        mask = tensors[f"kept.{idx}"]
+        assert mask.shape == norms.shape and mask.dtype == torch.bool
+        for b in range(2):
+            for h in range(norms.shape[1]):
+                wanted = sorted(sorted(range(TOKENS), key=lambda i: float(norms[b, h, i]))[:kept])
+                assert mask[b, h].nonzero().flatten().tolist() == wanted
+        torch.testing.assert_close(tensors[f"score.{idx}"], -norms, atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_press_only_masks_is_read_off_its_list(here):
+    asked = {"class": "AdaKVPress", "settings": {}, "inner": {"class": "KnormPress", "settings": {}}}
+    found = peer_side.load_file(here.folder / here.kept({"press": asked, "kept": 10})["file"])
+    for idx in range(LAYERS):
+        kept, first = found[f"kept.{idx}"], found[f"first.{idx}"]
+        H = kept.shape[1]
+        for b in range(2):
+            assert int(kept[b].sum()) == 10 * H
+            assert kept[b].flatten().equal(first[b].flatten() >= first[b].flatten().topk(10 * H).values[-1])
+
+
+@pytest.mark.parametrize("tokens", [7, 64, 100, 300, 4095])
+def test_their_ratio_keeps_just_as_many(tokens, here):
+    here.how = {**here.how, "tokens": tokens}
+    for kept in range(1, tokens):
+        ratio = here.ratio(kept)
+        assert int(tokens * (1 - ratio)) == kept, "as the library rounds"
+        assert 0 <= ratio < 1
+
+
+def test_a_press_is_as_it_was_afterwards(here):
+    press = stand_in.AdaKVPress(stand_in.KnormPress(0.5))
+    with watching(press):
+        assert "compress" in vars(press) and "score" in vars(press.press)
+    assert "compress" not in vars(press) and "score" not in vars(press.press)
+
+
+def test_entries_that_are_alike_cannot_be_named():
+    keys = torch.ones(1, 1, 4, 2)
+    with pytest.raises(ValueError, match="not exactly one of those that there were"):
+        found_again(keys, keys, keys[:, :, :2], keys[:, :, :2])
+    values = torch.arange(8.0).view(1, 1, 4, 2)
+    mask = found_again(keys, values, keys[:, :, [3, 1]], values[:, :, [3, 1]])
+    assert mask.tolist() == [[[False, True, False, True]]]
+
+
+def test_hooks_are_told_positions_where_transformers_tells_none():
+    cache = DynamicCache()
+    cache.update(*(torch.zeros(1, 1, 5, 2),) * 2, 0)
+    module = torch.nn.Identity()
+    module.layer_idx = 0
+    own = {"past_key_values": cache, "hidden_states": torch.zeros(1, 3, 4)}
+    args, kwargs = positions_of_cache(module, (), own)
+    assert args == () and kwargs["cache_position"].tolist() == [5, 6, 7]
+    told = {**own, "cache_position": torch.arange(2)}
+    assert positions_of_cache(module, (), told) is None, "told already"
+
+
+def test_a_life_says_what_is_freed_and_what_is_not(here):
+    knorm = {"class": "KnormPress", "settings": {}}
+    plain = here.life({"press": None, "kept": TOKENS, "batch": 1})
+    freed = here.life({"press": knorm, "kept": 10, "batch": 1})
+    head_wise = {"class": "AdaKVPress", "settings": {}, "inner": knorm}
+    simulated = here.life({"press": head_wise, "kept": 10, "batch": 1, "watch": True})
+    entry = plain["bytes_held"] // TOKENS
+    assert entry == LAYERS * 2 * HEADS * 8 * 4, "layers, keys and values, heads, width, float32"
+    assert freed["bytes_held"] == 10 * entry and freed["bytes_beside"] == freed["entries_masked"] == 0
+    assert simulated["bytes_held"] == plain["bytes_held"]
+    masked = LAYERS * HEADS * (TOKENS - 10)
+    assert simulated["entries_masked"] == masked and simulated["bytes_beside"] == masked * 3 * 8
+    assert plain["ttft_ms"] > 0 and plain["token_ms"] > 0 and plain["prefill_peak"] is None
+    assert simulated["prefill_peak"] >= 0 and simulated["decode_peak"] >= 0
+
+
+def test_an_exchange_has_its_prompt_in_its_rows(tmp_path):
+    with pytest.raises(ValueError, match="41 tokens of prompt in rows of 40"):
+        write_exchange(tmp_path, tiny_model("llama"), torch.ones(1, 40, dtype=torch.int64), tokens=41)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_counterpart_is_a_preset_and_a_press_is_named_with_what_it_wraps():
+    assert set(PRESSES) <= {preset.name for preset in policies()}
+    assert str(PRESSES["adakv"]) == "AdaKVPress(SnapKVPress)"
+    outer = Press("A", {"x": 1}, Press("B"))
+    assert outer.asked() == {
+        **{"class": "A", "settings": {"x": 1}, "inner": {"class": "B", "settings": {}, "inner": None}}
+    }
+
+
+def test_a_process_is_asked_line_by_line(tmp_path):
+    body = (
+        "print('noise', file=sys.stderr)\n"
+        "for line in sys.stdin:\n"
+        "    asked = json.loads(line)\n"
+        "    print(json.dumps({'asked': asked, 'folder': sys.argv[2]}), flush=True)\n"
+    )
+    with Peer(answer(tmp_path, body), tmp_path / "x") as peer:
+        told = peer.ask("anything", number=1)
+        assert told == {"asked": {"do": "anything", "number": 1}, "folder": str(tmp_path / "x")}
+        life = peer.life(Press("B"), 3, 2, watch=True)
+    assert life["asked"]["press"] == {"class": "B", "settings": {}, "inner": None}
+    assert (life["asked"]["kept"], life["asked"]["batch"], life["asked"]["watch"]) == (3, 2, True)
+
+
+def test_their_environment_is_not_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    body = "import os\nfor line in sys.stdin:\n    print(json.dumps({**os.environ}), flush=True)\n"
+    with Peer(answer(tmp_path, body), tmp_path, environment={"MORE": "1"}) as peer:
+        found = peer.versions()
+    assert found["MORE"] == "1" and "PYTHONPATH" not in found
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "print(json.dumps({'error': 'KeyError: x'}), flush=True)\nsys.stdin.read()",
+            "could not versions: KeyError: x",
+        ),
+        ("sys.exit('ImportError: no torch here')", "ended with status 1: ImportError: no torch here"),
+        ("sys.exit(3)", "ended with status 3: it said nothing"),
+    ],
+)
+def test_what_goes_wrong_there_is_said_here(tmp_path, body, message):
+    with Peer(answer(tmp_path, body), tmp_path) as peer, pytest.raises(RuntimeError, match=message):
+        peer.versions()
+
+
+def test_a_process_that_says_nothing_is_ended(tmp_path):
+    start = time.monotonic()
+    with (
+        Peer(answer(tmp_path, "sys.stdin.read()"), tmp_path, timeout=0.2) as peer,
+        pytest.raises(RuntimeError, match=r"no answer in 0.2 s"),
+    ):
+        peer.versions()
+    assert time.monotonic() - start < 5
+
+
+def test_no_such_interpreter(tmp_path):
+    with pytest.raises(ValueError, match="is no interpreter: pass that of an environment where kvpress"):
+        Peer(tmp_path / "nowhere", tmp_path)
+
+
+def test_the_folder_says_how_to_run(folder):
+    assert json.loads((folder / "request.json").read_text())["tokens"] == TOKENS
+    assert (folder / "model" / "model.safetensors").exists() and (folder / "ids.safetensors").exists()

@@ -1,0 +1,108 @@
+"""How many items: closed forms by hand, and the exact ones against a simulation and against each other."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from retain.eval.power import (
+    equivalence_power,
+    items_for_difference,
+    items_for_equivalence,
+    smallest_difference,
+)
+
+
+@pytest.mark.parametrize(("printed_sd", "items"), [(0.127, 348), (0.166, 589), (0.217, 1009)])
+def test_items_of_the_protection_study(printed_sd, items):
+    """TOST at a margin of 0.02, power 0.8, true difference 0: the figures of evaluation.md, section 7.
+
+    A spread printed as 0.127 may be anything from 0.1265 to 0.1275, which is 343 to 349 items: the figures
+    were made from spreads of more digits. 1,009 is what 0.217 itself gives; the other two lie in the range.
+    """
+    ends = [items_for_equivalence(printed_sd + half, 0.02, method="normal") for half in (-5e-4, 5e-4)]
+    assert ends[0] <= items <= ends[1]
+    middle = items_for_equivalence(printed_sd, 0.02, method="normal")
+    assert middle == {348: 346, 589: 590, 1009: 1009}[items]
+    assert items_for_equivalence(printed_sd, 0.02) - middle in (1, 2)
+
+
+def test_the_closed_form_by_hand():
+    # z of 0.95 and 0.9: 1.644854 and 1.281552. (2.926405 * 5)^2 = 214.1.
+    assert items_for_equivalence(1.0, 0.2, method="normal") == 215
+    assert items_for_equivalence(100.0, 20.0, method="normal") == 215  # any unit
+    assert items_for_equivalence(1.0, 100.0, method="normal") == 2
+
+
+@pytest.mark.parametrize("true_difference", [0.0, 0.3])
+def test_equivalence_power_against_a_simulation(true_difference):
+    n, margin, draws = 20, 0.8, 20_000
+    samples = np.random.default_rng(0).normal(true_difference, 1.0, (draws, n))
+    error, mean = samples.std(axis=1, ddof=1) / math.sqrt(n), samples.mean(axis=1)
+    quantile = stats.t.ppf(0.95, n - 1)
+    share = np.mean(((mean + margin) / error > quantile) & ((mean - margin) / error < -quantile))
+    made = equivalence_power(n, sd=1.0, margin=margin, true_difference=true_difference)
+    assert made == pytest.approx(share, abs=4 * 0.5 / math.sqrt(draws))
+
+
+def test_the_smallest_number_that_has_the_power():
+    for true_difference in (0.0, 0.1):
+        n = items_for_equivalence(1.0, 0.4, true_difference=true_difference)
+        powers = [
+            equivalence_power(k, sd=1.0, margin=0.4, true_difference=true_difference) for k in (n - 1, n)
+        ]
+        assert powers[0] < 0.8 <= powers[1]
+    assert items_for_equivalence(1.0, 0.4, true_difference=0.1) > items_for_equivalence(1.0, 0.4)
+    assert equivalence_power(4, sd=10.0, margin=0.1) == 0.0
+
+
+def naive_power(n: int, effect: float, alpha: float = 0.05) -> float:
+    """Two-sided paired t test, from the noncentral t itself."""
+    quantile, shift = stats.t.ppf(1 - alpha / 2, n - 1), effect * math.sqrt(n)
+    return float(stats.nct.sf(quantile, n - 1, shift) + stats.nct.cdf(-quantile, n - 1, shift))
+
+
+@pytest.mark.parametrize("effect", [0.2, 0.5, 1.5])
+def test_items_for_a_difference_are_the_fewest(effect):
+    n = items_for_difference(2.0, -2.0 * effect)
+    assert naive_power(n - 1, effect) < 0.8 <= naive_power(n, effect)
+
+
+def test_the_known_size_for_a_medium_effect():
+    # Cohen's table: d = 0.5, two-sided 0.05, power 0.8 needs 34 pairs.
+    assert items_for_difference(1.0, 0.5) == 34
+    assert items_for_difference(1.0, 5.0) == items_for_difference(1.0, 500.0) == 3
+
+
+def test_far_from_the_margin_the_power_is_one_and_not_nan():
+    # scipy's noncentral t is nan for some of these shifts.
+    for margin in (2.0, 10.0, 25.0, 40.0, 1000.0):
+        powers = [equivalence_power(n, sd=1.0, margin=margin) for n in (5, 20, 50, 500)]
+        assert powers == sorted(powers) and powers[1:] == pytest.approx([1.0] * 3, abs=1e-6)
+    assert items_for_equivalence(1.0, 1000.0) <= 3
+
+
+def test_the_smallest_difference_is_the_inverse():
+    for n in (10, 162, 481):
+        least = smallest_difference(n, sd=0.2)
+        assert naive_power(n, least / 0.2) == pytest.approx(0.8, abs=1e-6)
+    assert smallest_difference(481, sd=20.0) == pytest.approx(100 * smallest_difference(481, sd=0.2))
+    assert smallest_difference(162, sd=0.2, alpha=0.05 / 6) > smallest_difference(162, sd=0.2)
+
+
+def test_what_it_refuses():
+    with pytest.raises(ValueError, match=r"sd must be positive, got 0.0; margin must be positive, got -1.0"):
+        items_for_equivalence(0.0, -1.0)
+    with pytest.raises(ValueError, match=r"power must lie in \(0, 1\), got 80.0"):
+        items_for_difference(1.0, 0.1, power=80.0)
+    with pytest.raises(ValueError, match="true difference of 0.03 to be inside a margin of 0.02"):
+        items_for_equivalence(1.0, 0.02, true_difference=0.03)
+    with pytest.raises(ValueError, match="closed form is for a true difference of 0"):
+        items_for_equivalence(1.0, 0.02, true_difference=0.01, method="normal")
+    with pytest.raises(ValueError, match="Unknown method 'z'"):
+        items_for_equivalence(1.0, 0.02, method="z")
+    with pytest.raises(ValueError, match="num_items must be at least 2, got 1"):
+        smallest_difference(1, sd=1.0)
+    with pytest.raises(ValueError, match="a power of 0.05 is had without any difference"):
+        smallest_difference(10, sd=1.0, power=0.05)
