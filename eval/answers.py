@@ -165,6 +165,23 @@ def make_row(
     )
 
 
+def needle_share(hits: Sequence[int], heads: Sequence[int], num_tokens: int) -> float:
+    """Share of a needle's entries that are held: mean over heads, then layers.
+
+    Args:
+        hits: Of each layer, entries held over its heads.
+        heads: KV heads of each layer.
+        num_tokens: Of the needle.
+    """
+    shares = [own / (H * num_tokens) for own, H in zip(hits, heads, strict=True)]
+    return sum(shares) / len(shares)
+
+
+def needle_tokens(item: Item) -> list[int]:
+    """Places in the context of the tokens that hold what is asked."""
+    return sorted({token for start, stop in item.needles for token in range(start, stop)})
+
+
 def references_of(unit: Unit, items: dict[int, Item]) -> list[Reference]:
     """What a unit's items ask."""
     return [

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from retain.budget import LayerShape, spread
-from retain.eval.answers import Held, alike, make_row, padded, respond
+from retain.eval.answers import Held, alike, make_row, needle_share, needle_tokens, padded, respond
 from retain.eval.config import CACHE_REGIMES, FULL, CompareConfig, Line, budget_of, lines_of
 from retain.eval.record import Row
 from retain.eval.subject import Subject, Unit, item_seed, naming
@@ -47,7 +47,7 @@ class Watch:
         self.held_B, self.seen_B = held_now(cache)
         self.peak_B = self.held_B
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Bool[Tensor, " N"]:
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Bool[Tensor, " N"]:
         self.look()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -237,15 +237,13 @@ def positions_held(cache: Cache, place: int) -> list[list[Tensor]]:
 
 
 def needles_held(cache: Cache, place: int, item: Item) -> float | None:
-    """Share of the entries of an item's needles that are held, mean over heads, then layers."""
+    """Share of the entries of an item's needles that are held; None where it does not say which they are."""
     if not item.needles:
         return None
-    tokens = torch.tensor([token for start, stop in item.needles for token in range(start, stop)])
-    shares = [
-        sum(float(torch.isin(tokens, own.cpu()).double().mean()) for own in heads) / len(heads)
-        for heads in positions_held(cache, place)
-    ]
-    return sum(shares) / len(shares)
+    tokens = torch.tensor(needle_tokens(item))
+    layers = positions_held(cache, place)
+    hits = [sum(int(torch.isin(tokens, own.cpu()).sum()) for own in heads) for heads in layers]
+    return needle_share(hits, [len(heads) for heads in layers], len(tokens))
 
 
 def check_equal_memory(rows: Sequence[Row], unit: Unit) -> None:

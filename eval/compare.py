@@ -115,7 +115,7 @@ def compare(
         manifest = open_run(config.folder, describe_run(config, suite), units)
         processes.wait()
         if run_all(config, suite, processes=processes) or "finished" not in manifest:
-            manifest |= {"finished": now()}
+            manifest |= {"finished": now(), "processes": processes.count}
             write_json(config.folder / MANIFEST, manifest)
         write_cells(config.folder, [*suite.tasks])
         return write_report(config.folder, manifest, suite.tasks)

@@ -1,7 +1,7 @@
 """Who beats whom, in words that say no more than the numbers beside them.
 
-In: the scores of a run. Out: every policy minus the best heuristic of its regime, budget and task family, with
-interval, tests and verdict (`Judged`), and for each such place a paragraph (`Paragraph`).
+In: the scores of a run. Out: every policy minus the best heuristic of its regime, budget and task family,
+with interval, tests and verdict (`Judged`), and for each such place a paragraph (`Paragraph`).
 
 The one decision taken here: what is adjusted together. All comparisons of one regime, over all its budgets,
 policies and task families, are one Holm family, which is fixed by the config before anything is measured
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from retain.eval.ceilings import Discrimination, discriminate
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.paired_result import PairedResult, adjust, compare_paired
 from retain.eval.power import smallest_difference
@@ -103,6 +104,18 @@ def places(scores: Scores) -> list[Place]:
     ]
 
 
+def apart(scores: Scores) -> list[tuple[Place, Discrimination]]:
+    """Whether each task tells policies apart, at every regime and budget; a place's `family` is the task."""
+    return [
+        (Place(regime, budget, task), discriminate(scores, regime, task, budget))
+        for regime in scores.regimes
+        for budget in scores.budgets
+        for task in scores.families
+        if Cell(regime, FULL, 1.0) in scores.exact
+        and any((cell.regime, cell.budget) == (regime, budget) for cell in scores.exact)
+    ]
+
+
 def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
     """Every policy, the full cache among them, minus the best heuristic of each place.
 
@@ -167,8 +180,7 @@ def paragraphs(scores: Scores, judged: Sequence[Judged]) -> list[Paragraph]:
             sentences.append("No heuristic was measured here, so nothing is compared.")
         else:
             sentences.append(
-                f"Best heuristic: {baseline}, {means.get(baseline, math.nan):.1f}. It is what the others "
-                "are compared with."
+                f"Best heuristic, which the others are compared with: {baseline}, {means[baseline]:.1f}."
             )
         made.append(Paragraph(title, tuple(sentences), tuple(_said(own, baseline or ""))))
     return made
@@ -187,8 +199,8 @@ def _said(judged: Sequence[Judged], baseline: str) -> list[Said]:
             "worse": f"Worse than {baseline}",
             "equivalent": f"Equivalent to {baseline}: shown to lie within ±{margin:g} points",
             "identical": f"Identical to {baseline}: the same score on every item",
-            "inconclusive": f"Not known whether it differs from {baseline}: these items show neither a "
-            f"difference nor that it lies within ±{margin:g} points",
+            "inconclusive": f"Not known whether it differs from {baseline}: after adjustment these "
+            f"items show neither a difference nor that it lies within ±{margin:g} points",
         }[word]
         made.append(
             Said(
@@ -208,7 +220,7 @@ def numbers(one: Judged) -> str:
     if r.verdict == "equivalent":
         return f"{text}, TOST {_p(r.holm_equivalence_p)}"
     if r.verdict == "inconclusive" and one.detectable is not None:
-        return f"{text}, {_p(r.holm_p)}; could have shown {one.detectable:.1f}"
+        return f"{text}, {_p(r.holm_p)}; these items could show {one.detectable:.1f}"
     return text
 
 

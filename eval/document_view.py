@@ -38,14 +38,14 @@ class Viewed:
 
     Attributes:
         name: In the list of documents.
-        note: Question and right answer, where there are any.
+        notes: Question and right answer, where there are any.
         tokens: Under the policy shown first.
         strips: All policies at the budget shown first, as markup that is safe.
         shares: What each policy kept of the whole and of the needles.
     """
 
     name: str
-    note: str
+    notes: tuple[str, ...]
     tokens: tuple[Token, ...]
     strips: str
     shares: Table
@@ -126,9 +126,7 @@ def view(kept: Mapping[str, Any]) -> View:
     by_layer = count <= MOST_NUMBERS and all(own.get("layers") for one in documents for own in one["kept"])
     layers = kept.get("made", {}).get("layers") or range(len(documents[0].get("heads") or ()))
     return View(
-        documents=tuple(
-            _viewed(place, one, policy, budget) for place, one in enumerate(documents)
-        ),
+        documents=tuple(_viewed(place, one, policy, budget) for place, one in enumerate(documents)),
         policies=policies,
         budgets=tuple((f"{own:g}", budget_name(own)) for own in budgets),
         layers=tuple(layers) if by_layer else (),
@@ -163,7 +161,7 @@ def _viewed(place: int, one: Mapping[str, Any], policy: str, budget: float) -> V
         notes.append(f"Right answer: {' | '.join(one['references'])}")
     return Viewed(
         name=one["name"],
-        note=" ".join(notes),
+        notes=tuple(notes),
         tokens=tuple(
             Token(text, step_of(kept, one["of"]), index in inside)
             for index, (text, kept) in enumerate(zip(one["tokens"], shown["rows"], strict=True))

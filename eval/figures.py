@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 360, 250
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 40
 NUM_COLOURS = 8
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
@@ -117,8 +117,8 @@ def draw_lines(panel: Panel) -> str:
     x_ticks = panel.x_ticks or tuple((t, f"{t:g}") for t in ticks(min(xs, default=0), max(xs, default=1)))
     parts = [_opening(panel.ident, f"{panel.title}: {panel.y_label} against {panel.x_label}", HEIGHT)]
     parts += _y_axis(ticks(low, high), at_y, WIDTH - RIGHT)
-    for place, text in x_ticks:
-        x = at_x(place)
+    for tick, text in x_ticks:
+        x = at_x(tick)
         parts.append(f'<path class="tick" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
         parts.append(_text(x, HEIGHT - BOTTOM + 16, text, anchor="middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, panel.x_label, anchor="middle", kind="label"))
@@ -127,18 +127,23 @@ def draw_lines(panel: Panel) -> str:
         f'<text class="label" text-anchor="middle" transform="translate(11 {middle:.0f}) rotate(-90)">'
         f"{escape(panel.y_label)}</text>"
     )
-    for value, name in panel.rules:
+    for place, (value, name) in enumerate(panel.rules):
         y = at_y(value)
         parts.append(f'<path class="rule" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         below = y + 13 if y < TOP + 12 else y - 4
-        parts.append(_text(WIDTH - RIGHT - 2, below, name, anchor="end", kind="small"))
+        parts.append(_text(LEFT + 3 + 54 * place, below, name, kind="small"))
     for one in panel.series:
         parts.append(_line(one, at_x, at_y, markers=panel.markers))
     return _framed(panel.title, "".join([*parts, "</svg>"]))
 
 
 def draw_forest(
-    ident: str, title: str, lines: Sequence[Difference], margin: float, reach: float | None = None
+    ident: str,
+    title: str,
+    lines: Sequence[Difference],
+    label: str,
+    margin: float,
+    reach: float | None = None,
 ) -> str:
     """Differences with intervals; the band is what would not matter.
 
@@ -146,15 +151,16 @@ def draw_forest(
         ident: Id in the page.
         title: Above it.
         lines: In the order drawn.
+        label: Of the axis.
         margin: Half width of the band.
         reach: Largest absolute value on the axis; None: of these lines.
     """
-    step, label = 20, 116
+    step, first = 20, 116
     reach = reach or forest_reach(lines, margin)
     height = TOP + step * len(lines) + BOTTOM
-    at_x = _scale([-reach, reach], label + 8, WIDTH - RIGHT)
+    at_x = _scale([-reach, reach], first + 8, WIDTH - RIGHT)
     bottom = TOP + step * len(lines) + 4
-    parts = [_opening(ident, f"{title}: differences in points with 95 % intervals", height)]
+    parts = [_opening(ident, f"{title}: {label}, with 95 % intervals", height)]
     left, right = at_x(-margin), at_x(margin)
     parts.append(
         f'<rect class="margin" x="{left:.1f}" y="{TOP - 4}" width="{right - left:.1f}" '
@@ -165,11 +171,11 @@ def draw_forest(
         kind = "zero" if tick == 0 else "grid"
         parts.append(f'<path class="{kind}" d="M{x:.1f} {TOP - 4}V{bottom}"/>')
         parts.append(_text(x, bottom + 14, f"{tick:g}", anchor="middle"))
-    parts.append(_text((label + WIDTH) / 2, height - 4, "difference, points", anchor="middle", kind="label"))
+    parts.append(_text((first + WIDTH) / 2, height - 4, label, anchor="middle", kind="label"))
     for place, one in enumerate(lines):
         y = TOP + step * place + step / 2
         name = one.name if len(one.name) <= 18 else one.name[:17] + "…"
-        parts.append(_text(label, y + 4, name, anchor="end"))
+        parts.append(_text(first, y + 4, name, anchor="end"))
         low, high = at_x(max(-reach, one.low)), at_x(min(reach, one.high))
         parts.append(
             f'<g class="v-{escape(one.verdict)}"><title>{escape(one.name)}: {one.estimate:+.1f} '

@@ -211,7 +211,7 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     from retain.budget_table import BudgetTable
     from retain.hf import saving
 
-    header, tensors = saving._read(path)
+    header, tensors = saving.read_saved(path)
     rule, base = header["rule"], header["fingerprint"]
     seen_B = tensors["history.valid"].sum(-1).long()
     lengths = {

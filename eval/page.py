@@ -10,13 +10,14 @@ models answered and documents say is escaped like everything else.
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retain.eval.comparisons import budget_name, judge, paragraphs
+from retain.eval.comparisons import apart, budget_name, judge, paragraphs
 from retain.eval.document_view import STEPS, from_diagnostics, view
 from retain.eval.page_measured import (
     Missing,
@@ -105,7 +106,8 @@ def inert(value: object) -> str:
 
 def context(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]) -> dict[str, Any]:
     """Everything that the template is given."""
-    rows = read_rows(folder)
+    # Rows of earlier runs knew one kind of budget and one kind of score.
+    rows = [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(folder)]
     scores = gather(rows, list(tasks))
     config = manifest["config"]
     command = run_command(manifest)
@@ -129,14 +131,18 @@ def context(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]
             "Heat maps of depth by length need a task whose items say both, such as those of the group niah.",
             where["needles"],
         ),
-        "document": Missing("The view of a document shows token by token what each policy kept.", where["kept"]),
+        "document": Missing(
+            "The view of a document shows token by token what each policy kept.", where["kept"]
+        ),
         "budgets": Missing("The map of layers by heads shows where each policy spends its budget.", diagnose),
         "coverage": Missing(
             "Coverage says what share of the attention of later steps a policy's kept entries still get.",
             diagnose,
         ),
         "jaccard": Missing("The matrix says which policies keep the same entries.", diagnose),
-        "speed": Missing("Time and peak memory against budget are measured by a command of their own.", where["speed"]),
+        "speed": Missing(
+            "Time and peak memory against budget are measured by a command of their own.", where["speed"]
+        ),
     }
     return {
         "run": config["run"],
@@ -208,7 +214,8 @@ def _commands(manifest: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     heuristics = [name for name in policies if name not in ("gate", "fused", "oracle")]
     return diagnose, {
         "kept": f"python -m retain.eval.kept --config {arguments}",
-        "needles": f"python eval/compare.py --config {arguments} suite=text tasks=[niah] run={config['run']}-niah",
+        "needles": f"python eval/compare.py --config {arguments} suite=text tasks=[niah] "
+        f"run={config['run']}-niah",
         "speed": f"python -m retain.eval.speed_serving --policies {','.join(heuristics)} "
         f"--output {folder}/speed.json",
     }
@@ -224,53 +231,52 @@ def _load(path: Path) -> dict[str, Any] | None:
             raise ValueError("no command in it")
     except ValueError as error:
         raise ValueError(
-            f"{path} cannot be read ({error}). Make it again, or delete it: the page then says that it is missing."
+            f"{path} cannot be read ({error}). Make it again, or delete it: the page then says that it is "
+            "missing."
         ) from error
     return made
 
 
 def _ceilings(scores: Scores) -> tuple[Table | None, list[str]]:
     """Every task's ceiling and whether it tells policies apart, and the names of those that do not."""
-    from retain.eval.ceilings import discriminate
-
     lines, unclear = [], []
-    for regime in scores.regimes:
-        for budget in scores.budgets:
-            for task in scores.families:
-                if not any((cell.regime, cell.budget) == (regime, budget) for cell in scores.exact):
-                    continue
-                own = discriminate(scores, regime, task, budget)
-                if not own.yes:
-                    unclear.append(f"{regime}, {budget_name(budget)}, {task}")
-                lines.append(
-                    (
-                        *(words(regime), number(budget, 2) if budget < 1 else number(budget, 0), words(task)),
-                        words("yes" if own.yes else "no", mark="" if own.yes else "v-worse"),
-                        words(own.why),
-                        *(number(own.ceiling), number(own.best), number(own.worst)),
-                        *(number(own.spread), number(own.noise)),
-                    )
-                )
+    for place, own in apart(scores):
+        if not own.yes:
+            unclear.append(f"{place.regime}, {budget_name(place.budget)}, {place.family}")
+        lines.append(
+            (
+                *(words(place.regime), number(place.budget, 2 if place.budget < 1 else 0)),
+                words(place.family),
+                words("yes" if own.yes else "no", mark="" if own.yes else "v-worse"),
+                *(words(own.why), words(own.best), words(own.worst)),
+                *(number(own.ceiling), number(own.spread)),
+                number(own.noise if math.isfinite(own.noise) else None),
+            )
+        )
     columns = (
-        *("regime", "budget", "task", "discriminative", "why", "full cache", "best policy", "worst policy"),
-        *("spread", "noise"),
+        *("regime", "budget", "task", "discriminative", "why", "best", "worst", "full cache", "spread"),
+        "noise",
     )
     if not lines:
         return None, []
-    table = Table("tab-ceilings", "Ceilings, in points, and what tells policies apart", columns, tuple(lines), 5)
-    return table, unclear
+    caption = "Ceilings, in points, and what tells policies apart"
+    return Table("tab-ceilings", caption, columns, tuple(lines), 7), unclear
 
 
 def _lead(scores: Scores, manifest: Mapping[str, Any]) -> str:
     config = manifest["config"]
     items = sum(len(own) for own in scores.seeds.values())
-    budgets = ", ".join(budget_name(budget) for budget in scores.budgets)
+    ratios = ", ".join(f"{budget:g}" for budget in scores.budgets if budget < 1)
+    tokens = ", ".join(f"{budget:g}" for budget in scores.budgets if budget > 1)
+    budgets = " and ".join(
+        part for part in (ratios and f"keep_ratio {ratios}", tokens and f"{tokens} tokens per head") if part
+    )
     seeds = ", ".join(map(str, config["seeds"]))
     model = str(config.get("model") or "") if config["suite"] == "text" else f"the {config['suite']} model"
     return (
         f"KV-cache eviction policies at equal achieved memory: {len(scores.policies)} policies with the full "
-        f"cache, {len(scores.families)} tasks, {items} items on {model} (seeds {seeds}), {' and '.join(scores.regimes)}; "
-        f"{budgets}."
+        f"cache, {len(scores.families)} tasks, {items} items on {model} (seeds {seeds}), "
+        f"{' and '.join(scores.regimes)}; {budgets}."
     )
 
 
@@ -288,11 +294,12 @@ def _warnings(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _rule(margin: float, count: int) -> str:
     return (
-        "Each policy is compared with the best heuristic of its regime, budget and task family, item by item. "
-        "Better or worse: the 95 % interval excludes 0 and the Holm-adjusted test passes at 0.05. Equivalent: "
-        f"the interval lies within ±{margin:g} points, a margin stated before the run, and the adjusted "
-        "equivalence test passes. Identical: the same score on every item. Everything else is not known, which "
-        f"is not the same as equal. {count} comparisons in all; all of one regime are adjusted together."
+        "Each policy is compared with the best heuristic of its regime, budget and task family, item by "
+        "item. Better or worse: the 95 % interval excludes 0 and the Holm-adjusted test passes at 0.05. "
+        f"Equivalent: the interval lies within ±{margin:g} points, a margin stated before the run, and the "
+        "adjusted equivalence test passes. Identical: the same score on every item. Everything else is not "
+        f"known, which is not the same as equal. {count} comparisons in all; all of one regime are adjusted "
+        "together."
     )
 
 
@@ -354,13 +361,15 @@ def _facts(manifest: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> li
 
 def _reading(config: Mapping[str, Any]) -> list[str]:
     return [
-        "Scores are in % of what a task is judged by (its metric); means are over tasks, each counting alike.",
+        "Scores are in % of what a task is judged by (its metric); means are over tasks, each counting "
+        "alike.",
         "Seen: families of tasks that gates were trained on. Held-out: all others.",
         "Intervals: paired, stratified by task, BCa bootstrap over (seed, item), at least "
         f"{config['resamples']} resamples. Several questions on one item are averaged first.",
         "p: sign-flip test of the mean over tasks, or the exact McNemar test of one task scored right or "
         "wrong. Wilcoxon's test is printed and decides nothing: it is about ranks.",
-        "oracle and token_identity are controls, no methods: the true future attention, and a table of token ids.",
+        "oracle and token_identity are controls, no methods: the true future attention, and a table of "
+        "token ids.",
         "Equal memory is checked, not assumed: the run stops where two policies of one budget hold different "
         "numbers of entries in the regimes that evict once.",
     ]
@@ -376,30 +385,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist: {given.folder} is no run of eval/compare.py.")
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        print(write_page(given.folder, manifest, _tasks_of(manifest)))
+        print(write_page(given.folder, manifest, tasks_of(manifest)))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
+def tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
     """The tasks of a run's suite, without its model; a suite that only a program made has none here."""
     config = manifest["config"]
     if config["suite"] == "reference":
         from retain.eval.tasks import load_suite
 
         return load_suite("reference").tasks
-    recorded = manifest.get("provenance") or {}
-    parts = ("provenance", "source", "licence", "version", "about", "metric")
+    if config["suite"] == "text":
+        from retain.eval.tasks.text import cards
+
+        about = {name: card.about for name, card in cards().items()}
+    else:
+        about = {}
     return {
-        name: Task(
-            name,
-            "held-out",
-            **{"about": "", **{part: own[part] for part in parts if part in own}},
-        )
-        for name, own in recorded.items()
-        if isinstance(own, Mapping)
+        name: Task(name, about=about.get(name, ""), **own) for name, own in manifest.get("tasks", {}).items()
     }
 
 

@@ -48,7 +48,8 @@ def coverage_figure(made: Mapping[str, Any], styles: Mapping[str, int]) -> Figur
     """Coverage over decoding steps: the mean, and the worst of all layers and heads."""
     curves = made["curves"]
     names = [name for name in curves if name != FULL]
-    steps = tuple(float(step) for step in range(1, 1 + max(len(own["coverage_mean"]) for own in curves.values())))
+    most = max(len(own["coverage_mean"]) for own in curves.values())
+    steps = tuple(map(float, range(1, 1 + most)))
     panels = []
     kinds = (
         ("coverage_mean", "Mean over layers and heads", "coverage"),
@@ -59,21 +60,22 @@ def coverage_figure(made: Mapping[str, Any], styles: Mapping[str, int]) -> Figur
     for place, (key, title, label) in enumerate(kinds):
         series = []
         for name in names:
-            points = [(s, v) for s, v in zip(steps, curves[name].get(key) or (), strict=False) if v is not None]
+            values = curves[name].get(key) or ()
+            points = [(s, v) for s, v in zip(steps, values, strict=False) if v is not None]
             if points:
                 x, y = zip(*points, strict=True)
                 series.append(Series(name, styles[name], x, y))
         if series:
             reach = (0.0, 1.0) if key != "kl" else None
-            panel = Panel(f"fig-coverage-{place}", title, "decoding step", label, tuple(series), y_range=reach)
-            panels.append(draw_lines(_unmarked(panel)))
-    documents = made.get("curves_documents") or []
-    reached = f" The last step is reached by {documents[-1]} of {documents[0]} documents." if documents else ""
+            names_of = (f"fig-coverage-{place}", title, "decoding step", label)
+            panels.append(draw_lines(_unmarked(Panel(*names_of, tuple(series), y_range=reach))))
+    ends = made.get("curves_documents") or []
+    reached = f" The last step is reached by {ends[-1]} of {ends[0]} documents." if ends else ""
     return Figure(
         ident="fig-coverage",
         title="Coverage over decoding steps, with its worst case",
-        note="Of the attention that goes to prompt entries, the share that goes to kept ones, along what the full "
-        f"cache generated; {_made(made)}.{reached}",
+        note="Of the attention that goes to prompt entries, the share that goes to kept ones, along what the "
+        f"full cache generated; {_made(made)}.{reached}",
         command=made["command"],
         panels=tuple(panels),
         legend=legend(names, styles),
@@ -84,9 +86,7 @@ def coverage_figure(made: Mapping[str, Any], styles: Mapping[str, int]) -> Figur
 def summary_table(made: Mapping[str, Any]) -> Table:
     """Every diagnostic of every policy."""
     summary = made["summary"]
-    present = [
-        one for one in METRICS if any(own.get(one[0]) is not None for own in summary.values())
-    ]
+    present = [one for one in METRICS if any(own.get(one[0]) is not None for own in summary.values())]
     rows = tuple(
         (words(policy), *(number(own.get(name), digits) for name, _, digits in present))
         for policy, own in summary.items()

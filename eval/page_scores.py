@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from retain.eval.comparisons import BOUNDS, Judged, budget_name
+from retain.eval.comparisons import Judged, budget_name, is_bound
 from retain.eval.config import FULL
 from retain.eval.figures import (
+    NUM_COLOURS,
     Difference,
     Panel,
     Series,
@@ -24,7 +25,7 @@ from retain.eval.figures import (
     swatch,
 )
 from retain.eval.significance import standard_error
-from retain.eval.summary import ALL, FAMILIES, Cell, Scores
+from retain.eval.summary import FAMILIES, LEARNED, Cell, Scores
 from retain.eval.tabular import Entry, Figure, Shown, Table, heat, number, p_value, scale, words
 from retain.eval.tasks import Task
 
@@ -35,8 +36,14 @@ SHOWN_CHARACTERS, SHOWN_TASKS = 240, 12
 
 
 def styles_of(names: Iterable[str]) -> dict[str, int]:
-    """The look of each policy; the full cache is a dashed rule of its own."""
-    return {name: place for place, name in enumerate(dict.fromkeys(n for n in names if n != FULL))}
+    """The look of each policy: controls grey and dashed, methods everything else; the full cache is a rule
+    of its own."""
+    own = list(dict.fromkeys(name for name in names if name != FULL))
+    methods = [name for name in own if not is_bound(name)]
+    controls = [name for name in own if is_bound(name)]
+    colours = NUM_COLOURS - 1  # the last is grey
+    looks = {name: place // colours * NUM_COLOURS + place % colours for place, name in enumerate(methods)}
+    return looks | {name: NUM_COLOURS * (place + 2) - 1 for place, name in enumerate(controls)}
 
 
 def legend(names: Iterable[str], styles: Mapping[str, int]) -> tuple[Entry, ...]:
@@ -46,7 +53,8 @@ def legend(names: Iterable[str], styles: Mapping[str, int]) -> tuple[Entry, ...]
 
 def score_figure(scores: Scores, styles: Mapping[str, int], command: str) -> Figure:
     """Score against budget with bands, or, of many policies, a ranking at the middle budget."""
-    many = len(styles) > MANY
+    names = [name for name in scores.policies if name != FULL]
+    many = len(names) > MANY
     panels: list[str] = []
     for regime in scores.regimes:
         for family in FAMILIES:
@@ -75,7 +83,7 @@ def score_figure(scores: Scores, styles: Mapping[str, int], command: str) -> Fig
         note=note,
         command=command,
         panels=tuple(panels),
-        legend=() if many else legend(styles, styles),
+        legend=() if many else legend(names, styles),
         data=tuple(score_tables(scores)),
     )
 
@@ -108,16 +116,20 @@ def forest_figure(judged: Sequence[Judged], margin: float, command: str) -> Figu
     names: dict[Any, str] = {}
     for one in judged:
         i = one.result.interval
+        if one.policy == FULL:
+            continue
         by_place.setdefault(one.place, []).append(
             Difference(one.policy, i.estimate, i.low, i.high, one.result.verdict)
         )
         names[one.place] = one.baseline
-    reach = forest_reach([own for lines in by_place.values() for own in lines], margin) if judged else None
+    drawn = [own for lines in by_place.values() for own in lines]
+    reach = forest_reach(drawn, margin) if drawn else None
     panels = tuple(
         draw_forest(
             f"fig-forest-{number_}",
-            f"{place.regime}, {budget_name(place.budget)}, {place.family}: minus {names[place]}",
+            f"{place.regime}, {budget_name(place.budget)}, {place.family}",
             sorted(lines, key=lambda own: -own.estimate),
+            f"minus {names[place]}, points",
             margin,
             reach,
         )
@@ -127,8 +139,8 @@ def forest_figure(judged: Sequence[Judged], margin: float, command: str) -> Figu
         ident="fig-forest",
         title="Difference from the best heuristic",
         note=f"Policy minus the best heuristic, paired by item, with 95 % intervals. The band is ±{margin:g} "
-        "points, the difference that was said beforehand not to matter. Up: better; down: worse; square: "
-        "equivalent or identical; hollow circle: not known.",
+        "points, the difference that was said beforehand not to matter; the full cache is in the table. "
+        "Up: better; down: worse; square: equivalent or identical; hollow circle: not known.",
         command=command,
         panels=panels,
     )
@@ -199,7 +211,7 @@ def heat_maps(rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], comma
         ident="fig-needles",
         title="Needle in a haystack: depth by length",
         note="Mean score, 0 to 1. Rows: how deep the needle lies (0: at the start); columns: length of the "
-        f"context. {min(counts)} to {max(counts)} answers a square.",
+        f"context. {min(counts)}{f' to {max(counts)}' if len(counts) > 1 else ''} answers a square.",
         command=command,
         tables=tuple(tables),
         scale=scale(1.0, 2),
@@ -240,16 +252,14 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str, Any]) -> Table:
     """Where every task comes from."""
-    recorded = manifest.get("provenance") or {}
+    recorded = manifest.get("tasks") or {}
     lines = []
     for name, family in scores.families.items():
         task, known = tasks.get(name), recorded.get(name, {})
         facts = {
-            part: known.get(part, getattr(task, part, "")) if isinstance(known, Mapping) else ""
-            for part in ("provenance", "source", "licence", "version")
+            part: known.get(part, getattr(task, part, ""))
+            for part in ("provenance", "source", "licence", "version", "metric")
         }
-        if not isinstance(known, Mapping):
-            facts["provenance"] = str(known)
         lines.append(
             (
                 words(name),
@@ -259,7 +269,7 @@ def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str,
                 words(without_scheme(str(facts["source"]))),
                 words(facts["licence"]),
                 words(facts["version"]),
-                words(task.metric if task else ""),
+                words(facts["metric"]),
                 number(len(scores.seeds[name]), 0),
             )
         )
@@ -287,28 +297,31 @@ def null_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
         for key, own in found.items()
     ]
     columns = ("regime", "budget", "policy", "task", "seed/item/question", "nulls", "of")
-    return Table(
-        "tab-nulls", "Nothing was answered: counted as 0", columns, tuple(lines), num_text=5
-    )
+    return Table("tab-nulls", "Nothing was answered: counted as 0", columns, tuple(lines), num_text=5)
 
 
 def answer_table(
     rows: Sequence[Mapping[str, Any]], references: Sequence[Mapping[str, Any]], budgets: Sequence[float]
 ) -> Table | None:
-    """What was answered to the first question of each task, by every policy, at one budget."""
+    """What every policy answered, at one budget, to the first question of each task on which scores
+    differ."""
     if not rows:
         return None
     middle = budgets[len(budgets) // 2] if budgets else 1.0
     regime = rows[0]["regime"]
     asked = {_question(one): one for one in references}
-    first: dict[str, tuple[Any, ...]] = {}
-    for row in rows:
-        own = _question(row)
-        first[row["task"]] = min(first.get(row["task"], own), own)
-    shown = set(list(first.values())[:SHOWN_TASKS])
+    here = [row for row in rows if row["regime"] == regime and row["budget"] in (1.0, middle)]
+    found: dict[tuple[Any, ...], set[float]] = defaultdict(set)
+    for row in here:
+        found[_question(row)].add(row["score"])
+    first: dict[str, tuple[bool, tuple[Any, ...]]] = {}
+    for question, own in found.items():
+        rank = (len(own) == 1, question)
+        first[question[1]] = min(first.get(question[1], rank), rank)
+    shown = {question for _, question in list(first.values())[:SHOWN_TASKS]}
     lines = []
-    for row in rows:
-        if _question(row) not in shown or row["regime"] != regime or row["budget"] not in (1.0, middle):
+    for row in here:
+        if _question(row) not in shown:
             continue
         wanted = asked.get(_question(row), {})
         right = " | ".join(wanted.get("references") or ()) or _tokens(wanted.get("gold_ids", ()))
@@ -321,18 +334,13 @@ def answer_table(
             )
         )
     columns = ("task", "policy", "right answer", "answer", "score")
-    caption = f"The first question of each task, {regime}, {budget_name(middle)}"
+    caption = f"Of each task the first question on which scores differ, {regime}, {budget_name(middle)}"
     return Table("tab-answers", caption, columns, tuple(lines), num_text=4)
 
 
 def without_scheme(text: str) -> str:
     """An address as words: the page links to nothing."""
     return text.replace("https://", "").replace("http://", "")
-
-
-def overall(scores: Scores, cell: Cell) -> float:
-    """Mean over all tasks."""
-    return scores.mean(cell, scores.tasks(ALL))
 
 
 def _kinds(budgets: Sequence[float]) -> list[tuple[str, list[float]]]:
@@ -372,9 +380,7 @@ def _curves(
     full = Cell(regime, FULL, 1.0)
     rules = ((scores.mean(full, tasks), "full cache"),) if full in scores.exact else ()
     ticks = tuple((budget, f"{budget:g}") for budget in budgets)
-    panel = Panel(
-        ident, title, kind, "score, %", tuple(series), ticks, (0.0, 100.0), log_x=True, rules=rules
-    )
+    panel = Panel(ident, title, kind, "score, %", tuple(series), ticks, (0.0, 100.0), log_x=True, rules=rules)
     return draw_lines(panel)
 
 
@@ -395,7 +401,7 @@ def _ranks(
             at = [Cell(regime, name, budget) for budget in budgets]
             means = [scores.mean(own, tasks) for own in at if own in scores.exact]
             half = 1.96 * standard_error(scores.strata(cell, tasks))
-            style = 1 if name in ("gate", "fused") else 7 if name in BOUNDS else 0
+            style = 1 if name in LEARNED else NUM_COLOURS - 1 if is_bound(name) else 0
             lines.append((name, style, scores.mean(cell, tasks), half, min(means), max(means)))
     full = Cell(regime, FULL, 1.0)
     ceiling = scores.mean(full, tasks) if full in scores.exact else None

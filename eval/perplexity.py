@@ -101,7 +101,8 @@ def cut(
     own = context_tokens - len(opening) + 1 + scored_tokens
     if context_tokens <= len(opening):
         raise ValueError(
-            f"perplexity: context_tokens={context_tokens} leaves no room behind {len(opening)} special tokens."
+            f"perplexity: context_tokens={context_tokens} leaves no room behind {len(opening)} special "
+            "tokens."
         )
     if len(ids) < own * documents:
         raise ValueError(
@@ -238,14 +239,16 @@ def _between(interval: Interval, of: Any = float) -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, one line each."""
-    lines = [f"{'policy':24} {'keep':>5} {'ppl':>9} {'ratio':>23} {'KL (nats)':>25} {'agreement':>23}"]
+    wide = max([len("policy"), *(len(row["policy"]) for row in rows)])
+    lines = [f"{'policy':{wide}} {'keep':>5} {'ppl':>9} {'ratio':>23} {'KL (nats)':>25} {'agreement':>23}"]
     for row in rows:
         ratio, kl, agree = (
             "{estimate:.4f} [{low:.4f}, {high:.4f}]".format(**row[name])
             for name in ("perplexity_ratio", "kl", "agreement")
         )
         lines.append(
-            f"{row['policy']:24} {row['keep_ratio']:5.2f} {row['perplexity']:9.3f} {ratio:>23} {kl:>25} {agree:>23}"
+            f"{row['policy']:{wide}} {row['keep_ratio']:5.2f} {row['perplexity']:9.3f} {ratio:>23} {kl:>25} "
+            f"{agree:>23}"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The picture of a run: score against keep_ratio, one line a policy, the full cache dashed; or, of many
+"""The picture of a run: score against budget, one line a policy, the full cache dashed; or, of many
 policies, a ranking.
 
 Lines: one panel per regime and family. Ranking: one panel per regime. The one decision taken here: the ratios
@@ -84,7 +84,7 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
             if row == shape[0] - 1:
                 axis.set_xlabel("keep_ratio (kept / seen)")
             if column == 0:
-                axis.set_ylabel("exact match, %")
+                axis.set_ylabel("score, %")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="center right", fontsize=9, frameon=False)
     figure.suptitle(title, fontsize=11)
@@ -94,7 +94,7 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
 
 def draw_ranking(scores: Scores, path: Path, *, title: str, variants: Collection[str] = ()) -> None:
     """Write `scores.png` of many policies: a row each, sorted by the mean over all tasks at the middle
-    keep_ratio.
+    budget.
 
     The large dot is the middle ratio with +-1.96 standard errors, the line reaches from the lowest to the
     highest ratio. Variants are hollow.
@@ -147,9 +147,9 @@ def draw_ranking(scores: Scores, path: Path, *, title: str, variants: Collection
         axis.set_ylim(-0.8, len(own) - 0.2)
         axis.set_xlim(-2, 102)
         axis.grid(axis="x", alpha=0.3)
-        axis.set_xlabel("exact match, %")
+        axis.set_xlabel("score, %")
         axis.set_title(f"{regime}, mean over {len(tasks)} tasks", fontsize=10)
-    reach = f"dot: keep_ratio {middle:g}; line: {ratios[0]:g} to {ratios[-1]:g}; dashed: full cache"
+    reach = f"dot: budget {middle:g}; line: {ratios[0]:g} to {ratios[-1]:g}; dashed: full cache"
     figure.suptitle(f"{title}\n{reach}; red: learned, hollow: variants", fontsize=10)
     figure.tight_layout(rect=(0, 0, 1, 0.985))
     _save(figure, path)

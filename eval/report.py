@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from retain.budget import Budget, LayerShape, spread
+from retain.budget import LayerShape, spread
+from retain.eval.comparisons import apart
+from retain.eval.config import budget_of
 from retain.eval.orderings import (
     ENDS,
     NOTES,
@@ -47,9 +49,22 @@ REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
     "query_aware": "scores have observed context and question; after the eviction the question's last token "
     "is read again, and the answer follows",
+    "chunked": "the context is read in chunks and evicted behind each, then the question is read",
+    "decode": "the context is read whole and nothing of it is evicted behind it; entries go while tokens are "
+    "decoded",
+    "prefill+decode": "the context is prefilled and evicted, and entries go on being evicted while tokens are "
+    "decoded",
+    "chunked+decode": "the context is read in chunks and evicted behind each, and entries go on being evicted "
+    "while tokens are decoded",
 }
 
 
+TEST_BED = (
+    "A test bed: it ranks policies on a model of about a million parameters. Nothing about large models "
+    "follows from it."
+)
+# Rows of the lists of nulls and of cells that do not discriminate.
+LISTED = 40
 # More policies than this are drawn, and shown at a glance, as a ranking.
 MANY = 12
 
@@ -76,7 +91,7 @@ def write_report(
     variants = tuple(config.get("variants", ()))
     each = learned_against_each(scores, **options, leave_out=variants)
     checked = check_orderings(scores, **options)
-    title = f"{config['run']}: exact match at equal memory, mean over tasks"
+    title = f"{config['run']}: score at equal memory, mean over tasks"
     many = len(scores.policies) > MANY
     if many:
         draw_ranking(scores, folder / "scores.png", title=title, variants=variants)
@@ -85,7 +100,7 @@ def write_report(
     sections = [
         _head(scores, manifest),
         _claims(claims),
-        "![ranking of policies](scores.png)" if many else "![score against keep_ratio](scores.png)",
+        "![ranking of policies](scores.png)" if many else "![score against budget](scores.png)",
         _glance(scores),
         *(_regime(scores, regime) for regime in scores.regimes),
         *([_orderings(checked, manifest)] if checked else []),
@@ -94,6 +109,8 @@ def write_report(
         _seeds(scores),
         _memory(scores),
         _tasks(scores, tasks),
+        _unclear(scores),
+        _nulls(scores),
         _reading(config),
     ]
     path = folder / "report.md"
@@ -127,9 +144,8 @@ def _head(scores: Scores, manifest: Mapping[str, Any]) -> str:
         f"Seeds {', '.join(map(str, config['seeds']))} of the {config['suite']} model; "
         f"{' to '.join(map(str, per_task))} items a task over all seeds ({sum(counts.values())} in all), "
         f"contexts of {config['context_tokens']} tokens; greedy generation through the ragged cache. "
-        "Exact match in %.",
-        "A test bed: it ranks policies on a model of about a million parameters. Nothing about large models "
-        "follows from it.",
+        "Scores in %: what each task is judged by.",
+        *([TEST_BED] if config["suite"] == "reference" else []),
         "",
         f"Code {commits}; config hash `{manifest['identity_sha']}`; Python {machine['python']}, {versions}; "
         f"{machine['device']} ({machine['processor']}); finished {manifest.get('finished', 'not yet')}.",
@@ -168,8 +184,8 @@ def _glance(scores: Scores) -> str:
         rows.append(row)
     counts = " and ".join(f"{len(scores.tasks(family))} {family}" for family in families)
     note = (
-        f"Exact match in %, mean over tasks: {' / '.join(families)} ({counts}), by regime and "
-        f"keep_ratio{order}."
+        f"Score in %, mean over tasks: {' / '.join(families)} ({counts}), by regime and "
+        f"budget{order}: below 1 a keep_ratio, from 2 on tokens per head."
     )
     return "\n".join(["## At a glance", "", note, "", _table(columns, rows)])
 
@@ -182,7 +198,7 @@ def _overall(scores: Scores, policy: str) -> float:
 
 def _regime(scores: Scores, regime: str) -> str:
     lines = [f"## Scores, {regime}", "", f"Here {REGIMES.get(regime, regime)}.", ""]
-    columns = ["keep_ratio", "policy"]
+    columns = ["budget", "policy"]
     for family in FAMILIES:
         if scores.tasks(family):
             columns += [*scores.tasks(family), f"**{family}**"]
@@ -195,7 +211,7 @@ def _regime(scores: Scores, regime: str) -> str:
         for family in FAMILIES:
             tasks = scores.tasks(family)
             if tasks:
-                row += [f"{scores.exact[cell][task].mean():.1f}" for task in tasks]
+                row += [f"{scores.mean(cell, [task]):.1f}" for task in tasks]
                 half = 1.96 * standard_error(scores.strata(cell, tasks))
                 row.append(f"**{scores.mean(cell, tasks):.1f}** ±{half:.1f}")
         partial = [scores.partial[cell][task].mean() for task in scores.families]
@@ -237,7 +253,7 @@ def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
         "## Against the best heuristic",
         "",
         "Policy minus the heuristic with the highest mean over the same tasks, at the same regime, "
-        "keep_ratio and bytes, with paired 95 % intervals; equivalent means within "
+        "budget and bytes, with paired 95 % intervals; equivalent means within "
         f"±{margin:g} points. The heuristic is chosen for each family apart and on the same items, which "
         "favours it; its own cell is empty. duoattention is no heuristic here: its table of heads is "
         "measured on documents with questions and answers. The rows of `full` are the full cache minus that "
@@ -247,7 +263,7 @@ def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
     ]
     if not made:
         return "\n".join([*head, "No heuristic was measured."])
-    columns = ("regime", "keep_ratio", "policy")
+    columns = ("regime", "budget", "policy")
     return "\n".join([*head, _pivot(made, lambda o: (o.regime, f"{o.budget:g}", o.policy), columns)])
 
 
@@ -255,8 +271,7 @@ def _orderings(checked: Sequence[Checked], manifest: Mapping[str, Any]) -> str:
     """Published orderings, topic by topic: claims, then differences and what they say."""
     margin = manifest["config"]["margin_points"]
     distinct = {
-        (frozenset((one.made.policy, one.made.baseline)), one.made.regime, one.made.budget)
-        for one in checked
+        (frozenset((one.made.policy, one.made.baseline)), one.made.regime, one.made.budget) for one in checked
     }
     by_place = {
         place: Counter(one.finding for one in checked if one.published == published)
@@ -270,7 +285,7 @@ def _orderings(checked: Sequence[Checked], manifest: Mapping[str, Any]) -> str:
     lines = [
         "## Published orderings",
         "",
-        "Policy minus baseline over all tasks, each counting alike, at the same regime, keep_ratio and "
+        "Policy minus baseline over all tasks, each counting alike, at the same regime, budget and "
         f"bytes, with paired 95 % intervals. {len(distinct)} comparisons, each counted once; each interval "
         f"is for one comparison and is not adjusted: of {len(distinct)} without any difference about "
         f"{round(len(distinct) / 20)} would exclude 0.",
@@ -347,7 +362,7 @@ def _protected(ordering: Ordering, ratios: Sequence[float], manifest: Mapping[st
     for name in (ordering.policy, ordering.baseline):
         ends = []
         for ratio in ratios:
-            budget = spread(Budget(keep_ratio=ratio), [tokens], [LayerShape(1, 1)]).per_head_B
+            budget = spread(budget_of(ratio), [tokens], [LayerShape(1, 1)]).per_head_B
             mask = protected_mask(Protection(**resolved[name]["protection"]), valid, budget)[0].tolist()
             ends.append(f"{(mask + [False]).index(False)}+{(mask[::-1] + [False]).index(False)}")
         sides.append(", ".join(ends))
@@ -365,7 +380,7 @@ def _each(made: Sequence[Comparison], left_out: Sequence[str]) -> str:
         head += ["Variants are left out.", ""]
     if not made:
         return "\n".join([*head, "Neither was measured."])
-    names = ("regime", "keep_ratio", "policy", "minus")
+    names = ("regime", "budget", "policy", "minus")
     return "\n".join(
         [*head, _pivot(made, lambda o: (o.regime, f"{o.budget:g}", o.policy, o.baseline), names)]
     )
@@ -374,7 +389,7 @@ def _each(made: Sequence[Comparison], left_out: Sequence[str]) -> str:
 def _seeds(scores: Scores) -> str:
     seeds = sorted({int(seed) for own in scores.seeds.values() for seed in own})
     families = [family for family in FAMILIES if scores.tasks(family)]
-    columns = ["regime", "keep_ratio", "policy"]
+    columns = ["regime", "budget", "policy"]
     columns += [f"{family}, seed {seed}" for family in families for seed in seeds]
     rows = []
     for cell in scores.exact:
@@ -401,11 +416,12 @@ def _memory(scores: Scores) -> str:
         ]
         for cell, own in scores.memory.items()
     ]
-    columns = ["regime", "keep_ratio", "policy", "entries", "KiB held", "% of full", "kept / seen"]
+    columns = ["regime", "budget", "policy", "entries", "KiB held", "% of full", "kept / seen"]
     note = (
-        "Per item, over all layers and KV heads, after eviction and before the question or the answer is "
-        "appended, as the cache reports it. Every policy but the full cache holds the same number of "
-        "entries, item by item: the run stops where that is not so."
+        "Per item, over all layers and KV heads, as the cache reports it: after eviction and before the "
+        "question or the answer is appended where eviction is done once, at the end of the answer elsewhere. "
+        "In the regimes that evict once every policy but the full cache holds the same number of entries, "
+        "item by item: the run stops where that is not so."
     )
     return "\n".join(["## Memory held", "", note, "", _table(columns, rows, 3)])
 
@@ -416,6 +432,57 @@ def _tasks(scores: Scores, tasks: Mapping[str, Task]) -> str:
         for name, family in scores.families.items()
     ]
     return "\n".join(["## Tasks", "", _table(["task", "family", "items", "what is asked"], rows, 4)])
+
+
+def _unclear(scores: Scores) -> str:
+    """Where a task does not tell policies apart."""
+    rows = [
+        [place.regime, f"{place.budget:g}", place.family, f"{own.ceiling:.1f}", own.why]
+        for place, own in apart(scores)
+        if not own.yes
+    ]
+    note = (
+        "Every task tells policies apart at every budget."
+        if not rows
+        else "Here the full cache is no better than its noise, or policies differ by no more than theirs: "
+        "these cells say nothing about policies. All cells, with ceilings, are in `cells.json`."
+    )
+    return "\n".join(
+        [
+            "## What does not tell policies apart",
+            "",
+            note,
+            *_listed(rows, ("regime", "budget", "task", "full", "why")),
+        ]
+    )
+
+
+def _nulls(scores: Scores) -> str:
+    """What was not answered."""
+    rows = [
+        [
+            cell.regime,
+            cell.policy,
+            f"{cell.budget:g}",
+            task,
+            ", ".join("/".join(map(str, one)) for one in own),
+        ]
+        for (cell, task), own in scores.nulls.items()
+    ]
+    count = sum(map(len, scores.nulls.values()))
+    note = (
+        f"{count} answers were empty and count as 0; seed/item/question." if rows else "No answer was empty."
+    )
+    columns = ("regime", "policy", "budget", "task", "which")
+    return "\n".join(["## Nulls", "", note, *_listed(rows, columns)])
+
+
+def _listed(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> list[str]:
+    """A table with an end."""
+    if not rows:
+        return []
+    more = ["", f"And {len(rows) - LISTED} more."] if len(rows) > LISTED else []
+    return ["", _table(columns, rows[:LISTED], len(columns)), *more]
 
 
 def _reading(config: Mapping[str, Any]) -> str:

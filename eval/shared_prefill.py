@@ -31,7 +31,17 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.attention_chunks import truncate
-from retain.eval.answers import Answer, Held, alike, make_row, padded, read_back, respond
+from retain.eval.answers import (
+    Answer,
+    Held,
+    alike,
+    make_row,
+    needle_share,
+    needle_tokens,
+    padded,
+    read_back,
+    respond,
+)
 from retain.eval.baselines import oracle
 from retain.eval.config import FULL, CompareConfig, Line, budget_of, lines_of
 from retain.eval.record import Row
@@ -268,20 +278,19 @@ def evict(
         tuple(kept),
         tuple(held * own // entries for own in kept),
         tuple(seen),
-        tuple(needle_share(keeps, evidence[0].valid_BT, place, item) for place, item in enumerate(items)),
+        tuple(needles_in(keeps, evidence[0].valid_BT, place, item) for place, item in enumerate(items)),
     )
 
 
-def needle_share(
+def needles_in(
     keeps: Sequence[Bool[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], place: int, item: Item
 ) -> float | None:
-    """Share of the entries of an item's needles that are kept, mean over heads, then layers."""
+    """Share of the entries of an item's needles that are kept; None where it does not say which they are."""
     if not item.needles:
         return None
-    shift = int((~valid_BT[place]).sum())
-    idx = torch.tensor([shift + token for start, stop in item.needles for token in range(start, stop)])
-    shares = [keep_BHT[place][:, idx.to(keep_BHT.device)].double().mean() for keep_BHT in keeps]
-    return float(sum(map(float, shares)) / len(shares))
+    tokens = torch.tensor(needle_tokens(item)) + int((~valid_BT[place]).sum())
+    hits = [int(keep_BHT[place][:, tokens.to(keep_BHT.device)].sum()) for keep_BHT in keeps]
+    return needle_share(hits, [keep_BHT.shape[1] for keep_BHT in keeps], len(tokens))
 
 
 def keep_all(evidence: Evidence) -> Tensor:

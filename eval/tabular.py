@@ -1,4 +1,4 @@
-"""What a page of results is made of: tables whose cells know the number behind their text, heat maps, figures.
+"""What a page of results is made of: tables whose cells know the number behind their text, and figures.
 
 In: numbers and words. Out: plain dataclasses that the template `report_page/page.html.j2` writes out. The one
 decision taken here: a cell's text is never parsed again. What sorts a column is the number that the text was

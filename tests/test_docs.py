@@ -20,7 +20,7 @@ from tests.chat import SENTENCES, chat_tokenizer
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4}
+PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4, "lm_eval": 0}
 TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))
 
 

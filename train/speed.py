@@ -32,6 +32,7 @@ from retain.gates import build_gates, dims_for
 from retain.hf.model import base_model, describe
 from retain.hf.random_llama import VOCABULARY, random_llama
 from retain.registry import lookup
+from retain.resident import GIVES_BACK, held_at_most, held_now, reset_peak
 from retain.stopwatch import (
     DTYPES,
     Started,
@@ -217,9 +218,6 @@ def measure_step(setting: Setting) -> dict[str, Any]:
     return found
 
 
-# glibc: whatever is larger is a mapping of its own, gone when it is freed.
-_GIVES_BACK = {f"MALLOC_{name}_": "65536" for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD")}
-
 LENGTHS = (1024, 2048, 4096, 8192)
 
 
@@ -239,7 +237,7 @@ def watched(setting: Setting, lengths: Sequence[int]) -> list[dict[str, Any]]:
 
     Its allocator gives back what is freed, so that what it holds is what is alive.
     """
-    environment = {**os.environ, **_GIVES_BACK}
+    environment = {**os.environ, **GIVES_BACK}
     command = [sys.executable, "-m", "retain.train.speed", "--what", "watch", "--lengths"]
     command += [str(tokens) for tokens in lengths]
     for own in fields(setting):
@@ -275,23 +273,10 @@ def watch(setting: Setting) -> dict[str, Any]:
         most = torch.cuda.max_memory_allocated(setting.device)
     else:
         reset_peak()
-        before = memory_now("VmRSS")
+        before = held_now()
         run()
-        most = memory_now("VmHWM")
+        most = held_at_most()
     return {"tokens": setting.tokens, "bytes": most - before, "planned": step.planned_bytes()}
-
-
-def reset_peak() -> None:
-    """Forget the most that this process ever held (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def memory_now(name: str) -> int:
-    """A line of `/proc/self/status` in bytes: VmRSS, what is held; VmHWM, the most that was."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {name}: memory is measured on Linux only.")
 
 
 MEASURES: dict[str, Callable[[Setting], dict[str, Any]]] = {"step": measure_step, "memory": measure_memory}

@@ -35,7 +35,7 @@
   const boxes = document.querySelectorAll(".scroll, .strips, pre");
   const reachable = () => {
     for (const box of boxes) {
-      if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+      if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
       else box.removeAttribute("tabindex");
     }
   };

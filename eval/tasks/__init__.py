@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from retain.registry import lookup
 
 Family = Literal["seen", "held-out"]
-Provenance = Literal["official", "official data", "ruler-like", "synthetic", "reference"]
+Provenance = Literal["official", "official data", "ruler-like", "synthetic", "reference", "changed"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Task:
         metric: Name of that in reports.
         provenance: "official" data, prompts and scorer; "official data", but prompts or scorer of our own;
             "ruler-like": RULER's task on another haystack; "synthetic": generated, under a name of its own;
-            "reference": of the reference model.
+            "reference": of the reference model; "changed": a card's task under other settings.
         source: Where data and definition come from.
         licence: Of the data.
         version: Of the task here; raised whenever an item or a score would change.

@@ -15,9 +15,9 @@ The one decision taken here: a step is written in full and alone on its line, an
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from retain.eval.tasks.text import Asking, Generator, TextItem, TextQuestion
+from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 
 # Rules that are looked at until one does not go round in a circle.
 _TRIES = 20000
@@ -186,7 +186,7 @@ def _numbered(lines: Sequence[str]) -> list[str]:
     return [f"Step {number}: {line}" for number, line in enumerate(lines, 1)]
 
 
-GENERATORS: Mapping[str, Generator] = {
+GENERATORS: Mapping[str, Callable[..., TextItem]] = {
     "chain_running": chain_running,
     "chain_registers": chain_registers,
     "chain_rule": chain_rule,

@@ -12,12 +12,12 @@ stretches, in an order drawn by the item; so a policy that keeps one end cannot 
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from retain.eval.tasks.haystacks import most_that_fit, with_articles
 from retain.eval.tasks.ruler import NOISE
-from retain.eval.tasks.text import Asking, Generator, TextItem, TextQuestion
+from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_different, plain
 
 KV_OPENING = "Below is a JSON object. I will ask for the values of some of its keys afterwards.\n\n"
@@ -307,7 +307,7 @@ class _Log:
         )
 
 
-GENERATORS: Mapping[str, Generator] = {
+GENERATORS: Mapping[str, Callable[..., TextItem]] = {
     "multi_turn_kv": multi_turn_kv,
     "multi_turn_tracing": multi_turn_tracing,
     "multi_turn_counting": multi_turn_counting,

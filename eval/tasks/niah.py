@@ -11,11 +11,11 @@ nearest boundary of sentences, so that it never cuts one.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from retain.eval.tasks.haystacks import DEFAULT, load_haystack, most_that_fit, place_at, woven
 from retain.eval.tasks.ruler import ANSWER_PREFIX, INSTRUCTION, NEEDLE, QUESTION, singular
-from retain.eval.tasks.text import Asking, Generator, TextItem, TextQuestion
+from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_number, draw_word
 
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -26,8 +26,8 @@ def niah_grid(
     asking: Asking,
     *,
     haystack: str = DEFAULT,
-    depths: Sequence[float] = DEPTHS,
-    lengths: Sequence[float] = LENGTHS,
+    depths: Sequence[float | int] = DEPTHS,
+    lengths: Sequence[float | int] = LENGTHS,
 ) -> TextItem:
     """One needle at the depth and length of one cell of the grid.
 
@@ -77,4 +77,4 @@ def niah_grid(
     )
 
 
-GENERATORS: Mapping[str, Generator] = {"niah_grid": niah_grid}
+GENERATORS: Mapping[str, Callable[..., TextItem]] = {"niah_grid": niah_grid}

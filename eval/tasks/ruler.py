@@ -20,10 +20,10 @@ The one decision taken here: RULER's essays are replaced, never imitated. The fi
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from retain.eval.tasks.haystacks import load_haystack, most_that_fit, woven
-from retain.eval.tasks.text import Asking, Generator, TextItem, TextQuestion
+from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_different
 
 INSTRUCTION = (
@@ -171,4 +171,4 @@ class _Written:
         return text, spans, [100.0 * place / count for place in places]
 
 
-GENERATORS: Mapping[str, Generator] = {"ruler_niah": ruler_niah}
+GENERATORS: Mapping[str, Callable[..., TextItem]] = {"ruler_niah": ruler_niah}

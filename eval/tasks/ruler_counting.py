@@ -17,11 +17,11 @@ another length asks for the same words.
 
 import random
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from retain.eval.tasks.haystacks import most_that_fit
 from retain.eval.tasks.ruler import NOISE
-from retain.eval.tasks.text import Asking, Generator, TextItem, TextQuestion
+from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import all_words, draw_word
 
 VT_INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -257,4 +257,8 @@ def ruler_fwe(asking: Asking, *, alpha: float = 2.0, letters: int = 6) -> TextIt
     )
 
 
-GENERATORS: Mapping[str, Generator] = {"ruler_vt": ruler_vt, "ruler_cwe": ruler_cwe, "ruler_fwe": ruler_fwe}
+GENERATORS: Mapping[str, Callable[..., TextItem]] = {
+    "ruler_vt": ruler_vt,
+    "ruler_cwe": ruler_cwe,
+    "ruler_fwe": ruler_fwe,
+}

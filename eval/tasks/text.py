@@ -25,6 +25,9 @@ CARDS = Path(__file__).parent / "cards"
 # Stands for the seam while a chat template is rendered: no template and no task contains it.
 SEAM = "\u2063retain\u2063seam\u2063"
 
+# Settings that say where a task's data lie, and nothing of what it is.
+WHERE = frozenset({"path", "revision"})
+
 
 @dataclass(frozen=True)
 class TextQuestion:
@@ -139,8 +142,9 @@ class TextSettings:
             name.
         tasks: Names of cards (`ruler/niah_single_1`), of groups of them (`ruler`), or none: all.
         chat: Whether a chat template is used where card and tokenizer have one.
-        changes: Per task, settings of its generator that differ from the card's: `{ruler/vt: {path: ...}}`.
-            Such a task is no longer the card's, and its provenance says so where the card's is "official".
+        changes: Per task or group, settings of its generator that differ from the card's: `{longbench: {path:
+            ...}}`; a task's own go before its group's. A task that is changed in more than where its data lie
+            is no longer the card's, and its provenance is "changed".
         dtype: Of the model's weights, as torch calls it; "auto": as the checkpoint says.
         device: Where the model runs.
         revision: Of a hub model.
@@ -205,7 +209,7 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
     known = cards()
     groups: dict[str, list[str]] = {}
     for name in known:
-        groups.setdefault(name.partition("/")[0], []).append(name)
+        groups.setdefault(_group(name), []).append(name)
     wanted: set[str] = set() if names else {*known}
     for name in names:
         wanted |= {*lookup(name, {**groups, **{task: [task] for task in known}}, what="task or group")}
@@ -224,7 +228,7 @@ def text_suite(**how: Any) -> Suite:
     settings = TextSettings(**how)
     names = chosen(settings.tasks)
     for name in settings.changes:
-        lookup(name, dict.fromkeys(names), what="task")
+        lookup(name, dict.fromkeys((*names, *map(_group, names))), what="task or group")
     return Suite(
         name="text",
         tasks={name: _task(name, cards()[name], settings) for name in names},
@@ -244,7 +248,7 @@ def text_item(settings: "_Frozen", task: str, seed: int, index: int, context_tok
     tokenizer = _tokenizer(given.model.replace("{seed}", str(seed)), given.revision, given.trust_remote_code)
     asking = Asking(seed, index, context_tokens, partial(_count, tokenizer), tokenizer)
     made = lookup(card.generator, generators(), what="generator")
-    written = made(asking, **{**card.settings, **given.changes.get(task, {})})
+    written = made(asking, **{**card.settings, **_changes(given, task)})
     return render(written, card, tokenizer, chat=given.chat and card.chat)
 
 
@@ -308,10 +312,18 @@ def _frozen(settings: TextSettings) -> _Frozen:
     return _Frozen(settings)
 
 
+def _group(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _changes(settings: TextSettings, task: str) -> dict[str, Any]:
+    return {**settings.changes.get(_group(task), {}), **settings.changes.get(task, {})}
+
+
 def _task(name: str, card: Card, settings: TextSettings) -> Task:
     lookup(card.metric, METRICS, what="metric")
     lookup(card.generator, generators(), what="generator")
-    changed = settings.changes.get(name, {})
+    changed = _changes(settings, name)
     size = sizes().get(card.generator)
     return Task(
         name=name,
@@ -320,7 +332,7 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
         single_key=card.single_key,
         primary="partial",
         metric=card.metric,
-        provenance=card.provenance,
+        provenance="changed" if changed.keys() - WHERE else card.provenance,
         source=card.source,
         licence=card.licence,
         version=card.version,

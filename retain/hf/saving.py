@@ -108,7 +108,7 @@ def load(
     policy: Any = None,
 ) -> "Cache":
     """Read a conversation back: `retain.Cache.load`, which see."""
-    header, tensors = _read(Path(path))
+    header, tensors = read_saved(Path(path))
     _check_model(header, model, path)
     rule, regime = header["rule"], header["regime"]
     cache = cls(
@@ -212,7 +212,7 @@ def _digest(header: str, tensors: Any) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_saved(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Header and tensors of a file that is sound.
 
     Raises:

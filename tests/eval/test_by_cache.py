@@ -16,8 +16,8 @@ from retain.hf.cache import Cache
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_item
 
 BARE = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
-POLICIES = ("random", "snapkv", "h2o", "defensivekv", "cake", "lava", "fused", "layer_defensivekv")
-TASKS = ("copy", "odd", "ragged", "turns", "open")
+POLICIES = ("random", "snapkv", "h2o", "cake", "fused", "layer_defensivekv")
+TASKS = ("odd", "ragged", "turns", "open")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,9 @@ def test_the_shared_prefill_agrees_with_one_cache_for_every_cell(gated, task):
         gated,
         policies=POLICIES,
         regimes=("context_only",),
-        keep_ratios=(0.45,),
-        tokens_per_head=(50,),
-        protections={"none": BARE},
+        keep_ratios=(0.6,),
+        tokens_per_head=(50,) if task == "odd" else (),
+        protections={"none": BARE} if task == "ragged" else {},
         items_per_task=3,
         batch_items=3,
     )
@@ -52,8 +52,10 @@ def test_the_shared_prefill_agrees_with_one_cache_for_every_cell(gated, task):
     with torch.inference_mode():
         shared = told(run_shared(config, MORE_STUB, subject, unit, items))
         plain = told(run_by_cache(config, MORE_STUB, subject, replace(unit, path="context_only"), items))
-    assert shared == plain
-    assert len(shared) == 3 * (3 if task == "turns" else 1) * (1 + 2 * 8 * 2)
+    for key, row in shared.items():
+        assert row == plain[key]
+    cells = 1 + 6 * (2 if task in ("odd", "ragged") else 1)
+    assert len(shared) == len(plain) == 3 * (3 if task == "turns" else 1) * cells
     assert len({row.tokens for row in shared.values()}) > 3, "every answer is the same"
 
 
@@ -61,7 +63,7 @@ def test_the_shared_prefill_agrees_with_one_cache_for_every_cell(gated, task):
 def test_what_is_held_is_what_the_budget_and_the_last_eviction_say(gated, regime):
     config = stub_config(
         gated,
-        policies=("random", "snapkv", "h2o", "fused", "oracle"),
+        policies=("random", "h2o", "fused", "oracle"),
         regimes=(regime,),
         keep_ratios=(0.45,),
         tokens_per_head=(40,),
@@ -70,10 +72,12 @@ def test_what_is_held_is_what_the_budget_and_the_last_eviction_say(gated, regime
         chunk_tokens=40,
     )
     subject = load_subject(config, MORE_STUB, 0)
-    for task in ("copy", "turns", "open"):
+    for task in {"chunked": ("turns",), "decode": ("copy", "open"), "prefill+decode": ("open",)}.get(
+        regime, ("copy",)
+    ):
         rows = run_unit(config, MORE_STUB, subject, Unit(0, task, 0, 2, regime)).rows
-        assert {row.base_policy for row in rows} == {"full", "random", "snapkv", "h2o", "fused"}  # no control
-        assert len(rows) == 2 * (3 if task == "turns" else 1) * (1 + 4 * 2 * 2)
+        assert {row.base_policy for row in rows} == {"full", "random", "h2o", "fused"}  # no control
+        assert len(rows) == 2 * (3 if task == "turns" else 1) * (1 + 3 * 2 * 2)
         heads = 3 * 2
         for row in rows:
             seen = row.num_prompt + max(0, row.num_generated + row.ended - 1)
@@ -86,14 +90,15 @@ def test_what_is_held_is_what_the_budget_and_the_last_eviction_say(gated, regime
             assert row.kept_entries <= most + behind * heads, row
             assert row.kept_entries < row.seen_entries or (regime == "decode" and seen - 100 < 3)
             # Nothing goes before decoding has begun, where the regime evicts while decoding alone.
-            assert (row.peak_entries > most + 3 * heads) == (regime == "decode")
+            assert (row.peak_entries > most + max(3, seen - 100) * heads) == (regime == "decode")
 
 
 def test_the_gates_bytes_are_those_of_policies_that_take_them(gated):
     config = stub_config(gated, policies=("snapkv", "fused"), regimes=("prefill+decode",))
     subject = load_subject(config, STUB, 0)
     rows = run_unit(config, STUB, subject, Unit(0, "pair", 0, 1, "prefill+decode")).rows
-    numbers = sum(part.numel() for part in subject.gates.parameters())
+    numbers = sum(part.numel() for part in (*subject.gates.parameters(), *subject.gates.buffers()))
+    assert numbers > sum(part.numel() for part in subject.gates.parameters()) > 0
     assert {row.policy: row.gate_bytes for row in rows} == {"full": 0, "snapkv": 0, "fused": 4 * numbers}
 
 

@@ -81,6 +81,12 @@ def test_sign_flips_by_hand():
     assert sign_flip([np.array([4.0]), np.array([-1.0, -1.0])]).p == 1.0
 
 
+def test_patterns_of_one_mean_count_alike_whatever_the_last_bit():
+    # -1/2 + 3/10 - 1/10 + 2/10 + 1/10 is nil in tenths, not in their binary sums; nil has p = 1.
+    made = sign_flip([np.array([-1.0]), np.array([3.0, 0.0, -1.0, 2.0, 1.0])])
+    assert made.p == 1.0
+
+
 def test_equal_differences_have_no_sign_to_flip():
     made = sign_flip([np.concatenate([np.zeros(500), [1.0, 2.0, 3.0]])])
     assert (made.p, made.exact, made.num_nonzero) == (0.25, True, 3)

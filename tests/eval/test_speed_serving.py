@@ -229,11 +229,11 @@ def test_a_stage_is_what_it_takes_without_the_stages_inside(monkeypatch):
 
     parts = ((Work, "outer", EVICTION), (Work, "inner", SCORING))
     monkeypatch.setattr(speed_stages, "PARTS", parts)
-    before = dict(vars(Work))
+    before = {**vars(Work)}
     with staged("cpu") as seconds:
         Work().outer()
     assert 0.05 <= seconds[SCORING] < 0.065 + 0.05 and 0.04 <= seconds[EVICTION] < 0.05 + 0.05
-    assert dict(vars(Work)) == before
+    assert {**vars(Work)} == before
 
 
 def test_stages_are_those_of_the_pipeline_and_put_back():

@@ -1,6 +1,11 @@
 """The reference suite: items from (task, seed, index) alone, families that agree with the generator."""
 
+import hashlib
+from itertools import product
+
+import numpy as np
 import pytest
+import torch
 
 from retain.eval.tasks import load_suite
 from retain.eval.tasks.reference import (
@@ -9,8 +14,13 @@ from retain.eval.tasks.reference import (
     reference_documents,
     reference_item,
     reference_suite,
+    span,
 )
-from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS
+from retain.eval.tasks.reference_more import DEPTHS, LENGTHS, reference_more_item
+from retain.eval.tasks.reference_more import TASKS as MORE
+from retain.reference import load_model
+from retain.reference.documents import Writer
+from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS, write_item
 
 
 def test_families_are_the_generators():
@@ -24,7 +34,13 @@ def test_families_are_the_generators():
 @pytest.mark.parametrize("task", TASKS)
 def test_an_item_is_its_own(task):
     item = reference_item(task, 1, 5, 600)
-    assert item == reference_item(task, 1, 5, 600)
+    again = reference_item(task, 1, 5, 600)
+    assert (item.context_ids, item.question_ids, item.gold_ids, item.needles) == (
+        again.context_ids,
+        again.question_ids,
+        again.gold_ids,
+        again.needles,
+    )
     others = (reference_item(task, 1, 6, 600), reference_item(task, 2, 5, 600))
     assert all(other.context_ids != item.context_ids for other in others)
     assert len(item.context_ids) == 600 and len(item.question_ids) >= 2
@@ -40,3 +56,109 @@ def test_documents_repeat_for_a_seed():
 def test_unknown_suite():
     with pytest.raises(ValueError, match="unknown suite of tasks 'rulr'"):
         load_suite("rulr")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_published_items_are_the_generators_own(task):
+    """Published tables depend on it: nothing but the needles has been added since."""
+    name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
+    own = int(np.random.SeedSequence([7, 2, name, 3]).generate_state(1)[0])
+    written, item = write_item(Writer("eval", own), task, 600), reference_item(task, 2, 3, 600)
+    assert item.context_ids == written.context_ids and item.question_ids == written.question_ids
+    assert item.gold_ids == written.gold_ids and item.generate == written.generate
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_needles_hold_the_answer(task):
+    for index in range(3):
+        item = reference_item(task, 0, index, 600)
+        held = [item.context_ids[start:stop] for start, stop in item.needles]
+        answers = {*item.gold_ids[:-1]}
+        if task == "common":
+            assert not held
+            continue
+        assert answers <= {token for ids in held for token in ids}
+        assert len(held) == {"multivalue": 4, "multiquery": 4, "tracing": 4}.get(task, 1)
+        # Each is where its words first stand together, and is short.
+        assert all(
+            len(ids) <= 8 and span(item.context_ids, ids) == own
+            for ids, own in zip(held, item.needles, strict=True)
+        )
+
+
+def test_spans():
+    assert span([1, 2, 1, 3], [1, 3]) == (2, 4)
+    assert span([1, 2], [2, 1]) is None and span([1], [1, 2]) is None
+
+
+def test_more_tasks_are_a_suite_of_their_own():
+    first, more = load_suite("reference"), load_suite("reference_more")
+    assert [*first.tasks] == [*TASKS] and [*more.tasks] == [*MORE] == ["grid", "requests", "turns", "chain"]
+    assert more.load_model is first.load_model and more.seeds == first.seeds
+    with pytest.raises(ValueError, match="unknown task 'grit': did you mean 'grid'"):
+        reference_more_item("grit", 0, 0, 600)
+
+
+@pytest.mark.parametrize("task", MORE)
+def test_a_further_item_is_its_own(task):
+    item = reference_more_item(task, 1, 43, 600)
+    again = reference_more_item(task, 1, 43, 600)
+    assert item.context_ids == again.context_ids and item.needles == again.needles
+    assert len(item.context_ids) == 600
+    others = (reference_more_item(task, 1, 87, 600), reference_more_item(task, 2, 43, 600))
+    assert all(other.context_ids != item.context_ids for other in others)
+    for asked, same in zip(item.asked, again.asked, strict=True):
+        assert asked.question_ids == same.question_ids and len(asked.question_ids) >= 2
+        assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(()) == (0.0, 0.0)
+        assert asked.score([*asked.gold_ids[: asked.generate - 1], 0])[0] == 0.0
+    held = {token for start, stop in item.needles for token in item.context_ids[start:stop]}
+    assert all({*asked.gold_ids[:-1]} <= held for asked in item.asked)
+
+
+def test_the_grid_is_filled_once():
+    cells = []
+    for index in range(len(DEPTHS) * len(LENGTHS)):
+        item = reference_more_item("grid", 0, index, 400)
+        depth, length = item.about["depth"], item.about["length"]
+        cells.append((depth, length))
+        ((start, stop),) = item.needles
+        assert len(item.context_ids) == length
+        assert start - 1 == round(depth / 100 * (length - 1 - (stop - start)))
+        answer = item.gold_ids[0]
+        assert item.context_ids.count(answer) == 1 and answer in item.context_ids[start:stop]
+    assert cells == [(depth, length * 400) for length, depth in product(LENGTHS, DEPTHS)]
+    with pytest.raises(ValueError, match="shortest context is 0.25 of context_tokens=16"):
+        reference_more_item("grid", 0, 0, 16)
+
+
+def test_turns_are_requests_behind_what_was_said():
+    apart, after = (reference_more_item(task, 0, 2, 600) for task in ("requests", "turns"))
+    assert apart.context_ids == after.context_ids and apart.needles == after.needles
+    said: tuple[int, ...] = ()
+    for one, other in zip(apart.asked, after.asked, strict=True):
+        assert other.question_ids == (*said, *one.question_ids) and one.gold_ids == other.gold_ids
+        assert one.about == other.about
+        said = (*other.question_ids, *other.gold_ids)
+    assert sorted(str(asked.about["kind"]) for asked in after.asked) == ["get"] * 4 + ["trace"]
+    assert [asked.about["turn"] for asked in after.asked] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("task", MORE)
+def test_the_model_answers_with_the_full_cache(task):
+    """Where it does not, the task says nothing about eviction."""
+    model, scores = load_model(0), []
+    for index in (3, 21, 40):
+        item = reference_more_item(task, 0, index, 700)
+        for asked in item.asked:
+            ids = torch.tensor([[*item.context_ids, *asked.question_ids]])
+            with torch.inference_mode():
+                output = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=asked.generate,
+                    min_new_tokens=asked.generate,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            scores.append(asked.score(output[0, ids.shape[1] :].tolist())[1])
+    assert np.mean(scores) > 0.9

@@ -1,7 +1,6 @@
 """The benchmark of a training step: it measures what it says, and its table says how."""
 
 import json
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from retain.train import speed
-from retain.train.speed import SHAPES, Setting, Step, benchmark, main, memory_now, reset_peak, table
+from retain.train.speed import SHAPES, Setting, Step, benchmark, main, table
 
 MIB = 2**20
 SMALL: dict[str, Any] = {
@@ -62,23 +61,6 @@ def test_memory_puts_the_plan_beside_each_length(monkeypatch: pytest.MonkeyPatch
     assert record["bytes_per_token"] == 10 and record["of_each_piece"] == [10, 10, 10]
     assert [row["tokens"] for row in record["rows"]] == [1024, 2048, 4096, 8192]
     assert "planned MiB" in table(record) and "between lengths" in table(record)
-
-
-def test_the_peak_is_forgotten_and_found_again() -> None:
-    def hold() -> None:
-        with mmap.mmap(-1, 64 * MIB) as held:  # which is given back, whatever the allocator keeps
-            for start in range(0, 64 * MIB, 4096):
-                held[start] = 1
-
-    hold()
-    first = memory_now("VmHWM")
-    reset_peak()
-    forgotten = memory_now("VmHWM")
-    assert first - forgotten > 48 * MIB and forgotten >= memory_now("VmRSS") - MIB > 0
-    hold()
-    assert memory_now("VmHWM") - forgotten > 48 * MIB
-    with pytest.raises(RuntimeError, match="no VmNothing"):
-        memory_now("VmNothing")
 
 
 def test_the_command_line_writes_a_record_and_a_table(

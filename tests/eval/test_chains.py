@@ -1,0 +1,98 @@
+"""Chains: each step is computed again here, from the prompt's text alone; and how steps are scored."""
+
+import re
+
+import pytest
+
+from retain.eval.metrics_steps import final_step, step_share, steps, written_steps
+from retain.eval.tasks.chains import chain_registers, chain_rule, chain_running
+from retain.eval.tasks.text import render
+from tests.eval.asked_in_text import asking, made, measure, of_group, tokenizer
+
+CHAINS = ("registers", "rule", "running")
+
+
+def test_cards():
+    cards = of_group("chains")
+    assert sorted(cards) == [f"chains/{name}" for name in CHAINS]
+    assert {card.metric for card in cards.values()} == {"steps"}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_an_item_is_its_own_and_scored(name):
+    card, item = of_group("chains")[f"chains/{name}"], made(f"chains/{name}")
+    assert item == made(f"chains/{name}") and item.context != made(f"chains/{name}", index=1).context
+    assert item.context != made(f"chains/{name}", seed=1).context
+    whole = render(item, card, tokenizer(), chat=True)
+    (asked,) = whole.asked
+    assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(whole.end_ids[:1]) == (0.0, 0.0)
+    assert len(asked.gold_ids) <= card.max_new_tokens
+    # The answer is long, and the prompt short.
+    assert len(asked.gold_ids) > 0.5 * measure(item.context)
+    assert asked.question_ids[-1:] != asked.gold_ids[:1] and "Example:" in item.context
+
+
+def _asked(item):
+    return item.context.rpartition("Now yours:\n")[2], written_steps(item.questions[0].references[0])
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_running(index):
+    told, answer = _asked(made("chains/running", index=index))
+    total = int(re.findall(r"Start with (\d+)", told)[0])
+    for number, verb, by in re.findall(r"(\d+)\. (add|subtract) (\d+)", told):
+        total += int(by) if verb == "add" else -int(by)
+        assert answer[int(number)] == str(total) and total >= 0
+    assert len(answer) == 24
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_registers(index):
+    told, answer = _asked(made("chains/registers", index=index))
+    held = {name: int(value) for name, value in re.findall(r"([A-F]) = (\d+)\.", told)}
+    for number, into, of, by in re.findall(r"(\d+)\. set (\w) to (\w) \+ (\d+)", told):
+        assert into != of
+        held[into] = (held[of] + int(by)) % 10
+        assert answer[int(number)] == f"{into} = {held[into]}"
+    assert len(answer) == 24 and len(held) == 4
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_rule_never_meets_itself(index):
+    item = made("chains/rule", index=index)
+    told, answer = _asked(item)
+    number, path = int(re.findall(r"Start with (\d+)", told)[0]), []
+    half, plus = map(int, re.findall(r"half of it plus (\d+), an odd number is added (\d+)", item.context)[0])
+    for step in range(1, 33):
+        number = number // 2 + half if number % 2 == 0 else number + plus
+        number -= 100 if number >= 100 else 0
+        path.append(number)
+        assert answer[step] == str(number)
+    assert len({*path}) == len(path) == len(answer)
+
+
+def test_scores_of_steps():
+    right = ["Step 1: 4\nStep 2: B = 5\nStep 3: 6"]
+    assert (steps(right[0], right), step_share(right[0], right), final_step(right[0], right)) == (1, 1, 1)
+    assert (steps("", right), step_share("", right), final_step("", right)) == (0, 0, 0)
+    # Of two right steps of three, one the last; numbers count, not places; blanks and a final stop do not.
+    said = "So\n step 3:  6.\nSTEP 1: 7\nStep 2: B =  5\nStep 2: 9\nStep 4: 1"
+    assert step_share(said, right) == pytest.approx(2 / 3) and final_step(said, right) == 1
+    assert steps(said, right) == pytest.approx((1 + 2 / 3) / 2)
+    # Written twice, the first counts.
+    assert step_share("Step 1: 4\nStep 1: 3", right) == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="references with lines `Step 1"):
+        steps("Step 1: 4", ["4"])
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="chain_running: steps is 1 or more, got 0"):
+        chain_running(asking(), steps=0)
+    with pytest.raises(ValueError, match="registers is 2 to 6 and modulus 2 or more, got 7 and 10"):
+        chain_registers(asking(), registers=7)
+    with pytest.raises(ValueError, match="no rule below 20 was found that makes 40 different"):
+        chain_rule(asking(), steps=40, modulus=20)
+    with pytest.raises(ValueError, match="modulus is 20 or more"):
+        chain_rule(asking(), modulus=2)
+    with pytest.raises(ValueError, match="has a prompt of .* more than context_tokens=50"):
+        chain_running(asking(context_tokens=50))

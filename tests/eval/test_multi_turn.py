@@ -1,0 +1,104 @@
+"""Several questions of one context: turns and requests alike, answers that can be found, and found once."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from retain.eval.tasks.multi_turn import multi_turn_counting, multi_turn_kv, multi_turn_tracing
+from retain.eval.tasks.text import render
+from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
+
+KINDS = ("counting", "kv", "mixed", "tracing")
+
+
+def test_cards():
+    names = [f"multi_turn/{kind}_{how}" for kind in KINDS for how in ("requests", "turns")]
+    assert sorted(of_group("multi_turn")) == names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_and_requests_ask_the_same(kind):
+    apart, after = made(f"multi_turn/{kind}_requests"), made(f"multi_turn/{kind}_turns")
+    assert apart.context == after.context and not apart.turns and after.turns
+    assert after.questions[: len(apart.questions)] == apart.questions and len(apart.questions) >= 4
+    assert apart == made(f"multi_turn/{kind}_requests")
+    assert made(f"multi_turn/{kind}_turns", index=1).context != apart.context
+    assert made(f"multi_turn/{kind}_turns", seed=1).context != apart.context
+    assert 900 < measure(apart.context) <= 1000
+    assert all(question.about["kind"] for question in apart.questions)
+
+
+@pytest.mark.parametrize("how", ["requests", "turns"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_answers_score_one_and_are_said_between_turns(kind, how):
+    card = of_group("multi_turn")[f"multi_turn/{kind}_{how}"]
+    item = made(f"multi_turn/{kind}_{how}")
+    whole = render(item, card, tokenizer(), chat=True)
+    said = ""
+    for number, (asked, question) in enumerate(zip(whole.asked, item.questions, strict=True)):
+        assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(whole.end_ids[:1]) == (0.0, 0.0)
+        assert len(asked.gold_ids) <= card.max_new_tokens
+        assert asked.about["turn"] == number
+        read = tokenizer().decode(asked.question_ids)
+        behind = question.question + question.answer_prefix
+        assert read.endswith(behind)
+        before = read.removesuffix(behind)
+        assert said in before and (before == "") == (number == 0 or how == "requests")
+        said = question.references[0] if how == "turns" else ""
+
+
+def test_pairs_are_spread_and_stand_once():
+    for index in range(5):
+        item = made("multi_turn/kv_requests", index=index, context_tokens=2000)
+        depths = sorted(question.about["depth"] for question in item.questions)
+        assert all(20 * place <= depth + 4 and depth < 20 * (place + 1) for place, depth in enumerate(depths))
+        for question in item.questions:
+            (value,) = question.references
+            key = re.findall(r'key "(.*?)"', question.question)[0]
+            assert item.context.count(value) == 1 == item.context.count(f'"{key}": "{value}"')
+        assert {text.split('"')[3] for text in held(item)} == {q.references[0] for q in item.questions}
+
+
+def test_chains_are_in_order():
+    item = made("multi_turn/tracing_turns")
+    lines = item.context.split("\n")
+    for question in item.questions:
+        value = re.findall(r"\d{7}", question.question)[0]
+        names, found = [], value
+        for line in lines:
+            if line.endswith(f"= {found}."):
+                names.append(line.split()[1])
+                found = f"VAR {names[-1]}"
+        assert tuple(names) == question.references and len(names) == 3
+    assert len(item.needles) == 4 * 3
+
+
+def test_the_log_is_counted():
+    item = made("multi_turn/counting_requests")
+    counted = Counter(re.findall(r"delivered to (\w+)\.", item.context))
+    for question in item.questions:
+        town = re.findall(r"went to (\w+)\?", question.question)[0]
+        assert question.references == (str(counted[town]),)
+    assert sum(counted.values()) == item.about["lines"]
+    mixed = made("multi_turn/mixed_requests")
+    (question,) = [q for q in mixed.questions if q.about["kind"] == "global"]
+    counted = Counter(re.findall(r"delivered to (\w+)\.", mixed.context))
+    assert counted[question.references[0]] == max(counted.values())
+    assert sorted(q.about["kind"] for q in mixed.questions) == ["global", "kv", "kv", "tracing", "tracing"]
+
+
+def test_a_mixed_conversation_ends_as_it_began():
+    item = made("multi_turn/mixed_turns")
+    assert item.questions[0] == item.questions[-1] and len(item.questions) == 6
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="multi_turn_kv: questions is 1 or more, got 0"):
+        multi_turn_kv(asking(), questions=0)
+    with pytest.raises(ValueError, match="at most 6 towns, got 7"):
+        multi_turn_counting(asking(), questions=7)
+    with pytest.raises(ValueError, match="hops is 1 or more, got 0"):
+        multi_turn_tracing(asking(), hops=0)
+    with pytest.raises(ValueError, match="ask for a longer"):
+        multi_turn_kv(asking(context_tokens=100))

@@ -1,0 +1,54 @@
+"""The grid of depths and lengths: every cell once, the needle where it is said to be."""
+
+import pytest
+
+from retain.eval.tasks.niah import DEPTHS, LENGTHS, niah_grid
+from retain.eval.tasks.text import render
+from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
+
+
+def test_cards():
+    cards = of_group("niah")
+    assert sorted(cards) == ["niah/grid", "niah/grid_python"]
+    assert {card.provenance for card in cards.values()} == {"synthetic"}
+
+
+@pytest.mark.parametrize("task", ["niah/grid", "niah/grid_python"])
+def test_every_cell_once_with_the_needle_in_its_place(task):
+    cells = []
+    for index in range(len(DEPTHS) * len(LENGTHS)):
+        item = made(task, index=index, context_tokens=800)
+        depth, length = item.about["depth"], item.about["length"]
+        cells.append((depth, length))
+        assert 0.8 * length < measure(item.context) <= length
+        (needle,), (value,) = held(item), item.questions[0].references
+        assert value in needle and item.context.count(value) == 1
+        start = item.context.index("\n") + 1
+        before, behind = item.context[start : item.needles[0][0]], item.context[item.needles[0][1] :]
+        share = 100 * len(before) / (len(before) + len(behind))
+        # Half a sentence away at most.
+        assert share == pytest.approx(depth, abs=50 * 120 / (len(before) + len(behind)))
+        if depth in (0, 100):
+            assert (len(before) == 0, len(behind) == 0) == (depth == 0, depth == 100)
+    assert len({*cells}) == len(cells) == 44
+    assert made(task, index=44, context_tokens=800).about == made(task, index=0, context_tokens=800).about
+
+
+def test_an_item_is_its_own_and_scored():
+    item = made("niah/grid", index=5)
+    assert item == made("niah/grid", index=5) != made("niah/grid", index=49)
+    assert item.context != made("niah/grid", seed=1, index=5).context
+    (asked,) = (whole := render(item, of_group("niah")["niah/grid"], tokenizer(), chat=True)).asked
+    assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(whole.end_ids[:1]) == (0.0, 0.0)
+    (span,) = whole.needles
+    assert item.questions[0].references[0] in tokenizer().decode(whole.context_ids[slice(*span)])
+    assert len(asked.gold_ids) <= 16
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="depths are per cent, 0 to 100"):
+        niah_grid(asking(), depths=[0, 101])
+    with pytest.raises(ValueError, match="lengths are shares of context_tokens"):
+        niah_grid(asking(), lengths=[2000])
+    with pytest.raises(ValueError, match="niah_grid has at least .* ask for a longer"):
+        niah_grid(asking(context_tokens=60))
