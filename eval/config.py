@@ -267,6 +267,6 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device is {name!r}, and torch sees no GPU here: take device=cpu, or auto.")
-        if device.index is None:
+        if ":" not in kind:
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
     return device

@@ -313,7 +313,7 @@ def _maps(
     seen = torch.tensor(entries, dtype=torch.float64)[:, None]
     return {
         "coverage": [own.mean(-1).tolist() for own in plain],
-        "coverage_min": [own.amax(-1).tolist() for own in plain],
+        "coverage_min": [own.amin(-1).tolist() for own in plain],
         "value_coverage": [own.mean(-1).tolist() for own in valued],
         "kept": [own.mean(0).tolist() for own in held],
         "kept_share": [(own / seen).mean(0).tolist() for own in held],

@@ -138,10 +138,11 @@ def view(kept: Mapping[str, Any]) -> View:
 
 
 def step_of(kept: int, of: int) -> int:
-    """Shading of a token: 0 where no pair kept it, the last where all did, the others between."""
+    """Shading of a token: 0 where no pair kept it, the last where all did, and
+    between them quarters, each with its upper end."""
     if kept <= 0:
         return 0
-    return STEPS if kept >= of else 1 + int((STEPS - 1) * kept / of)
+    return STEPS if kept >= of else -(-(STEPS - 1) * kept // of)
 
 
 def _first(policies: Sequence[str]) -> str:

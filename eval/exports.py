@@ -221,7 +221,7 @@ def _lm_eval(
     versions = manifest.get("tasks", {})
     version = {task: versions.get(task, {}).get("version", 1) for task in by_task}
     commits = [state["commit"] for state in manifest.get("code_states", [])]
-    results = {
+    results: dict[str, Any] = {
         "results": {
             task: {
                 "alias": task,

@@ -18,7 +18,9 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 40
 NUM_COLOURS = 8
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
-At = Callable[[float], float]
+# beartype takes no int for a float, and sizes are whole.
+Real = int | float
+At = Callable[[Real], float]
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class Series:
 
     name: str
     style: int
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
+    x: tuple[Real, ...]
+    y: tuple[Real, ...]
+    low: tuple[Real, ...] = ()
+    high: tuple[Real, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,10 @@ class Panel:
     x_label: str
     y_label: str
     series: tuple[Series, ...]
-    x_ticks: tuple[tuple[float, str], ...] = ()
-    y_range: tuple[float, float] | None = None
+    x_ticks: tuple[tuple[Real, str], ...] = ()
+    y_range: tuple[Real, Real] | None = None
     log_x: bool = False
-    rules: tuple[tuple[float, str], ...] = ()
+    rules: tuple[tuple[Real, str], ...] = ()
     markers: bool = True
 
 
@@ -73,9 +75,9 @@ class Difference:
     """One line of a forest: estimate and interval, in points."""
 
     name: str
-    estimate: float
-    low: float
-    high: float
+    estimate: Real
+    low: Real
+    high: Real
     verdict: str
 
 
@@ -84,7 +86,7 @@ def look(style: int) -> tuple[str, str, int]:
     return f"s{style % NUM_COLOURS}", DASHES[style // NUM_COLOURS % len(DASHES)], style % 6
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
+def ticks(low: Real, high: Real, count: int = 5) -> list[Real]:
     """About `count` round numbers from `low` to `high`."""
     if not high > low:
         return [low]
@@ -142,8 +144,8 @@ def draw_forest(
     title: str,
     lines: Sequence[Difference],
     label: str,
-    margin: float,
-    reach: float | None = None,
+    margin: Real,
+    reach: Real | None = None,
 ) -> str:
     """Differences with intervals; the band is what would not matter.
 
@@ -186,13 +188,13 @@ def draw_forest(
     return _framed(title, "".join([*parts, "</svg>"]))
 
 
-def forest_reach(lines: Sequence[Difference], margin: float) -> float:
+def forest_reach(lines: Sequence[Difference], margin: Real) -> float:
     """How far the axis of a forest goes to both sides."""
     return max([2 * margin, *(max(abs(one.low), abs(one.high)) for one in lines)]) * 1.04
 
 
 def draw_ranks(
-    ident: str, title: str, lines: Sequence[tuple[str, int, float, float, float, float]], full: float | None
+    ident: str, title: str, lines: Sequence[tuple[str, int, Real, Real, Real, Real]], full: Real | None
 ) -> str:
     """Many policies, best first: a dot with its band, and a thin line over all budgets.
 
@@ -227,7 +229,7 @@ def draw_ranks(
     return _framed(title, "".join([*parts, "</svg>"]))
 
 
-def draw_strips(ident: str, title: str, strips: Sequence[tuple[str, Sequence[float]]]) -> str:
+def draw_strips(ident: str, title: str, strips: Sequence[tuple[str, Sequence[Real]]]) -> str:
     """Share kept by position, one strip a policy: from white (evicted) to full colour (kept)."""
     step, label, width = 18, 104, 720
     height = step * len(strips) + 34
@@ -256,7 +258,7 @@ def _framed(title: str, svg: str) -> str:
     return f'<div class="panel"><p class="panel-title">{escape(title)}</p>{svg}</div>'
 
 
-def _opening(ident: str, title: str, height: float, width: int = WIDTH) -> str:
+def _opening(ident: str, title: str, height: Real, width: int = WIDTH) -> str:
     name = escape(ident)
     return (
         f'<svg id="{name}" class="plot" viewBox="0 0 {width} {height:.0f}" role="img" '
@@ -264,24 +266,24 @@ def _opening(ident: str, title: str, height: float, width: int = WIDTH) -> str:
     )
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", kind: str = "") -> str:
+def _text(x: Real, y: Real, text: str, *, anchor: str = "start", kind: str = "") -> str:
     named = f' class="{kind}"' if kind else ""
     return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _scale(values: Sequence[float], first: float, last: float, *, log: bool = False) -> At:
+def _scale(values: Sequence[Real], first: Real, last: Real, *, log: bool = False) -> At:
     low, high = min(values), max(values)
     if log:
         low, high = math.log(low), math.log(high)
 
-    def place(value: float) -> float:
+    def place(value: Real) -> float:
         own = math.log(value) if log else value
         return (first + last) / 2 if high == low else first + (own - low) / (high - low) * (last - first)
 
     return place
 
 
-def _y_axis(places: Sequence[float], at_y: At, right: float) -> list[str]:
+def _y_axis(places: Sequence[Real], at_y: At, right: Real) -> list[str]:
     parts = []
     for tick in places:
         y = at_y(tick)
@@ -306,7 +308,7 @@ def _line(one: Series, at_x: At, at_y: At, *, markers: bool) -> str:
     return "".join([*parts, "</g>"])
 
 
-def _marker(x: float, y: float, kind: int) -> str:
+def _marker(x: Real, y: Real, kind: int) -> str:
     """Six shapes, filled."""
     shapes = (
         f"M{x - 3.5:.1f} {y:.1f}a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0 -7 0Z",
@@ -319,7 +321,7 @@ def _marker(x: float, y: float, kind: int) -> str:
     return f'<path class="dot" d="{shapes[kind]}"/>'
 
 
-def _verdict_mark(x: float, y: float, verdict: str) -> str:
+def _verdict_mark(x: Real, y: Real, verdict: str) -> str:
     """Verdicts differ in shape as well as in colour: up, down, square, circle; hollow where nothing is
     known."""
     shape = {"better": 2, "worse": 4, "equivalent": 1, "identical": 1}.get(verdict, 0)

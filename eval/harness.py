@@ -250,7 +250,7 @@ class RetainLM(HFLM):
             f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling), in "
             "windows whose context is one token: there is no context to evict from before scoring begins, "
             "and every token would be scored in the forward that reads it. Take `python -m "
-            "retain.eval.compare` with a perplexity task, or --model hf for the full cache."
+            "retain.eval.perplexity`, which evicts before it scores, or --model hf for the full cache."
         )
 
     # How prompts are read.

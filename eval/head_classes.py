@@ -27,6 +27,7 @@ from torch import Tensor
 from retain.attention_chunks import attention_chunks
 from retain.eval.tasks import Document, load_suite
 from retain.hf.model import observe
+from retain.hf.named import load_named, reference_seed
 
 SINKS, RECENT = 4, 32
 APPENDIX = "\n{question}\n{answer}"
@@ -190,30 +191,21 @@ def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple
         context_tokens: length of a context.
 
     Raises:
-        ValueError: a hub model without documents.
+        ValueError: a hub model without documents, or a model that cannot be loaded.
         FileNotFoundError: no such file of documents.
     """
-    if name.startswith("reference:"):
-        suite, seed = load_suite("reference"), name.partition(":")[2]
-        if seed not in map(str, suite.seeds):
-            known = ", ".join(f"reference:{known}" for known in suite.seeds)
-            raise ValueError(f"unknown model {name!r}, known: {known}, or a hub id.")
-        model = suite.load_model(int(seed))
-        if jsonl is None:
-            return model, suite.documents(int(seed), count, context_tokens)
-        from retain.reference import load_tokenizer
-
-        tokenizer = load_tokenizer()
-    else:
-        if jsonl is None:
-            raise ValueError(
-                f"documents for {name!r} are read from a file: pass --jsonl, rows of 'text', or of "
-                "'context', 'question' and 'answer'."
-            )
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
+    seed = reference_seed(name)
+    if seed is None and jsonl is None:
+        raise ValueError(
+            f"documents for {name!r} are read from a file: pass --jsonl, rows of 'text', or of 'context', "
+            "'question' and 'answer'."
+        )
+    model, tokenizer = load_named(name)
+    if seed is not None and jsonl is None:
+        return model, load_suite("reference").documents(seed, count, context_tokens)
+    assert jsonl is not None
+    if tokenizer is None:
+        raise ValueError(f"model={name!r} has no tokenizer, and rows of text need one.")
 
     def encode(text: str, special: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])

@@ -5,7 +5,8 @@ behind "####" (arXiv 2110.14168), `\boxed{...}` of MATH (arXiv 2103.03874) and A
 
 The one decision taken here: two answers are the same if they are one text after a few rewritings, all listed
 in `plain_mathematics`, or two spellings of one rational number. There is no computer algebra: `x+1` and `1+x`
-differ. So the score is a lower bound of what a grader would give, and nobody has to trust a parser.
+differ. So the score is a lower bound of what a grader would give, and nobody has to trust a parser. More than
+`MOST_DIGITS` digits are no number: a model that repeats itself writes them, and no right answer has so many.
 """
 
 import re
@@ -16,21 +17,27 @@ from typing import Any
 from retain.eval.metrics_text import best
 
 _MARKED = re.compile(r"####\s*(.+)")
-_NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\$?\.\d+")
+# A minus may be the hyphen or U+2212, which models write in prose.
+_NUMBER = re.compile(r"[-\u2212]?\$?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
 _BOXED = re.compile(r"\\f?box(?:ed)?\s*\{")
+# \{ and \} are signs to print, not braces.
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_THOUSANDS = re.compile(r"[+-]?\s*\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+# Python itself refuses to read whole numbers of more than 4300 digits.
+MOST_DIGITS = 100
 
 
 def last_number(text: str) -> Fraction | None:
     """The last number of a text, thousands commas and a dollar sign aside, or None."""
-    found = _NUMBER.findall(text)
-    return None if not found else Fraction(found[-1].replace(",", "").replace("$", ""))
+    values = (_value(found) for found in reversed(_NUMBER.findall(text)))
+    return next((value for value in values if value is not None), None)
 
 
 def marked_number(text: str) -> Fraction | None:
     """The number behind the first "####" of a text, or None."""
     match = _MARKED.search(text)
-    found = None if match is None else _NUMBER.search(match.group(1))
-    return None if found is None else Fraction(found.group().replace(",", "").replace("$", ""))
+    values = () if match is None else (_value(found) for found in _NUMBER.findall(match.group(1)))
+    return next((value for value in values if value is not None), None)
 
 
 def gsm8k(prediction: str, references: Sequence[str], **about: Any) -> float:
@@ -59,17 +66,16 @@ def boxed_answers(text: str) -> list[str]:
         >>> boxed_answers(r"so \boxed{\frac{1}{2}}.")
         ['\\frac{1}{2}']
     """
-    found = []
-    for match in _BOXED.finditer(text):
-        depth = 1
-        for place in range(match.end(), len(text)):
-            # \{ and \} are signs to print, not braces.
-            if text[place] in "{}" and text[place - 1] != "\\":
-                depth += 1 if text[place] == "{" else -1
-            if depth == 0:
-                found.append(text[match.end() : place].strip())
-                break
-    return found
+    begun: list[int] = []
+    ends: dict[int, int] = {}
+    # One walk for all boxes: a model that repeats itself opens thousands and closes none.
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            begun.append(brace.end())
+        elif begun:
+            ends[begun.pop()] = brace.start()
+    starts = (match.end() for match in _BOXED.finditer(text))
+    return [text[start : ends[start]].strip() for start in starts if start in ends]
 
 
 def boxed(prediction: str, references: Sequence[str], **about: Any) -> float:
@@ -113,24 +119,29 @@ def same_mathematics(one: str, other: str) -> bool:
 def plain_mathematics(text: str) -> str:
     r"""An answer in LaTeX without what does not change its value.
 
-    In this order: dollar signs, `\left`, `\right`, spacing commands and a full stop at the end go; so do
-    degrees, percent signs, and units or words in `\text{...}` behind a number; `\text{x}` becomes `x`;
-    `\dfrac` and `\tfrac` become `\frac`, `\frac12` and `\sqrt3` get their braces, `a/b` of whole numbers
-    becomes a fraction; `x =` before a value, and commas between thousands, go; all spaces go.
+    In this order: U+2212 becomes a minus; dollar signs, `\left`, `\right` go, and `{,}` and `,\!` between
+    thousands; so do spacing commands, degrees, percent signs, and units or words in `\text{...}` behind a
+    number; `\text{x}` becomes `x`; `\dfrac` and `\tfrac` become `\frac`; `\frac12`, `\frac a2` and `\sqrt3`
+    get their braces; `x =` before a value and a full stop at the end go; commas between thousands go if the
+    whole answer is one number, so that `(1,234)` stays a pair; `a/b` of whole numbers becomes a fraction; all
+    spaces go.
     """
-    plain = text.strip().replace("\\$", "").replace("$", "").replace("\\left", "").replace("\\right", "")
+    plain = text.strip().replace("\u2212", "-").replace("\\$", "").replace("$", "")
+    plain = plain.replace("\\left", "").replace("\\right", "")
+    plain = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))", "", plain)
     plain = re.sub(r"\\[!,;:> ]|\\q?quad\b|~", " ", plain)
     plain = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree\b|\\?%", "", plain)
     plain = re.sub(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", plain)
     plain = re.sub(r"\\(?:text|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}", r"\1", plain)
     plain = re.sub(r"\\[dt]frac", r"\\frac", plain)
-    plain = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", plain)
-    plain = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", plain)
-    plain = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", plain)
+    plain = re.sub(r"\\frac(?:\s+([A-Za-z\d])|(\d))", r"\\frac{\1\2}", plain)
+    plain = re.sub(r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z\d])", r"\1{\2}", plain)
     plain = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", plain)
     plain = re.sub(r"^\s*[a-zA-Z]\s*=(?!=)", "", plain.strip())
-    plain = re.sub(r"(?<![\d.])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m.group().replace(",", ""), plain)
-    plain = re.sub(r"^(-?)(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", plain.strip().rstrip("."))
+    plain = plain.strip().rstrip(".")
+    if _THOUSANDS.fullmatch(plain):
+        plain = plain.replace(",", "")
+    plain = re.sub(r"^(-?)(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", plain)
     return re.sub(r"\s+", "", plain)
 
 
@@ -166,7 +177,16 @@ def _reference(reference: str) -> str:
 
 def _rational(plain: str) -> Fraction | None:
     fraction = re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}", plain)
-    if fraction is not None and int(fraction.group(3)) != 0:
-        value = Fraction(int(fraction.group(2)), int(fraction.group(3)))
-        return -value if fraction.group(1) else value
-    return Fraction(plain) if re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", plain) else None
+    if fraction is not None:
+        above, below = _value(fraction.group(2)), _value(fraction.group(3))
+        if above is None or not below:
+            return None
+        return -above / below if fraction.group(1) else above / below
+    return _value(plain) if re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", plain) else None
+
+
+def _value(found: str) -> Fraction | None:
+    """What a decimal number says, commas, dollar sign and form of the minus aside; None: too many digits."""
+    if sum(map(str.isdigit, found)) > MOST_DIGITS:
+        return None
+    return Fraction(found.replace(",", "").replace("$", "").replace("\u2212", "-"))

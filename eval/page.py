@@ -72,7 +72,6 @@ def write_page(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Ta
     """
     try:
         import jinja2
-        from markupsafe import Markup
     except ImportError as error:
         raise ValueError(f"{PAGE} needs jinja2: pip install 'retain[eval]'.") from error
     environment = jinja2.Environment(
@@ -87,9 +86,9 @@ def write_page(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Ta
         for level, (ground, ink) in enumerate(colours())
     )
     own = {
-        "style": Markup((HERE / "page.css").read_text(encoding="utf-8") + levels),
-        "script": Markup((HERE / "page.js").read_text(encoding="utf-8")),
-        "document_data": Markup(inert(given["document"].data if given["document"] else [])),
+        "style": (HERE / "page.css").read_text(encoding="utf-8") + levels,
+        "script": (HERE / "page.js").read_text(encoding="utf-8"),
+        "document_data": inert(given["document"].data if given["document"] else []),
     }
     path = folder / PAGE
     write_text(path, environment.get_template("page.html.j2").render(**given, **own))
@@ -106,13 +105,13 @@ def inert(value: object) -> str:
 
 def context(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]) -> dict[str, Any]:
     """Everything that the template is given."""
+    measured = {name: _load(folder / f"{name}.json") for name in ("diagnostics", "speed", "kept")}
+    diagnostics, speed, kept = measured["diagnostics"], measured["speed"], measured["kept"]
     # Rows of earlier runs knew one kind of budget and one kind of score.
     rows = [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(folder)]
     scores = gather(rows, list(tasks))
     config = manifest["config"]
     command = run_command(manifest)
-    measured = {name: _load(folder / f"{name}.json") for name in ("diagnostics", "speed", "kept")}
-    diagnostics, speed, kept = measured["diagnostics"], measured["speed"], measured["kept"]
     names = [*scores.policies]
     if diagnostics:
         names += diagnostics["curves"]

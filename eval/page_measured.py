@@ -163,16 +163,16 @@ def speed_figure(made: Mapping[str, Any], styles: Mapping[str, int]) -> Figure:
     rows = [row for row in made["rows"] if not row.get("failed")]
     batches = sorted({row["batch"] for row in rows})
     kinds = (
-        ("KiB of keys and values held", lambda row: _bytes(row, "held"), None),
-        ("peak MiB, prefill", lambda row: _peak(row, "prefill"), None),
-        ("tokens/s, decoding", lambda row: row["tokens_per_s"]["median"], "tokens_per_s"),
-        ("time to first token, ms", lambda row: row["ttft_ms"]["median"], "ttft_ms"),
+        ("Memory held", "KiB of keys and values", lambda row: _bytes(row, "held"), None),
+        ("Peak memory of the prefill", "MiB", lambda row: _peak(row, "prefill"), None),
+        ("Decoding", "tokens/s", lambda row: row["tokens_per_s"]["median"], "tokens_per_s"),
+        ("Time to first token", "ms", lambda row: row["ttft_ms"]["median"], "ttft_ms"),
     )
-    panels = []
+    panels: list[str] = []
     drawn: dict[str, None] = {}
     for batch in batches:
         here = [row for row in rows if row["batch"] == batch]
-        for label, read, spread in kinds:
+        for title, label, read, spread in kinds:
             series, rules = [], []
             for name in dict.fromkeys(_label(row) for row in here):
                 own = sorted((r for r in here if _label(r) == name), key=lambda r: r["keep_ratio"])
@@ -195,8 +195,11 @@ def speed_figure(made: Mapping[str, Any], styles: Mapping[str, int]) -> Figure:
                 continue
             ratios = sorted({x for one in series for x in one.x})
             panel = Panel(
-                *(f"fig-speed-{len(panels)}", f"{label.split(',')[0]}, batch {batch}"),
-                *("keep_ratio", label, tuple(series)),
+                f"fig-speed-{len(panels)}",
+                f"{title}, batch {batch}",
+                "keep_ratio",
+                label,
+                tuple(series),
                 x_ticks=tuple((ratio, f"{ratio:g}") for ratio in ratios),
                 rules=tuple(rules),
             )

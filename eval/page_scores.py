@@ -90,7 +90,7 @@ def score_figure(scores: Scores, styles: Mapping[str, int], command: str) -> Fig
 
 def score_tables(scores: Scores) -> list[Table]:
     """Scores of every cell by task, one table a regime."""
-    made = []
+    made: list[Table] = []
     for regime in scores.regimes:
         families = [family for family in FAMILIES if scores.tasks(family)]
         columns = ["policy", "budget"]

@@ -82,7 +82,10 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
                 f"{regime}, {family} families ({len(tasks)} task{'s' * (len(tasks) > 1)})", fontsize=10
             )
             if row == shape[0] - 1:
-                axis.set_xlabel("keep_ratio (kept / seen)")
+                mixed = any(ratio > 1 for ratio in ratios)
+                axis.set_xlabel(
+                    "budget: keep_ratio, tokens per head" if mixed else "keep_ratio (kept / seen)"
+                )
             if column == 0:
                 axis.set_ylabel("score, %")
     handles, labels = axes[0, 0].get_legend_handles_labels()

@@ -52,10 +52,9 @@ REGIMES = {
     "chunked": "the context is read in chunks and evicted behind each, then the question is read",
     "decode": "the context is read whole and nothing of it is evicted behind it; entries go while tokens are "
     "decoded",
-    "prefill+decode": "the context is prefilled and evicted, and entries go on being evicted while tokens are "
-    "decoded",
-    "chunked+decode": "the context is read in chunks and evicted behind each, and entries go on being evicted "
-    "while tokens are decoded",
+    "prefill+decode": "the context is prefilled and evicted, and eviction goes on while tokens are decoded",
+    "chunked+decode": "the context is read in chunks and evicted behind each, and eviction goes on while "
+    "tokens are decoded",
 }
 
 

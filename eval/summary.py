@@ -189,11 +189,11 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] = ()) -> Scor
         for cell, own in found.items()
     }
     nulls: dict[tuple[Cell, str], list[tuple[int, int, int]]] = {}
-    for cell, own in every.items():
-        for row in own:
-            if row.get("null", False):
-                where = (row["seed"], row["item"], row["question"])
-                nulls.setdefault((cell, row["task"]), []).append(where)
+    for cell, answers in every.items():
+        for answer in answers:
+            if answer.get("null", False):
+                where = (answer["seed"], answer["item"], answer["question"])
+                nulls.setdefault((cell, answer["task"]), []).append(where)
     return Scores(
         exact=column("exact"),
         partial=column("partial"),

@@ -17,6 +17,9 @@ CIVIDIS = (
 )
 LEVELS = 20
 
+# beartype takes no int for a float, and counts are whole.
+Real = int | float
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -103,21 +106,21 @@ def words(text: object, mark: str = "") -> Shown:
     return Shown(str(text), mark=mark)
 
 
-def number(value: float | None, digits: int = 1, *, sign: bool = False, after: str = "") -> Shown:
+def number(value: Real | None, digits: int = 1, *, sign: bool = False, after: str = "") -> Shown:
     """A cell with a number; None and nan: an empty one."""
     if value is None or math.isnan(value):
         return Shown("")
     return Shown(f"{value:{'+' if sign else ''}.{digits}f}{after}", float(value))
 
 
-def p_value(value: float | None) -> Shown:
+def p_value(value: Real | None) -> Shown:
     """A cell with a p value."""
     if value is None:
         return Shown("")
     return Shown("< 0.001" if value < 0.001 else f"{value:.3f}", float(value))
 
 
-def heat(value: float | None, top: float = 1.0, digits: int = 2, bottom: float = 0.0) -> Shown:
+def heat(value: Real | None, top: Real = 1.0, digits: int = 2, bottom: Real = 0.0) -> Shown:
     """A cell coloured by its number, between `bottom` and `top`."""
     if value is None or math.isnan(value):
         return Shown("")
@@ -126,7 +129,7 @@ def heat(value: float | None, top: float = 1.0, digits: int = 2, bottom: float =
     return Shown(f"{value:.{digits}f}", float(value), level)
 
 
-def scale(top: float = 1.0, digits: int = 2, bottom: float = 0.0) -> tuple[tuple[int, str], ...]:
+def scale(top: Real = 1.0, digits: int = 2, bottom: Real = 0.0) -> tuple[tuple[int, str], ...]:
     """Five labelled steps of the colour scale."""
     steps = [bottom + part * (top - bottom) / 4 for part in range(5)]
     return tuple((round(LEVELS * part / 4), f"{step:.{digits}f}") for part, step in enumerate(steps))

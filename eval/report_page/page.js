@@ -69,7 +69,7 @@
   const status = chosen("status");
   const STEPS = 5;
   let at = -1;
-  const step = (kept, of) => (kept <= 0 ? 0 : kept >= of ? STEPS : 1 + Math.floor(((STEPS - 1) * kept) / of));
+  const step = (kept, of) => (kept <= 0 ? 0 : kept >= of ? STEPS : Math.ceil(((STEPS - 1) * kept) / of));
   const current = () => {
     const place = Number(chosen("document").value);
     const own = data[place];

@@ -113,6 +113,8 @@ class Task:
         licence: Of the data.
         version: Of the task here; raised whenever an item or a score would change.
         num_items: How many items there are; None: as many as are asked for.
+        seeded: Whether every seed is asked items of its own. Where not, the answers of several seeds to one
+            item are one cluster, averaged before anything is tested.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Task:
     licence: str = ""
     version: int = 1
     num_items: int | None = None
+    seeded: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ The one decision taken here: a step is written in full and alone on its line, an
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from retain.eval.tasks.text import Asking, TextItem, TextQuestion
+from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 
 # Rules that are looked at until one does not go round in a circle.
 _TRIES = 20000

@@ -14,9 +14,9 @@ on the right; its numbers are another measurement.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.hub_rows import RowSource, load_rows, row_at
 from retain.eval.tasks.longbench_prompts import PROMPTS
-from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.registry import lookup
 
 COLUMNS = ("input", "context", "answers", "length", "all_classes", "_id")
@@ -51,17 +51,17 @@ def longbench(
         revision: Of the hub's repository.
 
     Raises:
-        ValueError: an unknown data set, rows that cannot be had, or a prompt that cannot be cut so short.
+        ValueError: an unknown data set, rows that cannot be had, or a prompt that cannot be cut at all.
     """
     source = longbench_source(dataset, even=even, path=path, revision=revision)
     row = row_at(load_rows(source, COLUMNS), asking.index, source)
     opening, closing = PROMPTS[dataset].split("{context}")
     question = closing.replace("{input}", row["input"])
     most = asking.context_tokens if max_tokens is None else min(max_tokens, asking.context_tokens)
-    prompt, cut = cut_middle(opening + row["context"], question, most, asking)
+    context, question, cut = cut_middle(opening + row["context"], question, most, asking)
     length = float(row["length"])
     return TextItem(
-        context=prompt,
+        context=context,
         questions=(
             TextQuestion(
                 question=question,
@@ -69,7 +69,7 @@ def longbench(
                 scoring={"all_classes": tuple(row["all_classes"] or ())},
             ),
         ),
-        about={"id": str(row["_id"]), "length": length, "bin": length_bin(length), "cut_tokens": float(cut)},
+        about={"id": str(row["_id"]), "length": length, "bin": length_bin(length), **cut},
     )
 
 
@@ -112,12 +112,18 @@ def length_bin(length: float) -> str:
     return next((name for end, name in BINS if length < end), "8k+")
 
 
-def cut_middle(context: str, question: str, most: int, asking: Asking) -> tuple[str, int]:
-    """A context that leaves room for its question: of a prompt that is too long, its two ends.
+def cut_middle(
+    context: str, question: str, most: int, asking: Asking
+) -> tuple[str, str, Mapping[str, float]]:
+    """A prompt as long as it may be, still in two parts: of one that is too long, its two ends.
 
     Of the prompt's `n > most` tokens (with those that the tokenizer puts before a text), the first
     `most // 2` and the last `most // 2` are kept, as `pred.py` does. They are cut out of the text by where
     each token lies in it, so that what is kept is not changed by a decoding.
+
+    A question longer than its half loses its own beginning, as there. The seam stays where it is if anything
+    behind it is left of the head (a short context before a long question), so that a score never sees the
+    question with the context; it is the cut itself if the cut goes across it.
 
     Args:
         context: All before the seam.
@@ -126,30 +132,40 @@ def cut_middle(context: str, question: str, most: int, asking: Asking) -> tuple[
         asking: Whose tokenizer.
 
     Returns:
-        (context, how many tokens were cut out).
+        (context, question, what was cut: `cut_tokens` of the prompt, `cut_question_tokens` of them behind the
+        seam).
 
     Raises:
-        ValueError: the question alone is longer than the half that is kept for it, or a text must be cut with
-            a tokenizer that does not say where its tokens lie.
+        ValueError: a text must be cut to fewer than two tokens, or with a tokenizer that does not say where
+            its tokens lie.
     """
+    whole = {"cut_tokens": 0.0, "cut_question_tokens": 0.0}
     prompt = context + question
     if asking.tokenizer is None:
         if asking.measure(prompt) > most:
             raise ValueError(f"a prompt is to be cut to {most} tokens, which needs the model's tokenizer.")
-        return context, 0
+        return context, question, whole
     if not asking.tokenizer.is_fast:
         raise ValueError("prompts are cut by where tokens lie in the text, which needs a fast tokenizer.")
     places = asking.tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
     if len(places) <= most:
-        return context, 0
+        return context, question, whole
     half = most // 2
-    first, last = places[half - 1][1] if half else 0, places[-half][0] if half else len(prompt)
-    if last > len(context):
+    if half < 1:
         raise ValueError(
-            f"the question alone has {asking.measure(question)} tokens, and a prompt of {most} keeps {half} "
-            "for it: give more tokens (context_tokens)."
+            f"a prompt of {len(places)} tokens has no two ends in {most}: give more (context_tokens)."
         )
-    return context[:first] + context[last:], len(places) - 2 * half
+    seam, first, last = len(context), places[half - 1][1], places[-half][0]
+    lost = places[half:-half]
+    cut = {
+        "cut_tokens": float(len(lost)),
+        "cut_question_tokens": float(sum(stop > seam for _, stop in lost)),
+    }
+    return (
+        prompt[: min(seam, first)] + prompt[last:seam],
+        prompt[seam : max(seam, first)] + prompt[max(seam, last) :],
+        cut,
+    )
 
 
 GENERATORS: Mapping[str, Callable[..., TextItem]] = {"longbench": longbench}

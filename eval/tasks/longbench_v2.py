@@ -9,9 +9,9 @@ The one decision taken here: the prompt is the official one without a chain of t
 
 from collections.abc import Callable, Mapping
 
+from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.hub_rows import RowSource, load_rows, row_at
 from retain.eval.tasks.longbench import cut_middle
-from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 
 CHOICES = ("A", "B", "C", "D")
 COLUMNS = (
@@ -37,19 +37,19 @@ def longbench_v2(
         revision: Of the hub's repository.
 
     Raises:
-        ValueError: rows that cannot be had, or a prompt that cannot be cut so short.
+        ValueError: rows that cannot be had, or a prompt that cannot be cut at all.
     """
     source = _source(path, revision)
     row = row_at(load_rows(source, COLUMNS), asking.index, source)
     choices = "\n".join(f"({letter}) {row[f'choice_{letter}'].strip()}" for letter in CHOICES)
     question = _CLOSING.format(question=row["question"].strip(), choices=choices)
     most = asking.context_tokens if max_tokens is None else min(max_tokens, asking.context_tokens)
-    context, cut = cut_middle(_OPENING + row["context"].strip(), question, most, asking)
+    context, question, cut = cut_middle(_OPENING + row["context"].strip(), question, most, asking)
     about = {name: str(row[name]) for name in ("domain", "sub_domain", "difficulty", "length")}
     return TextItem(
         context=context,
         questions=(TextQuestion(question=question, references=(row["answer"].strip(),)),),
-        about={"id": str(row["_id"]), **about, "cut_tokens": float(cut)},
+        about={"id": str(row["_id"]), **about, **cut},
     )
 
 

@@ -7,17 +7,19 @@ xiaowu0162/LongMemEval: `run_generation.py`, history in plain text, no chain of 
 
 The one decision taken here: the official score is a judgement of GPT-4o, which no machine offline can give.
 Scored is whether the right answer's words occur in the answer: a lower bound, fit to compare policies on one
-model, never beside published numbers. The questions without an answer ("_abs") are left out, since only the
-judge can tell a refusal.
+model, never beside published numbers. Left out are the questions without an answer ("_abs"), since only the
+judge can tell a refusal, and those of the type `single-session-preference`, whose "answer" is a rubric for the
+judge ("The user would prefer ...") that no good answer repeats.
 """
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.hub_rows import Row, RowSource, load_rows, row_at
-from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.registry import lookup
 
 COLUMNS = (
@@ -33,6 +35,11 @@ _OPENING = (
     "I will give you several history chats between you and a user. Please answer the question based on the "
     "relevant chat history.\n\n\nHistory Chats:\n\n"
 )
+# "7 days. 8 days (including the last day) is also acceptable." is two right answers.
+_ALSO = re.compile(
+    r"(?P<one>.+)\.\s+(?P<other>.+?)(?:\s*\([^()]*\))?\s+(?:is|are) also acceptable\.?", re.DOTALL
+)
+_RUBRICS = "single-session-preference"
 _CLOSING = "\n\nCurrent Date: {date}\nQuestion: {question}\nAnswer:"
 
 
@@ -64,7 +71,7 @@ def longmemeval(
     question = _CLOSING.format(date=row["question_date"], question=row["question"])
     return TextItem(
         context=context,
-        questions=(TextQuestion(question=question, references=(str(row["answer"]),)),),
+        questions=(TextQuestion(question=question, references=right_answers(str(row["answer"]))),),
         needles=needles,
         about={
             "id": str(row["question_id"]),
@@ -76,8 +83,19 @@ def longmemeval(
 
 
 def longmemeval_size(*, haystack: str, path: str | None = None, revision: str | None = None) -> int:
-    """How many questions with an answer there are."""
+    """How many questions there are that words can answer: without "_abs" and preferences."""
     return len(_answerable(load_rows(_source(haystack, path, revision), COLUMNS)))
+
+
+def right_answers(answer: str) -> tuple[str, ...]:
+    """The alternatives of an answer that says what "is also acceptable", its remark in brackets aside.
+
+    Example:
+        >>> right_answers("7 days. 8 days (including the last day) is also acceptable.")
+        ('7 days', '8 days')
+    """
+    both = _ALSO.fullmatch(answer.strip())
+    return (answer,) if both is None else (both["one"].strip(), both["other"].strip())
 
 
 def _source(haystack: str, path: str | None, revision: str | None) -> RowSource:
@@ -93,7 +111,7 @@ def _source(haystack: str, path: str | None, revision: str | None) -> RowSource:
 
 
 def _answerable(rows: Sequence[Row]) -> list[Row]:
-    kept = [row for row in rows if "_abs" not in str(row["question_id"])]
+    kept = [row for row in rows if "_abs" not in str(row["question_id"]) and row["question_type"] != _RUBRICS]
     return [kept[place] for place in _shuffled(len(kept))]
 
 

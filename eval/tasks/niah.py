@@ -13,9 +13,9 @@ nearest boundary of sentences, so that it never cuts one.
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import DEFAULT, load_haystack, most_that_fit, place_at, woven
 from retain.eval.tasks.ruler import ANSWER_PREFIX, INSTRUCTION, NEEDLE, QUESTION, singular
-from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_number, draw_word
 
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)

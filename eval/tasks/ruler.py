@@ -22,8 +22,8 @@ The one decision taken here: RULER's essays are replaced, never imitated. The fi
 import random
 from collections.abc import Callable, Mapping
 
+from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import load_haystack, most_that_fit, woven
-from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_different
 
 INSTRUCTION = (

@@ -19,9 +19,9 @@ import random
 import string
 from collections.abc import Callable, Iterator, Mapping
 
+from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import most_that_fit
 from retain.eval.tasks.ruler import NOISE
-from retain.eval.tasks.text import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import all_words, draw_word
 
 VT_INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"

@@ -1,136 +1,31 @@
 """Tasks in plain text, for any model that has a tokenizer: cards in, items in token ids out.
 
 A task is a card (`cards/<group>/<task>.yaml`: what is asked, source, licence, version, scorer) and a
-generator, a function that writes the text of one item: a context, questions on it, right answers. This file
-turns text into tokens as the model wants it, with the tokenizer's chat template or without, and generated
-tokens back into text that a scorer of `retain.eval.metrics` reads.
+generator, a function that writes the text of one item: a context, questions on it, right answers. What
+becomes of the text is `retain.eval.tasks.rendering`'s.
 
-The one decision taken here: the seam between context and question is cut in text, before tokens are made, so
-that no token spans it; what stands before the seam is the same whatever is asked behind it.
+The one decision taken here: a task is data. What it asks, where that comes from, under which licence, and how
+it is scored is in its card; a generator knows neither models nor tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from retain.config import load
-from retain.eval.metrics import METRICS, first_line
-from retain.eval.tasks import Asked, Document, Item, Provenance, Suite, Task
-from retain.hf.named import load_named, load_named_tokenizer
+from retain.eval.metrics import METRICS
+from retain.eval.tasks import Document, Item, Suite, Task
+from retain.eval.tasks.card import Asking, Card, Generator
+from retain.eval.tasks.rendering import end_ids_of, render
+from retain.hf.named import load_named, load_named_tokenizer, reference_seed
 from retain.registry import lookup
 
 CARDS = Path(__file__).parent / "cards"
-# Stands for the seam while a chat template is rendered: no template and no task contains it.
-SEAM = "\u2063retain\u2063seam\u2063"
 
 # Settings that say where a task's data lie, and nothing of what it is.
 WHERE = frozenset({"path", "revision"})
-
-
-@dataclass(frozen=True)
-class TextQuestion:
-    """One question on a context.
-
-    Attributes:
-        question: What is asked, with all that stands between the context and the model's answer.
-        references: Right answers; the scorer says what several mean.
-        answer_prefix: Beginning of the model's own answer, behind a chat template's last header.
-        about: What a table may be split by.
-        scoring: What the scorer needs besides (`all_classes` of a classification).
-        answer: A right answer in full, where it is not the first reference alone.
-    """
-
-    question: str
-    references: tuple[str, ...]
-    answer_prefix: str = ""
-    about: Mapping[str, str | float] = field(default_factory=dict)
-    scoring: Mapping[str, Any] = field(default_factory=dict)
-    answer: str = ""
-
-
-@dataclass(frozen=True)
-class TextItem:
-    """One context and what is asked of it.
-
-    Attributes:
-        context: Read, and evicted from, before any question is (in the regime `context_only`).
-        questions: At least one.
-        turns: Whether each question follows on the questions before it and their right answers (a
-            conversation), or every one on the context alone (requests).
-        needles: Spans `[start, stop)` of characters of the context that hold what is asked.
-        about: What a table may be split by.
-    """
-
-    context: str
-    questions: tuple[TextQuestion, ...]
-    turns: bool = False
-    needles: tuple[tuple[int, int], ...] = ()
-    about: Mapping[str, str | float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Asking:
-    """Which item a generator is to write.
-
-    Attributes:
-        seed: Of the run.
-        index: Of the item.
-        context_tokens: Most tokens of its context.
-        measure: How many tokens a text has, to the model that will read it.
-        tokenizer: Of that model, where a task is defined by its tokens (truncation in the middle).
-    """
-
-    seed: int
-    index: int
-    context_tokens: int
-    measure: Callable[[str], int]
-    tokenizer: Any = None
-
-
-@runtime_checkable
-class Generator(Protocol):
-    """Writes the text of one item; a card's `settings` are its keyword arguments."""
-
-    def __call__(self, asking: Asking, **settings: Any) -> TextItem:
-        """The item, the same for the same asking."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a task is: `cards/<group>/<task>.yaml`.
-
-    Attributes:
-        about: What is asked, in one line.
-        generator: Name in `GENERATORS`.
-        metric: Name in `retain.eval.metrics.METRICS`.
-        max_new_tokens: Most tokens of an answer.
-        source: Where data and definition come from: a paper, a repository, a data set.
-        licence: Of the data.
-        provenance: "official" data, prompts and scorer; "official data", but prompts or scorer of our own;
-            "ruler-like": RULER's task on another haystack; "synthetic": generated, under a name of its own.
-        version: Raised whenever an item or a score would change.
-        settings: Of the generator.
-        chat: Whether a chat template is used, where the tokenizer has one.
-        stop: Texts that end an answer; what follows is not scored.
-        first_line: Whether only the first line of an answer is scored.
-        single_key: Whether one fact of one key answers the question.
-    """
-
-    about: str
-    generator: str
-    metric: str
-    max_new_tokens: int
-    source: str
-    licence: str
-    provenance: Provenance
-    version: int = 1
-    settings: dict[str, Any] = field(default_factory=dict)
-    chat: bool = True
-    stop: tuple[str, ...] = ()
-    first_line: bool = False
-    single_key: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +37,7 @@ class TextSettings:
             name.
         tasks: Names of cards (`ruler/niah_single_1`), of groups of them (`ruler`), or none: all.
         chat: Whether a chat template is used where card and tokenizer have one.
+        template: More keyword arguments of the chat template.
         changes: Per task or group, settings of its generator that differ from the card's: `{longbench: {path:
             ...}}`; a task's own go before its group's. A task that is changed in more than where its data lie
             is no longer the card's, and its provenance is "changed".
@@ -154,6 +50,7 @@ class TextSettings:
     model: str = "reference:{seed}"
     tasks: tuple[str, ...] = ()
     chat: bool = True
+    template: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     dtype: str = "auto"
     device: str = "cpu"
@@ -245,57 +142,22 @@ def text_item(settings: "_Frozen", task: str, seed: int, index: int, context_tok
     """Item `index` of a task, in tokens of the model."""
     given = settings.settings
     card = cards()[task]
-    tokenizer = _tokenizer(given.model.replace("{seed}", str(seed)), given.revision, given.trust_remote_code)
+    name = given.model.replace("{seed}", str(seed))
+    tokenizer = _tokenizer(name, given.revision, given.trust_remote_code)
     asking = Asking(seed, index, context_tokens, partial(_count, tokenizer), tokenizer)
     made = lookup(card.generator, generators(), what="generator")
     written = made(asking, **{**card.settings, **_changes(given, task)})
-    return render(written, card, tokenizer, chat=given.chat and card.chat)
-
-
-def render(written: TextItem, card: Card, tokenizer: Any, *, chat: bool) -> Item:
-    """An item of text in the tokens of a model.
-
-    With a chat template, context and question are one message of the user, cut where the question begins;
-    the template's header of the answer and `answer_prefix` follow the question. Without one, the tokenizer's
-    own first token precedes the context.
-
-    Args:
-        written: The text.
-        card: How it is answered and scored.
-        tokenizer: Of the model.
-        chat: Whether a chat template is used, if the tokenizer has one.
-    """
-    templated = chat and getattr(tokenizer, "chat_template", None) is not None
-    before, after = _frame(tokenizer) if templated else ("", "")
-    opening = before + written.context
-    context_ids = _encode(tokenizer, opening, special=not templated)
-    end_ids = _end_ids(tokenizer)
-    asked, said = [], ""
-    for turn, question in enumerate(written.questions):
-        text = said + question.question + after + question.answer_prefix
-        gold = question.answer or next(iter(question.references), "")
-        gold_ids = _encode(tokenizer, gold if text[-1:].isspace() else f" {gold}", special=False)
-        about = {**question.about} | ({"turn": float(turn)} if len(written.questions) > 1 else {})
-        asked.append(
-            Asked(
-                question_ids=_at_least_two(_encode(tokenizer, text, special=False), tokenizer),
-                gold_ids=(*gold_ids, *end_ids[:1]),
-                generate=card.max_new_tokens,
-                score=partial(_score, tokenizer, card, question),
-                text=partial(_said, tokenizer, card),
-                references=question.references,
-                about=about,
-            )
-        )
-        if written.turns:
-            said = f"{text} {gold}\n\n"
-    return Item(
-        context_ids=context_ids,
-        asked=tuple(asked),
-        end_ids=end_ids,
-        needles=_token_spans(tokenizer, opening, len(before), written.needles, special=not templated),
-        about={**written.about, "context_tokens": float(len(context_ids))},
+    item = render(
+        written,
+        card,
+        tokenizer,
+        chat=given.chat and card.chat,
+        end_ids=_ends(name, given.revision, given.trust_remote_code),
+        begin_ids=None if reference_seed(name) is None else (tokenizer.bos_token_id,),
+        options=given.template,
     )
+    _check_window(item, task, name, given)
+    return item
 
 
 @dataclass(frozen=True)
@@ -325,6 +187,7 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
     lookup(card.generator, generators(), what="generator")
     changed = _changes(settings, name)
     size = sizes().get(card.generator)
+    altered = changed.keys() - WHERE or (card.chat and not settings.chat)
     return Task(
         name=name,
         family="held-out",
@@ -332,10 +195,11 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
         single_key=card.single_key,
         primary="partial",
         metric=card.metric,
-        provenance="changed" if changed.keys() - WHERE else card.provenance,
+        provenance="changed" if altered else card.provenance,
         source=card.source,
         licence=card.licence,
         version=card.version,
+        seeded=card.generator not in sizes(),
         num_items=None if size is None else size(**{**card.settings, **changed}),
     )
 
@@ -378,74 +242,39 @@ def _count(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _encode(tokenizer: Any, text: str, *, special: bool) -> tuple[int, ...]:
-    ids = tuple(tokenizer(text, add_special_tokens=special)["input_ids"])
-    bos = tokenizer.bos_token_id
-    # Not every tokenizer puts its first token where it belongs by itself.
-    if special and bos is not None and ids[:1] != (bos,):
-        return (bos, *ids)
-    return ids
+@cache
+def _ends(name: str, revision: str | None, trust_remote_code: bool) -> tuple[int, ...]:
+    """What ends an answer of a model: its generation config says more than its tokenizer."""
+    tokenizer = _tokenizer(name, revision, trust_remote_code)
+    if reference_seed(name) is not None:
+        return end_ids_of(tokenizer)
+    from transformers import GenerationConfig
+
+    try:
+        said = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
+    except OSError:
+        said = None  # not every model has one
+    return end_ids_of(tokenizer, [said] if isinstance(said, int) else list(said or ()))
 
 
-def _at_least_two(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
-    """A question has two tokens or more, since in `query_aware` its last one is read again."""
-    while len(ids) < 2:
-        ids = (*_encode(tokenizer, "\n", special=False), *ids)
-    return ids
+@cache
+def _window(name: str, revision: str | None, trust_remote_code: bool) -> int | None:
+    """Tokens that a model takes, if it says so."""
+    if reference_seed(name) is not None:
+        return None
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        name, revision=revision or "main", trust_remote_code=trust_remote_code
+    ).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
 
 
-def _frame(tokenizer: Any) -> tuple[str, str]:
-    """What a chat template puts before a message of the user, and between it and the answer."""
-    message = {"role": "user", "content": SEAM}
-    rendered = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    before, _, after = rendered.partition(SEAM)
-    return before, after
-
-
-def _end_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The end of a text, and of a turn where the tokenizer knows one."""
-    ends = [tokenizer.eos_token_id]
-    for name in ("<|im_end|>", "<|end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>"):
-        if name in tokenizer.get_vocab():
-            ends.append(tokenizer.convert_tokens_to_ids(name))
-    return tuple(dict.fromkeys(end for end in ends if end is not None))
-
-
-def _said(tokenizer: Any, card: Card, generated: Sequence[int]) -> str:
-    """Generated tokens as text, up to what ends the answer."""
-    ends = {*_end_ids(tokenizer)}
-    stop = next((place for place, token in enumerate(generated) if token in ends), len(generated))
-    text = tokenizer.decode(list(generated[:stop]), skip_special_tokens=True)
-    if card.first_line:
-        text = first_line(text)
-    for end in card.stop:
-        text = text.partition(end)[0]
-    return text
-
-
-def _score(
-    tokenizer: Any, card: Card, question: TextQuestion, generated: Sequence[int]
-) -> tuple[float, float]:
-    found = METRICS[card.metric](_said(tokenizer, card, generated), question.references, **question.scoring)
-    return float(found >= 1.0), float(found)
-
-
-def _token_spans(
-    tokenizer: Any, text: str, shift: int, spans: Sequence[tuple[int, int]], *, special: bool
-) -> tuple[tuple[int, int], ...]:
-    """Spans of characters as spans of tokens: every token that holds a character of them."""
-    if not spans:
-        return ()
-    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"]
-    own = len(_encode(tokenizer, text, special=special)) - len(offsets)
-    found = []
-    for start, stop in spans:
-        held = [
-            place
-            for place, (first, last) in enumerate(offsets)
-            if first < stop + shift and last > start + shift and last > first
-        ]
-        if held:
-            found.append((held[0] + own, held[-1] + 1 + own))
-    return tuple(found)
+def _check_window(item: Item, task: str, name: str, given: TextSettings) -> None:
+    longest = max(len(asked.question_ids) + asked.generate for asked in item.asked) + len(item.context_ids)
+    window = _window(name, given.revision, given.trust_remote_code)
+    if window is not None and longest > window:
+        raise ValueError(
+            f"an item of {task} takes {longest} tokens with its question and answer, and {name} takes "
+            f"{window}: lower context_tokens by {longest - window} or more."
+        )

@@ -2,7 +2,8 @@
 
 from functools import cache, partial
 
-from retain.eval.tasks.text import Asking, Card, TextItem, cards, generators
+from retain.eval.tasks.card import Asking, Card, TextItem
+from retain.eval.tasks.text import cards, generators
 from retain.reference import load_tokenizer
 
 

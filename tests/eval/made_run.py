@@ -27,7 +27,7 @@ REGIMES = ("context_only", "query_aware")
 BUDGETS = (0.1, 0.2, 0.4)
 # How often of 100 a policy is right at the middle budget; `h2o` and `snapkv` answer alike.
 SKILL = {"random": 15, "recency": 25, "snapkv": 55, "h2o": 55, "gate": 80, "oracle": 93, f"odd{HOSTILE}": 50}
-ITEMS_PER_TASK = 22
+ITEMS_PER_TASK = 11
 
 
 def right(policy: str, task: str, seed: int, item: int, regime: str, budget: float) -> bool:
@@ -264,10 +264,12 @@ def make_speed() -> dict[str, Any]:
     }
 
 
-def make_run(folder: Path, *, clean: bool = True, measured: bool = True) -> Path:
+def make_run(
+    folder: Path, *, clean: bool = True, measured: bool = True, policies: tuple[str, ...] = tuple(SKILL)
+) -> Path:
     """Write the run's folder; with `measured`, its side files too."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(asdict(row)) for row in make_rows())
+    lines = (json.dumps(asdict(row)) for row in make_rows(policies))
     (folder / ITEMS).write_text("".join(f"{line}\n" for line in lines))
     asked = [
         Reference(seed, task, item, 0, "0" * 12, 1000, (1, 2), (item, 1), ("right",))

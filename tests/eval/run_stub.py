@@ -14,7 +14,7 @@ from pathlib import Path
 from retain.eval.compare import compare
 from retain.eval.config import CompareConfig
 from retain.eval.processes import launched
-from retain.eval.record import ITEMS, read_rows
+from retain.eval.record import ITEMS, finished
 from retain.eval.runner import run_all
 from retain.eval.subject import plan
 from tests.eval.stub import MORE_STUB, stub_config
@@ -58,7 +58,7 @@ def killed(folder: Path, seed: int) -> None:
                 break
             time.sleep(0.001)
         status = os.waitpid(child, 0)[1] if wanted is None else 1
-        done = {row["unit"] for row in read_rows(config.folder)} if items.exists() else ()
+        done = finished(config.folder, [unit.key for unit in plan(config, MORE_STUB)])
         print(f"{status} {len(done)} of {units}", flush=True)
         if status == 0:
             return

@@ -1,26 +1,40 @@
 """A comparison that cannot work is refused before it starts, with everything that is wrong at once."""
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from retain.budget import Budget
 from retain.config import load
-from retain.eval.checks import check
+from retain.eval import config as grid
+from retain.eval.checks import _budgets, check
 from retain.eval.compare import compare, main
-from retain.eval.config import CompareConfig, find_policy, needs_gates
+from retain.eval.config import (
+    REGIMES,
+    CompareConfig,
+    budget_of,
+    find_policy,
+    needs_gates,
+    resolve_device,
+    suite_of,
+    with_all_tasks,
+)
 from retain.eval.orderings import ORDERINGS
+from retain.eval.subject import plan
+from retain.gates import GateSet
 from retain.gates.store import WEIGHTS_FILE
 from retain.presets import policies
-from tests.eval.stub import STUB, save_stub_gates, stub_config
+from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    assert [path.stem for path in paths] == ["demo", "methods", "reference"]
+    assert [path.stem for path in paths] == ["demo", "methods", "reference", "report"]
     for path in paths:
         config = load(path, CompareConfig)
         assert config.run == path.stem and config.workers == 2
@@ -242,3 +256,165 @@ def test_a_variant_of_a_gate_needs_gates(tmp_path):
     assert needs_gates(config)
     with pytest.raises(ValueError, match="no gates for seed 0"):
         check(config, STUB)
+
+
+def test_the_report_measures_every_regime_and_fits_its_model():
+    config = load(CONFIGS / "report.yaml", CompareConfig)
+    assert set(config.regimes) == set(REGIMES) and config.seeds == (0,) and not config.tasks
+    assert set(config.protections) == {"none"} and config.preset_protection
+    assert config.gates_of(0) == "runs/gates-seed0" and "oracle" in config.policies
+    assert _budgets(config) == []
+
+
+def test_what_the_grid_says_wrong_is_all_found(tmp_path):
+    config = stub_config(
+        tmp_path,
+        policies=("recency",),
+        tasks=("copi",),
+        tokens_per_head=(1, 50, 50, 100),
+        protections={
+            "preset": ("protection.sinks=0",),
+            "empty": (),
+            "else": ("scope=layer",),
+            "misspelt": ("protection.sink=0",),
+        },
+        device="gpu",
+        every=0,
+        chunk_tokens=0,
+    )
+    with pytest.raises(ValueError) as caught:
+        check(config, STUB)
+    text = str(caught.value)
+    for part in (
+        "unknown task 'copi' (did you mean 'copy'?)",
+        "tokens_per_head is from 2 up to below context_tokens (100); got 1",
+        "tokens_per_head is from 2 up to below context_tokens (100); got 100",
+        "`tokens_per_head` names something twice",
+        "protection 'preset': take a name that is not 'preset'",
+        "protection 'empty' is a list of `protection.field=value`, got []",
+        "protection 'else' is a list of `protection.field=value`, got ['scope=layer']",
+        "protection 'misspelt': ",
+        "unknown key 'protection.sink'",
+        "device is 'gpu', and must be 'cpu', 'cuda', 'cuda:1', or 'auto'",
+        "`every` must be at least 1, got 0",
+        "`chunk_tokens` must be at least 1, got 0",
+    ):
+        assert part in text, part
+
+
+def test_a_gpu_that_is_not_there_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="torch sees no GPU here: take device=cpu, or auto"):
+        check(stub_config(tmp_path, policies=("recency",), device="cuda"), STUB)
+    assert resolve_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda", 3) == torch.device("cuda", 1)
+    assert resolve_device("cuda:0", 3) == torch.device("cuda", 0)
+    assert resolve_device("auto", 1) == torch.device("cuda", 1)
+
+
+def test_budgets_are_told_apart_by_their_size(tmp_path):
+    config = stub_config(tmp_path, keep_ratios=(0.45,), tokens_per_head=(2, 40))
+    assert config.budgets == (0.45, 2.0, 40.0)
+    assert [budget_of(value) for value in (*config.budgets, 1.0)] == [
+        Budget(keep_ratio=0.45),
+        Budget(tokens_per_head=2),
+        Budget(tokens_per_head=40),
+        Budget(keep_ratio=1.0),
+    ]
+    with pytest.raises(
+        ValueError, match=r"policy 'snapkv\+bare' at tokens_per_head 2: .*30 fewer than the 32"
+    ):
+        bare = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
+        check(replace(config, policies=("snapkv",), protections={"bare": bare}), STUB)
+    with pytest.raises(ValueError, match="`keep_ratios` is empty, and so is `tokens_per_head`"):
+        check(replace(config, keep_ratios=(), tokens_per_head=()), STUB)
+
+
+def test_an_unknown_regime_is_told_when_the_file_is_read(tmp_path, capsys):
+    arguments = ["--config", str(CONFIGS / "demo.yaml"), "regimes=[context_olny]"]
+    assert main(arguments) == 2
+    assert "did you mean 'context_only'?" in capsys.readouterr().err
+
+
+def test_controls_alone_have_no_place_in_a_cache(tmp_path):
+    config = stub_config(tmp_path, policies=("oracle",), regimes=("decode",))
+    with pytest.raises(
+        ValueError, match="the policies are controls, and regime 'decode' has no place for them"
+    ):
+        check(config, STUB)
+
+
+def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(tmp_path, monkeypatch):
+    save_stub_gates(tmp_path)
+    config = stub_config(
+        tmp_path,
+        policies=("snapkv", "gate", "oracle"),
+        regimes=("context_only", "decode"),
+        protections={"none": ("protection.recent=0",)},
+        keep_ratios=(0.6,),
+    )
+    check(config, STUB)
+    monkeypatch.setattr(GateSet, "contextual", True, raising=False)
+    with pytest.raises(ValueError) as caught:
+        check(config, STUB)
+    assert "policy 'gate' in regime 'decode': regime 'decode' evicts again later" in str(caught.value)
+    assert "policy 'gate+none' in regime 'decode'" in str(caught.value) and "snapkv" not in str(caught.value)
+
+
+def test_what_is_fitted_on_documents_wants_some(tmp_path):
+    def none(seed, count, context_tokens):
+        raise ValueError("there are no documents")
+
+    config = stub_config(tmp_path, policies=("snapkv", "token_identity"))
+    with pytest.raises(ValueError, match="token_identity: there are no documents"):
+        check(config, replace(STUB, documents=none))
+
+
+def test_a_suite_without_models_of_its_own_takes_any_seed(tmp_path):
+    suite = replace(STUB, seeds=None)
+    check(stub_config(tmp_path, policies=("recency",), seeds=(0, 7), gates="none"), suite)
+
+
+def test_items_are_those_that_there_are(tmp_path):
+    config = stub_config(tmp_path, items_per_task=5, batch_items=2, tasks=("ragged", "turns"))
+    made = [(unit.task, unit.start, unit.stop) for unit in plan(config, MORE_STUB)]
+    assert made == [
+        *[("ragged", 0, 2), ("ragged", 2, 3)],
+        *[("turns", 0, 2), ("turns", 2, 4), ("turns", 4, 5)],
+    ]
+
+
+def test_tasks_in_text_are_those_of_a_model(monkeypatch):
+    told = {}
+    monkeypatch.setattr(grid, "load_suite", lambda name, **how: told.update(how, name=name) or STUB)
+    config = load(
+        CONFIGS / "demo.yaml",
+        CompareConfig,
+        ["suite=text", "model=some/model", "tasks=[ruler]", "text.chat=false", "text.dtype=bfloat16"],
+    )
+    assert suite_of(config) is STUB
+    assert told == {
+        "name": "text",
+        "model": "some/model",
+        "tasks": ("ruler",),
+        "chat": False,
+        "changes": {},
+        "dtype": "bfloat16",
+        "revision": None,
+        "trust_remote_code": False,
+    }
+    suite = replace(STUB, tasks=dict.fromkeys(("ruler/vt", "niah/grid"), STUB.tasks["copy"]))
+    assert with_all_tasks(config, suite) == ("ruler/vt",)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_and_nothing_is_written(tmp_path, capsys):
+    arguments = ["--config", str(CONFIGS / "demo.yaml"), "suite=text", "model=nobody/nothing"]
+    arguments += ["tasks=[ruler/vt]", "policies=[snapkv]", f"results={tmp_path}"]
+    assert main(arguments) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and "nobody/nothing" in text and "Traceback" not in text
+    assert not [*tmp_path.iterdir()]
+    assert main([*arguments, "tasks=[rulre]"]) == 2
+    assert "unknown task or group 'rulre': did you mean 'ruler'?" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The command on tiny models: the full cache's row, what is shown to whom, the record, and wrong input."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from retain.eval.diagnose import FILE, ORACLE, Setting, diagnose, main, policy_o
 from retain.eval.diagnose_documents import load, opening_of, reference_asked, text_asked
 from retain.eval.diagnose_record import FULL, record_of, table
 from retain.eval.diagnostics import coverage, head_perturbation
+from retain.eval.shared_prefill import first_entries
 from retain.eval.teacher_forced import Answer, Asked, end_tokens, read_plainly, respond, split, transcript
 from retain.evidence import attention_probs
 from retain.future import future_risk
@@ -19,7 +21,7 @@ from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
 from retain.hf.model import observe
-from retain.policy import decide_layers
+from retain.policy import decide_layers, score_entries
 from retain.reference import load_tokenizer
 from retain.scores import Score
 from tests.close import MODEL, assert_close
@@ -411,3 +413,51 @@ def test_wrong_input_from_python(local, tmp_path):
     (tmp_path / "picture.txt").write_bytes(b"\xff\xfe\x00\xd8")
     with pytest.raises(ValueError, match="is no UTF-8 text"):
         next(text_asked(tmp_path / "picture.txt", load_tokenizer(), 1, 10))
+
+
+def test_scores_observe_what_the_regime_says_and_no_more(read):
+    """By caches that never saw what came after."""
+    model, setting, reads, _ = read
+    for document, own in zip(DOCUMENTS, reads, strict=True):
+        seen, _ = split(document, setting.regime)
+        shown = document.context_ids
+        if setting.regime == "query_aware":
+            shown += document.turns[0]
+        policy, observed = policy_of("snapkv"), observe(model, torch.tensor([shown]))
+        scores = [first_entries(score_entries(policy, layer), len(seen)) for layer in observed]
+        evidence = [truncate(layer, len(seen)) for layer in observed]
+        made = decide_layers(policy, evidence, Budget(keep_ratio=0.7), scores=scores)
+        for layer, one in zip(own.policies["snapkv"].layers, made, strict=True):
+            assert torch.equal(layer.keep_HT, one.keep_BHT[0])
+
+
+def test_a_policy_answers_from_what_it_kept_and_its_own_words(read):
+    model, setting, reads, _ = read
+    seen, turns = split(DOCUMENTS[0], setting.regime)
+    asked_turns = turns[: len(reads[0].policies[FULL].outputs)]
+    full = reads[0].policies[FULL].outputs
+    for name in ("snapkv", "random"):
+        own = reads[0].policies[name]
+        attach(model)
+        cache = Cache(model, policy=None).prefill(torch.tensor([seen]), evict=False)
+        cache.evict_with([layer.keep_HT[None] for layer in own.layers])
+        with torch.no_grad():
+            answers = respond(model, cache, asked_turns, 6)
+        assert own.outputs == tuple(answer.tokens for answer in answers)
+    assert reads[0].policies["random"].outputs != full, "this model would not notice an eviction"
+
+
+def test_documents_of_unlike_steps_and_answers_in_one_record():
+    model = stub_model(0)
+    (long,) = diagnose(model, DOCUMENTS[:1], Setting(("random",), 0.7, steps=12))
+    (short,) = diagnose(model, DOCUMENTS[1:], Setting(("random",), 0.7, steps=2))
+    looping = replace(long.policies["random"], outputs=((7,) * 13, (1, 2)), ended=1)
+    long = replace(long, policies={**long.policies, "random": looping})
+    record = record_of([long, short], {}, "")
+    assert record["curves_documents"] == [2, 2, *[1] * 10]
+    own = record["summary"]["random"]
+    answers = 2 + len(short.policies["random"].outputs)
+    assert own["repetition"] == 0.9 and own["hit_cap"] == pytest.approx(1 - 1 / answers)
+    assert short.policies["random"].ended == 0, "this model has no end token"
+    last = torch.cat([layer.coverage_HS[:, 11] for layer in looping.layers])
+    assert record["curves"]["random"]["coverage_mean"][11] == pytest.approx(float(last.mean()), abs=1e-6)

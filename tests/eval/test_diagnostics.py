@@ -248,6 +248,8 @@ def test_coverage_numbers_of_two_documents():
     assert found["outliers"] == pytest.approx(2 / 9)  # 0.5 is none
     assert found["q10"] == pytest.approx(0.2 + 0.8 * 0.2)  # at 0.1 * 8 = 0.8 between the two least
     assert found["q01"] == pytest.approx(0.2 + 0.08 * 0.2) and found["q05"] == pytest.approx(0.28)
+    edge = coverage_numbers([[torch.tensor([[0.5, 0.49, 0.51, 0.59]])]])
+    assert edge["outlier_steps"] == edge["outliers"] == 0.25, "a half is covered"
     numbers = torch.rand(3, 40)
     for name, share in (("q01", 0.01), ("q05", 0.05), ("q10", 0.1)):
         wanted = float(numbers.double().quantile(share))

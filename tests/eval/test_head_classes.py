@@ -127,7 +127,7 @@ def test_what_cannot_be_measured_is_refused():
         measure_head_classes(model, _documents((9, 1), (6, 1)), sinks=2, recent=5)
     with pytest.raises(ValueError, match="got sinks=4, recent=0"):
         measure_head_classes(model, _documents((9, 1)), sinks=4, recent=0)
-    with pytest.raises(ValueError, match="unknown model 'reference:9', known: reference:0, "):
+    with pytest.raises(ValueError, match="no reference model of seed 9 .*seeds 0, 1, 2 are there"):
         load("reference:9", None, 1, 10)
     with pytest.raises(ValueError, match="documents for 'some/model' are read from a file: pass --jsonl"):
         load("some/model", None, 1, 10)

@@ -11,10 +11,12 @@ import pytest
 
 from retain.eval.metrics import METRICS
 from retain.eval.tasks import longbench_v2 as module_v2
+from retain.eval.tasks.card import Asking, TextItem
 from retain.eval.tasks.longbench import EVEN, GENERATORS, SIZES, length_bin, longbench, longbench_size
 from retain.eval.tasks.longbench_prompts import PROMPTS
 from retain.eval.tasks.longbench_v2 import longbench_v2, longbench_v2_size
-from retain.eval.tasks.text import Asking, TextItem, cards, render
+from retain.eval.tasks.rendering import render
+from retain.eval.tasks.text import cards
 from retain.hf.named import load_named_tokenizer
 
 # Of THUDM/LongBench's config/dataset2prompt.json, read as JSON and written with sorted keys.
@@ -124,7 +126,8 @@ def test_context_and_question_are_the_official_prompt(dataset: str, tmp_path: Pa
     assert item.context + item.questions[0].question == prompt.replace("{input}", row()["input"])
     assert item.context.endswith(row()["context"])
     assert item.questions[0].references == ("Ann", "Ann Lee")
-    assert item.about == {"id": "f00", "length": 3999.0, "bin": "0-4k", "cut_tokens": 0.0}
+    uncut = {"cut_tokens": 0.0, "cut_question_tokens": 0.0}
+    assert item.about == {"id": "f00", "length": 3999.0, "bin": "0-4k", **uncut}
     assert longbench_size(dataset=dataset, path=path) == 1
 
 
@@ -139,7 +142,7 @@ def test_a_long_prompt_loses_its_middle(most: int, tmp_path: Path) -> None:
     half = int(most / 2)
     decode = partial(tokenizer().decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert item.context + item.questions[0].question == decode(ids[:half]) + decode(ids[-half:])
-    assert item.about["cut_tokens"] == len(ids) - 2 * half > 0
+    assert item.about["cut_tokens"] == len(ids) - 2 * half > 0 == item.about["cut_question_tokens"]
     again = longbench(asking(), dataset="qasper", path=path, max_tokens=most)
     assert again == item
     # A prompt that is just not too long is left alone.
@@ -147,12 +150,37 @@ def test_a_long_prompt_loses_its_middle(most: int, tmp_path: Path) -> None:
     assert whole.context.endswith(text) and whole.about["cut_tokens"] == 0
 
 
-def test_a_question_is_never_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("context", "behind"),
+    [("x " * 500, True), ("a word " * 4, False)],
+    ids=["the cut goes across the seam", "the cut is behind the seam"],
+)
+def test_a_long_question_is_cut_as_officially(context: str, behind: bool, tmp_path: Path) -> None:
+    """Code before and behind the seam; the half that is kept is shorter than the code behind."""
+    code = "\n".join(f"line_{i} = {i}" for i in range(60))
+    path = folder(tmp_path, "repobench-p", row(context=context, input=code))
+    prompt = PROMPTS["repobench-p"].replace("{context}", context).replace("{input}", code)
+    ids = tokenizer()(prompt)["input_ids"]
+    decode = partial(tokenizer().decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    most = 300
+    head, tail = decode(ids[: most // 2]), decode(ids[-(most // 2) :])
+    item = longbench(asking(tokens=most), dataset="repobench-p", path=path)
+    question = item.questions[0].question
+    assert item.context + question == head + tail
+    if behind:
+        assert (item.context, question) == (head, tail)
+        assert 0 < item.about["cut_question_tokens"] < item.about["cut_tokens"]
+    else:
+        # Nothing of the question is read with the context.
+        assert item.context == prompt[: prompt.index(code)] and question.startswith("line_0")
+        assert 0 < item.about["cut_question_tokens"] == item.about["cut_tokens"]
+    assert item.about["cut_tokens"] == len(ids) - most
+
+
+def test_a_prompt_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path, "qasper", row(context="x " * 500))
-    with pytest.raises(
-        ValueError, match=r"question alone has \d+ tokens, and a prompt of 60 keeps 30 for it"
-    ):
-        longbench(asking(tokens=60), dataset="qasper", path=path)
+    with pytest.raises(ValueError, match=r"prompt of \d+ tokens has no two ends in 1: give more"):
+        longbench(asking(tokens=1), dataset="qasper", path=path)
     without = Asking(seed=0, index=0, context_tokens=60, measure=measure)
     with pytest.raises(ValueError, match="cut to 60 tokens, which needs the model's tokenizer"):
         longbench(without, dataset="qasper", path=path)

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from retain.eval.tasks.card import Asking
+from retain.eval.metrics import METRICS
 from retain.eval.tasks.longmemeval import FILES, SIZES, longmemeval, longmemeval_size
-from retain.eval.tasks.text import Asking, cards, render
+from retain.eval.tasks.rendering import render
+from retain.eval.tasks.text import cards
 from retain.hf.named import load_named_tokenizer
 
 
@@ -110,11 +113,35 @@ def test_questions_without_an_answer_are_left_out_and_the_rest_shuffled(tmp_path
     rows = [row(question_id=f"q{i}{'_abs' if i % 4 == 0 else ''}") for i in range(16)]
     path = folder(tmp_path, *rows)
     assert longmemeval_size(haystack="s", path=path) == 12
+    # Rubrics of a judge are no answers either.
+    mixed = [*rows, row(question_id="p1", question_type="single-session-preference", answer="The user would")]
+    path = folder(tmp_path, *mixed)
+    assert longmemeval_size(haystack="s", path=path) == 12
     order = [longmemeval(asking(i), haystack="s", path=path).about["id"] for i in range(12)]
     assert sorted(order) == sorted(f"q{i}" for i in range(16) if i % 4)
     assert order != sorted(order, key=lambda name: int(str(name)[1:]))
     with pytest.raises(ValueError, match=r"item 12 of .* 12 items"):
         longmemeval(asking(12), haystack="s", path=path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "alternatives"),
+    [
+        ("7 days. 8 days (including the last day) is also acceptable.", ("7 days", "8 days")),
+        ("7.5 hours. 8 hours is also acceptable", ("7.5 hours", "8 hours")),
+        ("Dr. Lee. Anna Lee is also acceptable.", ("Dr. Lee", "Anna Lee")),
+        ("Rex. A dog.", ("Rex. A dog.",)),
+        ("A white lie is also acceptable.", ("A white lie is also acceptable.",)),
+    ],
+)
+def test_what_is_also_acceptable_is_a_right_answer(
+    answer: str, alternatives: tuple[str, ...], tmp_path: Path
+) -> None:
+    asked = longmemeval(asking(), haystack="s", path=folder(tmp_path, row(answer=answer))).questions[0]
+    assert asked.references == alternatives
+    for right in alternatives:
+        assert METRICS["contains"](f"I think it was {right}!", asked.references) == 1.0
+    assert METRICS["contains"]("9 cats", asked.references) == 0.0
 
 
 def test_files_go_by_their_official_names(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from retain.eval.tasks.card import Asking
 from retain.eval.tasks.mathematics import PROBLEMS, SIZES, mathematics, mathematics_size
-from retain.eval.tasks.text import Asking, cards, render
+from retain.eval.tasks.rendering import render
+from retain.eval.tasks.text import cards
 from retain.hf.named import load_named_tokenizer
 
 ROWS = {

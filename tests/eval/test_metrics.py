@@ -1,9 +1,11 @@
 """Scorers agree with the released ones: on the reference's examples, and on plain versions written here."""
 
 import difflib
+import random
 import re
 import string
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -87,6 +89,9 @@ TREC = ("Number of something", "Number", "Code", "Other number", "Other location
         ("gsm8k", "the answer is -3.", ("#### -3",), 1.0),
         ("gsm8k", "the answer is 3 of 4", ("3",), 0.0),
         ("gsm8k", "", ("3",), 0.0),
+        # Models write a minus as U+2212.
+        ("gsm8k", "the answer is \u22123.", ("-3",), 1.0),
+        ("gsm8k", "#### \u2212$1,003", ("-1003",), 1.0),
         ("gsm8k_strict", "the answer is 3", ("3",), 0.0),
         ("gsm8k_strict", "#### 3", ("3",), 1.0),
         ("boxed", r"\boxed{1} no, \boxed{2}", ("2",), 1.0),
@@ -257,6 +262,65 @@ def test_boxes_are_balanced() -> None:
     assert boxed_answers(text) == [r"\frac{1}{2}"]
 
 
+def test_boxes_that_are_never_closed_are_read_once() -> None:
+    """One walk over 10 thousand boxes takes milliseconds; a walk from each of them, half a minute."""
+    begun = time.process_time()
+    assert boxed_answers(r"\boxed{" * 10_000) == []
+    assert time.process_time() - begun < 2
+    assert boxed_answers(r"\boxed{1" * 4_000 + "} }")[0] == r"1\boxed{1}"
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "digits", "after", "reference", "expected"),
+    [
+        ("gsm8k", "It is 3. ", 5000, "", "3", 1.0),
+        ("gsm8k", "#### ", 5000, "", "3", 0.0),
+        ("gsm8k_strict", "#### ", 101, "", "1" * 100, 0.0),
+        ("gsm8k_strict", "#### ", 100, "", "1" * 100, 1.0),
+        ("mathematics", r"\boxed{", 5000, "}", "3", 0.0),
+        ("mathematics", r"\boxed{0.", 5000, "}", r"\frac{1}{9}", 0.0),
+        ("mathematics", r"\boxed{\frac{", 5000, "}{3}}", "3", 0.0),
+        ("mathematics", r"\boxed{\frac{3}{", 5000, "}}", "3", 0.0),
+        ("aime", r"\boxed{", 5000, "}", "11", 0.0),
+        ("steps", "Step 1: a\nStep ", 5000, ": b", "Step 1: a", 1.0),
+    ],
+    ids=lambda value: None if len(str(value)) < 30 else "long",
+)
+def test_digits_without_end_are_no_number_and_no_error(
+    metric: str, before: str, digits: int, after: str, reference: str, expected: float
+) -> None:
+    assert METRICS[metric](before + "1" * digits + after, (reference,)) == expected
+
+
+def test_line_breaks_without_end_before_a_step_are_read_once() -> None:
+    begun = time.process_time()
+    assert METRICS["steps"]("\n" * 100_000 + "\t Step 1: a", ("Step 1: a",)) == 1.0
+    assert time.process_time() - begun < 2
+
+
+def naive_boxes(text: str) -> list[str]:
+    """From each opening on, up to where as many braces are closed as were opened."""
+    found = []
+    for match in re.finditer(r"\\f?box(?:ed)?\s*\{", text):
+        depth = 1
+        for place in range(match.end(), len(text)):
+            if text[place] in "{}" and text[place - 1] != "\\":
+                depth += 1 if text[place] == "{" else -1
+            if depth == 0:
+                found.append(text[match.end() : place].strip())
+                break
+    return found
+
+
+def test_boxes_are_those_of_a_walk_from_each() -> None:
+    draw = random.Random(0)
+    pieces = (r"\boxed{", r"\fbox {", "{", "}", "}", r"\{", r"\}", "x", " ")
+    texts = ["".join(draw.choices(pieces, k=12)) for _ in range(300)]
+    assert sum(len(boxed_answers(text)) > 1 for text in texts) > 20
+    for text in texts:
+        assert boxed_answers(text) == naive_boxes(text)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -278,6 +342,16 @@ def test_boxes_are_balanced() -> None:
         (r"\sqrt3", r"\sqrt{3}"),
         (".5", "0.50"),
         (r"2\!\sqrt{2}", r"2 \sqrt{2}"),
+        ("1{,}000", "1000"),
+        (r"12,\!345,\!678", "12345678"),
+        (r"-\$1,234.50", "-1234.5"),
+        (r"1,234\text{ cm}", "1234"),
+        ("x = 1,000.", "1000"),
+        (r"\frac a2", r"\frac{a}{2}"),
+        (r"\frac 1x", r"\frac{1}{x}"),
+        (r"\frac{\pi}2", r"\frac{\pi}{2}"),
+        (r"\frac{1{,}000}{3}", "1000/3"),
+        ("\u22123", "-3"),
     ],
 )
 def test_spellings_of_one_answer(one: str, other: str) -> None:
@@ -289,6 +363,13 @@ def test_spellings_of_one_answer(one: str, other: str) -> None:
     [
         ("1,2", "12"),
         ("(1,234)", "(1,235)"),
+        # A pair, a set, a list: no thousands.
+        ("(1,234)", "(1234)"),
+        (r"\{1,234\}", r"\{1234\}"),
+        ("1, 234", "1234"),
+        ("1,234 or 5", "1234 or 5"),
+        ("1{,}5", "15"),
+        ("1 2/3", r"\frac{12}{3}"),
         (r"\frac{1}{0}", "1"),
         ("x=y", "y=x"),
         ("12", "1.2"),
@@ -300,7 +381,15 @@ def test_different_answers(one: str, other: str) -> None:
 
 
 def test_rewriting_is_done_once() -> None:
-    for text in (r"\dfrac12", "x = 1,000", r"5\text{ cm}", r"\left(1,2\right)", r"\sqrt 3", "3/4"):
+    for text in (
+        r"\dfrac12",
+        "x = 1,000",
+        r"5\text{ cm}",
+        r"\left(1,2\right)",
+        r"\sqrt 3",
+        "3/4",
+        r"\frac a2",
+    ):
         assert plain_mathematics(plain_mathematics(text)) == plain_mathematics(text)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from retain.eval.tasks.multi_turn import multi_turn_counting, multi_turn_kv, multi_turn_tracing
-from retain.eval.tasks.text import render
+from retain.eval.tasks.rendering import render
 from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
 
 KINDS = ("counting", "kv", "mixed", "tracing")

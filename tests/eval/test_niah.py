@@ -3,7 +3,7 @@
 import pytest
 
 from retain.eval.tasks.niah import DEPTHS, LENGTHS, niah_grid
-from retain.eval.tasks.text import render
+from retain.eval.tasks.rendering import render
 from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
 
 

@@ -1,16 +1,21 @@
 """What a run leaves on disk, and what a killed one may leave."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from retain.eval.record import (
     ITEMS,
+    REFERENCES,
+    Reference,
     Row,
     append_unit,
+    finished,
     gates_identity,
     open_run,
+    read_references,
     read_rows,
     take_up,
     tokens_sha,
@@ -138,3 +143,40 @@ def test_reading_nothing(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing was measured there yet"):
         read_rows(tmp_path)
     json.dumps(manifest())
+
+
+def asked(item: int, **changes) -> Reference:
+    return replace(Reference(0, "t", item, 0, "abc", 10, (1, 2), (3,), ("three",)), **changes)
+
+
+def test_what_several_processes_wrote_is_taken_into_one_file(tmp_path):
+    append_unit(tmp_path, [row("a", 0)], [asked(0)])
+    append_unit(tmp_path, [row("b", 1, 2), row("b", 2, 2)], [asked(2), asked(1)], rank=0)
+    append_unit(tmp_path, [row("a", 0)], [asked(0)], rank=1)  # once more: of an earlier, killed taking up
+    append_unit(tmp_path, [row("c", 3, 2)], [asked(3)], rank=1)  # half of a unit
+    with (tmp_path / "references-1.jsonl").open("a") as file:
+        file.write('{"seed": 0, "ta')
+    units = ["a", "b", "c"]
+    assert [own["item"] for own in read_rows(tmp_path)] == [0, 1, 2, 3]
+    assert finished(tmp_path, units) == {"a", "b"}
+    assert len(list(tmp_path.iterdir())) == 6  # nothing was changed by looking
+    assert take_up(tmp_path, units) == {"a", "b"} == take_up(tmp_path, units)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [ITEMS, REFERENCES]
+    assert [own["item"] for own in read_rows(tmp_path)] == [0, 1, 2]
+    told = read_references(tmp_path)
+    assert [own["item"] for own in told] == [0, 1, 2, 3] and told[1]["references"] == ["three"]
+    assert read_references(tmp_path / "none") == []
+
+
+def test_a_torn_reference_is_dropped_before_more_is_appended(tmp_path):
+    append_unit(tmp_path, [row("a", 0)], [asked(0)])
+    with (tmp_path / REFERENCES).open("a") as file:
+        file.write('{"seed": 0')
+    take_up(tmp_path, ["a"])
+    append_unit(tmp_path, [row("b", 1)], [asked(1)])
+    assert [own["item"] for own in read_references(tmp_path)] == [0, 1]
+
+
+def test_units_of_another_plan_are_no_units_of_this_run(tmp_path):
+    append_unit(tmp_path, [row("a", 0)])
+    assert finished(tmp_path, ["b"]) == set()

@@ -358,7 +358,7 @@ def test_a_report_of_many_policies_is_a_ranking(tmp_path):
     text = path.read_text()
     assert (tmp_path / "scores.png").stat().st_size > 10_000 and "![ranking of policies]" in text
     glance = section(path, "At a glance")
-    assert "by regime and keep_ratio, best first." in glance
+    assert "by regime and budget, best first" in glance
     names = [line.split(" | ")[0][2:] for line in glance.splitlines() if line.startswith("| ")][2:]
     assert names[0] == "full" and names.index("gate") < names.index("snapkv") < names.index("random")
     orderings = section(path, "Published orderings")
@@ -377,3 +377,24 @@ def test_a_report_of_many_policies_is_a_ranking(tmp_path):
     assert f"- See also ada_criticalkv > adakv under *{DEFENSIVE}*" in values
     learned = section(path, "Gate and fused against each policy")
     assert "| gate | adakv |" in learned and "adakv_paper" not in learned and "snapkv_bare" not in learned
+
+
+def test_nulls_and_what_tells_nothing_are_listed(tmp_path):
+    lines = [{**row, "question": 0, "null": row["policy"] == "random" and row["item"] == 4} for row in rows()]
+    for line in lines:
+        if line["task"] == "odd":
+            line["exact"] = 1.0
+    (tmp_path / ITEMS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path, _ = write_report(tmp_path, manifest(), TASKS)
+    nulls = section(path, "Nulls")
+    assert "3 answers were empty and count as 0" in nulls
+    assert "| context_only | random | 0.2 | copy | 0/4/0 |" in nulls
+    unclear = section(path, "What does not tell policies apart")
+    assert "| context_only | 0.2 | odd | 100.0 | best and worst differ by 0.0" in unclear
+    assert "| context_only | 0.2 | copy |" not in unclear
+    assert "A test bed" not in path.read_text()
+    reference = manifest()
+    reference["config"]["suite"] = "reference"
+    (tmp_path / ITEMS).write_text("".join(json.dumps({**line, "null": False}) + "\n" for line in lines))
+    path, _ = write_report(tmp_path, reference, TASKS)
+    assert "A test bed" in path.read_text() and "No answer was empty." in section(path, "Nulls")

@@ -9,9 +9,9 @@ import pytest
 
 from retain.eval.metrics import METRICS
 from retain.eval.tasks.haystacks import load_haystack, most_that_fit, place_at, woven
+from retain.eval.tasks.rendering import render
 from retain.eval.tasks.ruler import DEPTHS, NOISE, ruler_niah, singular
 from retain.eval.tasks.ruler_counting import ruler_cwe, ruler_fwe, ruler_vt
-from retain.eval.tasks.text import render
 from retain.eval.tasks.words import all_words, draw_different, listed
 from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
 

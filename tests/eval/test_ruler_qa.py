@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from retain.eval.metrics import METRICS
+from retain.eval.tasks.card import Asking, TextItem
 from retain.eval.tasks.ruler_qa import GENERATORS, OPENING, SIZES, ruler_qa, ruler_qa_size, synthqa
 from retain.eval.tasks.squad_hotpot import load_pool
-from retain.eval.tasks.text import Asking, TextItem, cards
+from retain.eval.tasks.text import cards
 
 
 def words(text: str) -> int:

@@ -1,0 +1,119 @@
+"""What a task in text is: its card, the text of its items, and the function that writes them.
+
+In: nothing. Out: types. The one decision taken here: a generator is told how long a context may be and given
+the means to measure it, and knows no model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from retain.eval.tasks import Provenance
+
+__all__ = ["Asking", "Card", "Generator", "TextItem", "TextQuestion"]
+
+
+@dataclass(frozen=True)
+class TextQuestion:
+    """One question on a context.
+
+    Attributes:
+        question: What is asked, with all that stands between the context and the model's answer.
+        references: Right answers; the scorer says what several mean.
+        answer_prefix: Beginning of the model's own answer, behind a chat template's last header.
+        about: What a table may be split by.
+        scoring: What the scorer needs besides (`all_classes` of a classification).
+        answer: A right answer in full, where it is not the first reference alone.
+    """
+
+    question: str
+    references: tuple[str, ...]
+    answer_prefix: str = ""
+    about: Mapping[str, str | float] = field(default_factory=dict)
+    scoring: Mapping[str, Any] = field(default_factory=dict)
+    answer: str = ""
+
+
+@dataclass(frozen=True)
+class TextItem:
+    """One context and what is asked of it.
+
+    Attributes:
+        context: Read, and evicted from, before any question is (in the regime `context_only`).
+        questions: At least one.
+        turns: Whether each question follows on the questions before it and their right answers (a
+            conversation), or every one on the context alone (requests).
+        needles: Spans `[start, stop)` of characters of the context that hold what is asked.
+        about: What a table may be split by.
+    """
+
+    context: str
+    questions: tuple[TextQuestion, ...]
+    turns: bool = False
+    needles: tuple[tuple[int, int], ...] = ()
+    about: Mapping[str, str | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Which item a generator is to write.
+
+    Attributes:
+        seed: Of the run.
+        index: Of the item.
+        context_tokens: Most tokens of its context.
+        measure: How many tokens a text has, to the model that will read it.
+        tokenizer: Of that model, where a task is defined by its tokens (truncation in the middle).
+    """
+
+    seed: int
+    index: int
+    context_tokens: int
+    measure: Callable[[str], int]
+    tokenizer: Any = None
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Writes the text of one item; a card's `settings` are its keyword arguments."""
+
+    def __call__(self, asking: Asking, **settings: Any) -> TextItem:
+        """The item, the same for the same asking."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a task is: `cards/<group>/<task>.yaml`.
+
+    Attributes:
+        about: What is asked, in one line.
+        generator: Name in `GENERATORS`.
+        metric: Name in `retain.eval.metrics.METRICS`.
+        max_new_tokens: Most tokens of an answer.
+        source: Where data and definition come from: a paper, a repository, a data set.
+        licence: Of the data.
+        provenance: "official" data, prompts and scorer; "official data", but prompts or scorer of our own;
+            "ruler-like": RULER's task on another haystack; "synthetic": generated, under a name of its own.
+        version: Raised whenever an item or a score would change.
+        settings: Of the generator.
+        chat: Whether a chat template is used, where the tokenizer has one.
+        stop: Texts that end an answer; what follows is not scored.
+        first_line: Whether only the first line of an answer is scored.
+        single_key: Whether one fact of one key answers the question.
+        thinking: Whether a model that thinks may do so before it answers; what it thought is not scored.
+    """
+
+    about: str
+    generator: str
+    metric: str
+    max_new_tokens: int
+    source: str
+    licence: str
+    provenance: Provenance
+    version: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    chat: bool = True
+    stop: tuple[str, ...] = ()
+    first_line: bool = False
+    single_key: bool = False
+    thinking: bool = False

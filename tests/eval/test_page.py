@@ -1,0 +1,445 @@
+"""The page of a made-up run: its parts, its numbers, and that nothing in it is trusted or fetched."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retain.eval.comparisons import ALPHA, Place, budget_name, judge, paragraphs
+from retain.eval.document_view import STEPS, from_diagnostics, step_of, view
+from retain.eval.figures import Difference, Panel, Series, draw_forest, draw_lines, look, ticks
+from retain.eval.page import PARTS, inert, main, tasks_of, write_page
+from retain.eval.page_scores import heat_maps, styles_of
+from retain.eval.record import ITEMS
+from retain.eval.summary import Cell, gather
+from retain.eval.tabular import LEVELS, colours, heat, luminance, number, p_value
+from tests.eval.made_run import (
+    BUDGETS,
+    HOSTILE,
+    SKILL,
+    TASKS,
+    make_diagnostics,
+    make_kept,
+    make_manifest,
+    make_rows,
+    make_run,
+)
+
+VOID = {"meta", "link", "br", "input", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements with their attributes and parents, and text by element."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.open, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        own = {"tag": tag, "text": [], "parents": [*self.open], **{k: v or "" for k, v in attributes}}
+        self.elements.append(own)
+        if tag not in VOID:
+            self.open.append(own)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1]["tag"] == tag, f"</{tag}> closes {self.open[-1]['tag']}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        for own in self.open:
+            own["text"].append(data)
+
+    def all(self, tag, **having):
+        return [one for one in self.elements if one["tag"] == tag and having.items() <= {**one}.items()]
+
+    def by_id(self, ident):
+        (one,) = [own for own in self.elements if own.get("id") == ident]
+        return one
+
+    def inside(self, one, tag):
+        return [own for own in self.elements if own["tag"] == tag and any(p is one for p in own["parents"])]
+
+
+def said(one):
+    return "".join(one["text"])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("made"))
+    return write_page(folder, make_manifest(), TASKS).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    made = Page(written)
+    assert not made.open
+    return made
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("bare"), measured=False, clean=False)
+    manifest = make_manifest(clean=False)
+    del manifest["finished"]
+    return Page(write_page(folder, manifest, TASKS).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def scores():
+    return gather([row.__dict__ for row in make_rows()], list(TASKS))
+
+
+@pytest.fixture(scope="module")
+def judged(scores):
+    return judge(scores, margin=2.0, resamples=300)
+
+
+def test_every_part_is_there_and_every_link_of_the_page_leads_somewhere(page):
+    assert [one["id"] for one in page.all("section")] == [ident for ident, _ in PARTS]
+    idents = [one["id"] for one in page.elements if "id" in one]
+    assert len(idents) == len(set(idents)) > 60
+    for link in page.all("a"):
+        assert link["href"][0] == "#" and link["href"][1:] in idents
+    for one in page.elements:
+        for name in ("aria-labelledby", "aria-describedby", "for"):
+            assert name not in one or one[name] in idents
+
+
+def test_nothing_is_fetched(written, page):
+    for one in page.elements:
+        for name in ("src", "href", "srcset", "action", "poster", "data", "xlink:href", "ping"):
+            assert one.get(name, "#").startswith(("#", "data:"))
+        assert not [name for name in one if name.startswith("on")]
+    assert "://" not in written and "url(" not in written and "@import" not in written
+    policy = page.all("meta", **{"http-equiv": "Content-Security-Policy"})[0]["content"]
+    assert policy.startswith("default-src 'none'")
+    assert not {"img", "iframe", "object", "embed", "video", "base", "form"} & {
+        one["tag"] for one in page.elements
+    }
+
+
+def test_answers_names_and_documents_are_text(written, page):
+    # The page's own two scripts, and no third: what a model or a config says does not run.
+    assert written.count("<script") == 2 == len(page.all("script"))
+    assert HOSTILE not in written and written.count("&lt;script&gt;") > 10
+    answers = said(page.by_id("tab-answers"))
+    assert HOSTILE in answers
+    assert f"odd{HOSTILE}" in said(page.by_id("tab-comparisons"))
+    assert HOSTILE in said(page.all("div", **{"class": "tokens"})[0])
+    assert json.loads(said(page.by_id("view-data")))[0]["of"] == 8
+
+
+def test_every_table_sorts_or_is_a_heat_map(page):
+    tables = page.all("table")
+    assert len(tables) > 20
+    for table in tables:
+        assert page.inside(table, "caption") and table["class"] in ("sortable", "map")
+        if table["class"] == "map":
+            continue
+        for head in page.inside(table, "th"):
+            if head.get("scope") == "col":
+                assert head["aria-sort"] == "none" and len(page.inside(head, "button")) == 1
+        rows = page.inside(table, "tr")
+        widths = {len(page.inside(row, "td")) + len(page.inside(row, "th")) for row in rows[:3]}
+        assert len(widths) == 1
+
+
+def test_a_cell_sorts_by_the_number_that_it_prints(page):
+    rows = page.inside(page.by_id("tab-comparisons"), "tr")[1:]
+    assert len(rows) == 2 * 3 * 2 * len(SKILL)
+    for row in rows:
+        difference = page.inside(row, "td")[5]
+        assert said(difference) == f"{float(difference['data-v']):+.1f}"
+
+
+def test_every_figure_says_what_makes_it(page):
+    figures = page.all("figure")
+    assert {one["id"] for one in figures} == {
+        *("fig-scores", "fig-forest", "fig-needles", "fig-document", "fig-budgets", "fig-coverage"),
+        *("fig-jaccard", "fig-speed"),
+    }
+    for one in figures:
+        commands = [own for own in page.inside(one, "p") if own.get("class") == "command"]
+        assert commands and said(page.inside(one, "code")[0]).startswith("python ")
+        assert page.inside(one, "figcaption")
+    assert "retain.eval.diagnose" in said(page.by_id("fig-coverage"))
+    assert "retain.eval.speed_serving" in said(page.by_id("fig-speed"))
+    assert "configs/compare/made.yaml" in said(page.by_id("fig-scores"))
+    for drawing in page.all("svg", role="img"):
+        assert said(page.by_id(drawing["aria-labelledby"]))
+
+
+def test_verdicts_are_those_of_the_tests(page, judged):
+    rows = page.inside(page.by_id("tab-comparisons"), "tr")[1:]
+    assert [said(page.inside(row, "td")[4]) for row in rows] == [one.result.verdict for one in judged]
+    verdicts = said(page.by_id("verdicts"))
+    assert "Better than snapkv" in verdicts or "Better than h2o" in verdicts
+    assert "Not known whether it differs from" in verdicts and "these items could show" in verdicts
+    assert "not significant" not in verdicts and "n.s." not in verdicts
+    assert "the same score on every item" in verdicts
+
+
+def test_one_regime_is_one_holm_family(judged):
+    for regime in ("context_only", "query_aware"):
+        own = [one for one in judged if one.place.regime == regime]
+        assert {one.result.family_size for one in own} == {len(own)} == {3 * 2 * len(SKILL)}
+        # Holm by hand: sorted, times what is left, never falling.
+        p = np.array([one.result.p for one in own])
+        order = np.argsort(p, kind="stable")
+        expected = np.minimum(1, np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p)))))
+        assert np.allclose([own[place].result.holm_p for place in order], expected)
+        for one in own:
+            if one.result.verdict in ("better", "worse"):
+                assert one.result.holm_p < ALPHA
+
+
+def test_a_paragraph_says_what_is_not_known(scores, judged):
+    made = paragraphs(scores, judged)
+    assert len(made) == 2 * len(BUDGETS) * 2
+    assert made[0].title == "context_only, keep_ratio 0.1: 2 seen tasks, 44 items"
+    # The oracle is above the gate, but no policy.
+    assert made[0].sentences[0].startswith("Highest mean: gate, ")
+    for one in made:
+        named = [name for said_ in one.said for name, _ in said_.policies]
+        assert sorted(named) == sorted(set(named)) and len(named) == len(SKILL) - 1
+        assert "full" not in named
+    own = next(one for one in judged if one.result.verdict == "inconclusive")
+    assert own.detectable > 2.0
+    assert own.place == Place("context_only", 0.1, "seen")
+
+
+def test_without_a_heuristic_nothing_is_compared():
+    rows = [row.__dict__ for row in make_rows(("gate", "oracle"))]
+    scores = gather(rows, list(TASKS))
+    assert judge(scores, margin=2.0, resamples=300) == []
+    made = paragraphs(scores, [])
+    assert "No heuristic was measured here" in made[0].sentences[1] and made[0].said == ()
+
+
+def test_heat_maps_are_means_of_their_squares(page):
+    rows = [row.__dict__ for row in make_rows()]
+    made = heat_maps(rows, BUDGETS, "command")
+    assert len(made.tables) == 2 * 3 * (1 + len(SKILL)) and len(made.groups) == 6
+    assert made.chosen == "niah/grid, context_only, keep_ratio 0.2"
+    table = next(
+        table
+        for table, group in zip(made.tables, made.group_of, strict=True)
+        if table.caption == "snapkv" and group == made.chosen
+    )
+    assert table.columns == ("depth", "250", "500", "750", "1000")
+    for line in table.rows:
+        for length, cell in zip((250.0, 500.0, 750.0, 1000.0), line[1:], strict=True):
+            own = [
+                row["score"]
+                for row in rows
+                if row["task"] == "niah/grid"
+                and (row["regime"], row["policy"], row["budget"]) == ("context_only", "snapkv", 0.2)
+                and row["about"] == {"depth": float(line[0].text), "length": length}
+            ]
+            assert (cell.text == "") == (own == [])
+            if own:
+                assert cell.value == pytest.approx(sum(own) / len(own))
+                assert cell.level == round(LEVELS * cell.value)
+    assert heat_maps([{**row, "about": {}} for row in rows], BUDGETS, "command") is None
+    shown = [one for one in page.elements if one.get("data-group") and "hidden" not in one]
+    assert {one["data-group"] for one in shown} == {made.chosen}
+
+
+def test_what_is_missing_is_a_sentence_with_its_command(bare):
+    missing = [said(one) for one in bare.all("p", **{"class": "missing"})]
+    assert len(missing) == 5 and all("This was not measured for this run" in text for text in missing)
+    for ident, command in (
+        ("documents", "python -m retain.eval.kept --config configs/compare/made.yaml"),
+        ("coverage", "python -m retain.eval.diagnose --model reference:0 --policies random recency snapkv"),
+        ("memory", "python -m retain.eval.speed_serving --policies random,recency,snapkv,h2o"),
+    ):
+        assert command in said(bare.by_id(ident))
+    assert {one["id"] for one in bare.all("figure")} == {"fig-scores", "fig-forest", "fig-needles"}
+    assert not [one for one in bare.elements if one.get("id") in ("view-data", "tab-speed")]
+
+
+def test_an_unclean_tree_is_said_first(bare, page):
+    warnings = [said(one) for one in bare.all("p", **{"class": "warning"})]
+    assert [text.split(".")[0] for text in warnings] == ["Scratch", "Unfinished"]
+    assert page.all("p", **{"class": "warning"}) == []
+
+
+def test_provenance_nulls_and_ceilings(page):
+    tasks = said(page.by_id("tab-tasks"))
+    for text in ("ruler-like", "synthetic", "Apache-2.0", "example.org/ruler & others"):
+        assert text in tasks
+    nulls = page.inside(page.by_id("tab-nulls"), "tr")[1:]
+    expected = sum(row.null for row in make_rows())
+    assert sum(float(page.inside(row, "td")[-2]["data-v"]) for row in nulls) == expected > 0
+    assert f"{expected} of {len(make_rows())} answers were empty" in said(page.by_id("verdicts"))
+    ceilings = page.inside(page.by_id("tab-ceilings"), "tr")[1:]
+    assert len(ceilings) == 2 * 3 * len(TASKS)
+    assert {said(page.inside(row, "td")[2]) for row in ceilings} == {"yes"}
+    facts = said(page.by_id("made"))
+    for text in ("a" * 12, "0123456789abcdef", "float32", "sdpa", "ab" * 8, "torch 2", "margin_points"):
+        assert text in facts
+
+
+def test_a_task_that_tells_nothing_is_said(tmp_path):
+    folder = make_run(tmp_path, measured=False)
+    lines = [json.loads(line) for line in (folder / ITEMS).read_text().splitlines()]
+    for line in lines:
+        if line["task"] == "pair":
+            line["score"] = line["exact"] = 1.0
+    (folder / ITEMS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = Page(write_page(folder, make_manifest(), TASKS).read_text())
+    rows = page.inside(page.by_id("tab-ceilings"), "tr")[1:]
+    flags = {said(page.inside(row, "td")[1]): said(page.inside(row, "td")[2]) for row in rows}
+    assert flags == {"copy": "yes", "pair": "no", "ruler/vt": "yes", "niah/grid": "yes"}
+    assert "6 of 24 places (regime, budget, task) do not tell policies apart" in said(page.by_id("verdicts"))
+
+
+def test_the_same_run_gives_the_same_page(tmp_path, written):
+    folder = make_run(tmp_path)
+    assert write_page(folder, make_manifest(), TASKS).read_text(encoding="utf-8") == written
+
+
+def test_the_command_writes_it_again(tmp_path, capsys, written):
+    folder = make_run(tmp_path)
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    # A suite that only a program knows: what the manifest says of its tasks.
+    assert tasks_of(make_manifest())["ruler/vt"].provenance == "ruler-like"
+    assert len((folder / "report.html").read_text()) == pytest.approx(len(written), rel=0.01)
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "is no run of eval/compare.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["diagnostics", "speed", "kept"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    folder = make_run(tmp_path)
+    (folder / f"{name}.json").write_text('{"documents": []')
+    with pytest.raises(ValueError, match=f"{name}.json cannot be read .* Make it again, or delete it"):
+        write_page(folder, make_manifest(), TASKS)
+
+
+def test_documents_that_do_not_fit_their_numbers_are_refused():
+    made = make_kept()
+    made["documents"][1]["kept"][0]["rows"].pop()
+    with pytest.raises(ValueError, match="random has 191 numbers for the 192 tokens"):
+        view(made)
+    with pytest.raises(ValueError, match="holds no document"):
+        view({**made, "documents": []})
+
+
+def test_tokens_are_shaded_by_who_kept_them(page):
+    made = view(make_kept())
+    assert (made.policy, made.budget, made.layers) == ("gate", "0.2", (0, 1, 2, 3))
+    own = next(
+        one for one in make_kept()["documents"][0]["kept"] if (one["policy"], one["budget"]) == ("gate", 0.2)
+    )
+    first = made.documents[0]
+    assert [token.step for token in first.tokens] == [step_of(kept, 8) for kept in own["rows"]]
+    assert [place for place, token in enumerate(first.tokens) if token.needle] == [*range(1, 9)]
+    shown = page.inside(page.all("div", **{"class": "tokens"})[0], "span")
+    assert [one["class"].split()[0] for one in shown] == [f"k{token.step}" for token in first.tokens]
+    assert "".join(map(said, shown)) == "".join(token.text for token in first.tokens)
+    row = next(line for line in first.shares.rows if (line[0].text, line[1].value) == ("gate", 0.2))
+    assert row[2].value == pytest.approx(sum(own["rows"]) / (8 * 192))
+    assert row[3].value == pytest.approx(sum(own["rows"][1:9]) / 64)
+
+
+def test_steps_of_shading():
+    assert [step_of(kept, 8) for kept in range(9)] == [0, 1, 1, 2, 2, 3, 3, 4, STEPS]
+    assert step_of(1, 1) == STEPS
+
+
+def test_the_document_of_the_diagnostics_will_do():
+    made = view(from_diagnostics(make_diagnostics()))
+    assert made.policies == ("snapkv", "gate") and made.layers == () and made.documents[0].name == "first"
+    assert [token.step for token in made.documents[0].tokens] == [1, 0, 3]  # the gate's: 1, 0, 3 of 4
+
+
+def test_json_cannot_end_its_element():
+    text = inert(["</script><!-- & \u2028"])
+    assert not set("<>&\u2028") & set(text) and json.loads(text) == ["</script><!-- & \u2028"]
+
+
+def test_colours_are_monotone_and_readable():
+    made = colours()
+    lights = [luminance([int(ground[i : i + 2], 16) for i in (1, 3, 5)]) for ground, _ in made]
+    assert len(made) == LEVELS + 1 and lights == sorted(lights)
+    for light, (_, ink) in zip(lights, made, strict=True):
+        contrast = 1.05 / (light + 0.05) if ink == "#fff" else (light + 0.05) / 0.05
+        assert contrast >= 4.5
+    assert (heat(0.0).level, heat(1.0).level, heat(7.0).level, heat(None).level) == (0, LEVELS, LEVELS, None)
+    assert (heat(0.1, 0.2).level, heat(float("nan")).text) == (LEVELS // 2, "")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_lines_and_words_stand_out_from_the_ground(scheme):
+    css = (Path(__file__).parents[2] / "eval/report_page/page.css").read_text()
+    block = css.split("prefers-color-scheme: dark")[scheme == "dark"]
+    values = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6})", block))
+
+    def light(name):
+        text = values[name][1:]
+        text = "".join(c * 2 for c in text) if len(text) == 3 else text
+        return luminance([int(text[i : i + 2], 16) for i in (0, 2, 4)])
+
+    def contrast(a, b):
+        high, low = sorted((light(a), light(b)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    for name in ("ink", "soft", "link", "better", "worse", "even", "unknown"):
+        assert contrast(name, "ground") >= 4.5, name
+    for name in (f"s{number_}" for number_ in range(8)):
+        assert contrast(name, "ground") >= 3.0, name
+    assert contrast("warn", "warn-ground") >= 4.5 and contrast("k5-ink", "k5") >= 4.5
+
+
+def test_looks_tell_policies_apart():
+    styles = styles_of(["full", *(f"p{place}" for place in range(20)), "oracle", "token_identity"])
+    assert "full" not in styles and len({look(style)[:2] for style in styles.values()}) == 22
+    assert look(styles["oracle"])[0] == look(styles["token_identity"])[0] == "s7"
+
+
+def test_ticks_are_round():
+    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert ticks(-7, 7, 4) == [-5, 0, 5]
+    assert np.allclose(ticks(0, 0.7), [0, 0.2, 0.4, 0.6])
+    assert ticks(3, 3) == [3]
+
+
+def test_a_line_is_drawn_where_its_numbers_are():
+    series = Series("a & b", 9, (1.0, 2.0, 4.0), (0.0, 50.0, 100.0), (0.0, 40.0, 90.0), (10.0, 60.0, 100.0))
+    text = draw_lines(Panel("one", "A <title>", "x", "y", (series,), y_range=(0.0, 100.0), log_x=True))
+    path = re.search(r'class="line" d="M([^"]+)" stroke-dasharray="6 3"', text)[1]
+    points = [tuple(map(float, point.split())) for point in path.split("L")]
+    # Evenly spaced on a log axis; up is up; halfway is halfway.
+    assert points[1][0] - points[0][0] == pytest.approx(points[2][0] - points[1][0], abs=0.2)
+    assert points[0][1] > points[1][1] > points[2][1]
+    assert points[1][1] == pytest.approx((points[0][1] + points[2][1]) / 2, abs=0.1)
+    assert "A &lt;title&gt;" in text and "a &amp; b" in text and 'class="s1"' in text
+
+
+def test_a_forest_keeps_its_marks_in_the_frame():
+    lines = [Difference("one", 3.0, 1.0, 500.0, "better"), Difference("two", -1.0, -2.0, 0.0, "inconclusive")]
+    text = draw_forest("forest", "title", lines, "points", 2.0, reach=10.0)
+    ends = [float(x) for x in re.findall(r"H([\d.]+)\"", text)]
+    assert max(ends) <= 360 and 'class="v-better"' in text and "+3.0 [+1.0, +500.0], better" in text
+
+
+def test_cells():
+    assert number(None).text == "" and number(float("nan")).value is None
+    assert number(-0.25, 1, sign=True).text == "-0.2" and p_value(0.0004).text == "< 0.001"
+    assert [budget_name(one) for one in (1.0, 0.2, 128.0)] == [
+        *("full cache", "keep_ratio 0.2", "128 tokens per head")
+    ]
+    assert Cell("context_only", "full", 1.0) in gather([row.__dict__ for row in make_rows()]).exact
