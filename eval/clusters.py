@@ -205,8 +205,8 @@ def cluster_interval(
         method: "BCa" or "percentile".
 
     Returns:
-        The mean over all values with its interval. `num_items` counts clusters, and `num_nonzero` the
-        clusters in which any value differs.
+        The mean over all values with its interval, "undefined" for a single cluster that is not all zero.
+        `num_items` counts clusters, and `num_nonzero` the clusters in which any value differs.
 
     Raises:
         ValueError: If lengths differ, there is nothing, or a difference is not finite.
@@ -215,9 +215,11 @@ def cluster_interval(
     (members,) = _groups(values.size, clusters, None).values()
     sums = np.array([math.fsum(values[one]) for one in members])
     sizes = np.array([float(len(one)) for one in members])
+    nonzero = sum(bool(np.any(values[one])) for one in members)
+    if not nonzero:
+        return Interval(0.0, 0.0, 0.0, level, "constant", len(members), 0)
     order = np.lexsort((sizes, sums))
     made = ratio_interval(
         [sums[order]], [sizes[order]], level=level, resamples=resamples, seed=seed, method=method
     )
-    nonzero = sum(bool(np.any(values[one])) for one in members)
     return Interval(made.estimate, made.low, made.high, level, made.method, len(members), nonzero)

@@ -4,12 +4,13 @@
     accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 
 In: a config, trained gates. Out: `results/<run>/` with `items.jsonl`, `references.jsonl`, `cells.json`,
-`manifest.json`, and the report. A run that was stopped goes on where it was when the same command is given
+`manifest.json`, `report.md`, `report.html`, `items.parquet` and `exports/`. A run that was stopped goes on where it was when the same command is given
 again; a finished one is only reported again. The one decision taken here: everything that can be wrong is
 found before the first model runs, and one run at a time is in a folder.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -29,6 +30,8 @@ from retain.eval.config import (
     suite_of,
     with_all_tasks,
 )
+from retain.eval.exports import write_exports
+from retain.eval.page import write_page
 from retain.eval.processes import Processes, launched
 from retain.eval.record import MANIFEST, gates_identity, open_run
 from retain.eval.report import section, write_report
@@ -68,6 +71,7 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
     }
     return {
         "run": config.run,
+        "command": shlex.join(["python", "eval/compare.py", *sys.argv[1:]]),
         "config": mapping,
         "identity": identity,
         "tasks": {
@@ -118,7 +122,10 @@ def compare(
             manifest |= {"finished": now(), "processes": processes.count}
             write_json(config.folder / MANIFEST, manifest)
         write_cells(config.folder, [*suite.tasks])
-        return write_report(config.folder, manifest, suite.tasks)
+        report, claims = write_report(config.folder, manifest, suite.tasks)
+        write_exports(config.folder, manifest, suite.tasks)
+        write_page(config.folder, manifest, suite.tasks)
+        return report, claims
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  {claim.outcome}: {claim.text}")
         for number in claim.numbers:
             print(f"      {number}")
-    print(f"\nReport: {report}")
+    print(f"\nReport: {report}, {report.with_suffix('.html')}")
     return 0
 
 

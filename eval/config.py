@@ -37,13 +37,15 @@ class TextOptions:
 
     Attributes:
         chat: Whether a chat template is used where card and tokenizer have one.
-        changes: Per task, settings of its generator that differ from the card's.
+        template: More keyword arguments of the chat template.
+        changes: Per task or group, settings of its generator that differ from the card's.
         dtype: Of the model's weights, as torch calls it; "auto": as the checkpoint says.
         revision: Of a hub model.
         trust_remote_code: Run code that comes with the checkpoint.
     """
 
     chat: bool = True
+    template: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     dtype: str = "auto"
     revision: str | None = None
@@ -202,6 +204,7 @@ def suite_of(config: CompareConfig) -> Suite:
         model=config.model,
         tasks=config.tasks,
         chat=own.chat,
+        template=own.template,
         changes=own.changes,
         dtype=own.dtype,
         revision=own.revision,

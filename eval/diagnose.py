@@ -8,7 +8,7 @@ generator, or pieces of a text file). Out: `diagnostics.json` (`retain.eval.diag
 it) and a table. The definitions are `retain.eval.diagnostics`.
 
 A document is a context and the turns that are asked of it. The full cache answers each turn greedily; every
-policy evicts from the same context and is then shown the same turns and the *full cache's* answers, so that
+policy evicts from the same context, once, after the prompt and never while answers are written, and is then shown the same turns and the *full cache's* answers, so that
 all see the same queries. A step is one token of those answers, and its query the one that it is predicted at.
 Besides, every policy answers the turns by itself, which shows loops and answers without end.
 
@@ -197,7 +197,6 @@ def _measure(
     for name, own in keeps.items():
         cache = base.fork()
         cache.evict_with(own)
-        after_prompt = cache.entries_evicted
         logits_SV = read_on(model, cache.fork(), tail)[list(asks)].float().cpu()
         spoken = answers
         if name != FULL:
@@ -210,8 +209,6 @@ def _measure(
             loss_S=token_loss(logits_SV, target_S),
             outputs=tuple(answer.tokens for answer in spoken),
             ended=sum(answer.end is not None for answer in spoken),
-            evicted_after_prompt=after_prompt,
-            evicted_while_decoding=cache.entries_evicted - after_prompt if name != FULL else 0,
         )
     counts = {sum(int(one.sum()) for one in own) for name, own in keeps.items() if name != FULL}
     assert len(counts) <= 1, f"policies of one keep_ratio hold {sorted(counts)} entries"

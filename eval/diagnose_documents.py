@@ -2,13 +2,12 @@
 
 In: `reference:SEED`, a folder or a hub id; a text file, or none. Out: the model, its tokenizer, documents.
 The reference generator writes documents with questions, on text that no training saw. A text is cut into
-pieces that are continued: all but a piece's last token is its context, and the last token its only turn, at
-which the model goes on writing. The one decision taken here: nothing is padded or joined, a document is read
+pieces, spread over all of it, that are continued: all but a piece's last token is its context, and the last
+token its only turn, at which the model goes on writing. Perplexity cuts its pieces here too. The one decision taken here: nothing is padded or joined, a document is read
 as it is, alone.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +77,12 @@ def text_asked(path: str | Path, tokenizer: Any, count: int, context_tokens: int
     Args:
         path: UTF-8 text.
         tokenizer: of the model; the special tokens that it puts before a text stand before each piece.
-        count: how many pieces at most, one behind the other from the start of the text.
-        context_tokens: length of a piece, special tokens included, plus its last token, which is the turn.
+        count: how many pieces.
+        context_tokens: length of a context, special tokens included; one more token is the turn.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is no text, or holds no whole piece.
+        ValueError: it is no text, or too short for as many pieces.
     """
     path = Path(path)
     if not path.is_file():
@@ -93,20 +92,55 @@ def text_asked(path: str | Path, tokenizer: Any, count: int, context_tokens: int
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text ({error}): convert it.") from None
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    before = opening_of(tokenizer)
-    width = context_tokens + 1 - len(before)
-    if width < 2 or len(ids) < width:
+    pieces = cut(ids, opening_of(tokenizer), context_tokens=context_tokens, behind=1, documents=count)
+    for number, piece in enumerate(pieces):
+        yield Asked(f"{path.name}, piece {number}", piece[:-1], (piece[-1:],))
+
+
+def cut(
+    ids: Sequence[int], opening: Sequence[int], *, context_tokens: int, behind: int, documents: int
+) -> list[tuple[int, ...]]:
+    """Pieces of a text, spread over all of it, none overlapping.
+
+    Args:
+        ids: Of the text, without special tokens.
+        opening: Special tokens that stand before each piece, and count as context.
+        context_tokens: What is evicted from.
+        behind: Tokens of each piece behind its context.
+        documents: How many pieces.
+
+    Returns:
+        Pieces of `context_tokens + behind` tokens.
+
+    Raises:
+        ValueError: numbers below 1, or a text that is too short.
+    """
+    for name, number in (("behind", behind), ("documents", documents)):
+        if number < 1:
+            raise ValueError(f"pieces of a text: {name} is 1 or more, got {number}.")
+    if context_tokens <= len(opening):
         raise ValueError(
-            f"{path} holds {len(ids)} tokens, and a piece is {max(width, 2)}: pass a longer text, or "
-            f"--context-tokens below {context_tokens}."
+            f"pieces of a text: context_tokens={context_tokens} leaves no room behind {len(opening)} special "
+            f"tokens: ask for {len(opening) + 1} or more."
         )
-    pieces = (ids[start : start + width] for start in range(0, len(ids) - width + 1, width))
-    for number, piece in enumerate(islice(pieces, count)):
-        yield Asked(f"{path.name}, piece {number}", (*before, *piece[:-1]), ((piece[-1],),))
+    own = context_tokens - len(opening) + behind
+    if len(ids) < own * documents:
+        raise ValueError(
+            f"the text has {len(ids)} tokens, but {documents} pieces of {own} need {own * documents}: pass a "
+            "longer text, or ask for fewer or shorter pieces."
+        )
+    stride = len(ids) // documents
+    return [(*opening, *ids[number * stride : number * stride + own]) for number in range(documents)]
 
 
-def opening_of(tokenizer: Any) -> Sequence[int]:
-    """The special tokens that a tokenizer puts before a text."""
+def opening_of(tokenizer: Any) -> tuple[int, ...]:
+    """The special tokens that stand before a text: those that the tokenizer puts there, else its first one.
+
+    Not every tokenizer puts its first token (`bos_token`) where it belongs by itself; one without such a token
+    has an empty opening.
+    """
     whole, plain = (list(tokenizer("a", add_special_tokens=own)["input_ids"]) for own in (True, False))
     places = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
-    return whole[: places[0]] if places else []
+    opening = tuple(whole[: places[0]]) if places else ()
+    first = getattr(tokenizer, "bos_token_id", None)
+    return opening if opening or first is None else (first,)

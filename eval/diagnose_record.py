@@ -27,7 +27,6 @@ from retain.eval.diagnostics import (
     coverage_numbers,
     jaccard,
     perplexity_ratio,
-    phase_shares,
     repetition_rate,
     share_below,
 )
@@ -92,8 +91,6 @@ class PolicyRead:
         loss_S: negative log-probability of the full cache's token.
         outputs: what the policy's cache answered by itself, without end tokens.
         ended: how many of these answers ended by themselves.
-        evicted_after_prompt: entries, over all layers.
-        evicted_while_decoding: entries that went later.
     """
 
     layers: Sequence[LayerRead]
@@ -103,8 +100,6 @@ class PolicyRead:
     loss_S: Float[Tensor, " S"]
     outputs: tuple[tuple[int, ...], ...]
     ended: int
-    evicted_after_prompt: int
-    evicted_while_decoding: int
 
 
 @dataclass(frozen=True)
@@ -246,12 +241,6 @@ def _summary(
     )
     loss_S, full_S = (torch.cat([one.loss_S for one in side]) for side in (own, full))
     answers = sum(len(one.outputs) for one in own)
-    phases = phase_shares(
-        {
-            "evicted_after_prompt": sum(one.evicted_after_prompt for one in own),
-            "evicted_while_decoding": sum(one.evicted_while_decoding for one in own),
-        }
-    )
     counts = [sum(float(layer.sum()) for layer in one) for one in kept]
     heads_held = sum(len(layer) for layer in kept[0])
     return found | {
@@ -264,7 +253,6 @@ def _summary(
         "hit_cap": 1.0 - sum(one.ended for one in own) / answers,
         "kept_entries": sum(counts) / len(counts),
         "kept_share": sum(counts) / (heads_held * sum(entries)),
-        **phases,
     }
 
 

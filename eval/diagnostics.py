@@ -367,17 +367,6 @@ def repetition_rate(outputs: Iterable[Sequence[int]], *, n: int = 4) -> float | 
     return None if not total else (total - different) / total
 
 
-def phase_shares(evicted: Mapping[str, int]) -> dict[str, float]:
-    """What share of evictions happened in which phase: policies that differ only in decoding are the same
-    where almost all of it happens at once after the prompt. All 0 where nothing was evicted.
-
-    Args:
-        evicted: entries evicted, by phase.
-    """
-    total = sum(evicted.values())
-    return {phase: count / total if total else 0.0 for phase, count in evicted.items()}
-
-
 def _check(probs_BQST: Tensor, keep_BHT: Tensor) -> None:
     Q, seen = probs_BQST.shape[1], probs_BQST.shape[-1]
     H, T = keep_BHT.shape[1:]

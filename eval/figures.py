@@ -134,8 +134,12 @@ def draw_lines(panel: Panel) -> str:
         parts.append(f'<path class="rule" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         below = y + 13 if y < TOP + 12 else y - 4
         parts.append(_text(LEFT + 3 + 54 * place, below, name, kind="small"))
-    for one in panel.series:
-        parts.append(_line(one, at_x, at_y, markers=panel.markers))
+    alone = len(set(xs)) == 1
+    for place, one in enumerate(panel.series):
+        if alone:
+            parts.append(_whisker(one, LEFT + _between(place, len(panel.series)), at_y))
+        else:
+            parts.append(_line(one, at_x, at_y, markers=panel.markers))
     return _framed(panel.title, "".join([*parts, "</svg>"]))
 
 
@@ -306,6 +310,23 @@ def _line(one: Series, at_x: At, at_y: At, *, markers: bool) -> str:
     if markers:
         parts += [_marker(x, y, marker) for x, y in points]
     return "".join([*parts, "</g>"])
+
+
+def _between(place: int, count: int) -> float:
+    """Where the marks of one place on the axis stand, side by side."""
+    return (WIDTH - RIGHT - LEFT) * (place + 1) / (count + 1)
+
+
+def _whisker(one: Series, x: Real, at_y: At) -> str:
+    """A lone point, with its band as a bar."""
+    colour, _, marker = look(one.style)
+    bar = (
+        f'<path class="line" d="M{x:.1f} {at_y(one.low[0]):.1f}V{at_y(one.high[0]):.1f}"/>' if one.low else ""
+    )
+    return (
+        f'<g class="{colour}" data-style="{one.style}"><title>{escape(one.name)}</title>{bar}'
+        f"{_marker(x, at_y(one.y[0]), marker)}</g>"
+    )
 
 
 def _marker(x: Real, y: Real, kind: int) -> str:

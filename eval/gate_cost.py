@@ -144,13 +144,7 @@ def weight_flops(name: str, sizes: Mapping[str, Any]) -> float:
         model = AutoModelForCausalLM.from_config(config)
     base: Any = base_model(model)
     text: Any = base.config
-    own = {"hidden_size": text.hidden_size, "num_heads": text.num_attention_heads}
-    differ = [key for key in own if sizes.get(key, own[key]) != own[key]]
-    if differ:
-        raise ValueError(
-            f"--model {name!r} is not what these gates were trained on: {differ[0]} is {own[differ[0]]}, and "
-            f"{sizes[differ[0]]} in the artifact. Pass the gates' base model."
-        )
+    _check_sizes(text, name, sizes)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
     chosen = getattr(text, "num_experts_per_tok", None) or 0
     layers = list(base.layers)[: text.num_hidden_layers]
@@ -169,6 +163,26 @@ def projection_flops(sizes: Mapping[str, Any]) -> float | None:
         return None
     L, E, Q, H, D = (int(sizes[name]) for name in names)
     return 2.0 * L * (2 * E * Q * D + 2 * E * H * D)
+
+
+def _check_sizes(config: Any, name: str, sizes: Mapping[str, Any]) -> None:
+    """Refuse a model of other sizes than the fingerprint's, as far as both say them."""
+    own: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None),
+        "num_layers": config.num_hidden_layers,
+    }
+    if "layers" in sizes:
+        # Others are left alone, and `num_layers` counts those that are named.
+        del own["num_layers"]
+    own = {key: value for key, value in own.items() if isinstance(value, int)}
+    differ = [key for key in own if sizes.get(key, own[key]) != own[key]]
+    if differ:
+        raise ValueError(
+            f"--model {name!r} is not what these gates were trained on: {differ[0]} is {own[differ[0]]}, and "
+            f"{sizes[differ[0]]} in the artifact. Pass the gates' base model."
+        )
 
 
 def _letters(sizes: Mapping[str, Any]) -> dict[str, Any]:

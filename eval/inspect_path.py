@@ -13,7 +13,6 @@ was asked for.
 
 import argparse
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,13 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from retain.eval.gate_cost import cost_of
-from retain.eval.inspect_results import ITEMS_FILES, describe_results
+from retain.eval.inspect_results import (
+    ITEMS_FILES,
+    describe_results,
+    holds_results,
+    read_lines,
+    read_mapping,
+)
 from retain.eval.inspect_results import draw as draw_results
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates
 from retain.hf.saving import FORMAT
@@ -82,7 +87,14 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
         raise FileNotFoundError(f"{path} does not exist.{hint}")
     for kind, found, describe in KINDS.values():
         if found(path):
-            rows, draw = describe(path, model)
+            try:
+                rows, draw = describe(path, model)
+            # What is whole as a file, but says other things than retain writes there.
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} was taken for this, by its files: {kind}. It does not read as that "
+                    f"({type(error).__name__}: {error}): it is damaged, or another program's."
+                ) from error
             return Inspection(kind, path, tuple(rows), draw)
     wanted = "; ".join(f"{kind} ({sign})" for sign, (kind, _, _) in KINDS.items())
     inside = []
@@ -144,7 +156,7 @@ def _gates(path: Path, model: str | None) -> Described:
 
 def _run(path: Path, model: str | None) -> Described:
     """A training run without an artifact yet."""
-    config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    config = _config(path / "config.yaml")
     steps = (config.get("training") or {}).get("steps")
     log = _log(path / "log.jsonl")
     done = max((line["step"] for line in log), default=0)
@@ -173,8 +185,7 @@ def _run(path: Path, model: str | None) -> Described:
 
 def _checkpoint(path: Path, model: str | None) -> Described:
     """A checkpoint of a run."""
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    state, manifest = read_mapping(path / "state.json"), read_mapping(path / "manifest.json")
     shapes = _shapes(path / WEIGHTS_FILE)
     torn = [name for name, said in manifest["files"].items() if not _is_whole(path / name, said)]
     rows: Rows = [
@@ -285,9 +296,9 @@ KINDS: dict[str, tuple[str, Callable[[Path], bool], Callable[[Path, str | None],
         lambda path: (path / "run.json").is_file() and (path / "config.yaml").is_file(),
         _run,
     ),
-    f"manifest.json, or {' or '.join(ITEMS_FILES)}": (
+    f"manifest.json of one, or {' or '.join(ITEMS_FILES)}": (
         "results of a comparison",
-        lambda path: any((path / name).is_file() for name in ("manifest.json", *ITEMS_FILES)),
+        holds_results,
         _results,
     ),
     "a .safetensors file of cache.save": ("saved cache", _is_cache, _saved_cache),
@@ -346,19 +357,32 @@ def _draw_curve(axes: Any, curve: dict[str, Any]) -> None:
 
 def _log(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a log; a line that a kill cut is left out."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return lines
+    return read_lines(path, needed=("step",)) if path.is_file() else []
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """What a run was told.
+
+    Raises:
+        ValueError: it is no YAML, or says something else than names and values.
+    """
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        cause = " ".join(str(error).split())
+        raise ValueError(f"{path} is not readable YAML ({cause:.200}): it is damaged.") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} holds {read!r:.60}, where names and values were wanted: it is damaged.")
+    return read
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of a file's tensors."""
-    with safe_open(path, framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is missing, truncated or corrupt: {error}.") from None
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -7,14 +7,26 @@ be looked at; verdicts are the report's.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ITEMS_FILES", "Scores", "describe_results", "draw", "read_items"]
+__all__ = [
+    "ITEMS_FILES",
+    "Scores",
+    "describe_results",
+    "draw",
+    "holds_results",
+    "read_items",
+    "read_lines",
+    "read_mapping",
+]
 
 ITEMS_FILES = ("items.jsonl", "items.parquet")
+MANIFEST = "manifest.json"
+# By which a manifest is known to be a comparison's, since other programs write files of that name.
+MANIFEST_KEYS = frozenset({"run", "config"})
 # A keep_ratio of 1, or a budget of 1: the full cache.
 FULL = 1.0
 # Policies that a picture tells apart by colour and a line of words names.
@@ -60,15 +72,10 @@ def read_items(folder: Path) -> list[dict[str, Any]]:
     """All whole rows of a folder; a line that a kill cut is left out.
 
     Raises:
-        ValueError: a parquet file is all that there is, and what reads it is not installed.
+        ValueError: a line is something else than a row; or a parquet file is all that there is, and it is
+            damaged, or what reads it is not installed.
     """
-    rows = []
-    for path in sorted(folder.glob("items*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
+    rows = [row for path in sorted(folder.glob("items*.jsonl")) for row in read_lines(path)]
     parquet = folder / "items.parquet"
     if not rows and parquet.is_file():
         try:
@@ -77,8 +84,61 @@ def read_items(folder: Path) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{parquet} is read with pyarrow, which is not installed: pip install 'retain[eval]'."
             ) from None
-        rows = read_table(parquet).to_pylist()
+        try:
+            rows = read_table(parquet).to_pylist()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{parquet} does not read as Parquet ({error}): it is damaged.") from None
     return rows
+
+
+def read_lines(path: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; a line that a kill cut is left out.
+
+    Args:
+        path: of the file.
+        needed: what each object must have.
+
+    Raises:
+        ValueError: a line is whole, but no object, or lacks what is needed.
+    """
+    lines = []
+    # What is cut inside of a letter is no UTF-8; and a text in JSON may hold line separators of Unicode.
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+        try:
+            read = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+        missing = [name for name in needed if name not in read] if isinstance(read, dict) else []
+        if not isinstance(read, dict) or missing:
+            said = f"has no {missing[0]!r}" if missing else f"is {line!r:.60}"
+            raise ValueError(f"{path}, line {number}, {said}, where an object was wanted: it is damaged.")
+        lines.append(read)
+    return lines
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a JSON file says.
+
+    Raises:
+        ValueError: it is no JSON, or says something else than names and values.
+    """
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable JSON ({error}): it is damaged.") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} holds {read!r:.60}, where an object was wanted: it is damaged.")
+    return read
+
+
+def holds_results(folder: Path) -> bool:
+    """Whether there are rows, or the manifest of a comparison that has none yet."""
+    if any((folder / name).is_file() for name in ITEMS_FILES):
+        return True
+    try:
+        return (folder / MANIFEST).is_file() and read_mapping(folder / MANIFEST).keys() >= MANIFEST_KEYS
+    except ValueError:
+        return False
 
 
 def scores_of(rows: list[dict[str, Any]]) -> Scores:
@@ -101,15 +161,10 @@ def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Scores]:
     """Lines of words, and the means.
 
     Raises:
-        ValueError: the manifest is no JSON.
+        ValueError: manifest or rows are damaged.
     """
-    path = folder / "manifest.json"
-    manifest: dict[str, Any] = {}
-    if path.is_file():
-        try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not readable JSON ({error}): it is damaged.") from None
+    path = folder / MANIFEST
+    manifest = read_mapping(path) if path.is_file() else {}
     rows = read_items(folder)
     scores, config = scores_of(rows), manifest.get("config", {})
     units = manifest.get("samples", {}).get("units")

@@ -12,11 +12,17 @@ from typing import Any
 
 # Blanks before a step are those of its own line, or a text of line breaks would be read once for each; and a
 # number of more than 100 digits is no step's (Python refuses to read one of more than 4300).
-_STEP = re.compile(r"^[^\S\n]*step\s+(\d{1,100})\s*:(.*)$", re.IGNORECASE | re.MULTILINE)
+_STEP = re.compile(
+    r"^(?:[^\S\n]|[*#>-])*step\s+(\d{1,100})[\s*]*:(.*)$", re.IGNORECASE | re.MULTILINE
+)
 
 
 def written_steps(prediction: str) -> dict[int, str]:
-    """What stands behind `Step <number>:` on a line, by number; blanks and a final stop do not matter."""
+    """What stands behind `Step <number>:` on a line, by number.
+
+    Blanks, a final stop, and what chat puts around it do not matter: `**Step 3:** 7`, `- Step 3: B = **7**.`,
+    `### Step 3: 7`.
+    """
     found: dict[int, str] = {}
     for number, said in _STEP.findall(prediction):
         found.setdefault(int(number), _plain(said))
@@ -59,4 +65,4 @@ def _right(prediction: str, references: Sequence[str]) -> list[float]:
 
 
 def _plain(said: str) -> str:
-    return " ".join(said.split()).removesuffix(".")
+    return " ".join(said.replace("*", "").split()).removesuffix(".")

@@ -270,11 +270,11 @@ def _lead(scores: Scores, manifest: Mapping[str, Any]) -> str:
     budgets = " and ".join(
         part for part in (ratios and f"keep_ratio {ratios}", tokens and f"{tokens} tokens per head") if part
     )
-    seeds = ", ".join(map(str, config["seeds"]))
+    seeds, plural = ", ".join(map(str, config["seeds"])), "s" * (len(config["seeds"]) > 1)
     model = str(config.get("model") or "") if config["suite"] == "text" else f"the {config['suite']} model"
     return (
         f"KV-cache eviction policies at equal achieved memory: {len(scores.policies)} policies with the full "
-        f"cache, {len(scores.families)} tasks, {items} items on {model} (seeds {seeds}), "
+        f"cache, {len(scores.families)} tasks, {items} items on {model} (seed{plural} {seeds}), "
         f"{' and '.join(scores.regimes)}; {budgets}."
     )
 

@@ -334,7 +334,8 @@ def answer_table(
             )
         )
     columns = ("task", "policy", "right answer", "answer", "score")
-    caption = f"Of each task the first question on which scores differ, {regime}, {budget_name(middle)}"
+    ids = "" if any(row.get("text") for row in here) else ", as token ids"
+    caption = f"Of each task the first question on which scores differ, {regime}, {budget_name(middle)}{ids}"
     return Table("tab-answers", caption, columns, tuple(lines), num_text=4)
 
 

@@ -7,8 +7,10 @@ where the mean difference is nil. TOST asks whether the mean difference is small
 small p says "the same".
 
 The one decision taken here: differences that are all zero are no reason for a nan. Two policies that answer
-alike on every item do happen, so each test then says p = 1 ("nothing to test") under its own name, except
-TOST, for which no difference at all is certainly inside the margin.
+alike on every item do happen, so each test then says p = 1 ("nothing to test") under its own name. TOST does
+so wherever nothing varies, inside the margin or not: a spread of zero is no evidence, and a p of 0 would pass
+every family and leave the other comparisons of it a smaller one. "identical" is a word of its own and needs
+no p.
 """
 
 import gc
@@ -261,11 +263,12 @@ class Equivalence:
     """Two one-sided t tests of the macro-mean difference against a margin.
 
     Attributes:
-        p: The larger of the two: small says that the difference is inside (-margin, +margin).
+        p: The larger of the two: small says that the difference is inside (-margin, +margin). 1 where there
+            is no spread to judge by.
         p_lower: Of `difference <= -margin`: small says "not worse by the margin" (non-inferiority).
         p_upper: Of `difference >= +margin`: small says "not better by the margin".
         margin: As stated, in the unit of the differences.
-        df: Degrees of freedom; 0 where nothing varies.
+        df: Degrees of freedom; 0 where there is no spread to judge by.
     """
 
     p: float
@@ -289,28 +292,22 @@ def equivalence(differences: Sequence[np.ndarray], margin: float) -> Equivalence
         margin: Largest difference that would not matter, > 0, stated before the run.
 
     Returns:
-        The p of both tests. Non-inferiority is `p_lower` alone. Where nothing varies, p is 0 inside the
-        margin and 1 elsewhere. A single cluster has no spread to judge by: p is 1 if any stratum holds just
-        one, unless all differences are zero.
+        The p of both tests. Non-inferiority is `p_lower` alone. All three are 1 where there is no spread to
+        judge by: where nothing varies within any stratum, zeros included, and where any stratum holds a
+        single cluster.
     """
     strata = _strata(differences)
     if not margin > 0:
         raise ValueError(f"The margin of equivalence must be positive, got {margin}; 0.02 of F1 is usual.")
-    if not any(np.any(stratum) for stratum in strata):
-        return Equivalence(0.0, 0.0, 0.0, margin, 0.0)
-    if any(stratum.size == 1 for stratum in strata):
+    if any(stratum.size == 1 for stratum in strata) or all(np.ptp(stratum) == 0 for stratum in strata):
         return Equivalence(1.0, 1.0, 1.0, margin, 0.0)
-    mean = float(macro_mean(*strata))
-    if all(np.ptp(stratum) == 0 for stratum in strata):
-        lower, upper = float(mean <= -margin), float(mean >= margin)
-        return Equivalence(max(lower, upper), lower, upper, margin, 0.0)
     if len(strata) == 1:
         with statsmodels_needed():
             from statsmodels.stats.weightstats import ttost_paired
         (only,) = strata
         p, (_, p_lower, df), (_, p_upper, _) = ttost_paired(only, np.zeros_like(only), -margin, margin)
         return Equivalence(float(p), float(p_lower), float(p_upper), margin, float(df))
-    error = standard_error(strata)
+    mean, error = float(macro_mean(*strata)), standard_error(strata)
     parts = np.array([np.var(stratum, ddof=1) / stratum.size for stratum in strata])
     freedom = np.array([stratum.size - 1 for stratum in strata])
     df = float(parts.sum() ** 2 / (parts**2 / freedom).sum())

@@ -7,7 +7,8 @@
 In: small random models and the reference model. Out, of the first command: for each method, model, budget and
 layer, how much of what the library's own `compress` keeps is kept here by `retain.Cache` too; status 1 unless
 they agree. The library runs in its own environment (`retain.eval.peer`). Out, of the second, where the
-library is installed in this one: the largest relative difference of the scores, on the very same tensors.
+library is installed in this one: the largest relative difference of the scores, on the very same tensors, and
+how much of what they would keep is the same; status 1 unless they agree, too.
 
 The decision taken here: what is compared is the method and not its guards. Our presets all protect the same
 entries, so that a comparison of policies compares scores; here each preset's `released` variant protects
@@ -41,6 +42,9 @@ from retain.registry import lookup
 from retain.scores import SCORES
 
 TOKENS, PADS, KEPT = 120, (0, 7, 23), 0.4
+# A difference within so much of the score at the cut is rounding: both sides compute in float32.
+TIE = 1e-4
+PROMPTS, LENGTH, LEAST = 3, 300, 0.99
 MODELS = {"Llama": (LlamaConfig, LlamaForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
@@ -80,12 +84,32 @@ PAIRS = (
 )
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How far a scorer of theirs and a score of ours agree, over layers.
+
+    Attributes:
+        worst: Largest difference, relative to our largest score.
+        shared: Least share of the entries that they would keep that we would keep, too.
+        tied: Whether nothing but ties, scores within rounding of the cut, is kept by one side alone.
+    """
+
+    worst: float
+    shared: float
+    tied: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Whether scores differ by rounding, and what would be kept by ties or next to nothing."""
+        return self.worst <= TIE and (self.tied or self.shared >= LEAST)
+
+
 @torch.no_grad()
-def compare_pair(library: Any, pair: Pair, model: Any, evidence: Sequence[Any]) -> tuple[float, float]:
-    """Largest relative difference over layers, and the least share of kept entries that both keep."""
+def compare_pair(library: Any, pair: Pair, model: Any, evidence: Sequence[Any]) -> Scores:
+    """Score the same tensors on both sides."""
     press = _press(library, pair)
     theirs_of = press_score(model, press, attentions=pair.attentions)
-    worst, shared = 0.0, 1.0
+    worst, shared, tied = 0.0, 1.0, True
     for layer in evidence:
         theirs = theirs_of(layer).values_BHT
         ours = SCORES[pair.score].function(layer, **pair.settings).values_BHT
@@ -94,10 +118,14 @@ def compare_pair(library: Any, pair: Pair, model: Any, evidence: Sequence[Any]) 
         free_BT &= place_BT < layer.valid_BT.sum(-1, keepdim=True) - pair.last
         # CriticalKV marks its first stage by the largest number that there is.
         free = free_BT[:, None] & (theirs < torch.finfo(torch.float32).max)
-        worst = max(worst, float((theirs - ours)[free].abs().max() / ours[free].abs().max()))
+        # `torch.maximum` and not `max`: of a number and nan it is nan.
+        difference = (theirs - ours)[free].abs().max() / ours[free].abs().max()
+        worst = float(torch.maximum(torch.tensor(worst), difference))
         kept = [_kept(one.masked_fill(~free, float("-inf"))) for one in (theirs, ours)]
         shared = min(shared, float((kept[0] & kept[1]).sum() / kept[0].sum()))
-    return worst, shared
+        cut_BH1 = theirs.masked_fill(~kept[0], float("inf")).amin(-1, keepdim=True)
+        tied &= bool(_near(theirs, cut_BH1)[kept[0] ^ kept[1]].all())
+    return Scores(worst, shared, tied)
 
 
 def _press(library: Any, pair: Pair) -> Any:
@@ -148,9 +176,6 @@ METHODS = {
         "ada_criticalkv:released", {**NOTHING, "recent": WINDOW}, _NO_SAFEGUARD, stated=False
     ),
 }
-# A difference within so much of the score at the cut is rounding: both sides compute in float32.
-TIE = 1e-4
-PROMPTS, LENGTH, LEAST = 3, 300, 0.99
 
 
 @dataclass(frozen=True)
@@ -400,7 +425,7 @@ def run_kept(given: argparse.Namespace) -> int:
 
 
 def run_scores() -> int:
-    """Compare scores, with the library in this environment; 2 where it is not there."""
+    """Compare scores, with the library in this environment; 1 where they differ, 2 where it is not there."""
     models = {}
     for name, model in random_models().items():
         valid = (torch.arange(TOKENS) >= torch.tensor(PADS)[:, None]).long()
@@ -417,11 +442,22 @@ def run_scores() -> int:
         )
         return 2
     print(f"{LIBRARY} {importlib.import_module('importlib.metadata').version(LIBRARY)}")
-    print(f"{'theirs':<24} {'ours':<20} {'model':<8} {'difference':>10} {'kept alike':>10}")
+    print(f"{'theirs':<24} {'ours':<20} {'model':<8} {'difference':>10} {'kept alike':>10} {'ties':>5}")
+    failed = []
     for pair in PAIRS:
         for name, (model, evidence) in models.items():
-            worst, shared = compare_pair(library, pair, model, evidence)
-            print(f"{pair.press:<24} {pair.score:<20} {name:<8} {worst:>10.1e} {shared:>10.1%}")
+            found = compare_pair(library, pair, model, evidence)
+            print(
+                f"{pair.press:<24} {pair.score:<20} {name:<8} {found.worst:>10.1e} {found.shared:>10.1%} "
+                f"{'-' if found.shared == 1 else 'only' if found.tied else 'no':>5}"
+                f"{'' if found.agrees else '  DIFFERS'}"
+            )
+            if not found.agrees:
+                failed.append(f"{pair.score} on {name}")
+    if failed:
+        print(f"error: scores differ by more than rounding: {', '.join(failed)}", file=sys.stderr)
+        return 1
+    print("the same scores, rounding and ties apart.")
     return 0
 
 

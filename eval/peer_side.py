@@ -143,14 +143,18 @@ class Here:
         logits[:, -1].argmax(-1)
 
     def held(self, cache: Any) -> dict[str, int]:
-        """Bytes of keys and values in the cache, and of the lists of entries that are to be overwritten."""
+        """Bytes of keys and values in the cache, of the storage behind them (once, whoever shares it), and of
+        the lists of entries that are to be overwritten."""
         masked = [
             index
             for layer in self.model.model.layers
             for index in (getattr(layer.self_attn, "masked_key_indices", None) or ())
         ]
+        cached = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in cached)}
         return {
-            "bytes_held": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers),
+            "bytes_held": sum(tensor.nbytes for tensor in cached),
+            "bytes_allocated": sum(storages.values()),
             "bytes_beside": sum(index.nbytes for index in masked),
             "entries_masked": sum(len(index) for index in masked[::3]),
         }

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from retain.attention_chunks import truncate
 from retain.budget import Budget
-from retain.eval.diagnose_documents import opening_of
+from retain.eval.diagnose_documents import cut, opening_of
 from retain.eval.diagnostics import agreement, divergence, token_loss
 from retain.eval.significance import Interval, paired_interval
 from retain.eval.teacher_forced import ids_on, read_on, read_plainly
@@ -77,42 +77,6 @@ class Reading:
     tokens: int
 
 
-def cut(
-    ids: Sequence[int], opening: Sequence[int], *, context_tokens: int, scored_tokens: int, documents: int
-) -> list[tuple[int, ...]]:
-    """Pieces of a text, spread over all of it, none overlapping.
-
-    Args:
-        ids: Of the text, without special tokens.
-        opening: Special tokens that stand before each piece, and count as context.
-        context_tokens: What is evicted from.
-        scored_tokens: What is predicted from what was kept.
-        documents: How many pieces.
-
-    Returns:
-        Pieces of `context_tokens + 1 + scored_tokens` tokens.
-
-    Raises:
-        ValueError: numbers below 1, or a text that is too short.
-    """
-    for name, number in (("scored_tokens", scored_tokens), ("documents", documents)):
-        if number < 1:
-            raise ValueError(f"perplexity: {name} is 1 or more, got {number}.")
-    own = context_tokens - len(opening) + 1 + scored_tokens
-    if context_tokens <= len(opening):
-        raise ValueError(
-            f"perplexity: context_tokens={context_tokens} leaves no room behind {len(opening)} special "
-            "tokens."
-        )
-    if len(ids) < own * documents:
-        raise ValueError(
-            f"the text has {len(ids)} tokens, but {documents} pieces of {own} need {own * documents}: pass a "
-            "longer text, or ask for fewer or shorter pieces."
-        )
-    stride = len(ids) // documents
-    return [(*opening, *ids[number * stride : number * stride + own]) for number in range(documents)]
-
-
 @torch.inference_mode()
 def read_pieces(
     model: Any,
@@ -128,7 +92,7 @@ def read_pieces(
 
     Args:
         model: A causal language model; it stays attached.
-        pieces: As `cut` makes them.
+        pieces: `[context | one token | scored tokens]`, as `diagnose_documents.cut` makes them.
         policies: By the name in tables.
         keep_ratios: Kept / seen, in (0, 1].
         context_tokens: Of each piece.
@@ -302,6 +266,8 @@ def run(given: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     if given.out is not None and Path(given.out).exists():
         raise ValueError(f"{given.out} exists, and nothing is overwritten: pass another --out.")
+    if given.scored_tokens < 1:
+        raise ValueError(f"perplexity: scored_tokens is 1 or more, got {given.scored_tokens}.")
     policies = {}
     for typed in given.policies:
         name, *changes = typed.split(",")
@@ -310,15 +276,11 @@ def run(given: argparse.Namespace, command: str) -> dict[str, Any]:
     model, tokenizer = load_named(given.model, dtype=given.dtype)
     model = model.to(given.device)
     gates = None if given.gates is None else load_gates(given.gates, model)
-    opening = list(opening_of(tokenizer)) if tokenizer is not None else []
-    if not opening and getattr(tokenizer, "bos_token_id", None) is not None:
-        # Not every tokenizer puts its first token where it belongs by itself.
-        opening = [tokenizer.bos_token_id]
     pieces = cut(
         text_ids(given.text, given.model, tokenizer),
-        opening,
+        () if tokenizer is None else opening_of(tokenizer),
         context_tokens=given.context_tokens,
-        scored_tokens=given.scored_tokens,
+        behind=1 + given.scored_tokens,
         documents=given.documents,
     )
     readings = list(

@@ -9,11 +9,10 @@ one comparison at `alpha`. In a family of m comparisons under Holm's method, alp
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
-from scipy import stats
-
-from retain.eval.paired_tests import statsmodels_needed
+from scipy import optimize, stats
 
 
 def _check(**values: float | int) -> None:
@@ -41,6 +40,28 @@ def _noncentral_t(x: float, df: int, shift: float) -> float:
         return exact
     z = (x * (1 - 1 / (4 * df)) - shift) / math.sqrt(1 + x * x / (2 * df))
     return float(stats.norm.cdf(z))
+
+
+def _difference_power(num_items: int, effect: float, alpha: float) -> float:
+    """P(|T| > t) of the two-sided test at a true difference of `effect` standard deviations. The lower tail
+    goes through `_noncentral_t` too: `nct.cdf` itself is nan at -t for shifts that do occur."""
+    df, shift = num_items - 1, effect * math.sqrt(num_items)
+    quantile = float(stats.t.isf(alpha / 2, df))
+    return 1 - _noncentral_t(quantile, df, shift) + _noncentral_t(-quantile, df, shift)
+
+
+def _fewest(chance: Callable[[int], float], power: float) -> int:
+    """The smallest n >= 2 whose chance reaches the power; the chance rises with n."""
+    if chance(2) >= power:
+        return 2
+    high = 4
+    while chance(high) < power:
+        high *= 2
+    low = high // 2
+    while high - low > 1:  # the first n that has enough lies in (low, high]
+        middle = (low + high) // 2
+        low, high = (low, middle) if chance(middle) >= power else (middle, high)
+    return high
 
 
 def equivalence_power(
@@ -110,45 +131,32 @@ def items_for_equivalence(
     chance = partial(
         equivalence_power, sd=sd, margin=margin, true_difference=float(true_difference), alpha=alpha
     )
-    high = 2
-    while chance(high) < power:
-        high *= 2
-    low = high // 2
-    while high - low > 1:  # power rises with n: the first n that has enough lies in (low, high]
-        middle = (low + high) // 2
-        low, high = (low, middle) if chance(middle) >= power else (middle, high)
-    return high
+    return _fewest(chance, power)
 
 
 def items_for_difference(sd: float, difference: float, *, power: float = 0.8, alpha: float = 0.05) -> int:
     """Clusters that a two-sided paired t test needs to find a true difference: the smallest n with
     `P(|t| > t_{1-alpha/2}) >= power`, t noncentral with n - 1 degrees of freedom and noncentrality
-    `sqrt(n) * difference / sd`. Through `statsmodels.stats.power.TTestPower`.
+    `sqrt(n) * difference / sd`.
 
     Args:
         sd: Standard deviation of the paired differences.
-        difference: The true mean difference to be found; its sign does not matter, and neither does what it
-            exceeds 5 sd by: a handful of items show it (and the noncentral t of scipy is nan beyond).
+        difference: The true mean difference to be found; its sign does not matter.
         power: Probability wanted.
         alpha: Level of the two-sided test.
     """
     _check(sd=sd, difference=abs(difference), power=power, alpha=alpha)
-    with statsmodels_needed():
-        from statsmodels.stats.power import TTestPower
-    model, effect = TTestPower(), min(abs(difference) / sd, 5.0)
-    chance = partial(model.power, effect_size=effect, alpha=alpha, alternative="two-sided")
-    if chance(nobs=2) >= power:
-        return 2
-    # TTestPower solves for a real n; its neighbours are looked at because ceil would trust the last digit.
-    guess = max(3, math.floor(model.solve_power(effect_size=effect, alpha=alpha, power=power)) - 1)
-    while chance(nobs=guess) < power:
-        guess += 1
-    return guess
+    return _fewest(partial(_difference_power, effect=abs(difference) / sd, alpha=alpha), power)
 
 
 def smallest_difference(num_items: int, *, sd: float, power: float = 0.8, alpha: float = 0.05) -> float:
     """The smallest true mean difference that a two-sided paired t test over this many clusters finds with the
-    wanted power, in the unit of `sd`. Through `statsmodels.stats.power.TTestPower`.
+    wanted power, in the unit of `sd`: the root in D of `P(|t| > t_{1-alpha/2}) = power`, t noncentral with
+    n - 1 degrees of freedom and noncentrality `sqrt(n) * D / sd`.
+
+    Brent's method between 0, where the power is alpha, and a D that has enough of it.
+    `statsmodels.stats.power.TTestPower.solve_power` asks the same, and fails or answers wrongly at the small
+    alpha of a large family.
 
     Args:
         num_items: Clusters, >= 2.
@@ -159,6 +167,11 @@ def smallest_difference(num_items: int, *, sd: float, power: float = 0.8, alpha:
     _check(num_items=num_items, sd=sd, power=power, alpha=alpha)
     if power <= alpha:
         raise ValueError(f"Power: a power of {power} is had without any difference at alpha {alpha}.")
-    with statsmodels_needed():
-        from statsmodels.stats.power import TTestPower
-    return float(sd * TTestPower().solve_power(nobs=num_items, alpha=alpha, power=power))
+
+    def lacking(effect: float) -> float:
+        return _difference_power(num_items, effect, alpha) - power
+
+    high = (float(stats.t.isf(alpha / 2, num_items - 1)) + 6) / math.sqrt(num_items)
+    while lacking(high) < 0:
+        high *= 2
+    return float(sd * optimize.brentq(lacking, 0.0, high))

@@ -7,11 +7,16 @@ each model seed has items of its own. Seeds are not resampled: three are too few
 seeds that were never trained, so every interval is conditional on the seeds at hand, and the report prints
 the spread over them beside it.
 
+A stratum of one cluster says nothing about its own spread, and with it neither does the macro mean: such a
+comparison has no interval ("undefined", from -inf to +inf) and is inconclusive, unless the policies agree on
+every item.
+
 The one decision taken here is what a verdict means (`verdict`). "Not significant" is never printed as
 "equal": equality has to be shown against a stated margin. `eval/paired_tests.py` holds the tests that stand
 beside an interval, `eval/paired_result.py` joins both for one comparison and for a family of them.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +26,7 @@ import numpy as np
 from scipy import stats
 
 Verdict = Literal["better", "worse", "equivalent", "inconclusive", "identical"]
-Method = Literal["BCa", "percentile", "constant"]
+Method = Literal["BCa", "percentile", "constant", "undefined"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,11 @@ class Interval:
 
     Attributes:
         estimate: Mean over strata of the stratum's mean difference; of `ratio_interval`, the ratio.
-        low: Lower end. Equal to `estimate` when no resample can differ from it.
-        high: Upper end.
+        low: Lower end. Equal to `estimate` when no resample can differ from it; -inf where there is none.
+        high: Upper end; inf where there is none.
         level: Coverage, 0.95 for a 95 % interval.
-        method: "BCa", "percentile" (asked for, or where BCa is undefined) or "constant" (nothing varies).
+        method: "BCa", "percentile" (asked for, or where BCa is undefined), "constant" (nothing varies) or
+            "undefined" (a stratum of one cluster).
         num_items: Clusters over all strata.
         num_nonzero: Clusters on which the two policies differ.
     """
@@ -51,6 +57,17 @@ class Interval:
     def identical(self) -> bool:
         """True when the policies agree on every single item."""
         return self.num_nonzero == 0
+
+    @property
+    def undefined(self) -> bool:
+        """True where a stratum of one cluster leaves the estimate without an interval."""
+        return self.method == "undefined"
+
+    def spelled(self, decimals: int = 1) -> str:
+        """Both ends with their signs, "[+0.3, +1.2]", or "no interval"."""
+        if self.undefined:
+            return "no interval"
+        return f"[{self.low:+.{decimals}f}, {self.high:+.{decimals}f}]"
 
 
 def macro_mean(*strata: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -114,7 +131,8 @@ def paired_interval(
             papers print.
 
     Returns:
-        The estimate with its interval.
+        The estimate with its interval: from -inf to +inf, "undefined", where a stratum holds one cluster and
+        the policies differ anywhere.
 
     Raises:
         ValueError: If there is no stratum, or an empty one, or the method is neither of the two.
@@ -139,10 +157,11 @@ def paired_interval(
     def interval(low: float, high: float, taken: Method) -> Interval:
         return Interval(estimate, float(low), float(high), level, taken, num_items, num_nonzero)
 
+    if num_nonzero and any(stratum.size == 1 for stratum in strata):
+        return interval(-math.inf, math.inf, "undefined")
     if all(np.ptp(stratum) == 0.0 for stratum in strata):
         return interval(estimate, estimate, "constant")
-    # Constant strata cannot vary under resampling: they shift the mean and are left out of the resampling,
-    # where a stratum of one item would make scipy refuse.
+    # Constant strata cannot vary under resampling: they shift the mean and are left out of the resampling.
     shift = sum(float(s.mean()) for s in strata if np.ptp(s) == 0.0) / len(strata)
     moving = tuple(stratum for stratum in strata if np.ptp(stratum) > 0.0)
     share = len(moving) / len(strata)
@@ -179,7 +198,8 @@ def ratio_interval(
         method: "BCa" or "percentile".
 
     Returns:
-        The ratio with its interval. `num_nonzero` counts the pairs whose two numbers differ, so `identical`
+        The ratio with its interval, "undefined" where a stratum holds one cluster and any pair differs.
+        `num_nonzero` counts the pairs whose two numbers differ, so `identical`
         says that the ratio is 1 item by item.
 
     Raises:
@@ -201,6 +221,8 @@ def ratio_interval(
     estimate = float(macro_mean(*tops)) / bottom
     num_items = sum(stratum.size for stratum in tops)
     num_nonzero = sum(int(np.count_nonzero(a != f)) for a, f in zip(tops, bottoms, strict=True))
+    if num_nonzero and any(a.size == 1 for a in tops):
+        return Interval(estimate, -math.inf, math.inf, level, "undefined", num_items, num_nonzero)
     moves = [np.ptp(a) > 0 or np.ptp(f) > 0 for a, f in zip(tops, bottoms, strict=True)]
     if not any(moves):
         return Interval(estimate, estimate, estimate, level, "constant", num_items, num_nonzero)
@@ -225,9 +247,10 @@ def ratio_interval(
 
 
 def standard_error(scores: Sequence[np.ndarray]) -> float:
-    """Standard error of a macro mean, `sqrt(sum_k var_k / n_k) / K`; 0 where a stratum holds one item."""
+    """Standard error of a macro mean, `sqrt(sum_k var_k / n_k) / K`; inf where a stratum holds one cluster,
+    of whose spread nothing is known."""
     strata = [np.asarray(stratum, dtype=np.float64) for stratum in scores]
-    variance = sum(np.var(s, ddof=1) / s.size if s.size > 1 else 0.0 for s in strata)
+    variance = sum(np.var(s, ddof=1) / s.size if s.size > 1 else math.inf for s in strata)
     return float(np.sqrt(variance)) / len(strata)
 
 

@@ -6,9 +6,8 @@
 In: what `retain.eval.speed_serving` takes, of policies those that the library has too, and the interpreter
 of an environment where it is installed. Out: one table, and every single number beside it as JSON: time to
 first token and of a decoded one, peak memory, and bytes of the cache, here and there. Whether memory is freed
-or only simulated is measured: the bytes of the library's own cache behind the prompt, over the share asked
-for.
-Without the library one line says so, and what is here is measured alone.
+or only simulated is measured, on both sides alike: by the bytes of storage behind the cache once the prompt
+is read. Without the library one line says so, and what is here is measured alone.
 
 The one decision taken here: each side is held against plain transformers *in its own process*, its neighbour
 in time, since its environment has another transformers; rounds of the two processes alternate, and `ours /
@@ -30,14 +29,16 @@ from typing import Any
 from retain import resident
 from retain.eval.peer import INSTALL, LIBRARY, PRESSES, Peer, write_exchange
 from retain.eval.speed_long import PLAIN
-from retain.eval.speed_serving import Bench, Setting, Side, live, watched
-from retain.eval.speed_table import show_median, show_mib, show_spread, spread_of
+from retain.eval.speed_serving import Bench, Setting, Side, round_of, watched
+from retain.eval.speed_table import show_median, show_mib, show_spread, spread_and_all
 from retain.hf.attach import attach
 from retain.stopwatch import Started, add_settings, heading, publish, quiet, record_of
 
 OURS, TRANSFORMERS = "retain", "transformers"
-# A cache that holds so much more than was asked for has freed nothing to speak of.
-SIMULATED = 1.05
+# Storage of so much of what all entries would take: nothing was freed to speak of.
+SIMULATED = 0.95
+# Storage of at most so much of what was asked for: freed, with room for what is decoded and for tables.
+FREED = 1.25
 ABSENT = f"{LIBRARY}: not compared, "
 
 
@@ -49,8 +50,8 @@ class Foreign:
         policy: what we call it; `plain` for transformers without a press.
         keep_ratio: kept / seen that was asked for.
         name: what they call it.
-        lives: answers of the other side, one a round.
-        beside: the lives of their plain transformers next to them.
+        lives: answers of the other side, by round; of `plain` none, which lives beside each of the others.
+        beside: by round, the life of their plain transformers next to it; only where there are both.
         peak: answer of the watched life; None where memory was not watched.
         failed: why it was given up; empty: it was not.
     """
@@ -58,8 +59,8 @@ class Foreign:
     policy: str
     keep_ratio: float
     name: str
-    lives: list[dict[str, Any]] = field(default_factory=list)
-    beside: list[dict[str, Any]] = field(default_factory=list)
+    lives: dict[int, dict[str, Any]] = field(default_factory=dict)
+    beside: dict[int, dict[str, Any]] = field(default_factory=dict)
     peak: dict[str, Any] | None = None
     failed: str = ""
 
@@ -92,21 +93,25 @@ def absent(python: str | None, folder: Path) -> str:
     return ""
 
 
-def ask_round(bench: Bench, peer: Peer, foreign: Sequence[Foreign], batch: int, turn: int) -> None:
-    """A life of each of theirs, each with one of their plain transformers next to it."""
+def ask_round(
+    bench: Bench, peer: Peer, plain: Foreign, foreign: Sequence[Foreign], batch: int, turn: int
+) -> None:
+    """A life of each of theirs, each with one of their plain transformers next to it, while that can."""
     start = turn % max(1, len(foreign))
     for one in (*foreign[start:], *foreign[:start]):
         if one.failed:
             continue
-        kept = int(one.keep_ratio * bench.setting.tokens)
-        both = [(one.lives, PRESSES[one.policy]), (one.beside, None)]
-        try:
-            for lives, press in both if turn % 2 else both[::-1]:
-                life = peer.life(press, kept, batch)
-                if turn >= 0:
-                    lives.append(life)
-        except RuntimeError as error:
-            one.failed = str(error)
+        kept, found = int(one.keep_ratio * bench.setting.tokens), {}
+        for who in (one, plain) if turn % 2 else (plain, one):
+            if not who.failed:
+                try:
+                    found[who.policy] = peer.life(PRESSES.get(who.policy), kept, batch)
+                except RuntimeError as error:
+                    who.failed = str(error)
+        if turn >= 0 and one.policy in found:
+            one.lives[turn] = found[one.policy]
+            if PLAIN in found:
+                one.beside[turn] = found[PLAIN]
 
 
 def watch_theirs(bench: Bench, python: str, folder: Path, foreign: Sequence[Foreign], batch: int) -> None:
@@ -134,7 +139,7 @@ def measure(bench: Bench, python: str | None, folder: Path, *, memory: bool) -> 
             sides = bench.sides()
             bench.try_out(sides, batch)
             plain, *others = sides
-            beside: dict[int, list[tuple[float, float]]] = {id(side): [] for side in others}
+            theirs = Foreign(PLAIN, 1.0, "DynamicCache, there")
             foreign = [
                 Foreign(entry.policy, ratio, str(PRESSES[entry.policy]))
                 for ratio in setting.ratios
@@ -142,51 +147,47 @@ def measure(bench: Bench, python: str | None, folder: Path, *, memory: bool) -> 
                 if peer is not None
             ]
             for turn in range(-setting.warmup, setting.rounds):
-                first = turn % len(others)
-                for side in (*others[first:], *others[:first]):
-                    pair = (plain, side) if turn % 2 else (side, plain)
-                    taken = {one.policy: live(bench, one, batch) for one in pair if not one.failed}
-                    own, its = taken.get(side.policy), taken.get(PLAIN)
-                    if turn >= 0 and own is not None and its is not None:
-                        side.ttft_ms.append(own[0])
-                        side.token_ms.append(own[1])
-                        beside[id(side)].append(its)
+                round_of(bench, sides, batch, turn, stages=False)
                 if peer is not None:
-                    ask_round(bench, peer, foreign, batch, turn)
+                    ask_round(bench, peer, theirs, foreign, batch, turn)
             for side in sides:
                 if watches:
                     peak = peaks[side.policy, side.keep_ratio, batch]
                     side.prefill_peak, side.decode_peak = peak["prefill"], peak["decode"]
-            for life in (life for lives in beside.values() for life in lives):
-                plain.ttft_ms.append(life[0])
-                plain.token_ms.append(life[1])
-            rows.append(_own_row(plain, None, batch))
-            theirs = Foreign(PLAIN, 1.0, "DynamicCache, there")
+            rows.append(_own_row(plain, batch))
             if foreign and python is not None and watches:
                 watch_theirs(bench, python, folder, [theirs, *foreign], batch)
+            # What all entries take, as whichever of ours could read the prompt says.
+            full = max((side.bytes.get("full", 0) for side in sides), default=0)
             if foreign:
-                theirs.lives = [life for one in foreign for life in one.beside]
-                rows.append(_row(theirs, batch, None))
-            rows += [_own_row(side, beside[id(side)], batch) for side in others]
+                lives = [life for one in foreign for life in one.beside.values()]
+                rows.append(_row(theirs, lives, full, batch, None))
+            rows += [_own_row(side, batch) for side in others]
             ours = {(side.policy, side.keep_ratio): side for side in others}
-            rows += [_row(one, batch, ours[one.policy, one.keep_ratio]) for one in foreign]
+            rows += [
+                _row(one, list(one.lives.values()), full, batch, ours[one.policy, one.keep_ratio])
+                for one in foreign
+            ]
     return rows
 
 
-def memory_of(held: int, full: int, keep_ratio: float) -> str:
-    """What is true of a cache's memory: `full` (nothing was asked), `freed`, or `simulated`.
+def memory_of(allocated: int, full: int, keep_ratio: float) -> str:
+    """What is true of a cache's memory behind the prompt: `full` (nothing was asked), `simulated` (as much
+    storage as before), `freed` (about what was asked for), or `partly freed`.
 
     Args:
-        held: bytes of keys and values behind the prompt.
-        full: the same of all that was seen.
+        allocated: bytes of the storage behind the cache, as it is, whatever the cache says that it holds.
+        full: bytes of the keys and values of all that was seen.
         keep_ratio: that was asked for.
     """
     if keep_ratio >= 1:
         return "full"
-    return "simulated" if held > SIMULATED * keep_ratio * full else "freed"
+    if allocated >= SIMULATED * full:
+        return "simulated"
+    return "freed" if allocated <= FREED * keep_ratio * full else "partly freed"
 
 
-def _own_row(side: Side, beside: Sequence[tuple[float, float]] | None, batch: int) -> dict[str, Any]:
+def _own_row(side: Side, batch: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "library": TRANSFORMERS if side.policy == PLAIN else OURS,
         "policy": side.policy,
@@ -197,21 +198,30 @@ def _own_row(side: Side, beside: Sequence[tuple[float, float]] | None, batch: in
     }
     if side.failed:
         return row
-    held, full = side.bytes["held"], side.bytes["full"]
+    held, allocated, full = (side.bytes[name] for name in ("held", "allocated", "full"))
     return row | {
-        "ttft_ms": spread_of(side.ttft_ms),
-        "token_ms": spread_of(side.token_ms),
-        **{
-            f"{what}_over_plain": spread_of([a / b[k] for a, b in zip(own, beside or [], strict=False)])
-            for k, (what, own) in enumerate((("ttft", side.ttft_ms), ("token", side.token_ms)))
-        },
+        "ttft_ms": spread_and_all(side.ttft_ms),
+        "token_ms": spread_and_all(side.token_ms),
+        "ttft_over_plain": spread_and_all(side.ttft_over_plain),
+        "token_over_plain": spread_and_all(side.token_over_plain),
         "peak_bytes": {"prefill": side.prefill_peak, "decode": side.decode_peak},
-        "cache_bytes": {"held": held, "full": full, "beside": 0},
-        "memory": memory_of(held, full, side.keep_ratio),
+        "cache_bytes": {"held": held, "allocated": allocated, "full": full, "beside": 0},
+        "memory": memory_of(allocated, full, side.keep_ratio),
     }
 
 
-def _row(one: Foreign, batch: int, ours: Side | None) -> dict[str, Any]:
+def _row(
+    one: Foreign, lives: Sequence[dict[str, Any]], full: int, batch: int, ours: Side | None
+) -> dict[str, Any]:
+    """A row of theirs.
+
+    Args:
+        one: whose.
+        lives: of it, over all rounds.
+        full: bytes of all entries, as our side says: theirs may have no plain life that could.
+        batch: prompts read at once.
+        ours: the same policy here; None of `plain`.
+    """
     row = {
         "library": TRANSFORMERS if one.policy == PLAIN else LIBRARY,
         "policy": one.policy,
@@ -220,28 +230,36 @@ def _row(one: Foreign, batch: int, ours: Side | None) -> dict[str, Any]:
         "batch": batch,
         "failed": one.failed,
     }
-    last = one.lives[-1] if one.lives else one.peak
-    if one.failed or last is None:
+    last = lives[-1] if lives else one.peak
+    for beside in one.beside.values():
+        full = beside["bytes_held"]
+    if one.failed:
         return row
-    full = one.beside[-1]["bytes_held"] if one.beside else last["bytes_held"]
+    if last is None or not full:
+        return {
+            **row,
+            "failed": "never measured" if last is None else "nothing that keeps all to compare with",
+        }
+    times: dict[str, Any] = {}
     peak = one.peak or last
-    times = {
-        f"{what}_over_plain": spread_of(
-            [a[f"{what}_ms"] / b[f"{what}_ms"] for a, b in zip(one.lives, one.beside, strict=False)]
-        )
-        for what in ("ttft", "token")
-    }
-    if ours is not None and not ours.failed:
-        for what, own in (("ttft", ours.ttft_ms), ("token", ours.token_ms)):
-            pairs = zip(own, one.lives, strict=True)
-            times[f"{what}_ours_over_theirs"] = spread_of([a / b[f"{what}_ms"] for a, b in pairs])
+    for what in ("ttft_ms", "token_ms"):
+        ratios = [one.lives[turn][what] / plain[what] for turn, plain in one.beside.items()]
+        times[what] = spread_and_all([life[what] for life in lives])
+        times[what.replace("_ms", "_over_plain")] = spread_and_all(ratios)
+        if ours is not None and not ours.failed:
+            own = zip(ours.turns, getattr(ours, what), strict=True)
+            ratios = [taken / one.lives[turn][what] for turn, taken in own if turn in one.lives]
+            times[what.replace("_ms", "_ours_over_theirs")] = spread_and_all(ratios)
     return row | {
-        "ttft_ms": spread_of([life["ttft_ms"] for life in one.lives]),
-        "token_ms": spread_of([life["token_ms"] for life in one.lives]),
         **times,
         "peak_bytes": {"prefill": peak["prefill_peak"], "decode": peak["decode_peak"]},
-        "cache_bytes": {"held": last["bytes_held"], "full": full, "beside": last["bytes_beside"]},
-        "memory": memory_of(last["bytes_held"], full, one.keep_ratio),
+        "cache_bytes": {
+            "held": last["bytes_held"],
+            "allocated": last["bytes_allocated"],
+            "full": full,
+            "beside": last["bytes_beside"],
+        },
+        "memory": memory_of(last["bytes_allocated"], full, one.keep_ratio),
     }
 
 
@@ -291,7 +309,8 @@ def table(record: dict[str, Any]) -> str:
     width = max(len("method"), *(len(row["name"]) for row in rows))
     head = (
         f"{'library':<12} {'method':<{width}} {'keep':>5} {'first token ms':>25} {'/ plain':>8} "
-        f"{'token ms':>22} {'/ plain':>8} {'peak MiB':>9} {'held MiB':>9} {'of full':>8} {'memory':>10} "
+        f"{'token ms':>22} {'/ plain':>8} {'peak MiB':>9} {'held MiB':>9} {'allocated':>9} {'of full':>8} "
+        f"{'memory':>12} "
         f"{'ours/theirs: first':>18} {'token':>7}"
     )
     for batch in dict.fromkeys(row["batch"] for row in rows):
@@ -300,9 +319,12 @@ def table(record: dict[str, Any]) -> str:
     lines += [
         "median (20 % .. 80 %) over rounds; / plain: of ratios to transformers' own cache next to it, in the "
         "same process.",
-        "held: keys and values behind the prompt, counted tensor by tensor; simulated: the cache holds more "
-        f"than {SIMULATED:g} times",
-        "what was asked for: evicted entries stay, and are overwritten while decoding. Nothing is freed.",
+        "held: keys and values behind the prompt, as the cache counts them; allocated: the storage behind them, "
+        "each counted once, in",
+        "MiB and over what all keys and values take. simulated: at least "
+        f"{SIMULATED:.0%} of that, evicted entries stay and nothing is freed; freed: at",
+        f"most {FREED:g} times what was asked for (room for what is decoded, positions, tables); partly freed: "
+        "between the two.",
     ]
     return "\n".join([*lines, ""])
 
@@ -311,12 +333,13 @@ def _line(row: dict[str, Any], width: int) -> str:
     start = f"{row['library']:<12} {row['name']:<{width}} {row['keep_ratio']:>5g}"
     if row["failed"]:
         return f"{start} failed: {row['failed']}"
-    held, full, peak = row["cache_bytes"]["held"], row["cache_bytes"]["full"], row["peak_bytes"]["prefill"]
+    held, allocated, full = (row["cache_bytes"][name] for name in ("held", "allocated", "full"))
+    peak = row["peak_bytes"]["prefill"]
     return (
         f"{start} {show_spread(row['ttft_ms'], 1):>25} {show_median(row['ttft_over_plain']):>8} "
         f"{show_spread(row['token_ms'], 2):>22} {show_median(row['token_over_plain']):>8} "
-        f"{show_mib(peak):>9} {held / 2**20:>9.2f} {held / full:>8.1%} "
-        f"{row['memory']:>10} {show_median(row.get('ttft_ours_over_theirs')):>18} "
+        f"{show_mib(peak):>9} {held / 2**20:>9.2f} {allocated / 2**20:>9.2f} {allocated / full:>8.1%} "
+        f"{row['memory']:>12} {show_median(row.get('ttft_ours_over_theirs')):>18} "
         f"{show_median(row.get('token_ours_over_theirs')):>7}"
     )
 

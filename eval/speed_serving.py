@@ -21,9 +21,7 @@ import argparse
 import copy
 import gc
 import json
-import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -40,9 +38,10 @@ from retain.eval import speed
 from retain.eval.speed_long import FULL, PLAIN, random_gates
 from retain.eval.speed_stages import EVICTION, SCORING, staged
 from retain.eval.speed_table import serving as table
-from retain.eval.speed_table import spread_of
+from retain.eval.speed_table import spread_and_all
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
+from retain.hf.gates import load_gates
 from retain.hf.model import describe
 from retain.reference import load_model
 from retain.stopwatch import (
@@ -50,10 +49,10 @@ from retain.stopwatch import (
     Started,
     add_settings,
     clock,
+    flags_of,
     publish,
     quiet,
     record_of,
-    synchronise,
     whole_numbers,
 )
 
@@ -176,6 +175,7 @@ class Side:
         keep_ratio: kept / seen; 1.0 for the full caches.
         model: that it runs on.
         empty: makes an empty cache.
+        turns: of each life: the round that it was lived in (`plain` lives several times in each).
         ttft_ms: of each life: prompt, eviction, and the choice of the next token.
         token_ms: of each life: a decoded token of the whole batch.
         ttft_over_plain: of each life, over its neighbour's.
@@ -194,6 +194,7 @@ class Side:
     keep_ratio: float
     model: PreTrainedModel
     empty: Callable[[], Any]
+    turns: list[int] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     token_ms: list[float] = field(default_factory=list)
     ttft_over_plain: list[float] = field(default_factory=list)
@@ -276,14 +277,14 @@ class Bench:
 
     @classmethod
     def of(cls, setting: Setting) -> "Bench":
-        """Load, copy, draw."""
+        """Load, copy, draw. Gates are loaded here, once: reading a folder is no part of a first token."""
         model = load(setting)
         twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-        gates: Any = setting.gates or None
-        if gates == RANDOM:
-            with torch.random.fork_rng():
-                torch.manual_seed(setting.seed)
-                gates = random_gates(model)
+        with torch.random.fork_rng():
+            torch.manual_seed(setting.seed)
+            gates: Any = random_gates(model) if setting.gates == RANDOM else None
+        if setting.gates and gates is None:
+            gates = load_gates(setting.gates, model)
         draw = torch.Generator().manual_seed(setting.seed)
         shape = (max(setting.sizes), setting.tokens + setting.steps)
         ids_BT = torch.randint(model.config.get_text_config().vocab_size, shape, generator=draw)
@@ -351,11 +352,9 @@ def cache_bytes(cache: Any) -> dict[str, int]:
         }
     found = [leaf for layer in cache.layers for leaf in _tensors(vars(layer))]
     held = sum(tensor.nbytes for tensor in found)
-    return {
-        "held": held,
-        "allocated": sum(tensor.untyped_storage().nbytes() for tensor in found),
-        "full": held,
-    }
+    # Several tensors may be views of one storage, which is there once.
+    storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in found)}
+    return {"held": held, "allocated": sum(storages.values()), "full": held}
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -371,32 +370,29 @@ def live(bench: Bench, side: Side, batch: int) -> tuple[float, float] | None:
     setting, seconds = bench.setting, clock(bench.setting.device)
     prompt, following = bench.tokens(batch)
     gc.collect()  # what the one before has left
-    on_gpu = setting.device.startswith("cuda")
-    before = _reset_device(setting.device) if on_gpu else 0
+    peak = resident.Peak(setting.device) if setting.device.startswith("cuda") else None
     held: list[Any] = []
     try:
         first = seconds(lambda: held.append(side.first(prompt)))
-        if on_gpu:
-            side.prefill_peak = torch.cuda.max_memory_allocated(setting.device) - before
-            torch.cuda.reset_peak_memory_stats(setting.device)
+        side.prefill_peak = None if peak is None else peak.beyond()
         rest = seconds(lambda: side.decode(held[0], setting.tokens, following))
-        if on_gpu:
-            side.decode_peak = torch.cuda.max_memory_allocated(setting.device) - before
+        side.decode_peak = None if peak is None else peak.beyond()
     except torch.OutOfMemoryError:
         side.failed = "out of memory"
         return None
     return 1e3 * first, 1e3 * rest / following.shape[1]
 
 
-def _reset_device(device: str) -> int:
-    """Forget the peak; bytes allocated now."""
-    synchronise(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+def round_of(bench: Bench, sides: Sequence[Side], batch: int, turn: int, *, stages: bool = True) -> None:
+    """A life of every side, each with one of `plain` next to it; counted from turn 0 on.
 
-
-def round_of(bench: Bench, sides: Sequence[Side], batch: int, turn: int) -> None:
-    """A life of every side, each with one of `plain` next to it; counted from turn 0 on."""
+    Args:
+        bench: what they share.
+        sides: `plain` first.
+        batch: prompts read at once.
+        turn: which round; those before turn 0 warm up.
+        stages: whether another prefill follows, whose stages are clocked.
+    """
     plain, *others = sides
     start = turn % len(others)
     for side in (*others[start:], *others[:start]):
@@ -407,21 +403,25 @@ def round_of(bench: Bench, sides: Sequence[Side], batch: int, turn: int) -> None
             continue
         for one, times in ((side, own), (plain, its)):
             if times is not None:
+                one.turns.append(turn)
                 one.ttft_ms.append(times[0])
                 one.token_ms.append(times[1])
         if own is not None and its is not None:
             side.ttft_over_plain.append(own[0] / its[0])
             side.token_over_plain.append(own[1] / its[1])
-        if own is not None:
+        if own is not None and stages:
             clock_stages(bench, side, batch)
 
 
 def clock_stages(bench: Bench, side: Side, batch: int) -> None:
-    """One more prefill, of which the stages are clocked."""
+    """One more prefill, of which the stages are clocked; without memory for it there is one share fewer."""
     seconds, (prompt, _) = clock(bench.setting.device), bench.tokens(batch)
     gc.collect()
-    with staged(bench.setting.device) as parts:
-        whole = seconds(lambda: side.first(prompt))
+    try:
+        with staged(bench.setting.device) as parts:
+            whole = seconds(lambda: side.first(prompt))
+    except torch.OutOfMemoryError:
+        return
     for stage, taken in parts.items():
         side.shares[stage].append(taken / whole)
 
@@ -460,15 +460,15 @@ def row_of(side: Side, full: Side, batch: int, setting: Setting) -> dict[str, An
         over_full["token"] = [a / b for a, b in zip(side.token_ms, full.token_ms, strict=True)]
     return row | {
         "achieved_keep_ratio": side.achieved,
-        "ttft_ms": spread_of(side.ttft_ms),
-        "token_ms": spread_of(side.token_ms),
-        "tokens_per_s": spread_of([1e3 * batch / taken for taken in side.token_ms]),
-        "ttft_over_plain": spread_of(side.ttft_over_plain),
-        "token_over_plain": spread_of(side.token_over_plain),
-        "ttft_over_full": spread_of(over_full["ttft"]),
-        "token_over_full": spread_of(over_full["token"]),
-        "scoring_share": spread_of(side.shares[SCORING]),
-        "eviction_share": spread_of(side.shares[EVICTION]),
+        "ttft_ms": spread_and_all(side.ttft_ms),
+        "token_ms": spread_and_all(side.token_ms),
+        "tokens_per_s": spread_and_all([1e3 * batch / taken for taken in side.token_ms]),
+        "ttft_over_plain": spread_and_all(side.ttft_over_plain),
+        "token_over_plain": spread_and_all(side.token_over_plain),
+        "ttft_over_full": spread_and_all(over_full["ttft"]),
+        "token_over_full": spread_and_all(over_full["token"]),
+        "scoring_share": spread_and_all(side.shares[SCORING]),
+        "eviction_share": spread_and_all(side.shares[EVICTION]),
         "peak_bytes": {"prefill": side.prefill_peak, "decode": side.decode_peak},
         "cache_bytes": side.bytes,
     }
@@ -489,13 +489,11 @@ def watch(setting: Setting) -> list[dict[str, Any]]:
                 side.decode(side.first(prompt), setting.tokens, following[:, :2])
             for side in sides:
                 gc.collect()
-                resident.reset_peak()
-                before = resident.held_now()
+                peak = resident.Peak(setting.device)
                 cache = side.first(prompt)
-                prefill = resident.held_at_most() - before
-                resident.reset_peak()
+                prefill = peak.beyond()
                 side.decode(cache, setting.tokens, following)
-                decode = resident.held_at_most() - before
+                decode = peak.beyond()
                 del cache
                 who = {"policy": side.policy, "keep_ratio": side.keep_ratio, "batch": batch}
                 found.append({**who, "prefill": prefill, "decode": decode})
@@ -506,15 +504,9 @@ def watched(setting: Setting) -> list[dict[str, Any]]:
     """`watch` in a process of its own, whose allocator gives back what is freed.
 
     Raises:
-        RuntimeError: that process failed; says what it said.
+        RuntimeError: that process failed or took too long; says what it said.
     """
-    command = [sys.executable, "-m", "retain.eval.speed_serving", "--watch"]
-    for own in fields(setting):
-        command.append(f"--{own.name.replace('_', '-')}={getattr(setting, own.name)}")
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **resident.GIVES_BACK})
-    if done.returncode:
-        raise RuntimeError(f"the watched process failed: {done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(resident.in_a_process("retain.eval.speed_serving", ["--watch", *flags_of(setting)])[-1])
 
 
 def benchmark(setting: Setting, command: str = "", *, memory: bool = True) -> dict[str, Any]:

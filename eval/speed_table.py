@@ -4,23 +4,15 @@ In: records and the spreads in them. Out: text. The one decision taken here: a t
 with its 20th and 80th percentile beside it, a ratio as its median alone; all percentiles are in the JSON.
 """
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from retain.stopwatch import heading
+from retain.stopwatch import heading, spread_of
 
 
-def spread_of(values: Sequence[float]) -> dict[str, Any] | None:
-    """Median, 5th, 20th, 80th and 95th percentile, and all values; None of fewer than two."""
-    if len(values) < 2:
-        return None
-    cuts = statistics.quantiles(values, n=20, method="inclusive")
-    return {
-        "median": statistics.median(values),
-        **{f"p{5 * (k + 1)}": cuts[k] for k in (0, 3, 15, 18)},
-        "all": list(values),
-    }
+def spread_and_all(values: Sequence[float]) -> dict[str, Any] | None:
+    """The spread of values, and all of them; None of fewer than two."""
+    return None if len(values) < 2 else {**spread_of(values), "all": list(values)}
 
 
 def serving(record: dict[str, Any]) -> str:

@@ -34,9 +34,10 @@ class Allocation:
         spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
             (then a cascade is not exact).
         safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
-            protected ones, `safeguard_share` of the mean budget (the released presses); `convex`: the head
-            budgets are mixed with equal ones, by that share (Ada-KV's paper, LAVa's code); None: one entry a
-            head.
+            protected ones, `safeguard_share` of the mean budget (AdaKVPress and CriticalAdaKVPress of
+            kvpress 0.5.5 count the protected window, which gets the highest scores, among a head's first
+            entries instead); `convex`: the head budgets are mixed with equal ones, by that share (Ada-KV's
+            paper, LAVa's code); None: one entry a head.
         safeguard_share: in [0, 1].
         normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete;
             None leaves them as they are.

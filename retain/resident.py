@@ -1,11 +1,17 @@
-"""Resident memory of a process on a CPU: what it holds now, and the most that it ever held (Linux).
+"""What a process holds in memory, now and at most: resident bytes on a CPU (Linux), allocated ones on CUDA.
 
-In: nothing but `/proc`. Out: bytes. The one decision taken here: a peak is read in a process of its own,
-whose allocator gives back what is freed (`GIVES_BACK`), so that what it holds is what is alive; in a process
-that pools memory, a peak would tell of what came before.
+In: a device. Out: bytes. The one decision taken here: a resident peak is read in a process of its own
+(`in_a_process`), whose allocator gives back what is freed, so that what it holds is what is alive; in a
+process that pools memory, a peak would tell of what came before. On CUDA torch counts what is alive itself.
 """
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 # glibc: whatever is larger is a mapping of its own, gone when it is freed. Set before the process starts.
 GIVES_BACK = {f"MALLOC_{name}_": "65536" for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD")}
@@ -13,7 +19,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def measurable() -> bool:
-    """Whether this system tells (Linux does)."""
+    """Whether this system tells resident bytes (Linux does)."""
     return STATUS.exists() and CLEAR.exists()
 
 
@@ -37,3 +43,60 @@ def _line(name: str) -> int:
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     raise RuntimeError(f"{STATUS} has no {name}: memory is measured on Linux only.")
+
+
+class Peak:
+    """The most that is held from now on, beyond what is held now.
+
+    Args:
+        device: whose memory: on `cuda` what torch allocated, otherwise what this process has resident.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self._on_gpu = device, device.startswith("cuda")
+        self._forget()
+        self._before = torch.cuda.memory_allocated(device) if self._on_gpu else held_now()
+
+    def beyond(self) -> int:
+        """Bytes held at most since this was made or last asked, less those held when it was made."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+            most = torch.cuda.max_memory_allocated(self.device)
+        else:
+            most = held_at_most()
+        self._forget()
+        return most - self._before
+
+    def _forget(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            reset_peak()
+
+
+def in_a_process(module: str, flags: Sequence[str], *, timeout: float = 1800) -> list[str]:
+    """Run a module in a process of its own, whose allocator gives back what is freed.
+
+    Args:
+        module: as behind `python -m`.
+        flags: its options.
+        timeout: seconds that it may take.
+
+    Returns:
+        the lines that it printed.
+
+    Raises:
+        RuntimeError: it failed or took too long; says what it said.
+    """
+    command = [sys.executable, "-m", module, *flags]
+    environment = {**os.environ, **GIVES_BACK}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(
+            f"the watched process took longer than {timeout:g} s and was ended: measure less at once."
+        ) from error
+    if done.returncode:
+        raise RuntimeError(f"the watched process failed: {done.stderr.strip()[-2000:]}")
+    return done.stdout.strip().splitlines()

@@ -53,6 +53,11 @@ def add_settings(parser: argparse.ArgumentParser, defaults: Any) -> None:
         parser.add_argument(flag, type=type(own.default), default=own.default, help=f"default {own.default}")
 
 
+def flags_of(setting: Any) -> list[str]:
+    """A setting as the options of `add_settings`: what another process is started with."""
+    return [f"--{own.name.replace('_', '-')}={getattr(setting, own.name)}" for own in fields(setting)]
+
+
 def synchronise(device: str) -> None:
     """Wait until the device has done what it was told."""
     if device.startswith("cuda"):
@@ -91,9 +96,9 @@ def quiet(threads: int) -> Iterator[None]:
 
 
 def spread_of(values: Sequence[float]) -> dict[str, float]:
-    """Median, and 20th and 80th percentile, of at least two values."""
-    low, _, _, high = statistics.quantiles(values, n=5, method="inclusive")
-    return {"median": statistics.median(values), "p20": low, "p80": high}
+    """Median, and 5th, 20th, 80th and 95th percentile, of at least two values."""
+    cuts = statistics.quantiles(values, n=20, method="inclusive")
+    return {"median": statistics.median(values), **{f"p{5 * (k + 1)}": cuts[k] for k in (0, 3, 15, 18)}}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ ratios, so that a machine that drifts moves both sides alike.
 import argparse
 import gc
 import json
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -32,11 +30,12 @@ from retain.gates import build_gates, dims_for
 from retain.hf.model import base_model, describe
 from retain.hf.random_llama import VOCABULARY, random_llama
 from retain.registry import lookup
-from retain.resident import GIVES_BACK, held_at_most, held_now, reset_peak
+from retain.resident import Peak, in_a_process
 from retain.stopwatch import (
     DTYPES,
     Started,
     clock,
+    flags_of,
     heading,
     publish,
     quiet,
@@ -235,17 +234,12 @@ def measure_memory(setting: Setting) -> dict[str, Any]:
 def watched(setting: Setting, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of these lengths, one after the other in a process of its own: `{"tokens", "bytes", "planned"}`.
 
-    Its allocator gives back what is freed, so that what it holds is what is alive.
+    Raises:
+        RuntimeError: that process failed or took too long.
     """
-    environment = {**os.environ, **GIVES_BACK}
-    command = [sys.executable, "-m", "retain.train.speed", "--what", "watch", "--lengths"]
-    command += [str(tokens) for tokens in lengths]
-    for own in fields(setting):
-        command += [f"--{own.name.replace('_', '-')}", str(getattr(setting, own.name))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
-    if done.returncode:
-        raise RuntimeError(f"the watched process failed: {done.stderr.strip()[-2000:]}")
-    return [json.loads(line) for line in done.stdout.strip().splitlines()[-len(lengths) :]]
+    asked = ["--what", "watch", "--lengths", *map(str, lengths), *flags_of(setting)]
+    said = in_a_process("retain.train.speed", asked)
+    return [json.loads(line) for line in said[-len(lengths) :]]
 
 
 def watch(setting: Setting) -> dict[str, Any]:
@@ -260,23 +254,11 @@ def watch(setting: Setting) -> dict[str, Any]:
     step = Step(setting)
     gc.collect()
 
-    def run() -> None:
-        step.prepare()
-        step.train()
-        step.train()  # the optimiser's states are there now
-
-    if setting.device.startswith("cuda"):
-        torch.cuda.synchronize(setting.device)
-        before = torch.cuda.memory_allocated(setting.device)
-        torch.cuda.reset_peak_memory_stats(setting.device)
-        run()
-        most = torch.cuda.max_memory_allocated(setting.device)
-    else:
-        reset_peak()
-        before = held_now()
-        run()
-        most = held_at_most()
-    return {"tokens": setting.tokens, "bytes": most - before, "planned": step.planned_bytes()}
+    peak = Peak(setting.device)
+    step.prepare()
+    step.train()
+    step.train()  # the optimiser's states are there now
+    return {"tokens": setting.tokens, "bytes": peak.beyond(), "planned": step.planned_bytes()}
 
 
 MEASURES: dict[str, Callable[[Setting], dict[str, Any]]] = {"step": measure_step, "memory": measure_memory}
@@ -362,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         command = shlex.join(["python", "-m", "retain.train.speed", *typed])
         record = benchmark(given.what, setting, command=command)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     publish(record, table(record), given.output or Path("results/speed") / f"training-{given.what}.json")

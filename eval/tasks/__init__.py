@@ -106,9 +106,10 @@ class Task:
             must work.
         primary: What the task is judged by: exact match, or the share of the answer found.
         metric: Name of that in reports.
-        provenance: "official" data, prompts and scorer; "official data", but prompts or scorer of our own;
-            "ruler-like": RULER's task on another haystack; "synthetic": generated, under a name of its own;
-            "reference": of the reference model; "changed": a card's task under other settings.
+        provenance: Of `Provenance`, with the haystack where it is not RULER's: "official" data, prompts and
+            scorer; "official data", but prompts or scorer of our own; "ruler-like": RULER's task on another
+            haystack; "synthetic": generated, under a name of its own; "reference": of the reference model;
+            "changed": a card's task under other settings.
         source: Where data and definition come from.
         licence: Of the data.
         version: Of the task here; raised whenever an item or a score would change.
@@ -123,7 +124,7 @@ class Task:
     single_key: bool = False
     primary: Literal["exact", "partial"] = "exact"
     metric: str = "exact match"
-    provenance: Provenance = "reference"
+    provenance: str = "reference"
     source: str = ""
     licence: str = ""
     version: int = 1

@@ -102,8 +102,8 @@ def chain_registers(asking: Asking, *, steps: int = 24, registers: int = 4, modu
 def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextItem:
     """A rule that is applied to its own result again and again.
 
-    An even number becomes its half plus a constant, an odd number is added another, modulo `modulus`; no
-    number comes twice.
+    An even number becomes its half plus a constant, an odd number is added another, modulo `modulus`. No
+    number comes twice, in the worked example and the answer together, so no step can be copied.
 
     Args:
         asking: Which item.
@@ -120,12 +120,17 @@ def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextIt
         half, plus = draw.randrange(modulus // 4, modulus // 2), draw.randrange(modulus // 4, modulus // 2)
         path = _applied(draw.randrange(modulus), steps, half, plus, modulus)
         # A path that meets itself goes round for ever, and could be copied from the answer.
-        if len({*path}) == len(path):
+        if len({*path}) < len(path):
+            continue
+        others = [_applied(number, 3, half, plus, modulus) for number in range(modulus)]
+        examples = [other for other in others if len({*path, *other}) == len(path) + len(other)]
+        if examples:
+            example = draw.choice(examples)
             break
     else:
         raise ValueError(
-            f"chain_rule: no rule below {modulus} was found that makes {steps} different numbers: ask for "
-            "fewer steps, or a larger modulus."
+            f"chain_rule: no rule below {modulus} was found that makes {steps} different numbers "
+            "and an example without any of them: ask for fewer steps, or a larger modulus."
         )
 
     def one(path: Sequence[int]) -> tuple[list[str], list[str]]:
@@ -136,7 +141,7 @@ def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextIt
         asking,
         f"Apply a rule again and again: an even number becomes half of it plus {half}, an odd number is "
         f"added {plus}; a result of {modulus} or more loses {modulus}. Write the number after each step.",
-        one(_applied(draw.randrange(modulus), 3, half, plus, modulus)),
+        one(example),
         one(path),
         kind="rule",
     )

@@ -6,12 +6,14 @@ place under a name of its own:
 
 - `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
 - `python`: lines of Python's standard library that the reference models did not train on;
-- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws.
+- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws. Items are
+  drawn by what the text says (`identity`) and not by where it lies.
 
 The one decision taken here: a text is split into sentences once, before its length is known, so looking for
 the length that fits costs a join and a count of tokens.
 """
 
+import hashlib
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -76,10 +78,23 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
         ValueError: no such haystack, or a file that cannot be read or holds nothing.
     """
     if name.startswith("file:"):
-        found = _file_sentences(name.removeprefix("file:"))
-        # Two files are one haystack in no table, and a path is nobody's business.
-        return _from(f"file:{Path(name.removeprefix('file:')).name}", found, draw, " ")
+        path = name.removeprefix("file:")
+        # Two texts are one haystack in no table, and a folder is nobody's business.
+        known = f"file:{Path(path).name}@{identity(name).removeprefix('file:')}"
+        return _from(known, _file_sentences(path)[1], draw, " ")
     return lookup(name, {DEFAULT: _prose_haystack, "python": _python_haystack}, what="haystack")(draw)
+
+
+def identity(name: str) -> str:
+    """What an item's random numbers may know of a haystack: its name, or `file:` and the first 16 digits of the
+    SHA-256 of its text.
+
+    Raises:
+        ValueError: a file that cannot be read or holds nothing.
+    """
+    if not name.startswith("file:"):
+        return name
+    return f"file:{_file_sentences(name.removeprefix('file:'))[0]}"
 
 
 def _prose_haystack(draw: random.Random) -> Haystack:
@@ -115,7 +130,8 @@ def with_articles(sentence: str) -> str:
 
 
 @lru_cache(maxsize=4)
-def _file_sentences(path: str) -> tuple[str, ...]:
+def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
+    """A hash of the text, and the sentences."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -138,7 +154,7 @@ def _file_sentences(path: str) -> tuple[str, ...]:
     )
     if not found:
         raise ValueError(f"haystack 'file:{path}' holds no sentence: pass another text.")
-    return found
+    return hashlib.sha256(text.encode()).hexdigest()[:16], found
 
 
 @lru_cache(maxsize=1)
@@ -211,6 +227,21 @@ def woven(
             parts.append(text)
             at += len(text)
     return "".join(parts), spans
+
+
+def different_places(depths: Sequence[float], count: int) -> list[int]:
+    """Places among `count` sentences, no two the same: `floor(d_j (count - n + 1)) + j` for the j-th of n.
+
+    Args:
+        depths: In [0, 1), ascending.
+        count: As many as depths, or more.
+
+    Raises:
+        ValueError: fewer sentences than depths.
+    """
+    if count < len(depths):
+        raise ValueError(f"{count} sentences have no {len(depths)} different places: ask for more sentences.")
+    return [int(depth * (count - len(depths) + 1)) + number for number, depth in enumerate(depths)]
 
 
 def place_at(sentences: Sequence[str], depth: float) -> int:

@@ -8,8 +8,8 @@ xiaowu0162/LongMemEval: `run_generation.py`, history in plain text, no chain of 
 The one decision taken here: the official score is a judgement of GPT-4o, which no machine offline can give.
 Scored is whether the right answer's words occur in the answer: a lower bound, fit to compare policies on one
 model, never beside published numbers. Left out are the questions without an answer ("_abs"), since only the
-judge can tell a refusal, and those of the type `single-session-preference`, whose "answer" is a rubric for the
-judge ("The user would prefer ...") that no good answer repeats.
+judge can tell a refusal, and those of the type `single-session-preference`, whose "answer" is a rubric for
+the judge ("The user would prefer ...") that no good answer repeats.
 """
 
 import random

@@ -141,10 +141,11 @@ def multi_turn_counting(asking: Asking, *, questions: int = 4, turns: bool = Fal
 
 
 def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words") -> TextItem:
-    """Five questions of three kinds on one context: pairs, then chains among noise, then a log.
+    """Six questions of three kinds on one context: pairs, then chains among noise, then a log.
 
-    Two pairs, two chains, the town with the most deliveries (global); as turns, the first pair once more at
-    the end, which shows whether an answer survives what was asked since.
+    A pair, then in an order of the item another pair, two chains and the town with the most deliveries
+    (global), and at last a third pair. No question is asked twice, or its answer would stand in the turns
+    before; the third pair as the last turn, and asked apart, shows what a conversation costs.
 
     Args:
         asking: Which item.
@@ -167,23 +168,25 @@ def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words"
         return "\n\n".join((*parts, ""))
 
     size = most_that_fit(
-        lambda count: asking.measure(written(count)), asking.context_tokens, least=2, what="multi_turn_mixed"
+        lambda count: asking.measure(written(count)), asking.context_tokens, least=3, what="multi_turn_mixed"
     )
-    first, second = _spread(size, 2, draw)
+    text, asked = written(size), _spread(size, 3, draw)
+    spans = [_found(text, pairs.line(place)) for place in asked]
+    first, second, third = (
+        _about(pairs.question(place), "kv", 100 * start / len(text))
+        for place, (start, _) in zip(asked, spans, strict=True)
+    )
     middle = [
-        _about(pairs.question(second), "kv", 100 * second / size),
+        second,
         _about(chains.question(0), "tracing"),
         _about(chains.question(1), "tracing"),
         _about(log.most(size), "global"),
     ]
     draw.shuffle(middle)
-    again = _about(pairs.question(first), "kv", 100 * first / size)
-    text = written(size)
-    needles = [_found(text, pairs.line(place)) for place in (first, second)]
-    needles += [_found(text, line) for lines in chains.lines for line in lines]
+    needles = [*spans, *(_found(text, line) for lines in chains.lines for line in lines)]
     return TextItem(
         context=text,
-        questions=(again, *middle, *([again] if turns else [])),
+        questions=(first, *middle, third),
         turns=turns,
         needles=tuple(sorted(needles)),
         about={"lines": float(size)},

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from retain.eval.tasks.card import Asking, TextItem, TextQuestion
-from retain.eval.tasks.haystacks import DEFAULT, load_haystack, most_that_fit, place_at, woven
+from retain.eval.tasks.haystacks import DEFAULT, identity, load_haystack, most_that_fit, place_at, woven
 from retain.eval.tasks.ruler import ANSWER_PREFIX, INSTRUCTION, NEEDLE, QUESTION, singular
 from retain.eval.tasks.words import draw_number, draw_word
 
@@ -48,7 +48,7 @@ def niah_grid(
         )
     row, column = divmod(asking.index % (len(depths) * len(lengths)), len(depths))
     depth, tokens = float(depths[column]), int(lengths[row] * asking.context_tokens)
-    draw = random.Random(f"niah_grid {haystack} {asking.seed} {asking.index}")
+    draw = random.Random(f"niah_grid {identity(haystack)} {asking.seed} {asking.index}")
     key, value = draw_word(draw), draw_number(draw)
     needle = NEEDLE.format(kind="numbers", key=key, value=value)
     opening = singular(INSTRUCTION).format(kind="number")

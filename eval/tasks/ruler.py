@@ -23,7 +23,7 @@ import random
 from collections.abc import Callable, Mapping
 
 from retain.eval.tasks.card import Asking, TextItem, TextQuestion
-from retain.eval.tasks.haystacks import load_haystack, most_that_fit, woven
+from retain.eval.tasks.haystacks import different_places, identity, load_haystack, most_that_fit, woven
 from retain.eval.tasks.words import draw_different
 
 INSTRUCTION = (
@@ -75,7 +75,7 @@ def ruler_niah(
             raise ValueError(f"ruler_niah: {name} is 1 or more, got {count}.")
     keys = max(keys, queries)
     draw = random.Random(
-        f"ruler_niah {haystack} {keys} {values} {queries} {key_kind} {value_kind} "
+        f"ruler_niah {identity(haystack)} {keys} {values} {queries} {key_kind} {value_kind} "
         f"{asking.seed} {asking.index}"
     )
     taken: set[str] = set()
@@ -145,8 +145,8 @@ class _Written:
         self.scattered = haystack in ("noise", "needle")
         self.name, self.joint = haystack, "\n"
         if self.scattered:
-            # Ranks among the sentences, whatever their number.
-            self.depths = [draw.random() for _ in needles]
+            # Of every needle, whatever the number of sentences; needles were shuffled.
+            self.depths = sorted(draw.random() for _ in needles)
             own = random.Random(draw.getrandbits(64))
             known: list[str] = []
 
@@ -166,7 +166,10 @@ class _Written:
     def __call__(self, count: int) -> tuple[str, list[tuple[int, int]], list[float]]:
         """Text, where each needle stands in it, and at which depth in per cent."""
         sentences = self.sentences(count)
-        places = [int(count * depth) for depth in self.depths]
+        if self.scattered:
+            places = different_places(self.depths, count)
+        else:
+            places = [int(count * depth) for depth in self.depths]
         text, spans = woven(sentences, [*zip(places, self.needles, strict=True)], self.joint)
         return text, spans, [100.0 * place / count for place in places]
 

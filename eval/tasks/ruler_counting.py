@@ -8,7 +8,8 @@ templates are quoted ("assgined" and four dots included). Nothing has to be down
 Different from the released scripts: `context_tokens` bounds the context (worked example, instruction and
 text), while `max_seq_length` there counts question, answer prefix and the tokens to generate too; every item
 is searched for its own size and shuffled by its own stream; the worked example of vt has at most half of the
-context's tokens, which matters below 1,000; and where cwe needs more words than wonderwords has (from about
+context's tokens, which matters below 1,000; assignments of a chain have a noise sentence each that they stand
+before, as there, drawn as numbers in [0, 1) that hold at every size instead of as a sample; and where cwe needs more words than wonderwords has (from about
 90,000 tokens), pairs of adjective and noun take the place of RULER's further list, whose origin is unknown.
 
 The one decision taken here: what an item asks is drawn before its size is looked for, so the same item at
@@ -20,7 +21,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping
 
 from retain.eval.tasks.card import Asking, TextItem, TextQuestion
-from retain.eval.tasks.haystacks import most_that_fit
+from retain.eval.tasks.haystacks import different_places, most_that_fit
 from retain.eval.tasks.ruler import NOISE
 from retain.eval.tasks.words import all_words, draw_word
 
@@ -59,7 +60,7 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
         example_tokens: Most tokens of the worked example.
 
     Raises:
-        ValueError: numbers below 1, or a context too short for the assignments.
+        ValueError: numbers below 1, or a context too short for a noise sentence each assignment of a chain.
     """
     if chains < 1 or hops < 1:
         raise ValueError(f"ruler_vt: chains and hops are 1 or more, got {chains} and {hops}.")
@@ -68,7 +69,7 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
     size = most_that_fit(
         lambda count: asking.measure(example.solved(count)),
         min(example_tokens, asking.context_tokens // 2),
-        least=1,
+        least=example.least,
         what="the worked example of ruler_vt (half of the context)",
     )
     opening = f"{example.solved(size)}\n\n{VT_INSTRUCTION}"
@@ -76,7 +77,7 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
     size = most_that_fit(
         lambda count: asking.measure(opening + tracked.text(count)[0]),
         asking.context_tokens,
-        least=1,
+        least=tracked.least,
         what=f"ruler_vt with {chains} chains of {hops} hops",
     )
     text, spans = tracked.text(size)
@@ -95,7 +96,7 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
 
 
 class _Tracked:
-    """Chains of assignments among any number of noise sentences; where they go is drawn once."""
+    """Chains of assignments among noise sentences, `least` or more; where they go is drawn once."""
 
     def __init__(self, chains: int, hops: int, letters: int, draw: random.Random) -> None:
         names: dict[str, None] = {}
@@ -105,6 +106,7 @@ class _Tracked:
         self.names = tuple(tuple(every[start : start + hops + 1]) for start in range(0, len(every), hops + 1))
         self.values = [str(value) for value in draw.sample(range(10000, 99999), chains)]
         self.value = self.values[0]
+        self.least = hops + 1
         self.depths = [sorted(draw.random() for _ in range(hops + 1)) for _ in range(chains)]
 
     def text(self, count: int) -> tuple[str, list[tuple[int, int]]]:
@@ -114,8 +116,8 @@ class _Tracked:
             said = [f"VAR {own[0]} = {value}"]
             # The blank at the end is the released code's.
             said += [f"VAR {name} = VAR {before} " for before, name in zip(own, own[1:], strict=False)]
-            lines += [(int(depth * count), chain, line) for depth, line in zip(depths, said, strict=True)]
-        # Stable: of one place, a chain's assignments stay in order.
+            places = different_places(depths, count)
+            lines += [(place, chain, line) for place, line in zip(places, said, strict=True)]
         lines.sort(key=lambda line: line[0])
         parts, spans, at = [], [], 0
         for place in range(count + 1):

@@ -10,7 +10,7 @@ it is scored is in its card; a generator knows neither models nor tokens.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,11 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
     lookup(card.generator, generators(), what="generator")
     changed = _changes(settings, name)
     size = sizes().get(card.generator)
-    altered = changed.keys() - WHERE or (card.chat and not settings.chat)
+    like = card.provenance == "ruler-like"
+    beyond = changed.keys() - WHERE - ({"haystack"} if like else set())
+    provenance: str = "changed" if beyond or (card.chat and not settings.chat) else card.provenance
+    if like:
+        provenance += f" (haystack={changed.get('haystack', card.settings.get('haystack'))})"
     return Task(
         name=name,
         family="held-out",
@@ -195,7 +199,7 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
         single_key=card.single_key,
         primary="partial",
         metric=card.metric,
-        provenance="changed" if altered else card.provenance,
+        provenance=provenance,
         source=card.source,
         licence=card.licence,
         version=card.version,
@@ -206,13 +210,13 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
 
 def _load(settings: _Frozen, seed: int) -> Any:
     given = settings.settings
-    model, _ = load_named(
-        given.model.replace("{seed}", str(seed)),
-        dtype=given.dtype,
-        revision=given.revision,
-        trust_remote_code=given.trust_remote_code,
-    )
-    return model.to(given.device)
+    name = given.model.replace("{seed}", str(seed))
+    return _model(name, given.dtype, given.revision, given.trust_remote_code).to(given.device)
+
+
+@lru_cache(maxsize=1)  # a run asks for it when it starts, and when it works
+def _model(name: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
+    return load_named(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)[0]
 
 
 def _no_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:

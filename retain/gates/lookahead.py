@@ -384,7 +384,7 @@ def asked_in_full(
     own_BHSD: Float[Tensor, "B H S D"],
     *,
     scaling: float,
-    exists_BT: Bool[Tensor, "B TS"] | None = None,
+    exists_BT: Bool[Tensor, "B asked"] | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,

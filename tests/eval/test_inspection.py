@@ -129,6 +129,27 @@ def test_another_model_is_refused(gates_folder: Path, name: str, match: str) -> 
         inspect_path(gates_folder, name)
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_kv_heads": 4}, "num_kv_heads is 2, and 4 in the artifact. Pass the gates' base model"),
+        ({"num_layers": 3}, "num_layers is 2, and 3 in the artifact"),
+        ({"hidden_size": 64}, "hidden_size is 32, and 64 in the artifact"),
+        ({"num_heads": 8}, "num_heads is 4, and 8 in the artifact"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_a_model_of_another_size_is_refused(
+    gates_folder: Path, model: Any, change: dict[str, int], match: str
+) -> None:
+    name, sizes = str(gates_folder.parent / "model"), fingerprint(model)
+    whole = weight_flops(name, sizes)
+    with pytest.raises(ValueError, match=match):
+        weight_flops(name, {**sizes, **change})
+    # Where some layers are left alone, the fingerprint counts the others, and names them.
+    assert weight_flops(name, {**sizes, "num_layers": 1, "layers": "1"}) == whole
+
+
 def test_a_damaged_artifact_is_not_described(gates_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(gates_folder, tmp_path / "cut")
     weights = tmp_path / "cut" / "gates.safetensors"
@@ -229,11 +250,76 @@ def test_results_in_parquet_and_of_an_older_layout(results_folder: Path, tmp_pat
     assert rows_of(tmp_path / "older")["context_only at 0.2"] == "good 66.7, poor 0.0"
 
 
-def test_results_with_a_damaged_manifest(results_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(results_folder, tmp_path / "cut")
-    (tmp_path / "cut" / "manifest.json").write_text('{"run": ')
-    with pytest.raises(ValueError, match="not readable JSON"):
-        inspect_path(tmp_path / "cut")
+DAMAGED = {
+    "an empty config": ("run_folder", "config.yaml", "", "config.yaml holds None, where names and values"),
+    "a cut config": ("run_folder", "config.yaml", "model: {a: [1", "config.yaml is not readable YAML"),
+    "a config of a list": ("run_folder", "config.yaml", "- 1", r"config.yaml holds \[1\], where names"),
+    "a config of other things": (
+        "run_folder",
+        "config.yaml",
+        "training: 3",
+        "by its files: training run. It does not",
+    ),
+    "a config in another code": ("run_folder", "config.yaml", b"a: \xff", "config.yaml is not readable YAML"),
+    "a log of numbers": ("run_folder", "log.jsonl", "3\n", "log.jsonl, line 1, is '3', where an object"),
+    "a log without steps": ("run_folder", "log.jsonl", "{}\n", "log.jsonl, line 1, has no 'step'"),
+    "an empty checkpoint": (
+        "checkpoint",
+        "manifest.json",
+        "{}",
+        "by its files: checkpoint of .*KeyError: 'files'",
+    ),
+    "a checkpoint of a list": ("checkpoint", "state.json", "[]", r"state.json holds \[\], where an object"),
+    "a checkpoint in pieces": ("checkpoint", "gates.safetensors", "{", "truncated or corrupt"),
+    "a cut manifest": ("results_folder", "manifest.json", '{"run": ', "manifest.json is not readable JSON"),
+    "a list for a manifest": ("results_folder", "manifest.json", "[]", r"manifest.json holds \[\], where an"),
+    "a manifest of others": (
+        "results_folder",
+        "manifest.json",
+        '{"code": 3}',
+        "by its files: results of a",
+    ),
+    "rows of numbers": ("results_folder", "items.jsonl", "{}\n3\n", "items.jsonl, line 2, is '3', where an"),
+    "a table in pieces": ("results_folder", "items.parquet", "PAR", "does not read as Parquet"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_what_is_damaged_is_said_in_one_line(
+    request: pytest.FixtureRequest, case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, name, content, match = DAMAGED[case]
+    source = request.getfixturevalue("run_folder" if kind == "checkpoint" else kind)
+    path = tmp_path / "damaged"
+    shutil.copytree(source / "checkpoints" / "step-000050" if kind == "checkpoint" else source, path)
+    if name == "items.parquet":
+        (path / "items.jsonl").unlink()
+    (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=match):
+        inspect_path(path)
+    assert main(["inspect", str(path), "--picture", str(tmp_path / "none.png")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize("content", ['{"name": "an extension", "version": 3}', "[]", "3", "no JSON"])
+def test_a_manifest_of_another_program_is_no_result(content: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match="holds nothing that retain wrote"):
+        inspect_path(tmp_path)
+
+
+def test_a_run_that_has_no_rows_yet_is_a_result(results_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(results_folder / "manifest.json", tmp_path)
+    assert rows_of(tmp_path)["state"].startswith("not finished; 0 of 4 units have rows")
+
+
+def test_a_row_that_was_cut_inside_of_a_letter_is_left_out(results_folder: Path, tmp_path: Path) -> None:
+    row = {"unit": "a", "task": "short\u2028", "policy": "full", "regime": "any", "budget": 1.0, "score": 1.0}
+    whole = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    (tmp_path / "items.jsonl").write_bytes(whole + '{"task": "\u00e9'.encode()[:-1])
+    assert rows_of(tmp_path)["rows"].startswith("1,")
 
 
 @pytest.fixture(scope="module")

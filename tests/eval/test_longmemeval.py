@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from retain.eval.tasks.card import Asking
 from retain.eval.metrics import METRICS
+from retain.eval.tasks.card import Asking
 from retain.eval.tasks.longmemeval import FILES, SIZES, longmemeval, longmemeval_size
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.text import cards

@@ -429,6 +429,16 @@ def test_a_line_is_drawn_where_its_numbers_are():
     assert "A &lt;title&gt;" in text and "a &amp; b" in text and 'class="s1"' in text
 
 
+def test_one_budget_is_drawn_side_by_side():
+    series = tuple(Series(name, style, (64.0,), (50.0,), (40.0,), (60.0,)) for style, name in enumerate("ab"))
+    text = draw_lines(Panel("one", "A title", "x", "y", series, y_range=(0.0, 100.0)))
+    bars = [
+        (float(x), float(a), float(b)) for x, a, b in re.findall(r'"M([\d.]+) ([\d.]+)V([\d.]+)"/>', text)
+    ]
+    assert len(bars) == 2 and bars[0][0] < bars[1][0] and bars[0][1:] == bars[1][1:]
+    assert bars[0][1] > bars[0][2]  # from low to high is up
+
+
 def test_a_forest_keeps_its_marks_in_the_frame():
     lines = [Difference("one", 3.0, 1.0, 500.0, "better"), Difference("two", -1.0, -2.0, 0.0, "inconclusive")]
     text = draw_forest("forest", "title", lines, "points", 2.0, reach=10.0)

@@ -170,6 +170,30 @@ def test_equivalence_is_adjusted_within_its_own_family():
     ]
 
 
+def test_identical_comparisons_do_not_help_the_others():
+    """They count in the family, and bring no p that would pass it."""
+    near = compared(np.tile([-0.3, 0.31], 30))
+    near = replace(near, equivalence=replace(near.equivalence, p=0.02))
+    same = compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=1.0)
+    assert (same.p, same.equivalence.p) == (1.0, 1.0)
+    assert adjust({"near": near})["near"].verdict == "equivalent"
+    made = adjust({"near": near, **{str(i): same for i in range(9)}})
+    assert made["near"].holm_equivalence_p == pytest.approx(0.2)
+    assert [one.verdict for one in made.values()] == ["inconclusive"] + ["identical"] * 9
+
+
+def test_a_task_of_one_item_leaves_no_word():
+    rng = np.random.default_rng(0)
+    gains, tasks = [*rng.normal(10, 1, 40), 60.0], [0] * 40 + [1]
+    made = compare_paired(gains, np.zeros(41), margin=2.0, strata=tasks, resamples=500)
+    assert (made.interval.method, made.verdict, made.equivalence.p) == ("undefined", "inconclusive", 1.0)
+    assert compare_paired(gains[:40], np.zeros(40), margin=2.0, resamples=500).verdict == "better"
+    thirteen = compare_paired(rng.normal(10, 3, 13), np.zeros(13), margin=2.0, strata=list(range(13)))
+    assert (thirteen.p < 0.01, thirteen.verdict) == (True, "inconclusive")
+    same = compare_paired(gains, gains, margin=2.0, strata=tasks)
+    assert (same.interval.method, same.verdict) == ("constant", "identical")
+
+
 def test_a_family_of_one_keeps_its_word():
     for one in (compared(np.linspace(0.5, 3, 20)), compared(np.tile([-0.3, 0.31], 30)), compared([0.0, 9.0])):
         made = adjust({"alone": one})["alone"]

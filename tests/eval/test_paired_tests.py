@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.eval.paired_tests import (
+    Equivalence,
     equivalence,
     exact_binomial,
     exact_mcnemar,
@@ -206,13 +207,16 @@ def test_tost_with_its_unit_and_its_sign(numbers, margin, unit):
 
 
 def test_tost_where_nothing_varies():
-    assert equivalence([np.zeros(5), np.zeros(1)], 0.1).p == 0.0
-    assert equivalence([np.full(5, 0.05)], 0.1).p == 0.0
-    made = equivalence([np.full(5, 0.1)], 0.1)
-    assert (made.p, made.p_lower) == (1.0, 0.0)  # at the margin is not inside
-    assert equivalence([np.full(5, -0.1)], 0.1).p_lower == 1.0
-    assert equivalence([np.array([0.01])], 0.1).p == 1.0  # one cluster has no spread to judge by
-    assert equivalence([np.array([0.01]), np.array([0.0, 0.01, 0.02])], 0.1).p == 1.0
+    # A spread of zero is no evidence, inside the margin, at it or beyond.
+    for strata in (
+        [np.zeros(5), np.zeros(1)],
+        [np.full(5, 0.05)],
+        [np.full(5, 0.1), np.zeros(3)],
+        [np.full(5, -0.3)],
+        [np.array([0.01])],  # and one cluster has no spread
+        [np.array([0.01]), np.array([0.0, 0.01, 0.02])],
+    ):
+        assert equivalence(strata, 0.1) == Equivalence(1.0, 1.0, 1.0, 0.1, 0.0)
 
 
 def test_holm_by_hand():
@@ -241,7 +245,7 @@ def test_equal_everywhere_is_never_nan():
         assert (made.statistic, made.p, made.num_nonzero, made.method) == (0.0, 1.0, 0, "identical")
     assert sign_flip([nothing, np.zeros(1)]).p == 1.0
     assert exact_mcnemar(nothing, nothing).p == 1.0
-    assert equivalence([nothing], 0.02).p == 0.0
+    assert equivalence([nothing], 0.02).p == 1.0
 
 
 def test_what_they_refuse():

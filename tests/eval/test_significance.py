@@ -43,6 +43,21 @@ def test_constant_strata_shift_and_do_not_spread():
     assert beside.high == pytest.approx(alone.high / 2 + 5.0)
 
 
+def test_a_stratum_of_one_item_leaves_no_interval():
+    many = np.random.default_rng(0).normal(5.0, 1.0, 40)
+    for strata in ([many, np.array([60.0])], [many, np.zeros(1)], [np.array([3.0])]):
+        made = paired_interval(strata)
+        assert made.estimate == pytest.approx(sum(s.mean() for s in strata) / len(strata))
+        assert (made.low, made.high, made.method) == (-np.inf, np.inf, "undefined")
+        assert (made.spelled(), verdict(made, 2.0)) == ("no interval", "inconclusive")
+        assert standard_error(strata) == np.inf
+    assert paired_interval([np.zeros(3), np.zeros(1)]).method == "constant"
+    assert paired_interval([many]).spelled(2).startswith("[+4.")
+    apart = ratio_interval([np.ones(3), np.array([0.5])], [np.full(3, 2.0), np.ones(1)])
+    assert (apart.estimate, apart.method) == (0.5, "undefined")
+    assert ratio_interval([np.ones(1)], [np.ones(1)]).method == "constant"
+
+
 def test_two_items_by_hand():
     # Resamples of (0, 1): mean 0 in 1/4, 1/2 in 1/2, 1 in 1/4 of them: 95 % runs from 0 to 1.
     made = paired_interval([np.array([0.0, 1.0])])
