@@ -22,7 +22,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
 
-.PHONY: demo compare methods test bench builds sanitize quantised lint format reference install gates reference-gates gates-seed0 gates-seed1 gates-seed2 $(addprefix family-,$(FAMILIES))
+.PHONY: demo compare methods report test bench builds sanitize quantised lint format reference install gates reference-gates gates-seed0 gates-seed1 gates-seed2 $(addprefix family-,$(FAMILIES))
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -38,6 +38,19 @@ compare: $(INSTALLED)
 methods: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates
 	$(BIN)/python eval/compare.py --config configs/compare/methods.yaml
+
+# The grid that fits in twenty minutes of two cores, and its page: results/report/report.html.
+REPORT := results/report
+report: $(INSTALLED)
+	$(MAKE) gates-seed0
+	$(BIN)/python eval/compare.py --config configs/compare/report.yaml
+	rm -f $(REPORT)/diagnostics.json $(REPORT)/speed.json
+	$(BIN)/python -m retain.eval.diagnose --model reference:0 --gates runs/gates-seed0 --keep-ratio 0.2 --documents 8 --steps 32 \
+		--policies random recency snapkv h2o defensivekv gate fused oracle --out $(REPORT)
+	$(BIN)/python -m retain.eval.speed --what serving --model reference --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
+		--keep-ratios 0.1,0.2,0.4 --batches 1 --tokens 1024 --output $(REPORT)/speed.json
+	$(BIN)/python -m retain.eval.kept --config configs/compare/report.yaml
+	$(BIN)/python -m retain.eval.page $(REPORT)
 
 reference-gates: gates-seed0 gates-seed1 gates-seed2
 

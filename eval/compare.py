@@ -4,9 +4,10 @@
     accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 
 In: a config, trained gates. Out: `results/<run>/` with `items.jsonl`, `references.jsonl`, `cells.json`,
-`manifest.json`, `report.md`, `report.html`, `items.parquet` and `exports/`. A run that was stopped goes on where it was when the same command is given
-again; a finished one is only reported again. The one decision taken here: everything that can be wrong is
-found before the first model runs, and one run at a time is in a folder.
+`manifest.json`, `report.md`, `report.html`, `items.parquet` and `exports/`. A run that was stopped goes on
+where it was when the same command is given again; a finished one is only reported again. The one decision
+taken here: everything that can be wrong is found before the first model runs, and one run at a time is in a
+folder.
 """
 
 import argparse

@@ -319,12 +319,11 @@ def table(record: dict[str, Any]) -> str:
     lines += [
         "median (20 % .. 80 %) over rounds; / plain: of ratios to transformers' own cache next to it, in the "
         "same process.",
-        "held: keys and values behind the prompt, as the cache counts them; allocated: the storage behind them, "
-        "each counted once, in",
-        "MiB and over what all keys and values take. simulated: at least "
-        f"{SIMULATED:.0%} of that, evicted entries stay and nothing is freed; freed: at",
-        f"most {FREED:g} times what was asked for (room for what is decoded, positions, tables); partly freed: "
-        "between the two.",
+        "held: MiB of keys and values behind the prompt, as the cache counts them; allocated: of the storage",
+        "behind them, each counted once, and over what all keys and values take. simulated: evicted entries",
+        f"stay, at least {SIMULATED:.0%} is allocated; freed: at most {FREED:g} times what was asked for, with "
+        "room for what is",
+        "decoded, positions and tables; partly freed: something between.",
     ]
     return "\n".join([*lines, ""])
 

@@ -1,8 +1,9 @@
 """More tasks of the reference model: a grid of depths and lengths, conversations, a long chain.
 
 In: task, seed, index, length. Out: items in the model's own vocabulary, of the statements that it was trained
-on. The one decision taken here: they are a suite of their own. A config of the suite `reference` that names
-no tasks means all of them, and tables that are published must not grow columns.
+on, beside those of the suite `reference`. The one decision taken here: they are a suite of their own. A
+config of the suite `reference` that names no tasks means all of them, and tables that are published must not
+grow columns.
 
 The model can do all of them with the full cache (`tests/eval/test_tasks.py` asks a few). Longer answers are
 not asked for, because it cannot: it follows 6 links of a chain and restates 4 keys, seldom more.
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retain.eval.tasks import Asked, Item, Suite, Task
-from retain.eval.tasks.reference import item_writer, reference_suite, stated
+from retain.eval.tasks.reference import item_writer, reference_item, reference_suite, stated
 from retain.registry import lookup
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -
     Raises:
         ValueError: unknown task, or a context too short for its statements.
     """
-    lookup(task, TASKS, what="task")
+    lookup(task, reference_more_suite().tasks, what="task")
+    if task not in TASKS:
+        return reference_item(task, seed, index, context_tokens)
     if task == "grid":
         return _grid(item_writer("grid", seed, index), index, context_tokens)
     if task == "chain":
@@ -51,15 +54,18 @@ def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -
 
 
 def reference_more_suite() -> Suite:
-    """The suite: models, documents and gates are those of `reference`."""
-    return replace(reference_suite(), name="reference_more", tasks=TASKS, item=reference_more_item)
+    """The suite: models, documents and gates are those of `reference`, and so are its tasks."""
+    base = reference_suite()
+    tasks = {**base.tasks, **TASKS}
+    return replace(base, name="reference_more", tasks=tasks, item=reference_more_item)
 
 
 def _grid(writer: "Writer", index: int, context_tokens: int) -> Item:
     from retain.reference.documents import FACT_FORMATS, fill
     from retain.reference.tokenizer import BOS_ID
 
-    row, column = divmod(index % (len(DEPTHS) * len(LENGTHS)), len(DEPTHS))
+    # A few items already cover the grid: every length in turn, depths in steps of three.
+    row, column = index % len(LENGTHS), 3 * (index // len(LENGTHS)) % len(DEPTHS)
     depth, length = DEPTHS[column], int(LENGTHS[row] * context_tokens)
     key, value = writer.draw(2)
     statement = fill(writer.pick(FACT_FORMATS), key, value)

@@ -3,6 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,8 +33,46 @@ class Library:
 def test_agreement_and_disagreement_show(sign, alike):
     model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 3, 11), 60)
     pair = parity.Pair("KnormPress", "knorm", press_settings={"sign": sign}, first=2, last=5)
-    worst, shared = parity.compare_pair(Library, pair, model, observe(model, ids, mask))
-    assert (worst < 1e-6 and shared == 1.0) if alike else (worst > 1.0 and shared < 0.5)
+    found = parity.compare_pair(Library, pair, model, observe(model, ids, mask))
+    if alike:
+        assert found.worst < 1e-6 and found.shared == 1.0 and found.tied
+    else:
+        assert found.worst > 1.0 and found.shared < 0.5 and not found.tied
+    assert found.agrees == alike
+
+
+@pytest.mark.parametrize(
+    ("worst", "shared", "tied", "agrees"),
+    [
+        (1e-6, 0.5, True, True),
+        (1e-6, 0.995, False, True),
+        (1e-6, 0.98, False, False),
+        (2e-4, 1.0, True, False),
+        (float("nan"), 1.0, True, False),
+    ],
+)
+def test_scores_agree_up_to_rounding_and_ties(worst, shared, tied, agrees):
+    assert parity.Scores(worst, shared, tied).agrees == agrees
+
+
+class Nothing(KnormPress):
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return super().score(module, hidden_states, keys, values, attentions, kwargs) * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("press", "sign", "status"), [(KnormPress, -1.0, 0), (KnormPress, 1.0, 1), (Nothing, -1.0, 1)]
+)
+def test_the_comparison_of_scores_fails_where_they_differ(press, sign, status, monkeypatch, capsys):
+    library = SimpleNamespace(KnormPress=press, version=lambda name: "9.9")
+    monkeypatch.setattr(parity.importlib, "import_module", lambda name: library)
+    monkeypatch.setattr(parity, "PAIRS", (parity.Pair("KnormPress", "knorm", press_settings={"sign": sign}),))
+    with torch.random.fork_rng():
+        assert parity.main([]) == status
+    said = capsys.readouterr()
+    assert "kvpress 9.9" in said.out and said.out.count("DIFFERS") == 2 * status
+    wanted = "error: scores differ by more than rounding: knorm on Llama, knorm on Qwen3" if status else ""
+    assert said.err.strip() == wanted
 
 
 def test_without_the_library_the_tool_says_how_to_get_it(monkeypatch, capsys):

@@ -131,7 +131,8 @@ def test_a_life_says_what_is_freed_and_what_is_not(here):
     entry = plain["bytes_held"] // TOKENS
     assert entry == LAYERS * 2 * HEADS * 8 * 4, "layers, keys and values, heads, width, float32"
     assert freed["bytes_held"] == 10 * entry and freed["bytes_beside"] == freed["entries_masked"] == 0
-    assert simulated["bytes_held"] == plain["bytes_held"]
+    assert simulated["bytes_held"] == plain["bytes_held"] == simulated["bytes_allocated"]
+    assert freed["bytes_held"] <= freed["bytes_allocated"] < plain["bytes_allocated"]
     masked = LAYERS * HEADS * (TOKENS - 10)
     assert simulated["entries_masked"] == masked and simulated["bytes_beside"] == masked * 3 * 8
     assert plain["ttft_ms"] > 0 and plain["token_ms"] > 0 and plain["prefill_peak"] is None

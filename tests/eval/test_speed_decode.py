@@ -56,4 +56,6 @@ def test_settings_that_do_not_fit_are_all_named():
 
 
 def test_percentiles():
-    assert spread_of([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3.0, "p20": 1.8, "p80": 4.2}
+    assert spread_of([5.0, 1.0, 3.0, 2.0, 4.0]) == {
+        **{"median": 3.0, "p5": 1.2, "p20": 1.8, "p80": 4.2, "p95": 4.8}
+    }

@@ -2,7 +2,6 @@ import gc
 import json
 import statistics
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +10,11 @@ from retain import resident
 from retain.eval import speed, speed_serving, speed_stages
 from retain.eval.speed_serving import Bench, Setting, Side, cache_bytes, main, measure, round_of, row_of
 from retain.eval.speed_stages import EVICTION, SCORING, staged
-from retain.eval.speed_table import serving, show_median, show_mib, show_share, show_spread, spread_of
+from retain.eval.speed_table import serving, show_median, show_mib, show_share, show_spread, spread_and_all
+from retain.gates.store import save_gates
+from retain.hf import gates as hf_gates
 from retain.hf.attach import attach, handle_of
+from retain.hf.model import fingerprint
 from retain.hf.request import Request
 from retain.policy import policies
 
@@ -127,6 +129,43 @@ def test_a_side_without_memory_is_said_and_the_others_go_on(monkeypatch):
     assert rows[-1]["ttft_over_plain"] is not None
 
 
+def test_lives_beside_a_plain_cache_without_memory_are_kept(monkeypatch):
+    decode = Side.decode
+
+    def small(self, cache, seen, ids_BS):
+        if self.policy == "plain":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        decode(self, cache, seen, ids_BS)
+
+    monkeypatch.setattr(Side, "decode", small)
+    bench = Bench.of(Setting(**{**TINY, "policies": "knorm", "keep_ratios": "0.5", "batches": "1"}))
+    plain, full, knorm = measure(bench)
+    assert plain["failed"] == "out of memory"
+    for row in (full, knorm):
+        assert len(row["ttft_ms"]["all"]) == 2 and row["ttft_over_plain"] is None
+    assert knorm["ttft_over_full"] is not None
+
+
+def test_a_prefill_that_cannot_be_clocked_leaves_out_its_share(monkeypatch):
+    clock_stages, first = speed_serving.clock_stages, Side.first
+
+    def clocked(bench, side, batch):
+        def large(self, ids_BT):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with monkeypatch.context() as patch:
+            if side.policy == "knorm":
+                patch.setattr(Side, "first", large)
+            clock_stages(bench, side, batch)
+        assert Side.first is first
+
+    monkeypatch.setattr(speed_serving, "clock_stages", clocked)
+    bench = Bench.of(Setting(**{**TINY, "policies": "knorm", "keep_ratios": "0.5", "batches": "1"}))
+    _, full, knorm = measure(bench)
+    assert full["scoring_share"] is not None and not knorm["failed"]
+    assert knorm["scoring_share"] is None and knorm["ttft_over_plain"] is not None
+
+
 def test_the_memory_of_a_life_is_watched_in_a_process_of_its_own(monkeypatch):
     """The process's part, run here; the one that starts it reads its last line."""
     monkeypatch.setattr(resident, "reset_peak", lambda: None)
@@ -140,22 +179,17 @@ def test_the_memory_of_a_life_is_watched_in_a_process_of_its_own(monkeypatch):
     ]
     assert [(one["prefill"], one["decode"]) for one in found][:2] == [(1, 2), (3, 4)]
 
-    def run(command, *, env, **_):
-        assert command[3:] == [
+    def run(module, flags):
+        assert module == "retain.eval.speed_serving" and flags == [
             "--watch",
             *(f"--{name.replace('_', '-')}={value}" for name, value in vars(setting).items()),
         ]
-        assert env["MALLOC_TRIM_THRESHOLD_"] == "65536"
-        return SimpleNamespace(returncode=0, stdout="noise\n" + json.dumps(found), stderr="")
+        return ["noise", json.dumps(found)]
 
-    monkeypatch.setattr(speed_serving, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(resident, "in_a_process", run)
     record = speed_serving.benchmark(setting)
     assert record["peak_of"].startswith("process: resident set at most")
     assert [row["peak_bytes"]["prefill"] for row in record["rows"]] == [1, 3, 5, 7, 9, 11]
-    done = SimpleNamespace(returncode=1, stdout="", stderr="it broke")
-    monkeypatch.setattr(speed_serving, "subprocess", SimpleNamespace(run=lambda *a, **k: done))
-    with pytest.raises(RuntimeError, match="the watched process failed: it broke"):
-        speed_serving.watched(setting)
 
 
 def test_by_default_every_preset_that_needs_nothing_made(monkeypatch):
@@ -173,6 +207,24 @@ def test_policies_with_gates_run_on_random_ones():
         sides = bench.sides()
         bench.try_out(sides, 1)
     assert [side.achieved for side in sides] == [1.0, 1.0, 0.5, 0.75]
+
+
+def test_gates_in_a_folder_are_loaded_once_and_not_in_every_life(tmp_path, monkeypatch):
+    setting = Setting(**{**TINY, "policies": "gate", "gates": "random", "keep_ratios": "0.5"})
+    drawn = Bench.of(setting)
+    save_gates(drawn.gates, tmp_path, fingerprint=fingerprint(drawn.model))
+    loads, load_gates = [], speed_serving.load_gates
+
+    def counted(*given, **more):
+        loads.append(given)
+        return load_gates(*given, **more)
+
+    monkeypatch.setattr(speed_serving, "load_gates", counted)
+    monkeypatch.setattr(hf_gates, "load_gates", counted)
+    bench = Bench.of(Setting(**{**vars(setting), "gates": str(tmp_path)}))
+    rows = measure(bench)
+    assert [given[0] for given in loads] == [str(tmp_path)]
+    assert len(rows) == 2 * 3 and not any(row["failed"] for row in rows)
 
 
 def test_the_reference_model_and_a_folder_are_models(tmp_path):
@@ -248,12 +300,12 @@ def test_stages_are_those_of_the_pipeline_and_put_back():
 
 def test_a_spread_is_numpys_percentiles():
     values = torch.rand(11, dtype=torch.float64).tolist()
-    spread = spread_of(values)
+    spread = spread_and_all(values)
     for percent in (5, 20, 80, 95):
         naive = float(torch.tensor(values, dtype=torch.float64).quantile(percent / 100))
         assert spread[f"p{percent}"] == pytest.approx(naive)
     assert spread["median"] == sorted(values)[5] and spread["all"] == values
-    assert spread_of([1.0]) is None
+    assert spread_and_all([1.0]) is None
     assert show_spread({"p20": 1.0, "median": 2.0, "p80": 3.0}, 1) == "2.0 (1.0..3.0)"
     assert (show_spread(None, 1), show_median(None), show_share(None), show_mib(None)) == ("-",) * 4
     assert (show_median({"median": 1.5}), show_share({"median": 0.5}), show_mib(2**20)) == (
@@ -278,5 +330,9 @@ def test_bytes_of_a_foreign_cache_are_its_tensors():
     layer = type("Layer", (), {})()
     layer.keys, layer.values = torch.zeros(2, 3), torch.zeros(4)[:2]
     layer.states, layer.name = {0: torch.zeros(5)}, "x"
-    cache = type("Foreign", (), {"layers": [layer]})()
-    assert cache_bytes(cache) == {"held": 4 * (6 + 2 + 5), "allocated": 4 * (6 + 4 + 5), "full": 4 * 13}
+    other = type("Layer", (), {})()
+    both = torch.zeros(20)  # one storage, which two views share
+    other.keys, other.values = both[:3], both[10:13]
+    cache = type("Foreign", (), {"layers": [layer, other]})()
+    held = 4 * (6 + 2 + 5 + 3 + 3)
+    assert cache_bytes(cache) == {"held": held, "allocated": 4 * (6 + 4 + 5 + 20), "full": held}

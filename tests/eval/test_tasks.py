@@ -93,7 +93,9 @@ def test_spans():
 
 def test_more_tasks_are_a_suite_of_their_own():
     first, more = load_suite("reference"), load_suite("reference_more")
-    assert [*first.tasks] == [*TASKS] and [*more.tasks] == [*MORE] == ["grid", "requests", "turns", "chain"]
+    assert [*first.tasks] == [*TASKS] and [*MORE] == ["grid", "requests", "turns", "chain"]
+    assert [*more.tasks] == [*TASKS, *MORE]
+    assert reference_more_item("lists", 1, 2, 600).context_ids == first.item("lists", 1, 2, 600).context_ids
     assert more.load_model is first.load_model and more.seeds == first.seeds
     with pytest.raises(ValueError, match="unknown task 'grit': did you mean 'grid'"):
         reference_more_item("grit", 0, 0, 600)
@@ -126,7 +128,9 @@ def test_the_grid_is_filled_once():
         assert start - 1 == round(depth / 100 * (length - 1 - (stop - start)))
         answer = item.gold_ids[0]
         assert item.context_ids.count(answer) == 1 and answer in item.context_ids[start:stop]
-    assert cells == [(depth, length * 400) for length, depth in product(LENGTHS, DEPTHS)]
+    wanted = [(depth, length * 400) for length, depth in product(LENGTHS, DEPTHS)]
+    assert sorted(cells) == sorted(wanted) and len(set(cells)) == len(wanted)
+    assert {length for _, length in cells[:4]} == {length * 400 for length in LENGTHS}
     with pytest.raises(ValueError, match="shortest context is 0.25 of context_tokens=16"):
         reference_more_item("grid", 0, 0, 16)
 

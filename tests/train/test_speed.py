@@ -80,3 +80,26 @@ def test_shapes_are_settings_and_wrong_ones_are_refused(capsys: pytest.CaptureFi
     with pytest.raises(ValueError, match="do not divide one another"):
         Setting(heads=7)
     assert main(["--what", "stepp"]) == 2 and "did you mean" in capsys.readouterr().err.lower()
+
+
+def test_a_watched_process_is_started_with_the_whole_setting_and_its_failure_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting, asked = Setting(**SMALL), []
+
+    def run(module: str, flags: list[str]) -> list[str]:
+        asked.append((module, flags))
+        return ["noise", *(json.dumps({"tokens": tokens}) for tokens in (160, 192))]
+
+    monkeypatch.setattr(speed, "in_a_process", run)
+    assert speed.watched(setting, [160, 192]) == [{"tokens": 160}, {"tokens": 192}]
+    ((module, flags),) = asked
+    assert module == "retain.train.speed" and flags[:5] == ["--what", "watch", "--lengths", "160", "192"]
+    assert flags[5:] == [f"--{name.replace('_', '-')}={value}" for name, value in vars(setting).items()]
+
+    def fail(module: str, flags: list[str]) -> list[str]:
+        raise RuntimeError("the watched process failed: it broke")
+
+    monkeypatch.setattr(speed, "in_a_process", fail)
+    assert main(["--what", "memory"]) == 2
+    assert capsys.readouterr().err == "error: the watched process failed: it broke\n"
