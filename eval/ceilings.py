@@ -18,6 +18,7 @@ from scipy.stats import norm
 
 from retain.eval.record import read_rows
 from retain.eval.summary import Cell, Scores, gather
+from retain.eval.tasks import Task
 from retain.provenance import write_json
 
 CELLS = "cells.json"
@@ -73,7 +74,7 @@ def discriminate(scores: Scores, regime: str, task: str, budget: float) -> Discr
             f"task {task!r} was not measured in regime {regime!r} at budget {budget:g}: there are tasks "
             f"{', '.join(scores.families)}, regimes {', '.join(scores.regimes)}, budgets {known}."
         )
-    own = {cell.policy: scores.judged[cell][task] for cell in (full, *cells)}
+    own = {cell.policy: scores.strata(cell, [task])[0] for cell in (full, *cells)}
     means = {name: float(values.mean()) for name, values in own.items()}
     best, worst = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
     ceiling, spread = means["full"], means[best] - means[worst]
@@ -99,7 +100,9 @@ def noise_of(values: np.ndarray, pairs: int) -> float:
     return z * float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def cells_of(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> list[dict[str, Any]]:
+def cells_of(
+    rows: Sequence[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str, Task]
+) -> list[dict[str, Any]]:
     """Every cell and task of a run: score, ceiling, flag, memory, nulls.
 
     Args:
@@ -132,7 +135,7 @@ def cells_of(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> list[di
                     "budget": cell.budget,
                     "task": task,
                     "score": float(scores.judged[cell][task].mean()),
-                    "items": len(scores.seeds[task]),
+                    "items": scores.num_items([task]),
                     "nulls": [list(where) for where in scores.nulls.get((cell, task), ())],
                     "ceiling": float(scores.judged[Cell(cell.regime, "full", 1.0)][task].mean()),
                     "discriminative": None if told is None else told.yes,
@@ -145,7 +148,7 @@ def cells_of(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> list[di
     return entries
 
 
-def write_cells(folder: Path, tasks: Sequence[str]) -> Path:
+def write_cells(folder: Path, tasks: Sequence[str] | Mapping[str, Task]) -> Path:
     """Write `cells.json` of a finished run.
 
     Raises:

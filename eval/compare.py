@@ -78,7 +78,10 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
         "tasks": {
             name: {
                 part: getattr(task, part)
-                for part in ("family", "metric", "primary", "provenance", "source", "licence", "version")
+                for part in (
+                    *("family", "metric", "primary", "provenance", "source", "licence", "version"),
+                    "seeded",
+                )
             }
             for name, task in tasks.items()
         },
@@ -122,7 +125,7 @@ def compare(
         if run_all(config, suite, processes=processes) or "finished" not in manifest:
             manifest |= {"finished": now(), "processes": processes.count}
             write_json(config.folder / MANIFEST, manifest)
-        write_cells(config.folder, [*suite.tasks])
+        write_cells(config.folder, suite.tasks)
         report, claims = write_report(config.folder, manifest, suite.tasks)
         write_exports(config.folder, manifest, suite.tasks)
         write_page(config.folder, manifest, suite.tasks)

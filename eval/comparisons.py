@@ -3,32 +3,47 @@
 In: the scores of a run. Out: every policy minus the best heuristic of its regime, budget and task family,
 with interval, tests and verdict (`Judged`), and for each such place a paragraph (`Paragraph`).
 
-The one decision taken here: what is adjusted together. All comparisons of one regime, over all its budgets,
-policies and task families, are one Holm family, which is fixed by the config before anything is measured
-(only which heuristic is the baseline is read from the scores, and that choice favours the heuristic). A
-comparison that shows nothing is called unknown, with the difference that this many items could have shown;
+The one decision taken here: what is judged, and what is adjusted together. The declared primary comparison is
+that of learned policies, controls and the full cache with the best heuristic. All such comparisons of one
+regime, over all its budgets and task families, are one Holm family, fixed by the config before anything is
+measured.
+
+Which heuristic is the baseline is read from the same scores, and a maximum lies too high (the winner's
+curse): even of heuristics that are all alike one comes out best, and the tests of the others against it are
+wrong far more often than they say. So heuristics, and variants of them, get their difference and its interval
+and no verdict but "below (or above) the best heuristic". Of a learned policy or control "better" is
+conservative for the same reason, and "worse" leans against it: it says worse than the best of several, picked
+on these items.
+
+A comparison that shows nothing is called unknown, with the difference that this many items could have shown;
 it is never called "the same".
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
+from functools import cache
 
 from retain.eval.ceilings import Discrimination, discriminate
 from retain.eval.config import CONTROLS, FULL
-from retain.eval.paired_result import PairedResult, adjust, compare_paired
+from retain.eval.paired_result import PairedResult
 from retain.eval.power import smallest_difference
-from retain.eval.significance import standard_error
-from retain.eval.summary import FAMILIES, Cell, Scores, best_heuristic
+from retain.eval.significance import Verdict, standard_error
+from retain.eval.summary import (
+    ALPHA,
+    FAMILIES,
+    LEARNED,
+    Cell,
+    Scores,
+    best_heuristic,
+    compare,
+    compare_family,
+)
+from retain.presets import policies as presets
 
-ALPHA = 0.05
 # Bounds and controls are no methods: they are judged, and never called best.
 BOUNDS = (FULL, *CONTROLS)
-WORDS = ("better", "equivalent", "identical", "worse", "inconclusive")
-# Below this many items a spread says nothing about what could have been shown.
-FEWEST = 8
+WORDS = ("better", "equivalent", "identical", "worse", "inconclusive", "unjudged")
 # A paragraph names this many policies of a verdict; the table names all.
 NAMED = 8
 
@@ -49,9 +64,11 @@ class Judged:
     Attributes:
         place: Where.
         policy, baseline: What is compared.
-        result: Interval, tests, verdict within its Holm family.
+        result: Interval, tests, verdict within its Holm family; of what is not judged the verdict is
+            "identical" or "unjudged", and there is no family.
         detectable: Smallest true difference that this many items would show in four runs of five, at the
-            level that its Holm family leaves one comparison; None where nothing differs.
+            level that its Holm family leaves one comparison; None where too few differ for any.
+        family_size: Comparisons that are adjusted together; 0 of what is not judged.
     """
 
     place: Place
@@ -59,6 +76,7 @@ class Judged:
     baseline: str
     result: PairedResult
     detectable: float | None
+    family_size: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,37 @@ def is_bound(policy: str) -> bool:
     return policy.partition("+")[0] in BOUNDS
 
 
+@cache
+def _measured_beforehand() -> frozenset[str]:
+    """Presets that something trained or measured belongs to: gates, head classes."""
+    return frozenset(one.name for one in presets() if {"gates", "head_classes"} & one.needs)
+
+
+def is_judged(policy: str) -> bool:
+    """Whether a policy gets a verdict against the best heuristic: learned ones, controls, the full cache."""
+    name = policy.partition("+")[0]
+    return is_bound(policy) or name in LEARNED or name in _measured_beforehand()
+
+
+def word_of(result: PairedResult) -> str:
+    """The verdict in tables; of what is not judged, only on which side of the best heuristic it came out."""
+    if result.verdict != "unjudged":
+        return result.verdict
+    return f"{'below' if result.estimate <= 0 else 'above'} the best heuristic"
+
+
+def fewest(family_size: int) -> int:
+    """Items below which no number of them shows anything in a family of this size: the smallest exact p of n
+    differing items is `2 / 2^n`, and must be below `ALPHA / family_size` with one item to spare,
+    `ceil(log2(2 * family_size / ALPHA)) + 1`."""
+    return math.ceil(math.log2(2 * family_size / ALPHA)) + 1
+
+
+def can_reach(num_nonzero: int, family_size: int) -> bool:
+    """Whether the exact test of so many differing items can pass its family: `2 / 2^n < ALPHA / M`."""
+    return 2.0 ** (1 - num_nonzero) < ALPHA / family_size
+
+
 def places(scores: Scores) -> list[Place]:
     """Every regime, budget and task family that was measured."""
     return [
@@ -117,7 +166,8 @@ def apart(scores: Scores) -> list[tuple[Place, Discrimination]]:
 
 
 def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
-    """Every policy, the full cache among them, minus the best heuristic of each place.
+    """Every policy, the full cache among them, minus the best heuristic of each place; those of a place that
+    are judged stand before the others.
 
     Args:
         scores: Of the run.
@@ -126,31 +176,25 @@ def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
     """
     made: list[Judged] = []
     for regime in scores.regimes:
-        pairs = _declared(scores, regime)
-        enough = max(resamples, math.ceil(4 * len(pairs) / ALPHA))
-        results = {}
-        for place, policy, baseline in pairs:
-            own, other = _strata(scores, place, policy), _strata(scores, place, baseline)
-            tasks = [task for task, x in zip(scores.tasks(place.family), own, strict=True) for _ in x]
-            results[place, policy] = compare_paired(
-                [value for x in own for value in x],
-                [value for x in other for value in x],
-                margin=margin,
-                strata=tasks,
-                alpha=ALPHA,
-                resamples=enough,
+        every = _declared(scores, regime)
+        pairs = [own for own in every if is_judged(own[1])]
+        cells = [(*_cells(*own), own[0].family) for own in pairs]
+        settled = compare_family(scores, cells, margin=margin, resamples=resamples)
+        for (place, policy, baseline), one in zip(pairs, settled, strict=True):
+            assert one is not None
+            detectable = _detectable(scores, place, policy, baseline, one.result, len(pairs))
+            made.append(Judged(place, policy, baseline, one.result, detectable, len(pairs)))
+        for place, policy, baseline in every:
+            if is_judged(policy):
+                continue
+            shown = compare(
+                scores, *_cells(place, policy, baseline), place.family, margin=margin, resamples=resamples
             )
-        if not results:
-            continue
-        for (key, result), (place, policy, baseline) in zip(adjust(results).items(), pairs, strict=True):
-            assert key == (place, policy)
-            made.append(
-                Judged(
-                    *(place, policy, baseline, result),
-                    detectable=_detectable(scores, place, policy, baseline, len(pairs)),
-                )
-            )
-    return made
+            assert shown is not None
+            word: Verdict = "identical" if shown.interval.identical else "unjudged"
+            made.append(Judged(place, policy, baseline, replace(shown.result, verdict=word), None, 0))
+    order = {place: number for number, place in enumerate(places(scores))}
+    return sorted(made, key=lambda one: order[one.place])
 
 
 def paragraphs(scores: Scores, judged: Sequence[Judged]) -> list[Paragraph]:
@@ -163,7 +207,7 @@ def paragraphs(scores: Scores, judged: Sequence[Judged]) -> list[Paragraph]:
         means = {cell.policy: scores.mean(cell, tasks) for cell in cells if not is_bound(cell.policy)}
         full = Cell(place.regime, FULL, 1.0)
         ceiling = scores.mean(full, tasks) if full in scores.exact else None
-        items = sum(len(scores.seeds[task]) for task in tasks)
+        items = scores.num_items(tasks)
         title = (
             f"{place.regime}, {budget_name(place.budget)}: {_tasks_named(place.family, len(tasks))}, "
             f"{items} items"
@@ -201,6 +245,8 @@ def _said(judged: Sequence[Judged], baseline: str) -> list[Said]:
             "identical": f"Identical to {baseline}: the same score on every item",
             "inconclusive": f"Not known whether it differs from {baseline}: after adjustment these "
             f"items show neither a difference nor that it lies within ±{margin:g} points",
+            "unjudged": f"Not judged, since {baseline} was chosen as the best heuristic on these items: "
+            "heuristics and variants below it, or above",
         }[word]
         made.append(
             Said(
@@ -214,13 +260,19 @@ def _said(judged: Sequence[Judged], baseline: str) -> list[Said]:
 def numbers(one: Judged) -> str:
     """Estimate, interval, the adjusted p that the verdict rests on; for an unknown, what could be shown."""
     r = one.result
-    text = f"{r.estimate:+.1f} [{r.interval.low:+.1f}, {r.interval.high:+.1f}]"
+    text = f"{r.estimate:+.1f} {r.interval.spelled()}"
     if r.verdict in ("better", "worse"):
         return f"{text}, {_p(r.holm_p)}"
     if r.verdict == "equivalent":
         return f"{text}, TOST {_p(r.holm_equivalence_p)}"
+    if r.verdict == "unjudged":
+        return f"{text}, {word_of(r)} (chosen on these items)"
     if r.verdict == "inconclusive" and one.detectable is not None:
         return f"{text}, {_p(r.holm_p)}; these items could show {one.detectable:.1f}"
+    if r.verdict == "inconclusive" and not can_reach(r.interval.num_nonzero, one.family_size):
+        count = r.interval.num_nonzero
+        differ = f"{count} item{'s differ' if count != 1 else ' differs'}"
+        return f"{text}, {_p(r.holm_p)}; {differ}: too few for a family of {one.family_size}"
     return text
 
 
@@ -248,16 +300,21 @@ def _declared(scores: Scores, regime: str) -> list[tuple[Place, str, str]]:
     return found
 
 
-def _strata(scores: Scores, place: Place, policy: str) -> list[np.ndarray]:
-    cell = Cell(place.regime, policy, 1.0 if policy == FULL else place.budget)
-    return scores.strata(cell, scores.tasks(place.family))
+def _cells(place: Place, policy: str, baseline: str) -> tuple[Cell, Cell]:
+    own = Cell(place.regime, policy, 1.0 if policy == FULL else place.budget)
+    return own, Cell(place.regime, baseline, place.budget)
 
 
-def _detectable(scores: Scores, place: Place, policy: str, baseline: str, family_size: int) -> float | None:
-    pairs = zip(_strata(scores, place, policy), _strata(scores, place, baseline), strict=True)
-    differences = [a - b for a, b in pairs]
-    count = sum(len(own) for own in differences)
+def _detectable(
+    scores: Scores, place: Place, policy: str, baseline: str, result: PairedResult, family_size: int
+) -> float | None:
+    tasks = scores.tasks(place.family)
+    own, other = (scores.strata(cell, tasks) for cell in _cells(place, policy, baseline))
+    differences = [a - b for a, b in zip(own, other, strict=True)]
+    count = sum(len(values) for values in differences)
     spread = standard_error(differences) * math.sqrt(count)
-    if count < FEWEST or not spread > 0:
+    if count < fewest(family_size) or not can_reach(result.sign_flip.num_nonzero, family_size):
+        return None
+    if not 0 < spread < math.inf:  # nothing varies, or a task has one item
         return None
     return smallest_difference(count, sd=spread, alpha=ALPHA / family_size)

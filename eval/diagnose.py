@@ -8,9 +8,10 @@ generator, or pieces of a text file). Out: `diagnostics.json` (`retain.eval.diag
 it) and a table. The definitions are `retain.eval.diagnostics`.
 
 A document is a context and the turns that are asked of it. The full cache answers each turn greedily; every
-policy evicts from the same context, once, after the prompt and never while answers are written, and is then shown the same turns and the *full cache's* answers, so that
-all see the same queries. A step is one token of those answers, and its query the one that it is predicted at.
-Besides, every policy answers the turns by itself, which shows loops and answers without end.
+policy evicts from the same context (one eviction, after the prompt: nothing goes while an answer is written)
+and is then shown the same turns and the *full cache's* answers, so that all see the same queries. A step is
+one token of those answers, and its query the one that it is predicted at. Besides, every policy answers the
+turns by itself, which shows loops and answers without end.
 
 The one decision taken here: the full cache is one of the policies, through the same store and code, and what
 is compared with is the model without any cache of ours. Its row must read coverage 1, losses 0, divergence 0,

@@ -3,8 +3,9 @@
 In: `reference:SEED`, a folder or a hub id; a text file, or none. Out: the model, its tokenizer, documents.
 The reference generator writes documents with questions, on text that no training saw. A text is cut into
 pieces, spread over all of it, that are continued: all but a piece's last token is its context, and the last
-token its only turn, at which the model goes on writing. Perplexity cuts its pieces here too. The one decision taken here: nothing is padded or joined, a document is read
-as it is, alone.
+token its only turn, at which the model goes on writing. Perplexity cuts its pieces here too. The one decision
+taken here: nothing is padded or joined, a document is read as it is, alone, and a text too short for as many
+pieces as are asked for is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -136,8 +137,8 @@ def cut(
 def opening_of(tokenizer: Any) -> tuple[int, ...]:
     """The special tokens that stand before a text: those that the tokenizer puts there, else its first one.
 
-    Not every tokenizer puts its first token (`bos_token`) where it belongs by itself; one without such a token
-    has an empty opening.
+    Not every tokenizer puts its first token (`bos_token`) where it belongs by itself; of one without such a
+    token, no text has an opening.
     """
     whole, plain = (list(tokenizer("a", add_special_tokens=own)["input_ids"]) for own in (True, False))
     places = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import yaml
 
 from retain.eval.config import FULL
@@ -58,7 +59,7 @@ def write_exports(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str,
         ValueError: If pyarrow is not installed, or the run is unfinished.
     """
     rows = [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(folder)]
-    scores = gather(rows, list(tasks))
+    scores = gather(rows, tasks)
     asked = {_key(one): one for one in read_references(folder)}
     made = [write_parquet(rows, folder / PARQUET, manifest)]
     for cell, own in _by_cell(rows).items():
@@ -226,7 +227,7 @@ def _lm_eval(
             task: {
                 "alias": task,
                 f"{metric[task]},none": scores.mean(cell, [task]) / 100,
-                f"{metric[task]}_stderr,none": standard_error(scores.strata(cell, [task])) / 100,
+                f"{metric[task]}_stderr,none": _error(scores.strata(cell, [task])),
             }
             for task in by_task
         },
@@ -263,6 +264,12 @@ def _lm_eval(
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
         write_text(where / f"samples_{file_name(task)}_{time}.jsonl", text)
     return where
+
+
+def _error(strata: Sequence[np.ndarray]) -> float | str:
+    """Standard error in [0, 1]; of a single item what lm-evaluation-harness writes where it has none."""
+    error = standard_error(strata) / 100
+    return error if math.isfinite(error) else "N/A"
 
 
 def _sample(

@@ -269,7 +269,7 @@ def answers(config: CompareConfig, suite: Suite) -> Scores:
     check(config, suite)
     open_run(config.folder, describe_run(config, suite), [unit.key for unit in plan(config, suite)])
     run_all(config, suite)
-    return gather(read_rows(config.folder), list(suite.tasks))
+    return gather(read_rows(config.folder), suite.tasks)
 
 
 def exact_of(scores: Scores, policy: str, resamples: int) -> dict[str, tuple[float, float, float]]:
@@ -295,7 +295,7 @@ def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> lis
     seeds = sorted({recipe.seed for recipe in recipes})
     name = f"{BASELINE}-{'-'.join(map(str, seeds))}-{settings.items}"
     scores = answers(compare_config(suite, name, seeds, "no-gates-{seed}", BASELINE, settings), suite)
-    items = {f: sum(len(scores.seeds[t]) for t in scores.tasks(f)) for f in FAMILIES if scores.tasks(f)}
+    items = {f: scores.num_items(scores.tasks(f)) for f in FAMILIES if scores.tasks(f)}
     lines = [
         Line("full", "", "", None, None, {}, exact_of(scores, "full", settings.resamples), items),
         Line(
@@ -323,7 +323,7 @@ def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> lis
                 seconds=recipe.seconds,
                 overlap=overlap[recipe.name],
                 exact=exact_of(scores, "gate", settings.resamples),
-                items={f: sum(len(scores.seeds[t]) for t in scores.tasks(f)) for f in items},
+                items={f: scores.num_items(scores.tasks(f)) for f in items},
             )
         )
     return lines

@@ -12,9 +12,7 @@ from typing import Any
 
 # Blanks before a step are those of its own line, or a text of line breaks would be read once for each; and a
 # number of more than 100 digits is no step's (Python refuses to read one of more than 4300).
-_STEP = re.compile(
-    r"^(?:[^\S\n]|[*#>-])*step\s+(\d{1,100})[\s*]*:(.*)$", re.IGNORECASE | re.MULTILINE
-)
+_STEP = re.compile(r"^(?:[^\S\n]|[*#>-])*step\s+(\d{1,100})[\s*]*:(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
 def written_steps(prediction: str) -> dict[int, str]:

@@ -2,8 +2,10 @@
 
 In: the scores of a run. Out: for each ordering, regime and keep_ratio a paired difference over all tasks,
 with a finding in words. The one decision taken here: an ordering is a row of a table, written before the run
-that checks it, and a finding is read off the interval alone. "better" holds where it lies above 0, whatever
-its size; "alike" where it lies within the margin, whatever its sign.
+that checks it, and a finding is read off the verdict of its family: all orderings of one regime, over all
+keep_ratios, are adjusted together. "better" holds where the policy is better, whatever the size; "alike"
+where the difference is shown to lie within the margin, whatever its sign. Findings that were published before
+this rule read the interval alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from retain.eval.significance import Interval
-from retain.eval.summary import ALL, Cell, Comparison, Scores, compare
+from retain.eval.summary import ALL, ALPHA, Cell, Comparison, Scores, compare_family
 
 Finding = Literal["holds", "does not hold", "inconclusive"]
 Size = Literal["above", "within", "below", "open"]
@@ -59,7 +61,7 @@ class Checked:
     Attributes:
         ordering: The row.
         made: Policy minus baseline.
-        finding: What the interval says of the row.
+        finding: What interval and adjusted test say of the row.
         size: Where the interval lies against the margin: "above" it, "within" it, "below" minus it, or
             "open", over one of its ends.
         published: Whether the ordering was published there; if not, it is extrapolated.
@@ -261,7 +263,8 @@ def orderings_of(scores: Scores) -> list[Ordering]:
 
 
 def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Checked]:
-    """Every ordering at every regime and keep_ratio of a run, over all tasks, each counting alike.
+    """Every ordering at every regime and keep_ratio of a run, over all tasks, each counting alike. Those of a
+    regime are one Holm family.
 
     Args:
         scores: Of the run.
@@ -269,18 +272,29 @@ def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Ch
         resamples: Of the intervals.
     """
     checked = []
-    for one in orderings_of(scores):
+    table = orderings_of(scores)
+    made: dict[tuple[Cell, Cell], Comparison] = {}
+    for regime in scores.regimes:
+        pairs = [
+            pair
+            for one in table
+            for ratio in scores.budgets
+            if set(pair := (Cell(regime, one.policy, ratio), Cell(regime, one.baseline, ratio)))
+            <= set(scores.exact)
+        ]
+        own = compare_family(scores, [(*pair, ALL) for pair in pairs], margin=margin, resamples=resamples)
+        made |= {pair: found for pair, found in zip(pairs, own, strict=True) if found is not None}
+    for one in table:
         for regime in scores.regimes:
             for ratio in scores.budgets:
                 pair = Cell(regime, one.policy, ratio), Cell(regime, one.baseline, ratio)
-                made = compare(scores, *pair, ALL, margin=margin, resamples=resamples)
-                if made is not None:
+                if pair in made:
                     checked.append(
                         Checked(
                             one,
-                            made,
-                            finding_of(one, made, margin),
-                            size_of(made.interval, margin),
+                            made[pair],
+                            finding_of(one, made[pair], margin),
+                            size_of(made[pair].interval, margin),
                             one.covers(regime, ratio),
                             _recovery(scores, *pair) if one.topic == PROTECTION else None,
                         )
@@ -289,15 +303,20 @@ def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Ch
 
 
 def finding_of(ordering: Ordering, made: Comparison, margin: float) -> Finding:
-    """What an interval says of an ordering.
+    """What a comparison says of an ordering.
 
-    "better" holds above 0, and does not hold below 0 or where the difference is shown to be no more than the
-    margin. "alike" holds within the margin, also where the difference is certain, and does not hold beyond
-    it.
+    "better" holds where the verdict is better, and does not where it is worse or the difference is shown to
+    be no more than the margin. "alike" holds where the interval lies within the margin and the adjusted
+    equivalence test passes, also where the difference is certain; it does not where the interval lies beyond
+    the margin and the verdict says so. What its family does not bear is inconclusive.
     """
     if ordering.says == "alike":
-        found: dict[Size, Finding] = {"within": "holds", "open": "inconclusive"}
-        return found.get(size_of(made.interval, margin), "does not hold")
+        size, result = size_of(made.interval, margin), made.result
+        p = result.equivalence.p if result.holm_equivalence_p is None else result.holm_equivalence_p
+        if made.verdict == "identical" or (size == "within" and p < ALPHA):
+            return "holds"
+        beyond = size in ("above", "below") and made.verdict in ("better", "worse")
+        return "does not hold" if beyond else "inconclusive"
     if made.verdict == "inconclusive":
         return "inconclusive"
     return "holds" if made.verdict == "better" else "does not hold"

@@ -109,7 +109,7 @@ def context(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]
     diagnostics, speed, kept = measured["diagnostics"], measured["speed"], measured["kept"]
     # Rows of earlier runs knew one kind of budget and one kind of score.
     rows = [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(folder)]
-    scores = gather(rows, list(tasks))
+    scores = gather(rows, tasks)
     config = manifest["config"]
     command = run_command(manifest)
     names = [*scores.policies]
@@ -148,7 +148,7 @@ def context(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]
         "lead": _lead(scores, manifest),
         "warnings": _warnings(manifest),
         "parts": PARTS,
-        "rule": _rule(margin, len(judged)),
+        "rule": _rule(margin, sum(one.result.family_size is not None for one in judged)),
         "paragraphs": paragraphs(scores, judged),
         "limits": _limits(scores, rows, unclear, config),
         "scores": score_figure(scores, styles, command),
@@ -264,7 +264,7 @@ def _ceilings(scores: Scores) -> tuple[Table | None, list[str]]:
 
 def _lead(scores: Scores, manifest: Mapping[str, Any]) -> str:
     config = manifest["config"]
-    items = sum(len(own) for own in scores.seeds.values())
+    items = scores.num_items(scores.families)
     ratios = ", ".join(f"{budget:g}" for budget in scores.budgets if budget < 1)
     tokens = ", ".join(f"{budget:g}" for budget in scores.budgets if budget > 1)
     budgets = " and ".join(
@@ -293,8 +293,10 @@ def _warnings(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _rule(margin: float, count: int) -> str:
     return (
-        "Each policy is compared with the best heuristic of its regime, budget and task family, item by "
-        "item. Better or worse: the 95 % interval excludes 0 and the Holm-adjusted test passes at 0.05. "
+        "Learned policies, controls and the full cache are compared with the best heuristic of their regime, "
+        "budget and task family, item by item; other heuristics are shown, not judged, since the best was "
+        "chosen among them. Better or worse: the 95 % interval excludes 0 and the Holm-adjusted test passes "
+        "at 0.05. "
         f"Equivalent: the interval lies within ±{margin:g} points, a margin stated before the run, and the "
         "adjusted equivalence test passes. Identical: the same score on every item. Everything else is not "
         f"known, which is not the same as equal. {count} comparisons in all; all of one regime are adjusted "
@@ -310,7 +312,8 @@ def _limits(
     nulls = sum(bool(row.get("null")) for row in rows)
     said = [
         f"Intervals resample items, not models: {seeds} seed{'s' * (seeds > 1)} cannot speak for others.",
-        "The best heuristic is chosen on the same items that it is then compared on, which favours it.",
+        "The best heuristic is chosen on the same items that it is then compared on, which favours it: "
+        "better is conservative, worse leans against the policy.",
     ]
     if config["suite"] == "reference":
         said.append("The model has about a million parameters: nothing about large models follows from it.")
@@ -364,7 +367,8 @@ def _reading(config: Mapping[str, Any]) -> list[str]:
         "alike.",
         "Seen: families of tasks that gates were trained on. Held-out: all others.",
         "Intervals: paired, stratified by task, BCa bootstrap over (seed, item), at least "
-        f"{config['resamples']} resamples. Several questions on one item are averaged first.",
+        f"{config['resamples']} resamples. Several questions on one item are averaged first, and so are the "
+        "seeds of an item that all of them answer. A task of one item leaves no interval.",
         "p: sign-flip test of the mean over tasks, or the exact McNemar test of one task scored right or "
         "wrong. Wilcoxon's test is printed and decides nothing: it is about ranks.",
         "oracle and token_identity are controls, no methods: the true future attention, and a table of "

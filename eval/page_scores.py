@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from retain.eval.comparisons import Judged, budget_name, is_bound
+from retain.eval.comparisons import Judged, budget_name, is_bound, word_of
 from retain.eval.config import FULL
 from retain.eval.figures import (
     NUM_COLOURS,
@@ -24,7 +24,8 @@ from retain.eval.figures import (
     forest_reach,
     swatch,
 )
-from retain.eval.significance import standard_error
+from retain.eval.paired_result import PairedResult
+from retain.eval.significance import Interval, standard_error
 from retain.eval.summary import FAMILIES, LEARNED, Cell, Scores
 from retain.eval.tabular import Entry, Figure, Shown, Table, heat, number, p_value, scale, words
 from retain.eval.tasks import Task
@@ -103,7 +104,7 @@ def score_tables(scores: Scores) -> list[Table]:
                 tasks = scores.tasks(family)
                 row += [number(scores.mean(cell, [task])) for task in tasks]
                 row += [number(scores.mean(cell, tasks))]
-                row += [number(1.96 * standard_error(scores.strata(cell, tasks)))]
+                row += [number(_finite(1.96 * standard_error(scores.strata(cell, tasks))))]
             rows.append(tuple(row))
         ident = f"tab-scores-{len(made)}"
         made.append(Table(ident, f"Scores in %, {regime}", tuple(columns), tuple(rows)))
@@ -116,7 +117,7 @@ def forest_figure(judged: Sequence[Judged], margin: float, command: str) -> Figu
     names: dict[Any, str] = {}
     for one in judged:
         i = one.result.interval
-        if one.policy == FULL:
+        if one.policy == FULL or i.undefined:
             continue
         by_place.setdefault(one.place, []).append(
             Difference(one.policy, i.estimate, i.low, i.high, one.result.verdict)
@@ -139,8 +140,9 @@ def forest_figure(judged: Sequence[Judged], margin: float, command: str) -> Figu
         ident="fig-forest",
         title="Difference from the best heuristic",
         note=f"Policy minus the best heuristic, paired by item, with 95 % intervals. The band is ±{margin:g} "
-        "points, the difference that was said beforehand not to matter; the full cache is in the table. "
-        "Up: better; down: worse; square: equivalent or identical; hollow circle: not known.",
+        "points, the difference that was said beforehand not to matter; the full cache, and what has no "
+        "interval, is in the table. Up: better; down: worse; square: equivalent or identical; hollow circle: "
+        "not known; full circle: a heuristic or variant, not judged.",
         command=command,
         panels=panels,
     )
@@ -155,10 +157,9 @@ def comparison_table(judged: Sequence[Judged]) -> Table:
     rows = tuple(
         (
             *(words(one.place.regime), _budget(one.place.budget), words(one.place.family)),
-            *(words(one.policy), words(one.baseline), words(r.verdict, mark=f"v-{r.verdict}")),
-            *(number(r.estimate, sign=True), number(r.interval.low, sign=True)),
-            *(number(r.interval.high, sign=True), p_value(r.p), p_value(r.holm_p)),
-            *(p_value(r.equivalence.p), p_value(r.holm_equivalence_p), p_value(r.signed_rank.p)),
+            *(words(one.policy), words(one.baseline), words(word_of(r), mark=f"v-{r.verdict}")),
+            *(number(r.estimate, sign=True), *_ends(r.interval)),
+            *(p_value(p) for p in _p_values(r)),
             *(number(r.num_clusters, 0), number(r.interval.num_nonzero, 0), number(one.detectable)),
             number(r.family_size, 0),
         )
@@ -168,6 +169,19 @@ def comparison_table(judged: Sequence[Judged]) -> Table:
     return Table(
         "tab-comparisons", "Every policy minus the best heuristic, in points", columns, rows, num_text=6
     )
+
+
+def _ends(interval: Interval) -> tuple[Shown, Shown]:
+    """Both ends, empty where there is no interval."""
+    ends = (None, None) if interval.undefined else (interval.low, interval.high)
+    return number(ends[0], sign=True), number(ends[1], sign=True)
+
+
+def _p_values(r: PairedResult) -> tuple[float | None, ...]:
+    """Of a comparison that is judged; a p against the best of several means nothing for the others."""
+    if r.family_size is None:
+        return (None,) * 5
+    return r.p, r.holm_p, r.equivalence.p, r.holm_equivalence_p, r.signed_rank.p
 
 
 def heat_maps(rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], command: str) -> Figure | None:
@@ -270,7 +284,7 @@ def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str,
                 words(facts["licence"]),
                 words(facts["version"]),
                 words(facts["metric"]),
-                number(len(scores.seeds[name]), 0),
+                number(scores.num_items([name]), 0),
             )
         )
     columns = ("task", "asks", "family", "provenance", "source", "licence", "version", "metric", "items")
@@ -401,13 +415,18 @@ def _ranks(
         if cell in scores.exact:
             at = [Cell(regime, name, budget) for budget in budgets]
             means = [scores.mean(own, tasks) for own in at if own in scores.exact]
-            half = 1.96 * standard_error(scores.strata(cell, tasks))
+            half = _finite(1.96 * standard_error(scores.strata(cell, tasks))) or 0.0
             style = 1 if name in LEARNED else NUM_COLOURS - 1 if is_bound(name) else 0
             lines.append((name, style, scores.mean(cell, tasks), half, min(means), max(means)))
     full = Cell(regime, FULL, 1.0)
     ceiling = scores.mean(full, tasks) if full in scores.exact else None
     lines.sort(key=lambda line: -line[2])
     return draw_ranks(ident, f"{title}, {budget_name(middle)}", lines, ceiling)
+
+
+def _finite(value: float) -> float | None:
+    """None for the error of a single item, of which nothing is known."""
+    return value if math.isfinite(value) else None
 
 
 def _budget(budget: float) -> Shown:

@@ -12,6 +12,8 @@ The one decision taken here is that word, for a family of comparisons. It starts
   of TOST is below alpha;
 - inconclusive: everything else.
 
+A sixth, "unjudged", is given to comparisons that are shown and not tested (`retain.eval.comparisons`).
+
 So no word says more than the interval printed beside it, and a large family makes words rarer, never bolder.
 The difference p values are one Holm family and the TOST p values another, each at alpha; the two null
 hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. The

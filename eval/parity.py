@@ -436,8 +436,8 @@ def run_scores() -> int:
         library = importlib.import_module(LIBRARY)
     except ImportError as error:
         print(
-            f"error: {error}: pip install --no-deps {LIBRARY} requests, or name the interpreter of an "
-            f"environment that has it: {INSTALL}",
+            f"error: {error}: pip install --no-deps {LIBRARY} cachetools fire requests termcolor, or name "
+            f"the interpreter of an environment that has it: {INSTALL}",
             file=sys.stderr,
         )
         return 2

@@ -192,10 +192,11 @@ def summarise(readings: Sequence[Reading]) -> list[dict[str, Any]]:
 
 
 def _between(interval: Interval, of: Any = float) -> dict[str, Any]:
+    ends = (None, None) if interval.undefined else (of(interval.low), of(interval.high))
     return {
         "estimate": of(interval.estimate),
-        "low": of(interval.low),
-        "high": of(interval.high),
+        "low": ends[0],
+        "high": ends[1],
         "level": interval.level,
         "method": interval.method,
     }

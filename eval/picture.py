@@ -6,6 +6,7 @@ are spaced evenly on a log axis, since a cache half the size is one step whateve
 there are more policies than colours, their names do the telling apart.
 """
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ def draw_ranking(scores: Scores, path: Path, *, title: str, variants: Collection
             fill = "white" if name in variants else color
             axis.plot([min(means), max(means)], [place, place], color=color, linewidth=1, alpha=0.45)
             half = 1.96 * standard_error(scores.strata(cell, tasks))
+            half = half if math.isfinite(half) else 0.0  # nothing is known of a single item's error
             axis.errorbar(
                 scores.mean(cell, tasks),
                 place,

@@ -5,6 +5,7 @@ rows of this run, and a run that cannot be trusted (unclean tree, rows made by d
 first lines.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from retain.budget import LayerShape, spread
-from retain.eval.comparisons import apart
+from retain.eval.comparisons import Judged, apart, judge, word_of
 from retain.eval.config import budget_of
 from retain.eval.orderings import (
     ENDS,
@@ -35,7 +36,6 @@ from retain.eval.summary import (
     Claim,
     Comparison,
     Scores,
-    against_best_heuristic,
     best_heuristic,
     check_claims,
     gather,
@@ -81,12 +81,12 @@ def write_report(
     Returns:
         Path of the report, and the claims with their outcomes.
     """
-    scores = gather(read_rows(folder), list(tasks))
+    scores = gather(read_rows(folder), tasks)
     config = manifest["config"]
     options = {"margin": config["margin_points"], "resamples": config["resamples"]}
     single_key = [task.name for task in tasks.values() if task.single_key]
     claims = check_claims(scores, single_key, **options)
-    best = against_best_heuristic(scores, **options)
+    best = judge(scores, **options)
     variants = tuple(config.get("variants", ()))
     each = learned_against_each(scores, **options, leave_out=variants)
     checked = check_orderings(scores, **options)
@@ -157,7 +157,11 @@ def _head(scores: Scores, manifest: Mapping[str, Any]) -> str:
 
 
 def _claims(claims: Sequence[Claim]) -> str:
-    lines = ["## Claims checked", "", "Paired 95 % bootstrap intervals, in points.", ""]
+    intro = (
+        "Paired 95 % bootstrap intervals, in points; verdicts are adjusted (Holm) over the comparisons of a "
+        "claim."
+    )
+    lines = ["## Claims checked", "", intro, ""]
     for claim in claims:
         lines.append(f"- **{claim.outcome}**: {claim.text}.")
         lines += [f"  - {number}" for number in claim.numbers]
@@ -212,7 +216,8 @@ def _regime(scores: Scores, regime: str) -> str:
             if tasks:
                 row += [f"{scores.mean(cell, [task]):.1f}" for task in tasks]
                 half = 1.96 * standard_error(scores.strata(cell, tasks))
-                row.append(f"**{scores.mean(cell, tasks):.1f}** ±{half:.1f}")
+                around = f" ±{half:.1f}" if math.isfinite(half) else ""  # not of a single item
+                row.append(f"**{scores.mean(cell, tasks):.1f}**{around}")
         partial = [scores.partial[cell][task].mean() for task in scores.families]
         rows.append([*row, f"{sum(partial) / len(partial):.1f}"])
     return "\n".join([*lines, _table(columns, rows, 2)])
@@ -221,8 +226,8 @@ def _regime(scores: Scores, regime: str) -> str:
 def _spelled(made: Comparison, *, named: bool) -> tuple[str, str]:
     i = made.interval
     minus = f"minus {made.baseline}: " if named else ""
-    mark = "" if i.method in ("BCa", "constant") else " (percentile)"
-    return f"{minus}{i.estimate:+.1f} [{i.low:+.1f}, {i.high:+.1f}]{mark}", made.verdict
+    mark = " (percentile)" if i.method == "percentile" else ""
+    return f"{minus}{i.estimate:+.1f} {i.spelled()}{mark}", word_of(made.result)
 
 
 def _pivot(
@@ -241,7 +246,11 @@ def _pivot(
     return _table(columns, body, len(names))
 
 
-def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
+def _best(scores: Scores, judged: Sequence[Judged], margin: float) -> str:
+    made = [
+        Comparison(one.policy, one.baseline, one.place.regime, one.place.budget, one.place.family, one.result)
+        for one in judged
+    ]
     families = [family for family in FAMILIES if scores.tasks(family)]
     chosen = []
     for regime in scores.regimes:
@@ -253,9 +262,11 @@ def _best(scores: Scores, made: Sequence[Comparison], margin: float) -> str:
         "",
         "Policy minus the heuristic with the highest mean over the same tasks, at the same regime, "
         "budget and bytes, with paired 95 % intervals; equivalent means within "
-        f"±{margin:g} points. The heuristic is chosen for each family apart and on the same items, which "
-        "favours it; its own cell is empty. duoattention is no heuristic here: its table of heads is "
-        "measured on documents with questions and answers. The rows of `full` are the full cache minus that "
+        f"±{margin:g} points. Learned policies, controls and the full cache are judged, all of one regime as "
+        "one Holm family, as on the page. The heuristic is chosen for each family apart and on the same "
+        "items, which favours it (better is conservative, worse leans against the policy), so other "
+        "heuristics and variants are only said to lie below or above it; its own cell is empty. duoattention "
+        "is no heuristic here: its table of heads is measured on documents with questions and answers. The rows of `full` are the full cache minus that "
         "heuristic. "
         f"Best heuristic, {' / '.join(families)}: {'; '.join(chosen)}.",
         "",
@@ -285,13 +296,12 @@ def _orderings(checked: Sequence[Checked], manifest: Mapping[str, Any]) -> str:
         "## Published orderings",
         "",
         "Policy minus baseline over all tasks, each counting alike, at the same regime, budget and "
-        f"bytes, with paired 95 % intervals. {len(distinct)} comparisons, each counted once; each interval "
-        f"is for one comparison and is not adjusted: of {len(distinct)} without any difference about "
-        f"{round(len(distinct) / 20)} would exclude 0.",
+        f"bytes, with paired 95 % intervals. {len(distinct)} comparisons, each counted once. Each interval "
+        "is for one comparison; verdicts and findings are adjusted (Holm) over all of a regime.",
         "",
-        "`a > b` holds where the interval is above 0, and does not hold where it is below 0 or equivalent; "
-        f"`a = b` holds where it lies within ±{margin:g} points, also if it excludes 0, and does not "
-        "hold where it lies outside. Against the margin: "
+        "`a > b` holds where a is better, and does not hold where it is worse, equivalent or identical; "
+        f"`a = b` holds where the difference is shown to lie within ±{margin:g} points, also if it is "
+        "certain, and does not hold where it is shown and lies outside. Against the margin: "
         f"the whole interval is above +{margin:g}, within ±{margin:g}, below -{margin:g}, or open (over an "
         "end of it). † marks what is beyond what was published: another regime or share, or an ordering that "
         f"was not measured by its paper. In all, {counts}.",
@@ -377,6 +387,7 @@ def _each(made: Sequence[Comparison], left_out: Sequence[str]) -> str:
     head = ["## Gate and fused against each policy", ""]
     if left_out:
         head += ["Variants are left out.", ""]
+    head += ["All comparisons of one regime are one Holm family.", ""]
     if not made:
         return "\n".join([*head, "Neither was measured."])
     names = ("regime", "budget", "policy", "minus")
@@ -493,9 +504,11 @@ def _reading(config: Mapping[str, Any]) -> str:
             "- ± is 1.96 standard errors of that mean. Whether two policies differ is a paired question: see "
             "the tables of differences.",
             "- Intervals: paired, stratified by task, BCa bootstrap over (seed, item) clusters, "
-            f"{config['resamples']} resamples, not adjusted for the number of comparisons.",
-            "- better / worse: the interval excludes 0. equivalent: it lies within the margin. identical: "
-            "every item has the same score. inconclusive: none of these.",
+            f"at least {config['resamples']} resamples. An item that every seed answers is one cluster. An "
+            "interval is for one comparison; a verdict is adjusted for its family (Holm, 0.05).",
+            "- better / worse: the interval excludes 0 and the adjusted test passes. equivalent: it lies "
+            "within the margin and the adjusted equivalence test passes. identical: every item has the same "
+            "score. inconclusive: none of these. no interval: a task has a single item.",
             "- `token_identity` and `oracle` are controls: the mean target of a token's id without any "
             "context, and the true future risk under the question and the right answer. Neither is a method. "
             f"`token_identity` is fitted, for each seed, on {config['control_documents']} documents of "

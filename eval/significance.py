@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-Verdict = Literal["better", "worse", "equivalent", "inconclusive", "identical"]
+Verdict = Literal["better", "worse", "equivalent", "inconclusive", "identical", "unjudged"]
 Method = Literal["BCa", "percentile", "constant", "undefined"]
 
 

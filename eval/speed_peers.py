@@ -321,9 +321,8 @@ def table(record: dict[str, Any]) -> str:
         "same process.",
         "held: MiB of keys and values behind the prompt, as the cache counts them; allocated: of the storage",
         "behind them, each counted once, and over what all keys and values take. simulated: evicted entries",
-        f"stay, at least {SIMULATED:.0%} is allocated; freed: at most {FREED:g} times what was asked for, with "
-        "room for what is",
-        "decoded, positions and tables; partly freed: something between.",
+        f"stay, at least {SIMULATED:.0%} is allocated; freed: at most {FREED:g} times what was asked for",
+        "(room for what is decoded, positions, tables); partly freed: something between.",
     ]
     return "\n".join([*lines, ""])
 

@@ -1,28 +1,34 @@
 """Rows in, what can be said about them out: scores by cell, paired comparisons, and the claims that they bear
 on.
 
-A cell is (regime, policy, budget). Its scores are kept per task as arrays over the same (seed, item)
-clusters in the same order for every cell, so that a difference of two cells is a subtraction. Everything is
-in points of 100.
+A cell is (regime, policy, budget). Its scores are kept per task as arrays over the same (seed, item) pairs in
+the same order for every cell, so that a difference of two cells is a subtraction. Where every seed has items
+of its own each pair is a cluster; where all seeds answer the same items (`Task.seeded` is False) the item is,
+and its seeds are averaged before anything is tested. Everything is in points of 100.
 
-The one decision taken here: which comparisons are made is fixed before any number is seen. The primary one is
-each policy against the best heuristic of its regime, keep_ratio and family, best by its mean over that
-family's tasks; that choice is made on the same items, which favours the heuristic.
+The one decision taken here: which comparisons are made is fixed before any number is seen, and every verdict
+is that of a declared family (`compare_family`): the interval excludes 0 and the Holm-adjusted test passes.
+A claim is a family of its own. Claims in findings that were published before this rule read the interval
+alone, so that a run reported again may say less of the same numbers, never more.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from retain.eval.significance import Interval, Verdict, macro_mean, paired_interval, verdict
+from retain.eval.paired_result import PairedResult, adjust, compare_paired
+from retain.eval.significance import Interval, Verdict, macro_mean, paired_interval
+from retain.eval.tasks import Task
 from retain.presets import policies
 
 LEARNED = ("gate", "fused")
 FAMILIES = ("seen", "held-out")
 ALL = "all"  # tasks of both families
+ALPHA = 0.05
 
 
 @cache
@@ -58,11 +64,12 @@ class Scores:
     """All scores of a run, aligned.
 
     Attributes:
-        exact: Per cell and task, exact match of each cluster, 0 to 100; of an item with several questions,
-            their mean.
+        exact: Per cell and task, exact match of each (seed, item), 0 to 100; of an item with several
+            questions, their mean.
         partial: The same for the share of the answer found.
         memory: Per cell.
-        seeds: Per task, the seed of each cluster.
+        seeds: Per task, the seed of each value.
+        clusters: Per task, the cluster of each value, 0 to C - 1: values of one are averaged.
         families: Per task, "seen" or "held-out"; in the order of the report's columns.
         judged: As `exact`, of what each task is judged by: what all means, comparisons and claims are of.
         nulls: Per cell and task that has any, (seed, item, question) of what was not answered, each of score
@@ -73,6 +80,7 @@ class Scores:
     partial: Mapping[Cell, Mapping[str, np.ndarray]]
     memory: Mapping[Cell, Memory]
     seeds: Mapping[str, np.ndarray]
+    clusters: Mapping[str, np.ndarray]
     families: Mapping[str, str]
     judged: Mapping[Cell, Mapping[str, np.ndarray]]
     nulls: Mapping[tuple[Cell, str], tuple[tuple[int, int, int], ...]]
@@ -97,8 +105,18 @@ class Scores:
         return [task for task, own in self.families.items() if family in (own, ALL)]
 
     def strata(self, cell: Cell, tasks: Iterable[str]) -> list[np.ndarray]:
-        """Scores of a cell, one array per task."""
-        return [self.judged[cell][task] for task in tasks]
+        """Scores of a cell, one array per task, one number per cluster: all that means, intervals and tests
+        are made of."""
+        return [self._averaged(self.judged[cell][task], self.clusters[task]) for task in tasks]
+
+    @staticmethod
+    def _averaged(values: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+        counts = np.bincount(clusters)
+        return values if (counts == 1).all() else np.bincount(clusters, weights=values) / counts
+
+    def num_items(self, tasks: Iterable[str]) -> int:
+        """Clusters of these tasks."""
+        return sum(int(self.clusters[task].max()) + 1 for task in tasks)
 
     def mean(self, cell: Cell, tasks: Sequence[str]) -> float:
         """Mean over tasks of the mean score."""
@@ -123,8 +141,17 @@ class Comparison:
     regime: str
     budget: float
     family: str
-    interval: Interval
-    verdict: Verdict
+    result: PairedResult
+
+    @property
+    def interval(self) -> Interval:
+        """Of the difference."""
+        return self.result.interval
+
+    @property
+    def verdict(self) -> Verdict:
+        """In the family that it was compared in."""
+        return self.result.verdict
 
 
 @dataclass(frozen=True)
@@ -136,12 +163,13 @@ class Claim:
     numbers: tuple[str, ...]
 
 
-def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] = ()) -> Scores:
+def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str, Task] = ()) -> Scores:
     """Sort rows into aligned scores, in an order that does not depend on which unit was finished first.
 
     Args:
         rows: Of `items.jsonl`.
-        tasks: Names in the order of the report's columns; others follow by name.
+        tasks: In the order of the report's columns; others follow by name. Of tasks, and not only names, it
+            is known whether every seed has items of its own; names are taken to have.
 
     Raises:
         ValueError: If there are no rows, or a cell lacks items that another cell of its regime and task has.
@@ -169,6 +197,12 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] = ()) -> Scor
                     f"{cell} has {len(own.get(task, {}))} items of task {task!r} where another cell has "
                     f"{len(clusters[task])}: the run is unfinished. Run eval/compare.py again, same config."
                 )
+
+    def cluster_of(task: str) -> np.ndarray:
+        fixed = isinstance(tasks, Mapping) and task in tasks and not tasks[task].seeded
+        labels = [item if fixed else (seed, item) for seed, item in clusters[task]]
+        place = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        return np.array([place[label] for label in labels])
 
     def column(*names: str) -> dict[Cell, dict[str, np.ndarray]]:
         return {
@@ -199,6 +233,7 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] = ()) -> Scor
         partial=column("partial"),
         memory={cell: _memory(own) for cell, own in every.items()},
         seeds={task: np.array([seed for seed, _ in clusters[task]]) for task in ordered},
+        clusters={task: cluster_of(task) for task in ordered},
         families=ordered,
         judged=column("score", "exact"),
         nulls={where: tuple(sorted(own)) for where, own in nulls.items()},
@@ -220,14 +255,46 @@ def _memory(rows: Iterable[Mapping[str, Any]]) -> Memory:
 def compare(
     scores: Scores, cell: Cell, baseline: Cell, family: str, *, margin: float, resamples: int
 ) -> Comparison | None:
-    """Compare two cells on the tasks of a family; None if a cell or the family was not measured."""
+    """Compare two cells on the tasks of a family, as a comparison by itself; None if a cell or the family was
+    not measured."""
     tasks = scores.tasks(family)
     if not tasks or cell not in scores.exact or baseline not in scores.exact:
         return None
-    pairs = zip(scores.strata(cell, tasks), scores.strata(baseline, tasks), strict=True)
-    interval = paired_interval([own - other for own, other in pairs], resamples=resamples)
+    own, other = scores.strata(cell, tasks), scores.strata(baseline, tasks)
+    result = compare_paired(
+        np.concatenate(own),
+        np.concatenate(other),
+        margin=margin,
+        strata=[task for task, values in zip(tasks, own, strict=True) for _ in values],
+        alpha=ALPHA,
+        resamples=resamples,
+    )
     names = (cell.policy, baseline.policy, cell.regime, _budget_of(cell, baseline), family)
-    return Comparison(*names, interval, verdict(interval, margin))
+    return Comparison(*names, result)
+
+
+def compare_family(
+    scores: Scores, pairs: Sequence[tuple[Cell, Cell, str]], *, margin: float, resamples: int
+) -> list[Comparison | None]:
+    """Compare cells in pairs, each on the tasks of a family, and judge them together: one declared Holm
+    family.
+
+    Args:
+        scores: Of the run.
+        pairs: Cell, baseline and task family of each comparison, fixed by the config.
+        margin: Largest difference that would not matter, in points.
+        resamples: Of intervals and sign flips; more where a family is so large that fewer could not pass.
+
+    Returns:
+        One for each pair; None where it was not measured, which counts for nothing.
+    """
+    enough = max(resamples, math.ceil(4 * len(pairs) / ALPHA))
+    made = [compare(scores, *pair, margin=margin, resamples=enough) for pair in pairs]
+    measured = {place: one for place, one in enumerate(made) if one is not None}
+    if not measured:
+        return made
+    settled = adjust({place: one.result for place, one in measured.items()}, declared=list(measured))
+    return [None if one is None else replace(one, result=settled[place]) for place, one in enumerate(made)]
 
 
 def _budget_of(cell: Cell, baseline: Cell) -> float:
@@ -243,46 +310,38 @@ def best_heuristic(scores: Scores, regime: str, keep_ratio: float, family: str) 
     return max(measured, key=lambda cell: scores.mean(cell, tasks)).policy if measured else None
 
 
-def against_best_heuristic(scores: Scores, *, margin: float, resamples: int) -> list[Comparison]:
-    """Every other policy minus the best heuristic of that regime, keep_ratio and family."""
-    made: list[Comparison | None] = []
-    for regime in scores.regimes:
-        for ratio in scores.budgets:
-            best = {family: best_heuristic(scores, regime, ratio, family) for family in FAMILIES}
-            for policy in scores.policies:
-                cell = Cell(regime, policy, 1.0 if policy == "full" else ratio)
-                for family, name in best.items():
-                    if name is not None and name != policy:
-                        pair = (cell, Cell(regime, name, ratio))
-                        made.append(compare(scores, *pair, family, margin=margin, resamples=resamples))
-    return [one for one in made if one is not None]
-
-
 def learned_against_each(
     scores: Scores, *, margin: float, resamples: int, leave_out: Collection[str] = ()
 ) -> list[Comparison]:
-    """Gate and fused minus every other policy that is not left out, per regime, keep_ratio and family."""
-    made = [
-        compare(
-            scores,
-            Cell(regime, policy, ratio),
-            Cell(regime, baseline, 1.0 if baseline == "full" else ratio),
-            family,
-            margin=margin,
-            resamples=resamples,
-        )
-        for regime in scores.regimes
-        for ratio in scores.budgets
-        for policy in LEARNED
-        for baseline in scores.policies
-        if baseline != policy and baseline not in leave_out and (policy, baseline) != ("gate", "fused")
-        for family in FAMILIES
-    ]
+    """Gate and fused minus every other policy that is not left out, per regime, keep_ratio and family; all of
+    one regime are one Holm family."""
+    made: list[Comparison | None] = []
+    for regime in scores.regimes:
+        pairs = [
+            (
+                Cell(regime, policy, ratio),
+                Cell(regime, baseline, 1.0 if baseline == "full" else ratio),
+                family,
+            )
+            for ratio in scores.budgets
+            for policy in LEARNED
+            for baseline in scores.policies
+            if baseline != policy and baseline not in leave_out and (policy, baseline) != ("gate", "fused")
+            for family in FAMILIES
+        ]
+        pairs = [pair for pair in pairs if is_measured(scores, *pair)]
+        made += compare_family(scores, pairs, margin=margin, resamples=resamples)
     return [one for one in made if one is not None]
 
 
+def is_measured(scores: Scores, cell: Cell, baseline: Cell, family: str) -> bool:
+    """Whether the run has both cells, and tasks of the family."""
+    return bool(scores.tasks(family)) and cell in scores.exact and baseline in scores.exact
+
+
 def check_claims(scores: Scores, single_key: Sequence[str], *, margin: float, resamples: int) -> list[Claim]:
-    """Check what the comparison was made to check, at keep_ratio 0.2 on the seen families.
+    """Check what the comparison was made to check, at keep_ratio 0.2 on the seen families. "Better" is judged
+    in the Holm family of its claim.
 
     Args:
         scores: Of the run.
@@ -296,11 +355,10 @@ def check_claims(scores: Scores, single_key: Sequence[str], *, margin: float, re
     for policy in LEARNED:
         baselines = ("snapkv", "defensive", "recency", "random", "token_identity")
         pairs = [
-            (Cell("context_only", policy, ratio), Cell("context_only", name, ratio)) for name in baselines
+            (Cell("context_only", policy, ratio), Cell("context_only", name, ratio), "seen")
+            for name in baselines
         ]
-        claims.append(
-            _all_better(policy, [compare(scores, *pair, "seen", **options) for pair in pairs], baselines)
-        )
+        claims.append(_all_better(policy, compare_family(scores, pairs, **options), baselines))
     claims.append(_no_worse(scores, ratio, options))
     claims.append(
         _holds_single_keys(scores, ratio, [t for t in scores.tasks("seen") if t in single_key], resamples)
@@ -344,13 +402,12 @@ def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str], resam
             reached.append(False)
             numbers.append(f"{task}: the full cache scores 0")
             continue
-        slack = paired_interval(
-            [scores.judged[cell][task] - 0.9 * scores.judged[full][task]], resamples=resamples
-        )
+        kept, whole = scores.strata(cell, [task])[0], scores.strata(full, [task])[0]
+        slack = paired_interval([kept - 0.9 * whole], resamples=resamples)
         reached.append(own >= 0.9 * ceiling)
         numbers.append(
             f"{task}: {own:.1f} of {ceiling:.1f}, {100 * own / ceiling:.1f} %; "
-            f"snapkv - 0.9 full: {slack.estimate:+.1f} [{slack.low:+.1f}, {slack.high:+.1f}]"
+            f"snapkv - 0.9 full: {slack.estimate:+.1f} {slack.spelled()}"
         )
     return Claim(text, "holds" if all(reached) else "fails", tuple(numbers))
 
@@ -358,4 +415,4 @@ def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str], resam
 def describe(made: Comparison) -> str:
     """One comparison in one line."""
     i = made.interval
-    return f"{made.policy} - {made.baseline}: {i.estimate:+.1f} [{i.low:+.1f}, {i.high:+.1f}], {made.verdict}"
+    return f"{made.policy} - {made.baseline}: {i.estimate:+.1f} {i.spelled()}, {made.verdict}"

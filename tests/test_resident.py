@@ -1,6 +1,5 @@
 import mmap
 
-
 import pytest
 import torch
 

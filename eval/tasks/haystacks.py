@@ -86,8 +86,8 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
 
 
 def identity(name: str) -> str:
-    """What an item's random numbers may know of a haystack: its name, or `file:` and the first 16 digits of the
-    SHA-256 of its text.
+    """What an item's random numbers may know of a haystack: its name; of a file, `file:` and the first 16
+    digits of the SHA-256 of its text.
 
     Raises:
         ValueError: a file that cannot be read or holds nothing.

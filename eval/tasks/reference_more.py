@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Of the grid: depths in per cent of the filler, lengths as shares of what is asked for.
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
-LENGTHS = (0.25, 0.5, 0.75, 1.0)
+LENGTHS = (0.4, 0.6, 0.8, 1.0)
 # Links of the chain: as many as the model follows.
 LINKS = 6
 TASKS = {

@@ -8,9 +8,10 @@ templates are quoted ("assgined" and four dots included). Nothing has to be down
 Different from the released scripts: `context_tokens` bounds the context (worked example, instruction and
 text), while `max_seq_length` there counts question, answer prefix and the tokens to generate too; every item
 is searched for its own size and shuffled by its own stream; the worked example of vt has at most half of the
-context's tokens, which matters below 1,000; assignments of a chain have a noise sentence each that they stand
-before, as there, drawn as numbers in [0, 1) that hold at every size instead of as a sample; and where cwe needs more words than wonderwords has (from about
-90,000 tokens), pairs of adjective and noun take the place of RULER's further list, whose origin is unknown.
+context's tokens, which matters below 1,000; no two assignments of a chain share a place among the noise, as
+there, but places are drawn as shares, which hold at every size; and where cwe needs more words than
+wonderwords has (from about 90,000 tokens), pairs of adjective and noun take the place of RULER's further
+list, whose origin is unknown.
 
 The one decision taken here: what an item asks is drawn before its size is looked for, so the same item at
 another length asks for the same words.
@@ -57,18 +58,24 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
         asking: Which item.
         chains: How many; the first is asked for.
         hops: Assignments of one variable to the next; the answer names `hops + 1`.
-        example_tokens: Most tokens of the worked example.
+        example_tokens: Most tokens of the worked example, which has as many hops, but no more than fit, and
+            (as released) than 10.
 
     Raises:
-        ValueError: numbers below 1, or a context too short for a noise sentence each assignment of a chain.
+        ValueError: numbers below 1, or a context too short for a noise sentence per assignment of a chain.
     """
     if chains < 1 or hops < 1:
         raise ValueError(f"ruler_vt: chains and hops are 1 or more, got {chains} and {hops}.")
     draw = random.Random(f"ruler_vt {chains} {hops} {asking.seed} {asking.index}")
-    example = _Tracked(chains, min(10, hops), 3, draw)
+    limit, drawn = min(example_tokens, asking.context_tokens // 2), draw.getrandbits(64)
+    for fewer in range(min(10, hops), 0, -1):
+        # Of a stream of its own: how many hops fit must not change what is asked.
+        example = _Tracked(chains, fewer, 3, random.Random(drawn))
+        if asking.measure(example.solved(example.least)) <= limit:
+            break
     size = most_that_fit(
         lambda count: asking.measure(example.solved(count)),
-        min(example_tokens, asking.context_tokens // 2),
+        limit,
         least=example.least,
         what="the worked example of ruler_vt (half of the context)",
     )

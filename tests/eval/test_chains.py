@@ -1,6 +1,7 @@
 """Chains: each step is computed again here, from the prompt's text alone; and how steps are scored."""
 
 import re
+import time
 
 import pytest
 
@@ -16,6 +17,7 @@ def test_cards():
     cards = of_group("chains")
     assert sorted(cards) == [f"chains/{name}" for name in CHAINS]
     assert {card.metric for card in cards.values()} == {"steps"}
+    assert {(card.version, card.stop) for card in cards.values()} == {(2, ())}
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -69,6 +71,48 @@ def test_rule_never_meets_itself(index):
         path.append(number)
         assert answer[step] == str(number)
     assert len({*path}) == len(path) == len(answer)
+
+
+@pytest.mark.parametrize("steps", [3, 32, 45])
+def test_the_example_of_a_rule_shows_no_step_of_the_answer(steps):
+    for index in range(20):
+        item = chain_rule(asking(index=index), steps=steps)
+        example = item.context.partition("Example:\n")[2].partition("\n\n")[0]
+        starts = re.findall(r"Start with (\d+)", item.context)
+        shown = [starts[0], *written_steps(example).values()]
+        path = [starts[1], *written_steps(item.questions[0].references[0]).values()]
+        assert len(shown) == 4 and len(path) == steps + 1
+        assert not {*shown} & {*path} and len({*shown}) == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("Step 1: B = 4", "**Step 1:** B = 4", "**Step 1: B = 4**", "**Step 1**: B = 4."),
+        *("- Step 1: B = 4", "### Step 1: B = 4", "> * **STEP 1:** B = **4**.", "  step  1 :  B =  4  "),
+        "- **Step 1:** **B = 4.**",
+    ],
+)
+def test_a_step_is_read_in_chat(line):
+    assert written_steps(f"Sure!\n\n{line}\n\nDone.") == {1: "B = 4"}
+    assert written_steps(f"a {line}") == {}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_an_answer_in_the_form_of_chat_scores_one(name):
+    item = made(f"chains/{name}")
+    lines = item.questions[0].references[0].split("\n")
+    said = "\n\n".join(f"**{line.partition(':')[0]}:**{line.partition(':')[2]}" for line in lines)
+    (asked,) = render(item, of_group("chains")[f"chains/{name}"], tokenizer(), chat=True).asked
+    ids = tokenizer()(f"Sure, step by step:\n\n{said}\n\nDone.", add_special_tokens=False)["input_ids"]
+    assert asked.score(ids) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("text", ["*" * 100_000, "#\n" * 50_000, "Step 1" + "* " * 50_000, "- " * 50_000])
+def test_marks_without_end_are_read_once(text):
+    begun = time.process_time()
+    assert step_share(f"{text}x\nStep 1: 4", ["Step 1: 4"]) == 1.0
+    assert time.process_time() - begun < 2
 
 
 def test_scores_of_steps():

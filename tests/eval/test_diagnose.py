@@ -9,8 +9,9 @@ import torch
 from retain.attention_chunks import truncate
 from retain.budget import Budget
 from retain.eval import diagnose as command
+from retain.eval import perplexity
 from retain.eval.diagnose import FILE, ORACLE, Setting, diagnose, main, policy_of, read_layers
-from retain.eval.diagnose_documents import load, opening_of, reference_asked, text_asked
+from retain.eval.diagnose_documents import cut, load, opening_of, reference_asked, text_asked
 from retain.eval.diagnose_record import FULL, record_of, table
 from retain.eval.diagnostics import coverage, head_perturbation
 from retain.eval.shared_prefill import first_entries
@@ -60,7 +61,7 @@ def test_the_full_cache_reads_as_it_must(read):
     for name, value in numbers.items():
         if name.startswith(("coverage", "value_coverage")):
             assert value == (0.0 if "outlier" in name else 1.0), name
-        if name.startswith(("output_loss", "perturbation", "evicted")):
+        if name.startswith(("output_loss", "perturbation")):
             assert value == 0.0, name
     assert numbers["oracle_overlap"] == numbers["kept_share"] == numbers["agreement"] == 1.0
     assert max(numbers["kl"], numbers["kl_reverse"]) < 1e-9, "against the model without a cache of ours"
@@ -79,13 +80,9 @@ def test_what_is_kept_is_the_budget_in_every_policy(read):
         assert set(kept.values()) == {kept["snapkv"]} and kept["snapkv"] == pytest.approx(
             0.7 * heads * seen, abs=9
         )
-        for name, policy in own.policies.items():
-            if name != FULL:
-                assert policy.evicted_after_prompt == heads * seen - kept[name]
     for name in ("snapkv", "random"):
         summary, maps = record["summary"][name], record["maps"][name]
         assert summary["kept_entries"] == pytest.approx(sum(map(sum, maps["kept"])))
-        assert (summary["evicted_after_prompt"], summary["evicted_while_decoding"]) == (1.0, 0.0)
 
 
 def test_an_unprotected_oracle_keeps_what_the_oracle_would(read):
@@ -361,11 +358,71 @@ def test_pieces_of_a_text(local):
     ids = tokenizer((local / "text.txt").read_text(), add_special_tokens=False)["input_ids"]
     before = tuple(opening_of(tokenizer))
     pieces = list(text_asked(local / "text.txt", tokenizer, 3, 30))
-    joined = [i for one in pieces for i in (*one.context_ids[len(before) :], *one.turns[0])]
-    assert joined == ids[: len(joined)] and len(pieces) == 3
+    shown = [[*one.context_ids[len(before) :], *one.turns[0]] for one in pieces]
+    stride = len(ids) // 3
+    assert shown == [ids[start : start + 31 - len(before)] for start in (0, stride, 2 * stride)]
+    assert before == (tokenizer.bos_token_id,)
     assert all(one.context_ids[: len(before)] == before for one in pieces)
     assert all((len(one.context_ids), len(one.turns[0])) == (30, 1) for one in pieces)
-    assert len(list(text_asked(local / "text.txt", tokenizer, 10**6, 30))) == len(ids) // (31 - len(before))
+    with pytest.raises(ValueError, match="pieces of 30 need 30000: pass a longer text, or ask for fewer"):
+        list(text_asked(local / "text.txt", tokenizer, 1000, 30))
+
+
+class _Spelled:
+    """A tokenizer of letters."""
+
+    def __init__(self, before=(), behind=(), first=None):
+        self.before, self.behind, self.bos_token_id = before, behind, first
+
+    def __call__(self, text, add_special_tokens=True):
+        plain = [100 + ord(letter) for letter in text]
+        return {"input_ids": [*self.before, *plain, *self.behind] if add_special_tokens else plain}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "opening"),
+    [
+        (_Spelled(before=(1, 2), first=1), (1, 2)),
+        (_Spelled(before=(1,), behind=(3,), first=1), (1,)),
+        (_Spelled(first=1), (1,)),  # knows a first token, and leaves it out
+        (_Spelled(behind=(3,), first=0), (0,)),
+        (_Spelled(), ()),
+    ],
+    ids=["two", "and_an_end", "left_out", "left_out_number_0", "none"],
+)
+def test_what_stands_before_a_text(tokenizer, opening, tmp_path):
+    assert opening_of(tokenizer) == opening
+    (tmp_path / "text.txt").write_text("abcdefgh" * 4)
+    for one in text_asked(tmp_path / "text.txt", tokenizer, 2, 6):
+        assert one.context_ids[: len(opening)] == opening and len(one.context_ids) == 6
+
+
+def test_perplexity_and_diagnosis_cut_the_same_way(local, monkeypatch):
+    """The same context, whichever command reads it."""
+    tokenizer, shown = load_tokenizer(), []
+
+    def stop(model, pieces, *_, **__):
+        shown.extend(pieces)
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr(perplexity, "read_pieces", stop)
+    arguments = ["--model", str(local / "model"), "--text", str(local / "text.txt"), "--policies", "snapkv"]
+    arguments += ["--keep-ratio", "0.5", "--context-tokens", "30", "--scored-tokens", "1", "--documents", "3"]
+    with pytest.raises(ValueError, match="seen enough"):
+        perplexity.run(perplexity.parser().parse_args(arguments), "")
+    asked_for = list(text_asked(local / "text.txt", tokenizer, 3, 30))
+    assert [piece[:31] for piece in shown] == [(*one.context_ids, *one.turns[0]) for one in asked_for]
+
+
+def test_wrong_pieces():
+    how = {"context_tokens": 5, "behind": 1, "documents": 1}
+    for changed, said in (
+        ({"behind": 0}, "behind is 1 or more, got 0"),
+        ({"documents": 0}, "documents is 1 or more, got 0"),
+        ({"context_tokens": 2}, "leaves no room behind 2 special tokens: ask for 3 or more"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            cut(range(20), (1, 2), **{**how, **changed})
 
 
 @pytest.mark.parametrize(
@@ -406,7 +463,7 @@ def test_wrong_input_from_python(local, tmp_path):
         next(diagnose(stub_model(0), DOCUMENTS, Setting(("gate",), 0.5)))
     with pytest.raises(ValueError, match="nothing to diagnose"):
         record_of([], {}, "")
-    with pytest.raises(ValueError, match="holds 681 tokens, and a piece is 10001"):
+    with pytest.raises(ValueError, match="the text has 681 tokens, but 1 pieces of 10000 need 10000"):
         next(text_asked(local / "text.txt", load_tokenizer(), 1, 10_000))
     with pytest.raises(ValueError, match="model '.*' cannot be loaded: .* or reference:0"):
         load(str(tmp_path / "nothing"))

@@ -17,7 +17,6 @@ from retain.eval.diagnostics import (
     layer_output_loss,
     oracle_overlap,
     perplexity_ratio,
-    phase_shares,
     repetition_rate,
     share_below,
     token_loss,
@@ -313,8 +312,6 @@ def test_repetition_rate_by_hand():
 
 def test_shares():
     assert share_below(torch.tensor([[1.0, 2.0], [0.5, 4.0]]), torch.tensor([[1.5, 2.0], [1.0, 3.0]])) == 0.5
-    assert phase_shares({"prompt": 3, "decode": 1}) == {"prompt": 0.75, "decode": 0.25}
-    assert phase_shares({"prompt": 0, "decode": 0}) == {"prompt": 0.0, "decode": 0.0}
 
 
 def test_what_does_not_belong_together():

@@ -15,6 +15,8 @@ KINDS = ("counting", "kv", "mixed", "tracing")
 def test_cards():
     names = [f"multi_turn/{kind}_{how}" for kind in KINDS for how in ("requests", "turns")]
     assert sorted(of_group("multi_turn")) == names
+    versions = {name: card.version for name, card in of_group("multi_turn").items()}
+    assert versions == {name: 2 if "mixed" in name else 1 for name in names}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,12 +87,33 @@ def test_the_log_is_counted():
     (question,) = [q for q in mixed.questions if q.about["kind"] == "global"]
     counted = Counter(re.findall(r"delivered to (\w+)\.", mixed.context))
     assert counted[question.references[0]] == max(counted.values())
-    assert sorted(q.about["kind"] for q in mixed.questions) == ["global", "kv", "kv", "tracing", "tracing"]
+    assert sorted(q.about["kind"] for q in mixed.questions) == ["global", *["kv"] * 3, "tracing", "tracing"]
 
 
-def test_a_mixed_conversation_ends_as_it_began():
-    item = made("multi_turn/mixed_turns")
-    assert item.questions[0] == item.questions[-1] and len(item.questions) == 6
+def test_no_answer_stands_in_a_prompt_of_its_own_question():
+    """Of no conversation: what a turn asks was neither asked nor answered before."""
+    for kind in KINDS:
+        for index in range(4):
+            questions = made(f"multi_turn/{kind}_turns", index=index).questions
+            assert len({question.question for question in questions}) == len(questions)
+    for index in range(4):
+        questions = made("multi_turn/mixed_turns", index=index).questions
+        assert [questions[place].about["kind"] for place in (0, -1)] == ["kv", "kv"] and len(questions) == 6
+        said = [question.answer or question.references[0] for question in questions[:-1]]
+        assert questions[-1].references[0] not in " ".join(said)
+
+
+def test_depths_of_a_mixed_context_are_of_all_of_it():
+    for index in range(4):
+        item = made("multi_turn/mixed_requests", index=index)
+        pairs = [question for question in item.questions if question.about["kind"] == "kv"]
+        assert len(pairs) == 3
+        for question in pairs:
+            line = next(text for text in held(item) if f'"{question.references[0]}"' in text)
+            assert question.about["depth"] == 100 * item.context.index(line) / len(item.context)
+            # The pairs are the first of three parts.
+            assert item.context.index(line) < item.context.index("Below, variables")
+        assert max(question.about["depth"] for question in pairs) < 60
 
 
 def test_wrong_settings():

@@ -55,16 +55,9 @@ def test_scores_agree_up_to_rounding_and_ties(worst, shared, tied, agrees):
     assert parity.Scores(worst, shared, tied).agrees == agrees
 
 
-class Nothing(KnormPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):
-        return super().score(module, hidden_states, keys, values, attentions, kwargs) * float("nan")
-
-
-@pytest.mark.parametrize(
-    ("press", "sign", "status"), [(KnormPress, -1.0, 0), (KnormPress, 1.0, 1), (Nothing, -1.0, 1)]
-)
-def test_the_comparison_of_scores_fails_where_they_differ(press, sign, status, monkeypatch, capsys):
-    library = SimpleNamespace(KnormPress=press, version=lambda name: "9.9")
+@pytest.mark.parametrize(("sign", "status"), [(-1.0, 0), (1.0, 1)])
+def test_the_comparison_of_scores_fails_where_they_differ(sign, status, monkeypatch, capsys):
+    library = SimpleNamespace(KnormPress=KnormPress, version=lambda name: "9.9")
     monkeypatch.setattr(parity.importlib, "import_module", lambda name: library)
     monkeypatch.setattr(parity, "PAIRS", (parity.Pair("KnormPress", "knorm", press_settings={"sign": sign}),))
     with torch.random.fork_rng():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from retain.eval.perplexity import FULL, Reading, cut, main, read_pieces, summarise, table
+from retain.eval.diagnose_documents import cut
+from retain.eval.perplexity import FULL, Reading, main, read_pieces, summarise, table
 from retain.presets import load_policy
 from retain.reference import load_model
 from retain.reference.text import stream
@@ -23,7 +24,7 @@ def model():
 @pytest.fixture(scope="module")
 def pieces():
     ids = stream("eval")[:2000].tolist()
-    return cut(ids, [1], context_tokens=CONTEXT, scored_tokens=SCORED, documents=3)
+    return cut(ids, [1], context_tokens=CONTEXT, behind=1 + SCORED, documents=3)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,13 @@
 """The report of a fixed items file: cells, intervals and verdicts that can be worked out by hand."""
 
 import json
+import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from retain.eval.comparisons import is_judged, judge
 from retain.eval.orderings import (
     DEFENSIVE,
     HEADS,
@@ -19,13 +23,14 @@ from retain.eval.orderings import (
     size_of,
     topics,
 )
+from retain.eval.page import context
+from retain.eval.paired_result import compare_paired, supported_verdict
 from retain.eval.record import ITEMS
 from retain.eval.report import section, write_report
-from retain.eval.significance import Interval, verdict
+from retain.eval.significance import Interval
 from retain.eval.summary import (
     Cell,
     Comparison,
-    against_best_heuristic,
     best_heuristic,
     check_claims,
     compare,
@@ -117,8 +122,10 @@ def test_the_best_heuristic_is_chosen_for_each_family(scores):
     assert best_heuristic(scores, "query_aware", 0.4, "seen") is None
     seen_only = gather(row for row in rows() if row["family"] == "seen")
     assert best_heuristic(seen_only, "context_only", 0.2, "held-out") is None
-    made = against_best_heuristic(scores, **OPTIONS)
-    pairs = {(one.policy, one.family): one.baseline for one in made if one.regime == "context_only"}
+    made = judge(scores, **OPTIONS)
+    pairs = {
+        (one.policy, one.place.family): one.baseline for one in made if one.place.regime == "context_only"
+    }
     assert pairs["gate", "seen"] == pairs["snapkv", "seen"] == "defensive"
     assert pairs["gate", "held-out"] == pairs["defensive", "held-out"] == "snapkv"
     assert ("defensive", "seen") not in pairs and ("snapkv", "held-out") not in pairs
@@ -278,8 +285,16 @@ def test_findings_are_read_off_verdicts():
 
 
 def made_of(low, high):
+    """A comparison with this interval, whose tests pass their family wherever the interval says so."""
     interval = Interval((low + high) / 2, low, high, 0.95, "BCa", 100, 50)
-    return Comparison("a", "b", "context_only", 0.2, "all", interval, verdict(interval, 2.0))
+    p = 0.9 if low <= 0 <= high else 0.001
+    alike = 0.001 if -2 < low and high < 2 else 0.9
+    made = compare_paired([1.0, 0.0], [0.0, 0.0], margin=2.0)
+    word = supported_verdict(interval, 2.0, p=p, equivalence_p=alike, alpha=0.05)
+    return Comparison(
+        *("a", "b", "context_only", 0.2, "all"),
+        replace(made, interval=interval, holm_p=p, holm_equivalence_p=alike, verdict=word),
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,6 +314,16 @@ def test_alike_is_decided_by_the_margin_and_better_by_zero(low, high, size, bett
     assert size_of(made.interval, 2.0) == size
     for says, finding in (("better", better), ("alike", alike)):
         assert finding_of(Ordering("topic", "a", "b", "", "", says), made, 2.0) == finding
+
+
+def test_a_finding_that_its_family_does_not_bear_is_inconclusive():
+    for low, high in ((0.5, 3.0), (2.0, 4.0), (-4.0, -2.0), (-1.0, 1.0)):
+        made = made_of(low, high)
+        made = replace(
+            made, result=replace(made.result, holm_p=0.2, holm_equivalence_p=0.2, verdict="inconclusive")
+        )
+        for says in ("better", "alike"):
+            assert finding_of(Ordering("topic", "a", "b", "", "", says), made, 2.0) == "inconclusive"
 
 
 def test_cells_beyond_what_was_published_are_measured_and_marked(tmp_path):

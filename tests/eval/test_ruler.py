@@ -1,5 +1,6 @@
 """RULER's generated tasks: templates word by word, needles where they should be, lengths near the limit."""
 
+import hashlib
 import re
 import uuid
 from collections import Counter
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 
 from retain.eval.metrics import METRICS
-from retain.eval.tasks.haystacks import load_haystack, most_that_fit, place_at, woven
+from retain.eval.tasks.haystacks import (
+    different_places,
+    identity,
+    load_haystack,
+    most_that_fit,
+    place_at,
+    woven,
+)
+from retain.eval.tasks.niah import niah_grid
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.ruler import DEPTHS, NOISE, ruler_niah, singular
 from retain.eval.tasks.ruler_counting import ruler_cwe, ruler_fwe, ruler_vt
@@ -30,6 +39,8 @@ def test_cards():
         assert card.metric == "ruler_all" and card.max_new_tokens == TOKENS.get(task, 128)
         assert card.provenance == ("official" if task in EXACT else "ruler-like")
         assert ("gen-prose" in card.source) == (task not in EXACT)
+        # What stands in for the essays is said in the card, not left to a default.
+        assert (card.settings.get("haystack") == "gen-prose") == (task not in EXACT)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -147,6 +158,60 @@ def test_vt_with_more_chains_asks_for_the_first():
     assert main.count("VAR ") == 3 + 2 * 3 * 2
 
 
+def _places(context: str, wanted: list[str], between: str) -> list[int]:
+    """How many sentences stand before each line."""
+    lines = context.split("\n")
+    return [sum(between in line for line in lines[: lines.index(line)]) for line in wanted]
+
+
+@pytest.mark.parametrize("tokens", [700, 1000], ids=["short", "long"])
+def test_assignments_of_a_chain_have_places_of_their_own(tokens):
+    for index in range(30):
+        item = made("ruler/vt", index=index, context_tokens=tokens)
+        example, _, main = item.context.partition("\n\nMemorize")
+        wanted = [f"{line} " if " = VAR " in line else line for line in held(item)]
+        assert len(wanted) == 5
+        assert max(Counter(_places(main, wanted, NOISE)).values()) == 1
+        shown = [line for line in example.split("\n") if line.startswith("VAR ")]
+        # At 700 tokens the example has as many hops as half of them hold.
+        assert len(shown) == 5 if tokens == 1000 else 2 <= len(shown) < 5
+        assert f" {len(shown)} variables are assgined" in example
+        assert max(Counter(_places(example, shown, NOISE)).values()) == 1
+        assert item.questions == made("ruler/vt", index=index, context_tokens=2000).questions
+
+
+def test_vt_needs_a_sentence_for_each_assignment():
+    for hops in (6, 12):
+        item = ruler_vt(asking(context_tokens=1600), hops=hops)
+        _, _, main = item.context.partition("\n\nMemorize")
+        assert main.count(NOISE) > hops and len(item.questions[0].references) == hops + 1
+    with pytest.raises(ValueError, match="ruler_vt with 1 chains of 20 hops .* ask for a longer context"):
+        ruler_vt(asking(context_tokens=600), hops=20)
+    with pytest.raises(ValueError, match="the worked example of ruler_vt .* ask for a longer context"):
+        ruler_vt(asking(context_tokens=300), hops=6)
+
+
+@pytest.mark.parametrize("haystack", ["noise", "needle"])
+def test_needles_among_scattered_sentences_have_places_of_their_own(haystack):
+    for index in range(20):
+        item = ruler_niah(asking(index=index, context_tokens=500), haystack=haystack, values=4)
+        lines = item.context.split("\n")[1:]
+        needles = held(item)
+        assert len(needles) == 4
+        # Behind every needle stands another sentence: at most one of them before each.
+        places = sorted(lines.index(needle) for needle in needles)
+        assert all(after - before > 1 for before, after in zip(places, places[1:], strict=False))
+        assert places[-1] < len(lines) - 1
+
+
+def test_different_places():
+    assert different_places([0.0, 0.0, 0.0], 3) == [0, 1, 2] == different_places([0.99, 0.99, 0.999], 3)
+    assert different_places([0.1, 0.5, 0.999], 12) == [1, 6, 11]
+    assert different_places([0.25], 8) == [2]
+    with pytest.raises(ValueError, match="2 sentences have no 3 different places"):
+        different_places([0.1, 0.2, 0.3], 2)
+
+
 @pytest.mark.parametrize(
     ("tokens", "often", "seldom", "words"), [(1000, 6, 1, 20), (6000, 30, 3, 40)], ids=["short", "long"]
 )
@@ -202,7 +267,8 @@ def test_a_text_of_ones_own(tmp_path):
     import random
 
     found = load_haystack(f"file:{path}", random.Random(0))
-    assert found.name == "file:own.txt"
+    known = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    assert found.name == f"file:own.txt@{known}" and identity(f"file:{path}") == f"file:{known}"
     assert {*found.sentences(8)} == {
         "Dr. Brown came at 5.30 p.m. today.",
         "Nobody knew why.",
@@ -211,7 +277,18 @@ def test_a_text_of_ones_own(tmp_path):
     }
     assert found.sentences(8)[:4] == found.sentences(4) == found.sentences(8)[4:]
     item = ruler_niah(asking(context_tokens=200), haystack=f"file:{path}")
-    assert item.about["haystack"] == "file:own.txt" and str(tmp_path) not in str(item.about)
+    assert item.about["haystack"] == found.name and str(tmp_path) not in str(item.about)
+    # The same text in another folder gives the same items, another text others.
+    moved, changed = tmp_path / "there" / "own.txt", tmp_path / "here" / "own.txt"
+    for other, text in ((moved, path.read_text()), (changed, path.read_text() + " So it was.")):
+        other.parent.mkdir()
+        other.write_text(text)
+    assert ruler_niah(asking(context_tokens=200), haystack=f"file:{moved}") == item
+    others = ruler_niah(asking(context_tokens=200), haystack=f"file:{changed}")
+    assert others.questions != item.questions and others.about["haystack"] != item.about["haystack"]
+    grids = [niah_grid(asking(context_tokens=800), haystack=f"file:{own}") for own in (path, moved, changed)]
+    assert grids[0] == grids[1] and grids[0].questions != grids[2].questions
+    assert grids[0].about["haystack"] == found.name and identity("gen-prose") == "gen-prose"
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     with pytest.raises(ValueError, match="holds no sentence"):

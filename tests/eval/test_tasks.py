@@ -130,8 +130,8 @@ def test_the_grid_is_filled_once():
         assert item.context_ids.count(answer) == 1 and answer in item.context_ids[start:stop]
     wanted = [(depth, length * 400) for length, depth in product(LENGTHS, DEPTHS)]
     assert sorted(cells) == sorted(wanted) and len(set(cells)) == len(wanted)
-    assert {length for _, length in cells[:4]} == {length * 400 for length in LENGTHS}
-    with pytest.raises(ValueError, match="shortest context is 0.25 of context_tokens=16"):
+    assert {length for _, length in cells[:4]} == {int(length * 400) for length in LENGTHS}
+    with pytest.raises(ValueError, match="shortest context is 0.4 of context_tokens=16"):
         reference_more_item("grid", 0, 0, 16)
 
 
