@@ -2,10 +2,12 @@
 
 In: a cache that holds a context, and what is asked behind it. Out: answers, and rows. The one decision taken
 here: an answer is what comes before the first end token; one that holds nothing is a null, whose score is 0
-and which is counted.
+and which is counted. What a checkpoint says of generation (penalties, suppressed tokens, sampling) is set
+aside: the likeliest token is taken, whoever answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +40,23 @@ class Answer:
     @property
     def num_read(self) -> int:
         """Generated tokens that were read: all but the last, which nothing came after."""
-        return max(0, len(self.tokens) + int(self.ended) - 1)
+        return max(0, self.num_made - 1)
+
+    @property
+    def num_made(self) -> int:
+        """Generated tokens, one a forward; the one that ended the answer is among them."""
+        return len(self.tokens) + int(self.ended)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one item holds in one cell; entries over all layers and KV heads."""
+    """What one item holds in one cell; entries over all layers and KV heads.
+
+    Attributes:
+        before: (held, seen) before every forward of the answer, the first of which reads the question; there
+            may be more than the answer has tokens.
+        bytes_beside: As in `Row`.
+    """
 
     kept_entries: int
     seen_entries: int
@@ -51,6 +64,13 @@ class Held:
     bytes_held: int
     bytes_full: int
     needles_kept: float | None = None
+    before: tuple[tuple[int, int], ...] = ()
+    bytes_beside: int = 0
+
+    def attended_ratio(self, answer: Answer) -> float | None:
+        """Mean held / seen before the forwards that made an answer; None where they were not counted."""
+        shares = [held / seen for held, seen in self.before[: answer.num_made]]
+        return sum(shares) / len(shares) if shares else None
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
@@ -71,7 +91,8 @@ def respond(
     end_ids: Sequence[int] = (),
     watch: Any = None,
 ) -> list[Answer]:
-    """Generate greedily.
+    """Generate greedily: of every forward the likeliest token, whatever the checkpoint's own
+    `generation_config` asks for (`generate` fills what it is not told from there).
 
     Args:
         model: Attached.
@@ -84,21 +105,33 @@ def respond(
     """
     ends = {"eos_token_id": list(end_ids)} if end_ids else {"eos_token_id": model.config.eos_token_id}
     least = {} if end_ids else {"min_new_tokens": new_tokens}
-    output = model.generate(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        past_key_values=cache,
-        generation_config=GenerationConfig(
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=PAD,
-            **least,
-            **ends,
-        ),
-        **({} if watch is None else {"stopping_criteria": [watch]}),
-    )
+    with neutral(model):
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            generation_config=GenerationConfig(
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=PAD,
+                **least,
+                **ends,
+            ),
+            **({} if watch is None else {"stopping_criteria": [watch]}),
+        )
     return [cut(tokens, end_ids) for tokens in output[:, input_ids.shape[1] :].tolist()]
+
+
+@contextmanager
+def neutral(model: Any) -> Iterator[None]:
+    """A model whose `generation_config` says nothing, until this ends."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def cut(tokens: Sequence[int], end_ids: Sequence[int]) -> Answer:
@@ -162,6 +195,8 @@ def make_row(
         text=text,
         about={**item.about, **asked.about},
         needles_kept=held.needles_kept,
+        attended_ratio=held.attended_ratio(answer),
+        bytes_beside=held.bytes_beside,
     )
 
 
@@ -207,12 +242,14 @@ def alike(items: dict[int, Item]) -> list[dict[int, Item]]:
     groups: dict[Any, dict[int, Item]] = {}
     for index, item in items.items():
         tails = tuple((len(one.question_ids), one.generate) for one in item.asked)
-        key = (tails, len(read_back(item)), item.end_ids)
+        told = tuple(len(read_back(item, question)) for question in range(len(item.asked)))
+        key = (tails, told, item.end_ids)
         groups.setdefault(key, {})[index] = item
     return list(groups.values())
 
 
-def read_back(item: Item) -> tuple[int, ...]:
+def read_back(item: Item, question: int = 0) -> tuple[int, ...]:
     """What generation reads of a right answer: all but its last generated token, which nothing comes after,
     and what is never generated (an end token). None of it, where one token is generated."""
-    return tuple(item.gold_ids[: item.generate - 1])
+    asked = item.asked[question]
+    return tuple(asked.gold_ids[: asked.generate - 1])

@@ -123,7 +123,25 @@ def oracle(teacher: Sequence[Evidence], document_tokens: int) -> list[Score]:
         document_tokens: Entries that eviction will see.
 
     Returns:
-        One score per layer, `[B, H, document_tokens]`, in units of risk.
+        One score per layer, `[B, H, document_tokens]`, in units of risk. Where several questions are asked of
+        one eviction, each is a future of its own, and the oracle's is `largest` of them all.
     """
     made = [future_risk(layer, document_tokens=document_tokens, sources=("appendix",)) for layer in teacher]
     return [Score(risk_BHT, "risk") for risk_BHT, _ in made]
+
+
+def largest(futures: Sequence[Sequence[Score]]) -> list[Score]:
+    """The largest risk under several futures of the same entries: `max_k risk_k[b, h, i]`.
+
+    Args:
+        futures: Of each question, its score per layer.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    if not futures:
+        raise ValueError("an oracle that is asked nothing knows no future: pass the scores of a question.")
+    return [
+        Score(torch.stack([own.values_BHT for own in layer]).amax(0), "risk")
+        for layer in zip(*futures, strict=True)
+    ]

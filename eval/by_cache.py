@@ -5,8 +5,12 @@ A cell is what stands in the README: make a cache with a policy, a budget and a 
 so what is measured is what a user gets; a test compares the regime that evicts once with the shared prefill,
 which agrees to the token and the entry. Controls have no place here: they know more than a cache can.
 
-In these regimes a cache may cut at any forward, so entries and bytes are those at the end of the answer, and
-`peak_entries` the most that was held between two forwards.
+In these regimes a cache may cut at any forward, so entries and bytes are those at the end of the answer,
+`peak_entries` the most that was held between two forwards, and `attended_ratio` says what the answer was
+given from: an answer that is over before the first eviction came from the full cache, whatever is held then.
+
+Read together are items whose answers do not depend on one another: where chunks are cut, only contexts of one
+length, since chunk borders are places in the padded row.
 
 The one decision taken here: the budget is checked behind every forward, not assumed. What is held must be
 exactly what the budget states of what had been seen at the last eviction, plus what has come since; and
@@ -46,15 +50,25 @@ class Watch:
         self.heads = sum(shape.num_heads for shape in self.shapes)
         self.held_B, self.seen_B = held_now(cache)
         self.peak_B = self.held_B
+        self.counts = [(self.held_B, self.seen_B)]
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Bool[Tensor, " N"]:
         self.look()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
+    def before(self, place: int) -> tuple[tuple[int, int], ...]:
+        """Of one sequence, (held, seen) before every forward, and behind the last."""
+        return tuple((int(held_B[place]), int(seen_B[place]) * self.heads) for held_B, seen_B in self.counts)
+
     def look(self) -> None:
-        """Count, and check."""
+        """Count, and check.
+
+        Raises:
+            RuntimeError: What is held is not what the budget states.
+        """
         self.held_B, self.seen_B = held_now(self.cache)
         self.peak_B = torch.maximum(self.peak_B, self.held_B)
+        self.counts.append((self.held_B, self.seen_B))
         if not self.check:
             return
         cache, seen = self.cache, self.seen_B.tolist()
@@ -63,14 +77,16 @@ class Watch:
         if cache.evictions:
             totals = spread(budget_of(self.budget), [length - since for length in seen], self.shapes)
             wanted = [total + since * self.heads for total in totals.total_B]
-        assert self.held_B.tolist() == wanted, (
-            f"{self.line.name} at {self.budget:g} holds {self.held_B.tolist()} entries where the budget and "
-            f"the {since} tokens since the last of {cache.evictions} evictions are {wanted}"
-        )
-        assert "decode" not in cache.regime.parts or not cache.evictions or since < cache.regime.every, (
-            f"{self.line.name} at {self.budget:g}: {since} tokens have come since the last eviction, and "
-            f"entries go every {cache.regime.every}"
-        )
+        if self.held_B.tolist() != wanted:
+            raise RuntimeError(
+                f"{self.line.name} at {self.budget:g} holds {self.held_B.tolist()} entries where the budget "
+                f"and the {since} tokens since the last of {cache.evictions} evictions are {wanted}"
+            )
+        if "decode" in cache.regime.parts and cache.evictions and since >= cache.regime.every:
+            raise RuntimeError(
+                f"{self.line.name} at {self.budget:g}: {since} tokens have come since the last eviction, and "
+                f"entries go every {cache.regime.every}"
+            )
 
 
 def held_now(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:
@@ -91,7 +107,7 @@ def run_by_cache(
     (regime,) = unit.regimes(config)
     lines = lines_of(config, regime)
     cells = [(FULL_LINE, 1.0), *((line, budget) for budget in config.budgets for line in lines)]
-    for group in groups_of({**items}):
+    for group in groups_of({**items}, regime):
         for line, budget in cells:
             with naming(unit, f"{line.name} at {budget:g}"):
                 rows += run_cell(config, suite, subject, unit, group, regime, line, budget)
@@ -99,18 +115,16 @@ def run_by_cache(
     return sorted(rows, key=lambda row: (row.item, row.question))  # stable: cells stay in order
 
 
-def groups_of(items: dict[int, Item]) -> list[dict[int, Item]]:
+def groups_of(items: dict[int, Item], regime: str) -> list[dict[int, Item]]:
     """Items that are read together. Of those that end where they like each is read alone: what a finished
-    sequence is filled up with would count as seen."""
-    return [
-        part
-        for group in alike(items)
-        for part in ([{index: item} for index, item in group.items()] if _ends(group) else [group])
-    ]
-
-
-def _ends(group: Mapping[int, Item]) -> bool:
-    return bool(next(iter(group.values())).end_ids)
+    sequence is filled up with would count as seen. Where chunks are cut there is no padding: it would move
+    the borders of a shorter context's chunks."""
+    groups: dict[tuple[int, ...], dict[int, Item]] = {}
+    for number, group in enumerate(alike(items)):
+        for index, item in group.items():
+            width = len(item.context_ids) if "chunked" in regime else -1
+            groups.setdefault((number, width, index if item.end_ids else -1), {})[index] = item
+    return [*groups.values()]
 
 
 def open_cache(
@@ -201,12 +215,14 @@ def _behind(then: Held, now: Held) -> Held:
         then.bytes_held,
         then.bytes_full,
         then.needles_kept,
+        now.before,
+        then.bytes_beside,
     )
 
 
 def measured(cache: Cache, watch: Watch, items: Mapping[int, Item]) -> list[Held]:
     """What each item holds now."""
-    held, full = cache.bytes_held(), cache.bytes_full()
+    held, full, beside = cache.bytes_held(), cache.bytes_full(), bytes_beside(cache)
     entries, seen = int(watch.held_B.sum()), int(watch.seen_B.sum()) * watch.heads
     rows = zip(watch.held_B.tolist(), watch.seen_B.tolist(), watch.peak_B.tolist(), strict=True)
     return [
@@ -217,9 +233,22 @@ def measured(cache: Cache, watch: Watch, items: Mapping[int, Item]) -> list[Held
             held * own // entries,
             full * length * watch.heads // seen,
             needles_held(cache, place, item),
+            watch.before(place),
+            beside * own // entries,
         )
         for place, ((own, length, peak), item) in enumerate(zip(rows, items.values(), strict=True))
     ]
+
+
+def bytes_beside(cache: Cache) -> int:
+    """Bytes that a cache keeps beside entries in order to evict again: recent queries and attention inputs,
+    and what is noted of every entry (running attention, norms, a gate's score). Of `bytes_allocated` it is
+    what is neither room for entries (their positions and the free room included) nor a table of it."""
+    columns = [
+        column for layer in cache.ragged if layer.store is not None for column in layer.store.beside.values()
+    ]
+    noted = sum(column.untyped_storage().nbytes() for column in columns)
+    return noted + sum(layer.recent.num_bytes for layer in cache.ragged)
 
 
 def positions_held(cache: Cache, place: int) -> list[list[Tensor]]:
@@ -247,12 +276,17 @@ def needles_held(cache: Cache, place: int, item: Item) -> float | None:
 
 
 def check_equal_memory(rows: Sequence[Row], unit: Unit) -> None:
-    """Assert that policies of one budget which have seen equally much of an item hold equally much of it."""
+    """Check that policies of one budget which have seen equally much of an item hold equally much of it.
+
+    Raises:
+        RuntimeError: They do not.
+    """
     first: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = (row.item, row.question, row.budget, row.seen_entries)
         other = first.setdefault(key, row)
-        assert (row.kept_entries, row.bytes_held) == (other.kept_entries, other.bytes_held), (
-            f"unequal memory in {unit.key} at budget {row.budget:g}: {row.policy} holds {row.kept_entries} "
-            f"entries of item {row.item}, {other.policy} {other.kept_entries}"
-        )
+        if (row.kept_entries, row.bytes_held) != (other.kept_entries, other.bytes_held):
+            raise RuntimeError(
+                f"unequal memory in {unit.key} at budget {row.budget:g}: {row.policy} holds "
+                f"{row.kept_entries} entries of item {row.item}, {other.policy} {other.kept_entries}"
+            )

@@ -80,7 +80,9 @@ def discriminate(scores: Scores, regime: str, task: str, budget: float) -> Discr
     ceiling, spread = means["full"], means[best] - means[worst]
     pairs = max(1, len(own) * (len(own) - 1) // 2)
     floor, noise = noise_of(own["full"], 1), noise_of(own[best] - own[worst], pairs)
-    if not ceiling > floor:
+    if not math.isfinite(floor):
+        why = "a single item says nothing of its own noise"
+    elif not ceiling > floor:
         why = (
             f"the full cache scores {ceiling:.1f}, no more than its own noise ({floor:.1f}): nothing can fall"
         )

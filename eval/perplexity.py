@@ -202,15 +202,18 @@ def _between(interval: Interval, of: Any = float) -> dict[str, Any]:
     }
 
 
+def _spelled(own: Mapping[str, Any]) -> str:
+    return f"{own['estimate']:.4f} " + (
+        "no interval" if own["low"] is None else f"[{own['low']:.4f}, {own['high']:.4f}]"
+    )
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, one line each."""
     wide = max([len("policy"), *(len(row["policy"]) for row in rows)])
     lines = [f"{'policy':{wide}} {'keep':>5} {'ppl':>9} {'ratio':>23} {'KL (nats)':>25} {'agreement':>23}"]
     for row in rows:
-        ratio, kl, agree = (
-            "{estimate:.4f} [{low:.4f}, {high:.4f}]".format(**row[name])
-            for name in ("perplexity_ratio", "kl", "agreement")
-        )
+        ratio, kl, agree = (_spelled(row[name]) for name in ("perplexity_ratio", "kl", "agreement"))
         lines.append(
             f"{row['policy']:{wide}} {row['keep_ratio']:5.2f} {row['perplexity']:9.3f} {ratio:>23} {kl:>25} "
             f"{agree:>23}"

@@ -67,6 +67,11 @@ class Row:
         about: What a table may be split by: of the item and the question.
         needles_kept: Share of the entries that hold what is asked that survived, mean over layers and heads;
             None where the item does not say which they are.
+        attended_ratio: Entries held / seen before the forward that gave a token of the answer, mean over its
+            tokens: what the answer was given from, where `keep_ratio` may be of a moment after it. 1: nothing
+            had gone. None: not known (rows of earlier versions).
+        bytes_beside: Bytes that the cache keeps beside entries in order to evict again (recent queries,
+            running statistics), counted when entries are.
     """
 
     run: str
@@ -101,6 +106,8 @@ class Row:
     text: str = ""
     about: Mapping[str, str | float] = field(default_factory=dict)
     needles_kept: float | None = None
+    attended_ratio: float | None = None
+    bytes_beside: int = 0
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def budget_threshold(
     temperature: float,
 ) -> Float[Tensor, "K B H 1"]:
     """The threshold `t` of each of K budgets, under which a soft keep-mask keeps what a head may: `sum_i
-    sigmoid((s_i - t) / tau) = k` over its reached entries, `k` of `boundary_of` (of a single entry, one half).
+    sigmoid((s_i - t) / tau) = k` over its reached entries, `k` of `boundary_of` (one half of a single entry).
 
     Its gradient is that of the equation: with `m_i` the mask, `dt / ds_i = m_i (1 - m_i) / sum_k m_k (1 -
     m_k)`. A threshold that stood still instead would reward a head for raising all of its scores, and one

@@ -109,8 +109,8 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
     except (OSError, ValueError, KeyError) as error:
         if not Path(name).is_dir() and _out_of_reach(error):
             raise ValueError(
-                f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, or pass a local "
-                "folder."
+                f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, or pass a "
+                "local folder."
             ) from error
         return None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retain.eval.comparisons import ALPHA, Place, budget_name, judge, paragraphs
+from retain.eval.comparisons import ALPHA, Place, budget_name, is_judged, judge, paragraphs, word_of
 from retain.eval.document_view import STEPS, from_diagnostics, step_of, view
 from retain.eval.figures import Difference, Panel, Series, draw_forest, draw_lines, look, ticks
 from retain.eval.page import PARTS, inert, main, tasks_of, write_page
@@ -182,7 +182,7 @@ def test_every_figure_says_what_makes_it(page):
 
 def test_verdicts_are_those_of_the_tests(page, judged):
     rows = page.inside(page.by_id("tab-comparisons"), "tr")[1:]
-    assert [said(page.inside(row, "td")[4]) for row in rows] == [one.result.verdict for one in judged]
+    assert [said(page.inside(row, "td")[4]) for row in rows] == [word_of(one.result) for one in judged]
     verdicts = said(page.by_id("verdicts"))
     assert "Better than snapkv" in verdicts or "Better than h2o" in verdicts
     assert "Not known whether it differs from" in verdicts and "these items could show" in verdicts
@@ -192,8 +192,12 @@ def test_verdicts_are_those_of_the_tests(page, judged):
 
 def test_one_regime_is_one_holm_family(judged):
     for regime in ("context_only", "query_aware"):
-        own = [one for one in judged if one.place.regime == regime]
-        assert {one.result.family_size for one in own} == {len(own)} == {3 * 2 * len(SKILL)}
+        every = [one for one in judged if one.place.regime == regime]
+        own = [one for one in every if is_judged(one.policy)]
+        # The full cache, the learned ones and the oracle, at three budgets of two families.
+        assert {one.result.family_size for one in own} == {len(own)} == {3 * 2 * 4}
+        assert {one.result.family_size for one in every if one not in own} == {None}
+        assert len(every) == 3 * 2 * len(SKILL)
         # Holm by hand: sorted, times what is left, never falling.
         p = np.array([one.result.p for one in own])
         order = np.argsort(p, kind="stable")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from retain.eval.comparisons import is_judged, judge
+from retain.eval.comparisons import can_reach, fewest, is_judged, judge, numbers
 from retain.eval.orderings import (
     DEFENSIVE,
     HEADS,
@@ -185,6 +185,93 @@ def test_gate_and_fused_meet_every_policy_once(scores):
     assert pairs == {(own, other) for own in ("gate", "fused") for other in others} | {("fused", "gate")}
 
 
+def test_both_files_give_the_same_word(tmp_path):
+    """Every policy at every place, judged or not: `report.md` and `report.html` say the same."""
+    made = list(many_rows())
+    ahead = [{**row, "policy": "snapkv_max", "exact": 1.0} for row in made if row["policy"] == "snapkv"]
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in [*made, *ahead]))
+    text = section(write_report(tmp_path, manifest(), TASKS)[0], "Against the best heuristic")
+    in_report = {}
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith(("| regime", "| ---")):
+            regime, budget, policy, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+            in_report[policy, regime, budget, "seen"] = cells[1]
+            in_report[policy, regime, budget, "held-out"] = cells[3]
+    on_page = {}
+    for row in context(tmp_path, manifest(), TASKS)["comparisons"].rows:
+        regime, budget, family, policy, _, word = [cell.text for cell in row[:6]]
+        on_page[policy, regime, budget, family] = word
+    assert {place: word for place, word in in_report.items() if word} == on_page
+    words = set(on_page.values())
+    assert {"better", "identical", "below the best heuristic", "above the best heuristic"} <= words
+    for (policy, *_), word in on_page.items():
+        assert is_judged(policy) != word.endswith("the best heuristic") or word == "identical"
+
+
+def test_heuristics_are_not_judged_against_the_best_of_them():
+    """Twelve that are all alike, where chance decides: the best is far above the worst."""
+    rng, made = np.random.default_rng(0), []
+    for policy in ("full", "gate", *heuristics()[:12]):
+        for item in range(60):
+            first = next(rows())
+            right = 1.0 if policy in ("full", "gate") else float(rng.random() < 0.5)
+            made.append({**first, "policy": policy, "item": item, "exact": right})
+            made[-1]["keep_ratio"] = 1.0 if policy == "full" else 0.2
+    judged = judge(gather(made), **OPTIONS)
+    assert {one.policy: one.result.verdict for one in judged if is_judged(one.policy)} == {
+        "full": "better",
+        "gate": "better",
+    }
+    others = [one for one in judged if not is_judged(one.policy)]
+    assert len(others) == 11 and {one.result.verdict for one in others} == {"unjudged"}
+    assert all(one.result.holm_p is None and one.detectable is None for one in others)
+    assert {one.family_size for one in judged if is_judged(one.policy)} == {2}
+    assert is_judged("oracle") and is_judged("duoattention") and is_judged("fused+both")
+    assert not is_judged("snapkv") and not is_judged("snapkv_max")
+    assert all("(chosen on these items)" in numbers(one) for one in others)
+
+
+def test_too_few_items_for_a_family_are_called_that():
+    # 2 / 2^n < 0.05 / 18 from n = 10 on: 2 / 1024 = 0.00195 < 0.00278 < 2 / 512.
+    assert [n for n in range(1, 20) if can_reach(n, 18)][0] == 10
+    assert fewest(18) == math.ceil(math.log2(2 * 18 / 0.05)) + 1 == 11
+    few = [row for row in rows() if row["item"] < 5 and row["regime"] == "context_only"]
+    judged = judge(gather(few), **OPTIONS)
+    own = next(one for one in judged if (one.policy, one.place.family) == ("gate", "held-out"))
+    assert (own.result.verdict, own.detectable, own.family_size) == ("identical", None, 8)
+    own = next(one for one in judged if (one.policy, one.place.family) == ("token_identity", "held-out"))
+    assert (own.result.verdict, own.detectable) == ("inconclusive", None)
+    assert numbers(own).endswith("; 5 items differ: too few for a family of 8")
+
+
+def test_seeds_of_an_item_that_all_answer_are_one_cluster():
+    fixed = {name: replace(task, seeded=False) for name, task in TASKS.items()}
+    twice = [{**row, "seed": seed} for row in rows() for seed in (0, 1)]
+    once, apart, together = gather(rows(), TASKS), gather(twice, TASKS), gather(twice, fixed)
+    pair = Cell("context_only", "gate", 0.2), Cell("context_only", "snapkv", 0.2)
+    results = [compare(own, *pair, "seen", **OPTIONS).result for own in (once, apart, together)]
+    assert [one.num_clusters for one in results] == [20, 40, 20]
+    assert results[2].interval == results[0].interval != results[1].interval
+    assert (apart.num_items(["copy"]), together.num_items(["copy"])) == (20, 10)
+    assert together.mean(pair[0], ["copy", "pair"]) == 90.0
+    # An item's answers are averaged: right under one seed of two is half right.
+    split = [{**row, "exact": float(row["seed"])} if row["policy"] == "gate" else row for row in twice]
+    made = gather(split, fixed)
+    assert made.strata(pair[0], ["copy"])[0].tolist() == [50.0] * 10
+    assert made.seed_means(pair[0], ["copy"]) == {0: 0.0, 1: 100.0}
+
+
+def test_a_task_of_one_item_has_no_interval_in_the_report(tmp_path):
+    own = [row for row in rows() if row["task"] != "odd" or row["item"] == 0]
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in own))
+    text = write_report(tmp_path, manifest(), TASKS)[0].read_text()
+    assert "-100.0 no interval | below the best heuristic |" in text
+    assert "inf" not in text.replace("information", "") and "nan" not in text.lower()
+    made = context(tmp_path, manifest(), TASKS)
+    words = {cell.text for row in made["comparisons"].rows for cell in row}
+    assert not {"inf", "-inf", "+inf", "nan"} & words
+
+
 def test_the_report_says_it(tmp_path):
     (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in rows()))
     path, _ = write_report(tmp_path, manifest(), TASKS)
@@ -242,15 +329,18 @@ def test_heuristics_need_nothing_beforehand():
 
 
 def many_rows():
-    """Policies: those of `RIGHT`, and some that orderings speak of."""
+    """Policies: those of `RIGHT`, and some that orderings speak of; every item three times, so that a family
+    of many can bear what they show."""
     of = {"adakv": "gate", "snapkv_bare": "defensive", "adakv_paper": "gate", "lava": "random"}
     of |= {"cake": "recency", "criticalkv": "snapkv", "snapkv_pool7": "snapkv"}
     of |= {"adakv_pool7": "gate", "cake_pool7": "recency", "ada_criticalkv": "fused"}
-    for row in rows():
-        yield row
-        for name, model in of.items():
-            if row["policy"] == model and row["regime"] == "context_only":
-                yield {**row, "policy": name}
+    for once in rows():
+        for copy in range(3):
+            row = {**once, "item": once["item"] + 10 * copy}
+            yield row
+            for name, model in of.items():
+                if row["policy"] == model and row["regime"] == "context_only":
+                    yield {**row, "policy": name}
 
 
 def test_orderings_are_found_by_what_was_measured():
@@ -288,7 +378,7 @@ def made_of(low, high):
     """A comparison with this interval, whose tests pass their family wherever the interval says so."""
     interval = Interval((low + high) / 2, low, high, 0.95, "BCa", 100, 50)
     p = 0.9 if low <= 0 <= high else 0.001
-    alike = 0.001 if -2 < low and high < 2 else 0.9
+    alike = 0.001 if low > -2 and high < 2 else 0.9
     made = compare_paired([1.0, 0.0], [0.0, 0.0], margin=2.0)
     word = supported_verdict(interval, 2.0, p=p, equivalence_p=alike, alpha=0.05)
     return Comparison(
@@ -394,7 +484,7 @@ def test_a_report_of_many_policies_is_a_ranking(tmp_path):
     assert same in orderings
     pairs = [line.split(" | ")[0] for line in orderings.splitlines() if " > " in line or " = " in line]
     pairs = [pair for pair in pairs if pair.startswith("| ")]
-    assert len(set(pairs)) == len(pairs) and f"{len(pairs)} comparisons, each counted once;" in orderings
+    assert len(set(pairs)) == len(pairs) and f"{len(pairs)} comparisons, each counted once." in orderings
     assert orderings.count("| adakv > snapkv |") == 1
     values = orderings.split(f"### {VALUES}\n")[1].split("\n### ")[0]
     # What stands elsewhere is referred to, and not shown again.

@@ -21,6 +21,7 @@ from retain.eval.tasks.niah import niah_grid
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.ruler import DEPTHS, NOISE, ruler_niah, singular
 from retain.eval.tasks.ruler_counting import ruler_cwe, ruler_fwe, ruler_vt
+from retain.eval.tasks.text import cards as all_cards
 from retain.eval.tasks.words import all_words, draw_different, listed
 from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
 
@@ -31,11 +32,15 @@ TASKS = [*NIAH, "vt", "cwe", "fwe"]
 TOKENS = {"vt": 30, "cwe": 120, "fwe": 50}
 
 
+def named(task: str) -> str:
+    return f"{'ruler' if task in EXACT else 'ruler_like'}/{task}"
+
+
 def test_cards():
-    cards = of_group("ruler")
-    assert len([name for name in cards if name.removeprefix("ruler/") in TASKS]) == 11
+    cards = {**of_group("ruler"), **of_group("ruler_like")}
+    assert len([name for name in cards if name.partition("/")[2] in TASKS]) == 11
     for task in TASKS:
-        card = cards[f"ruler/{task}"]
+        card = cards[named(task)]
         assert card.metric == "ruler_all" and card.max_new_tokens == TOKENS.get(task, 128)
         assert card.provenance == ("official" if task in EXACT else "ruler-like")
         assert ("gen-prose" in card.source) == (task not in EXACT)
@@ -45,19 +50,19 @@ def test_cards():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_an_item_is_its_own_and_nearly_fills_the_context(task):
-    item = made(f"ruler/{task}")
-    assert item == made(f"ruler/{task}")
-    for other in (made(f"ruler/{task}", seed=1), made(f"ruler/{task}", index=1)):
+    item = made(named(task))
+    assert item == made(named(task))
+    for other in (made(named(task), seed=1), made(named(task), index=1)):
         assert other.context != item.context and other.questions[0].references != item.questions[0].references
     assert 0.93 * 1000 < measure(item.context) <= 1000
-    longer = made(f"ruler/{task}", context_tokens=1500)
+    longer = made(named(task), context_tokens=1500)
     assert longer.questions == item.questions or task == "fwe"  # of which the vocabulary grows
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_right_answer_scores_one_and_an_empty_one_nothing(task):
-    card = of_group("ruler")[f"ruler/{task}"]
-    item = render(made(f"ruler/{task}"), card, tokenizer(), chat=True)
+    card = all_cards()[named(task)]
+    item = render(made(named(task)), card, tokenizer(), chat=True)
     (asked,) = item.asked
     assert asked.score(asked.gold_ids) == (1.0, 1.0)
     assert asked.score(item.end_ids[:1]) == (0.0, 0.0)
@@ -66,7 +71,7 @@ def test_a_right_answer_scores_one_and_an_empty_one_nothing(task):
 
 @pytest.mark.parametrize("task", NIAH)
 def test_needles(task):
-    item = made(f"ruler/{task}")
+    item = made(named(task))
     (question,) = item.questions
     texts = held(item)
     for value in question.references:
@@ -119,7 +124,7 @@ def test_forty_depths_of_which_all_are_used():
     assert np.round(np.linspace(0, 100, num=40, endpoint=True)).astype(int).tolist() == [*DEPTHS]
     found = []
     for index in range(30):
-        item = made("ruler/niah_single_2", index=index, context_tokens=400)
+        item = made("ruler_like/niah_single_2", index=index, context_tokens=400)
         (span,) = item.needles
         start = len(item.context.partition("\n")[0]) + 1
         share = 100 * (span[0] - start) / (len(item.context) - start - (span[1] - span[0]))
