@@ -5,7 +5,9 @@ and every policy goes with every regime. The one decision taken here: all proble
 once.
 """
 
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +25,52 @@ from retain.eval.config import (
     all_lines,
     budget_of,
     find_policy,
+    items_of,
     lines_of,
     needs_gates,
     resolve_device,
+    with_all_tasks,
 )
+from retain.eval.subject import one_by_one
 from retain.eval.tasks import Suite
 from retain.hf.gates import load_gates
+from retain.policy import Policy
 from retain.presets import policies
 from retain.protection import protected_mask
 from retain.registry import suggest
 
+# Of a task, all items are made to find its shortest; but behind the first few only while that takes no more
+# seconds than this, and never for longer than that.
+FIRST_ITEMS = 50
+CHEAP_SECONDS = 3.0
+MOST_SECONDS = 30.0
 
-def check(config: CompareConfig, suite: Suite) -> None:
+
+def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
     """Find everything that is wrong with a config.
+
+    Args:
+        config: Of the comparison.
+        suite: That it names.
+        processes: Of the launch.
+
+    Returns:
+        What could not be made sure of, to be told.
 
     Raises:
         ValueError: All problems in one message.
     """
-    problems = _names(config, suite) + _numbers(config, suite)
+    notes: list[str] = []
+    problems = _names(config, suite) + _numbers(config, suite, processes)
     if not problems:
-        problems = _gates(config, suite) + _budgets(config) + _documents(config, suite)
+        problems = _gates(config, suite) + _budgets(config, suite, notes) + _documents(config, suite)
     if not problems:
         problems = _caches(config, suite)
     if problems:
         raise ValueError(
             "This comparison cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems)
         )
+    return notes
 
 
 def _names(config: CompareConfig, suite: Suite) -> list[str]:
@@ -94,6 +116,8 @@ def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> 
         preset, colon, own = first.partition(":")
         if name in (FULL, *presets, *CONTROLS):
             problems.append(f"variant {name!r} has the name of a policy that there is: give it another")
+        elif "+" in name:
+            problems.append(f"variant {name!r}: a '+' stands before a protection: take a name without it")
         elif preset == FULL or preset not in presets:
             problems.append(
                 f"variant {name!r} begins with the preset that it changes, got "
@@ -135,7 +159,7 @@ def _protections(config: CompareConfig) -> list[str]:
     return problems
 
 
-def _numbers(config: CompareConfig, suite: Suite) -> list[str]:
+def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
     problems = [
         f"`{name}` is empty" for name in ("seeds", "regimes", "policies") if not getattr(config, name)
     ]
@@ -153,9 +177,17 @@ def _numbers(config: CompareConfig, suite: Suite) -> list[str]:
         if regime not in SHARED and {*config.policies} <= {*CONTROLS}
     ]
     try:
-        resolve_device(config.device)
+        device = resolve_device(config.device)
     except ValueError as error:
         problems.append(str(error))
+    else:
+        if config.workers > 1 and processes == 1 and (device.type == "cuda" or config.text.device_map):
+            problems.append(
+                f"each of {config.workers} workers would load a model onto the same GPU: take workers=0, or "
+                "start a process for each GPU with `accelerate launch --num_processes N eval/compare.py ...`"
+            )
+    if config.text.device_map and config.suite != "text":
+        problems.append(f"text.device_map spreads the model of suite 'text', and this is {config.suite!r}")
     problems += [
         f"a keep_ratio is kept / seen, above 0 and below 1 (the full cache is measured anyway); got {ratio}"
         for ratio in config.keep_ratios
@@ -167,6 +199,7 @@ def _numbers(config: CompareConfig, suite: Suite) -> list[str]:
         "control_documents": 1,
         "horizon": 1,
         "batch_items": 1,
+        "unit_items": 1,
     }
     least |= {"max_sequences": 1, "workers": 0, "resamples": 100, "every": 1, "chunk_tokens": 1}
     problems += [
@@ -195,19 +228,69 @@ def _gates(config: CompareConfig, suite: Suite) -> list[str]:
             problems.append(
                 f"there are no gates for seed {seed} in {folder}; train them first:\n      {command}"
             )
-            continue
+
+    def wrong(seed: int, model: Any) -> str | None:
         try:
-            load_gates(folder, suite.load_model(seed))
+            if (Path(config.gates_of(seed)) / "gates.json").is_file():
+                load_gates(config.gates_of(seed), model)
         except ValueError as error:
-            problems.append(f"gates of seed {seed}: {error}")
-    return problems
+            return f"gates of seed {seed}: {error}"
+        return None
+
+    return problems + [said for said in one_by_one(config, suite, wrong).values() if said is not None]
 
 
-def _budgets(config: CompareConfig) -> list[str]:
-    """Try each policy's protection on a context: a budget below what is protected is found here, not hours
-    later."""
-    valid = torch.ones(1, config.context_tokens, dtype=torch.bool)
-    problems = []
+@dataclass(frozen=True)
+class Shortest:
+    """The shortest context of a task: of which item of which seed, and its tokens."""
+
+    task: str
+    seed: int
+    index: int
+    tokens: int
+
+
+def shortest_of(config: CompareConfig, suite: Suite, task: str) -> tuple[Shortest, int, int]:
+    """The shortest of a task's contexts.
+
+    Returns:
+        It, how many items were made to find it, and how many there are.
+
+    Raises:
+        ValueError: An item that cannot be made.
+    """
+    count = items_of(config, suite, task)
+    places = [(index, seed) for index in range(count) for seed in config.seeds]
+    found: list[Shortest] = []
+    began = time.monotonic()
+    for index, seed in places:
+        item = suite.item(task, seed, index, config.context_tokens)
+        found.append(Shortest(task, seed, index, len(item.context_ids)))
+        took = time.monotonic() - began
+        if took > MOST_SECONDS or (took > CHEAP_SECONDS and len(found) >= FIRST_ITEMS):
+            break
+    return min(found, key=lambda own: own.tokens), len(found), len(places)
+
+
+def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]:
+    """Try each policy's protection on a context of full length, and on the shortest of each task: a budget
+    below what is protected is found here, not hours later."""
+    problems, shortest, some = [], [], []
+    for task in with_all_tasks(config, suite):
+        try:
+            found, looked, there = shortest_of(config, suite, task)
+        except ValueError as error:
+            problems.append(f"task {task!r}: {error}")
+            continue
+        shortest.append(found)
+        if looked < there:
+            some.append(f"{task} ({looked} of {there})")
+    if some:
+        notes.append(
+            "budgets were tried on the shortest of the first items alone: a shorter one may stop the run. "
+            + ", ".join(some)
+        )
+    shortest.sort(key=lambda own: own.tokens)
     for line in all_lines(config):
         policy = find_policy(config, line.policy, line.protection)
         if policy.protection.reads_turns:
@@ -216,13 +299,30 @@ def _budgets(config: CompareConfig) -> list[str]:
                 "documents: set protection.turns, turn_prefix and turn_suffix to nothing in a variant"
             )
         for value in config.budgets:
-            try:
-                totals = spread(budget_of(value), [config.context_tokens], [LayerShape(1, 1)])
-                protected_mask(policy.protection, valid, totals.per_head_B)
-            except ValueError as error:
-                what = "keep_ratio" if value < 1 else "tokens_per_head"
-                problems.append(f"policy {line.name!r} at {what} {value:g}: {error}")
+            what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
+            error = _refused(policy, value, config.context_tokens)
+            if error is not None:
+                problems.append(f"{what}: {error}")
+                continue
+            for own in shortest:
+                error = _refused(policy, value, own.tokens)
+                if error is not None:
+                    problems.append(
+                        f"{what}, on item {own.index} of task {own.task!r} (seed {own.seed}), whose context "
+                        f"has {own.tokens} tokens: {error} Or leave the task out, or raise context_tokens."
+                    )
+                    break
     return problems
+
+
+def _refused(policy: Policy, value: float, tokens: int) -> ValueError | None:
+    """What a policy's protection says to a budget on a context of so many tokens."""
+    try:
+        totals = spread(budget_of(value), [tokens], [LayerShape(1, 1)])
+        protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
+    except ValueError as error:
+        return error
+    return None
 
 
 def _documents(config: CompareConfig, suite: Suite) -> list[str]:

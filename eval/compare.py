@@ -11,12 +11,17 @@ folder.
 """
 
 import argparse
+import hashlib
+import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from retain.config import load, to_mapping
 from retain.eval.ceilings import write_cells
@@ -26,6 +31,7 @@ from retain.eval.config import (
     CompareConfig,
     all_lines,
     find_policy,
+    items_of,
     needs_gates,
     resolve_device,
     suite_of,
@@ -37,12 +43,78 @@ from retain.eval.processes import Processes, launched
 from retain.eval.record import MANIFEST, gates_identity, open_run
 from retain.eval.report import section, write_report
 from retain.eval.runner import run_all
-from retain.eval.subject import plan
+from retain.eval.subject import one_by_one, plan
 from retain.eval.summary import Claim
 from retain.eval.tasks import Suite
 from retain.hf.model import fingerprint
 from retain.lock import lock_folder
 from retain.provenance import code_state, environment, now, write_json
+
+# Of a task, how many items say what its items are; and how many numbers say what a weight is.
+FIRST_ITEMS = 3
+SAMPLED = 1024
+
+
+def items_sha(config: CompareConfig, suite: Suite, task: str) -> str:
+    """First 16 hex digits of the sha256 of a task's first items, as the model reads them: data files, chat
+    template, tokenizer and generation config have changed where this has, wherever they lie."""
+    digest = hashlib.sha256()
+    for index in range(min(FIRST_ITEMS, items_of(config, suite, task))):
+        item = suite.item(task, config.seeds[0], index, config.context_tokens)
+        asked = [(list(one.question_ids), one.generate, list(one.references)) for one in item.asked]
+        digest.update(json.dumps([list(item.context_ids), asked, list(item.end_ids)]).encode())
+    return digest.hexdigest()[:16]
+
+
+def weights_sha(model: Any) -> str:
+    """First 16 hex digits of the sha256 of a sample of every parameter and buffer, with its name and shape.
+
+    The `fingerprint` that gates keep looks at embeddings, keys and outputs alone. Numbers are rounded to
+    bfloat16, as there; of a quantised weight the packed bytes are sampled.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda own: own[0]):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        for part in _plain(tensor.detach()):
+            if part.device.type == "meta":  # elsewhere for now; a model that scores read is refused
+                continue
+            flat = part.reshape(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu()
+            if sample.is_floating_point():
+                sample = sample.to(torch.bfloat16)
+            digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _plain(tensor: Any) -> Iterator[Tensor]:
+    """The tensors that a tensor subclass is made of; a tensor itself otherwise."""
+    if type(tensor) in (nn.Parameter, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor.as_subclass(Tensor)
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
+
+
+def _what_counts(config: CompareConfig, mapping: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config that a score may depend on; where data and models lie is not among them."""
+    counts = {name: value for name, value in mapping.items() if name not in NOT_IDENTITY}
+    text = {name: value for name, value in mapping["text"].items() if name != "device_map"}
+    changes = {
+        task: {name: value for name, value in own.items() if name != "path"}
+        for task, own in config.text.changes.items()
+    }
+    text["changes"] = {task: own for task, own in changes.items() if own}
+    return counts | {"text": text}
+
+
+def _of_model(model: Any) -> dict[str, Any]:
+    return {
+        "fingerprint": fingerprint(model)["sha256"],
+        "weights": weights_sha(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "device": model.get_input_embeddings().weight.device.type,
+    }
 
 
 def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
@@ -50,24 +122,25 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
     holds what decides a score, never where that came from."""
     tasks = {name: suite.tasks[name] for name in with_all_tasks(config, suite)}
     mapping = to_mapping(config) | {"tasks": [*tasks]}
-    device = resolve_device(config.device).type
-    machine = environment(device, 1 if config.workers else 0)
-    models = {str(seed): suite.load_model(seed) for seed in config.seeds}
+    models = one_by_one(config, suite, lambda _, model: _of_model(model))
     one = next(iter(models.values()))
+    device = one["device"] if config.text.device_map else resolve_device(config.device).type
+    machine = environment(device, 1 if config.workers else 0)
     identity = {
-        "config": {name: value for name, value in mapping.items() if name not in NOT_IDENTITY}
-        | {"device": device},
+        "config": _what_counts(config, mapping) | {"device": device},
         "policies": {
             line.name: asdict(
                 replace(find_policy(config, line.policy, line.protection), paper="", regime="any")
             )
             for line in all_lines(config)
         },
-        "models": {seed: fingerprint(model)["sha256"] for seed, model in models.items()},
+        "models": {str(seed): own["fingerprint"] for seed, own in models.items()},
+        "weights": {str(seed): own["weights"] for seed, own in models.items()},
         "gates": {str(s): gates_identity(config.gates_of(s)) for s in config.seeds}
         if needs_gates(config)
         else {},
         "tasks": {name: task.version for name, task in tasks.items()},
+        "items": {name: items_sha(config, suite, name) for name in tasks},
         "python": machine["python"],  # the reference suite's text is the standard library's
     }
     return {
@@ -86,8 +159,8 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
             for name, task in tasks.items()
         },
         "device": device,
-        "dtype": str(one.dtype).removeprefix("torch."),
-        "attention": getattr(one.config, "_attn_implementation", None),
+        "dtype": one["dtype"],
+        "attention": one["attention"],
         "code": code_state(Path(__file__).parent),
         "environment": machine,
         "samples": {"units": len(plan(config, suite)), "items_per_task_and_seed": config.items_per_task},
@@ -117,7 +190,8 @@ def compare(
         processes.wait()
         run_all(config, suite, processes=processes)
         return config.folder, []
-    check(config, suite)
+    for note in check(config, suite, processes.count):
+        print(f"note: {note}", file=sys.stderr)
     with lock_folder(config.folder, otherwise="another name (run=...)"):
         units = [unit.key for unit in plan(config, suite)]
         manifest = open_run(config.folder, describe_run(config, suite), units)

@@ -42,6 +42,8 @@ class TextOptions:
         dtype: Of the model's weights, as torch calls it; "auto": as the checkpoint says.
         revision: Of a hub model.
         trust_remote_code: Run code that comes with the checkpoint.
+        device_map: How the model is spread over devices, as transformers takes it ("auto"); the config's
+            `device` moves nothing then.
     """
 
     chat: bool = True
@@ -50,6 +52,7 @@ class TextOptions:
     dtype: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
+    device_map: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,12 @@ class CompareConfig:
         control_documents: Documents that the token-identity control is fitted on, and head classes are
             measured on, for each seed.
         horizon: Distance, in entries, from which a document's own later tokens count in the control's target.
-        batch_items: Items that are prefilled together.
+        unit_items: Items of a unit of work: it is written whole, and what a killed run loses.
+        batch_items: Items of a unit that are read together; fewer take less memory, and more steps.
         max_sequences: Most sequences that are decoded together; more memory, fewer steps.
-        workers: Processes, each with one thread; 0 runs everything in this process, with its own threads.
-            Under `accelerate launch` the processes are the launcher's.
+        workers: Processes, each with one thread and a model of its own; 0 runs everything in this process,
+            with its own threads. More than one only on the CPU. Under `accelerate launch` the processes are
+            the launcher's.
         device: Where models run: "cpu", "cuda" (under `accelerate launch` each process on its own), "auto".
         margin_points: Difference that would not matter, in points of 100, for the verdict "equivalent".
         resamples: Bootstrap resamples of an interval.
@@ -124,6 +129,7 @@ class CompareConfig:
     context_tokens: int = 1000
     control_documents: int = 128
     horizon: int = 32
+    unit_items: int = 8
     batch_items: int = 8
     max_sequences: int = 128
     workers: int = 2
@@ -148,9 +154,10 @@ class CompareConfig:
 
 
 # Fields that do not change a row: a finished run may be reported again under others. Gates are identified by
-# their weights, wherever they lie, and variants and protections by the policies that they come to.
+# their weights, wherever they lie, and variants and protections by the policies that they come to. How many
+# items are read together is what one lowers when memory runs out, and then goes on.
 NOT_IDENTITY = (
-    *("results", "gates", "variants", "protections", "workers", "max_sequences"),
+    *("results", "gates", "variants", "protections", "workers", "batch_items", "max_sequences"),
     *("margin_points", "resamples"),
 )
 
@@ -209,6 +216,7 @@ def suite_of(config: CompareConfig) -> Suite:
         dtype=own.dtype,
         revision=own.revision,
         trust_remote_code=own.trust_remote_code,
+        device_map=own.device_map,
     )
 
 
@@ -235,6 +243,14 @@ def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection
 def needs_gates(config: CompareConfig) -> bool:
     """Whether any policy asks for trained gates."""
     return any(find_policy(config, name).learned for name in config.policies if name not in CONTROLS)
+
+
+def fits_tables(config: CompareConfig) -> bool:
+    """Whether anything is fitted on documents before a unit can be run."""
+    policies = (find_policy(config, line.policy, line.protection) for line in all_lines(config))
+    return "token_identity" in config.policies or any(
+        policy.allocation.head_classes is not None for policy in policies
+    )
 
 
 def with_all_tasks(config: CompareConfig, suite: Suite) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What a comparison leaves behind in a folder of its own: `items.jsonl`, `references.jsonl`, `manifest.json`.
 
 `items.jsonl` holds one row per item, question, regime, policy, protection and budget. It grows by whole units
-(one batch of items of one task and seed), so a killed run has lost at most one unit of each process; what it
+(a few items of one task and seed), so a killed run has lost at most one unit of each process; what it
 left half-written is dropped when it is opened again. Where several processes write, each has a file of its
 own, `items-<rank>.jsonl`, which the next one to open the folder takes in. `references.jsonl` says what was
 asked. `manifest.json` says what was run: the resolved config, its hash, the code, the versions, the machine,
@@ -157,19 +157,19 @@ def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> 
     Args:
         folder: `results/<run>`.
         manifest: Of this run. `identity` is the mapping that two runs must share to be one run; `code` is
-            this process's `code_state`.
+            this process's `code_state`, `environment` where it runs.
         units: Keys of all units of this run.
 
     Returns:
         The manifest that now lies in the folder. With units left to run: the one given, with the code states
-        of earlier processes. With none: the earlier one, since this process makes no row, but for `config`,
-        whose fields outside the identity decide how the rows are reported.
+        and environments of earlier processes. With none: the earlier one, since this process makes no row,
+        but for `config`, whose fields outside the identity decide how the rows are reported.
 
     Raises:
         ValueError: If the folder holds rows of another configuration; it names the fields that differ.
     """
     path = folder / MANIFEST
-    states = [manifest["code"]]
+    lists = {"code_states": [manifest["code"]], "environments": [manifest.get("environment")]}
     has_rows = any(file.stat().st_size > 0 for file in _files(folder, ITEMS))
     if has_rows and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -185,14 +185,20 @@ def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> 
             write_json(path, manifest)
             return manifest
         manifest = {**manifest, "started": before.get("started", manifest.get("started"))}
-        states = [state for state in before.get("code_states", []) if state not in states] + states
+        before.setdefault("environments", [before.get("environment")])
+        lists = {
+            name: [one for one in before.get(name, []) if one not in own] + own for name, own in lists.items()
+        }
     elif has_rows:
         raise ValueError(
             f"{folder} holds {ITEMS} but no {MANIFEST}: nothing says what made those rows. Choose another "
             f"name (run=...), or delete that folder."
         )
+    else:  # what an earlier run asked is not what this one asks
+        for path_left in (*_files(folder, ITEMS), *_files(folder, REFERENCES)):
+            path_left.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = {**manifest, "identity_sha": mapping_hash(manifest["identity"]), "code_states": states}
+    manifest = {**manifest, "identity_sha": mapping_hash(manifest["identity"]), **lists}
     write_json(path, manifest)
     return manifest
 
@@ -266,8 +272,51 @@ def read_references(folder: Path) -> list[dict[str, Any]]:
     for path in _files(folder, REFERENCES):
         for own, _ in _parsed(path):
             if own is not None:
-                found[own["seed"], own["task"], own["item"], own["question"]] = own
+                found[_asked_as(own)] = own
     return [found[key] for key in sorted(found)]
+
+
+class Asking:
+    """What a run has asked so far: what is asked again must be the same, and is written down once.
+
+    Args:
+        folder: `results/<run>`.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.known = {_asked_as(own): own for own in read_references(folder)}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.known
+
+    def fresh(self, unit: str, references: Sequence[Reference]) -> list[Reference]:
+        """Those of a unit that are not written down yet; from now on they count as written.
+
+        Raises:
+            ValueError: If one is not what was asked before: the rows before and after would be of different
+                items.
+        """
+        new = []
+        for one in references:
+            told = json.loads(json.dumps(asdict(one)))
+            known = self.known.setdefault(_asked_as(told), told)
+            if known is told:
+                new.append(one)
+                continue
+            differing = [name for name in told if name in known and known[name] != told[name]]
+            if differing:
+                raise ValueError(
+                    f"in {unit}: question {one.question} of item {one.item} is not the one whose answers lie "
+                    f"in {self.folder}: {', '.join(differing)} differ. The data, the tokenizer or its chat "
+                    "template, or a library that writes the items has changed since: choose another name "
+                    "(run=...), or delete that folder."
+                )
+        return new
+
+
+def _asked_as(reference: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(reference[name] for name in ("seed", "task", "item", "question"))
 
 
 def _whole(lines: Mapping[str, Sequence[str]], units: Collection[str]) -> set[str]:
@@ -306,9 +355,10 @@ def _parsed(path: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                yield json.loads(line) if line.endswith("\n") else None, line
+                own = json.loads(line) if line.endswith("\n") else None
             except json.JSONDecodeError:
-                yield None, line
+                own = None
+            yield own if isinstance(own, dict) else None, line
 
 
 def _lines(folder: Path) -> tuple[dict[str, list[str]], bool]:

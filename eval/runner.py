@@ -1,7 +1,7 @@
 """The loop over units of work: what is not yet done is measured, and written unit by unit.
 
-In: a checked config, its suite, the run's folder. Out: rows in `items.jsonl`. A unit is one batch of items of
-one task, for one seed, on one path: the regimes that share a prefill (`retain.eval.shared_prefill`), or one
+In: a checked config, its suite, the run's folder. Out: rows in `items.jsonl`. A unit is a few items of one
+task, for one seed, on one path: the regimes that share a prefill (`retain.eval.shared_prefill`), or one
 regime that needs a cache for every cell (`retain.eval.by_cache`). Units run in this process, in worker
 processes, or in those that `accelerate launch` started, each with a device and a file of its own.
 
@@ -14,7 +14,7 @@ zero.
 import concurrent.futures
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,17 +23,17 @@ from tqdm import tqdm
 
 from retain.eval.answers import references_of
 from retain.eval.by_cache import run_by_cache
-from retain.eval.config import CompareConfig
+from retain.eval.config import CompareConfig, fits_tables
 from retain.eval.processes import Processes
-from retain.eval.record import Reference, Row, append_unit, finished, take_up
+from retain.eval.record import Asking, Reference, Row, append_unit, finished, read_rows, take_up
 from retain.eval.shared_prefill import run_shared
-from retain.eval.subject import SHARED_PATH, Subject, Unit, load_subject, naming, plan, plan_paths
+from retain.eval.subject import SHARED_PATH, Subject, Subjects, Unit, load_subject, naming, plan
 from retain.eval.tasks import Item, Suite
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a unit comes to: its rows, and what was asked, which the first path of a batch says."""
+    """What a unit comes to: its rows, and what was asked."""
 
     rows: list[Row]
     references: list[Reference]
@@ -50,13 +50,18 @@ def items_in(config: CompareConfig, suite: Suite, unit: Unit) -> dict[int, Item]
 
 @torch.inference_mode()
 def run_unit(config: CompareConfig, suite: Suite, subject: Subject, unit: Unit) -> Measured:
-    """Measure one unit."""
+    """Measure one unit, `batch_items` of its items at a time."""
     items = items_in(config, suite, unit)
     run = run_shared if unit.path == SHARED_PATH else run_by_cache
-    rows = run(config, suite, subject, unit, items)
-    first = plan_paths(config)[0] == unit.path
+    seeded = suite.tasks[unit.task].seeded
+    places, rows = [*items], []
+    for start in range(0, len(places), config.batch_items):
+        batch = {index: items[index] for index in places[start : start + config.batch_items]}
+        rows += run(config, suite, subject, unit, batch)
+    order = {regime: place for place, regime in enumerate(unit.regimes(config))}
+    rows.sort(key=lambda row: (order[row.regime], row.item, row.question))  # stable: cells stay in order
     return Measured(
-        [replace(row, unit_rows=len(rows)) for row in rows], references_of(unit, items) if first else []
+        [replace(row, unit_rows=len(rows), seeded=seeded) for row in rows], references_of(unit, items)
     )
 
 
@@ -75,21 +80,46 @@ _WORKER_ENVIRONMENT = {
 
 def _start_worker(config: CompareConfig, suite: Suite) -> None:
     torch.set_num_threads(1)
-    _worker.update(config=config, suite=suite, subject=None)
-
-
-def _subject_here(seed: int) -> Subject:
-    if _worker["subject"] is None or _worker["subject"].seed != seed:
-        _worker["subject"] = load_subject(_worker["config"], _worker["suite"], seed)
-    return _worker["subject"]
+    _worker.update(config=config, suite=suite, subjects=Subjects(config, suite))
 
 
 def _fit_in_worker(seed: int) -> None:
-    _subject_here(seed)
+    _worker["subjects"].of(seed)
 
 
 def _run_in_worker(unit: Unit) -> Measured:
-    return run_unit(_worker["config"], _worker["suite"], _subject_here(unit.seed), unit)
+    return run_unit(_worker["config"], _worker["suite"], _worker["subjects"].of(unit.seed), unit)
+
+
+def mend_references(
+    config: CompareConfig, suite: Suite, done: Collection[Unit], asking: Asking
+) -> list[Reference]:
+    """Make what finished units asked, where that is not written down any more: a full disk, a torn line.
+
+    Args:
+        config: Of the run.
+        suite: Of the config.
+        done: Finished units.
+        asking: What is written down.
+
+    Returns:
+        What was missing, and now is written down.
+    """
+    if not done:
+        return []
+    by_key = {unit.key: unit for unit in done}
+    torn = {
+        row["unit"]: by_key[row["unit"]]
+        for row in read_rows(config.folder)
+        if row["unit"] in by_key and (row["seed"], row["task"], row["item"], row["question"]) not in asking
+    }
+    fresh = [
+        one
+        for unit in torn.values()
+        for one in asking.fresh(unit.key, references_of(unit, items_in(config, suite, unit)))
+    ]
+    append_unit(config.folder, [], fresh)
+    return fresh
 
 
 def run_all(
@@ -108,18 +138,24 @@ def run_all(
 
     Returns:
         How many units were run now, by this process.
+
+    Raises:
+        ValueError: If an item is not the one whose answers lie in the folder; what a policy refuses; out of
+            memory. The unit is named.
     """
     processes = Processes() if processes is None else processes
     units = plan(config, suite)
     keys = [unit.key for unit in units]
     if processes.first:
-        take_up(config.folder, keys)
+        done = take_up(config.folder, keys)
+        mend_references(config, suite, [unit for unit in units if unit.key in done], Asking(config.folder))
     processes.wait()
     done = finished(config.folder, keys)
+    asking = Asking(config.folder)
     processes.wait()  # nobody writes before all have looked
     left = [unit for unit in units if unit.key not in done]
     seeds = list(dict.fromkeys(unit.seed for unit in left))
-    if processes.count > 1:
+    if processes.count > 1 and fits_tables(config):
         for seed in seeds[processes.rank :: processes.count]:  # no two processes fit the same tables
             load_subject(config, suite, seed, processes.local_rank)
         processes.wait()
@@ -134,7 +170,8 @@ def run_all(
         disable=not processes.first,
     ) as bar:
         for unit, made in _results(config, suite, mine, seeds, bar, processes):
-            append_unit(config.folder, made.rows, made.references, rank=processes.writes_as)
+            asked = asking.fresh(unit.key, made.references)
+            append_unit(config.folder, made.rows, asked, rank=processes.writes_as)
             bar.update(1)
             bar.set_postfix_str(f"seed {unit.seed}, {unit.task}", refresh=False)
             if on_unit is not None:
@@ -154,12 +191,11 @@ def _results(
     processes: Processes,
 ) -> Iterator[tuple[Unit, Measured]]:
     if config.workers == 0 or processes.count > 1:
-        subject: Subject | None = None
+        subjects = Subjects(config, suite, processes.local_rank)
         for unit in left:
-            if subject is None or subject.seed != unit.seed:
-                bar.set_postfix_str(f"seed {unit.seed}: loading, fitting the control")
-                subject = load_subject(config, suite, unit.seed, processes.local_rank)
-            yield unit, run_unit(config, suite, subject, unit)
+            if subjects.held is None or subjects.held.seed != unit.seed:
+                bar.set_postfix_str(f"seed {unit.seed}: loading")
+            yield unit, run_unit(config, suite, subjects.of(unit.seed), unit)
         return
     # A process that was forked after torch had started its threads may hang; environment variables reach
     # spawned ones.
@@ -169,10 +205,10 @@ def _results(
         config.workers, multiprocessing.get_context("spawn"), _start_worker, (config, suite)
     )
     try:
-        # The tables first, one seed a process, so that no two processes fit the same one.
-        bar.set_postfix_str("loading models, fitting the control")
-        for fitted in [pool.submit(_fit_in_worker, seed) for seed in seeds]:
-            fitted.result()
+        if fits_tables(config):  # first, one seed a process, so that no two processes fit the same one
+            bar.set_postfix_str("loading models, fitting tables")
+            for fitted in [pool.submit(_fit_in_worker, seed) for seed in seeds]:
+                fitted.result()
         running = {pool.submit(_run_in_worker, unit): unit for unit in left}
         for future in concurrent.futures.as_completed(running):
             yield running[future], future.result()

@@ -3,10 +3,12 @@
 The model reads `[context; question; right answer]` *once*, with nothing evicted (of the answer, what
 generation will have read): that is the teacher whose attention the oracle looks at, and, cropped to what a
 regime has seen before it evicts, the prefill of every policy (a causal model's entries do not depend on what
-comes after them; a test compares with caches that never saw more). Every policy and budget evicts from a
-fork, the forks are put side by side, and all of them decode as one batch of `model.generate`, greedily,
-through the ragged cache. Items whose contexts differ in length are left-padded; items whose questions do are
-read apart.
+comes after them; a test compares with caches that never saw more). Layers with a sliding window or a
+recurrent state let go of what came before, and cannot be cropped: a model that has them reads once more for
+every moment of eviction. Every policy and budget evicts from a fork, the forks are put side by side, as many
+as `max_sequences` allows, and decode as one batch of `model.generate`, greedily, through the ragged cache;
+no more forks than that live at a time. Items whose contexts differ in length are left-padded; items whose
+questions do are read apart.
 
 Regimes. `context_only`: the context is prefilled and evicted, then each question is read, every one on the
 same evicted context. `query_aware`: scores have observed the context and the whole first question; evicted
@@ -16,7 +18,10 @@ of the same item is asked of the context alone, evicted by those same scores: wh
 question in view. In all of them, what is read after the eviction (and the answer) is held on top of the
 budget, and is the same for every policy.
 
-The one decision taken here: equal memory is asserted, not assumed. Per item, every policy of one budget must
+The oracle looks at the questions that are asked of what is left, and no other: where there are several, an
+entry's risk is the largest under any of them.
+
+The one decision taken here: equal memory is checked, not assumed. Per item, every policy of one budget must
 hold the same number of entries, and the cache's own count of entries and bytes must agree with it, or the run
 stops.
 """
@@ -24,7 +29,7 @@ stops.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -42,7 +47,7 @@ from retain.eval.answers import (
     read_back,
     respond,
 )
-from retain.eval.baselines import oracle
+from retain.eval.baselines import largest, oracle
 from retain.eval.config import FULL, CompareConfig, Line, budget_of, lines_of
 from retain.eval.record import Row
 from retain.eval.subject import Subject, Unit, item_seed, naming
@@ -50,6 +55,7 @@ from retain.eval.tasks import Item, Suite
 from retain.evidence import Evidence
 from retain.hf.cache import Cache
 from retain.hf.lookahead import look_ahead
+from retain.hf.model import layout_of
 from retain.policy import Policy, decide_layers, score_entries
 from retain.scores import Score
 
@@ -68,11 +74,20 @@ class Eviction:
     seen_entries: tuple[int, ...]
     needles_kept: tuple[float | None, ...]
 
-    def held(self, place: int, read: int, heads: int) -> Held:
-        """Of one item, which read so many tokens since, with an entry in each of so many heads."""
+    def held(self, place: int, unread: int, answer: Answer, heads: int) -> Held:
+        """Of one item, which has read so many tokens of its question since, and answered, with an entry in
+        each of so many heads."""
         kept, seen = self.kept_entries[place], self.seen_entries[place]
-        own = self.bytes_held[place]
-        return Held(kept, seen, kept + read * heads, own, own * seen // kept, self.needles_kept[place])
+        own, since = self.bytes_held[place], [heads * (unread + made) for made in range(answer.num_read)]
+        return Held(
+            kept,
+            seen,
+            kept + heads * (unread + answer.num_read),
+            own,
+            own * seen // kept,
+            self.needles_kept[place],
+            before=((kept, seen), *((kept + new, seen + new) for new in since)),
+        )
 
 
 class Stage(NamedTuple):
@@ -80,6 +95,77 @@ class Stage(NamedTuple):
 
     num_seen: int
     questions: tuple[int, ...]
+
+
+class Amount(NamedTuple):
+    """What the first policy of a budget holds of each item: what all others must hold too."""
+
+    name: str
+    entries: tuple[int, ...]
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Items that are read together, by index, and who answers. `context` and what is counted from it are
+    places in the padded rows."""
+
+    config: CompareConfig
+    suite: Suite
+    subject: Subject
+    unit: Unit
+    items: Mapping[int, Item]
+
+    @property
+    def first(self) -> Item:
+        """One of them; what follows their contexts is equally long, and ends alike."""
+        return next(iter(self.items.values()))
+
+    @property
+    def context(self) -> int:
+        """Width of the contexts."""
+        return max(len(item.context_ids) for item in self.items.values())
+
+    @property
+    def shift(self) -> int:
+        """Padding before the first item."""
+        return self.context - len(self.first.context_ids)
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of what policies draw."""
+        return [item_seed(self.unit.seed, self.unit.task, index) for index in self.items]
+
+    def ids(self, question: int, *, answered: bool) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+        """Token ids and mask of `[context; question]`, and of what generation reads of the right answer."""
+        rows = [
+            [
+                *item.context_ids,
+                *item.asked[question].question_ids,
+                *(read_back(item, question) if answered else ()),
+            ]
+            for item in self.items.values()
+        ]
+        ids_BT, mask_BT = padded(rows)
+        return ids_BT.to(self.subject.device), mask_BT.to(self.subject.device)
+
+    def read(
+        self, ids_BT: Int[Tensor, "B T"], mask_BT: Int[Tensor, "B T"], *, evidence: bool, wanted: Any = ()
+    ) -> Cache:
+        """A cache that has read these tokens, and evicted nothing."""
+        cache = Cache(self.subject.model, policy=None, slack=0)  # concat gives what decoding needs
+        mask = None if bool(mask_BT.all()) else mask_BT
+        return cache.prefill(ids_BT, mask, evict=False, hold_evidence=evidence, wanted=wanted)
+
+    def upto(self, whole: Cache, count: int) -> Cache:
+        """A cache that has seen the first tokens of `[context; question]`: what another one, which saw
+        more, is cropped to, or where layers cannot be, one that reads them."""
+        if layout_of(self.subject.model).alone:
+            ids_BT, mask_BT = self.ids(0, answered=True)
+            return self.read(ids_BT[:, :count], mask_BT[:, :count], evidence=False)
+        cache = whole.fork()
+        cache.crop(count)
+        return cache
 
 
 def run_shared(
@@ -91,88 +177,142 @@ def run_shared(
         Its rows: regime by regime, item by item, question by question, the full cache first.
     """
     regimes = unit.regimes(config)
-    groups = alike({**items})
-    rows = [row for group in groups for row in run_alike(config, suite, subject, unit, group)]
+    groups = [Group(config, suite, subject, unit, items) for items in alike({**items})]
+    rows = [row for group in groups for row in run_alike(group)]
     order = {regime: place for place, regime in enumerate(regimes)}
     return sorted(rows, key=lambda row: (order[row.regime], row.item, row.question))  # cells stay in order
 
 
-def run_alike(
-    config: CompareConfig, suite: Suite, subject: Subject, unit: Unit, items: Mapping[int, Item]
-) -> Iterator[Row]:
-    """Measure items whose questions are equally long, by index, in all regimes that share a prefill."""
-    device = subject.device
-    whole = Cache(subject.model, policy=None, slack=0)  # concat gives what decoding needs
-    ids_BT, mask_BT = padded([[*i.context_ids, *i.question_ids, *read_back(i)] for i in items.values()])
-    wanted = () if subject.gates is None else subject.gates.inputs
+def run_alike(group: Group) -> Iterator[Row]:
+    """Measure items that are read together, in all regimes that share a prefill."""
+    config, subject, unit, first = group.config, group.subject, group.unit, group.first
+    gates = subject.gates
     with naming(unit, "the prefill"):
-        mask = None if bool(mask_BT.all()) else mask_BT.to(device)
-        whole.prefill(ids_BT.to(device), mask, evict=False, hold_evidence=True, wanted=wanted)
+        wanted = () if gates is None else gates.inputs
+        whole = group.read(*group.ids(0, answered=True), evidence=True, wanted=wanted)
     assert whole.evidence is not None
     teacher = whole.evidence
-    first = next(iter(items.values()))
-    context = ids_BT.shape[1] - len(first.question_ids) - len(read_back(first))  # with its padding
-    shift = context - len(first.context_ids)
-    asked = [
-        padded([[*i.context_ids, *i.asked[question].question_ids] for i in items.values()])
-        for question in range(len(first.asked))
-    ]
-    seeds = [item_seed(unit.seed, unit.task, index) for index in items]
+    futures: dict[tuple[int, int], list[Score]] = {}
     for regime in unit.regimes(config):
         lines = lines_of(config, regime)
         with naming(unit, f"{regime}, scoring"):
-            num_observed = observed_tokens(first, regime) + shift
+            num_observed = observed_tokens(first, regime) + group.shift
             observed = [truncate(layer, num_observed) for layer in teacher]
-            if subject.gates is not None and getattr(subject.gates, "extension", None) is not None:
-                asked_behind = whole.fork()
-                asked_behind.crop(num_observed)
-                observed = look_ahead(subject.model, subject.gates, asked_behind.read_only(), observed)
+            if gates is not None and getattr(gates, "extension", None) is not None:
+                asked_behind = group.upto(whole, num_observed)
+                observed = look_ahead(subject.model, gates, asked_behind.read_only(), observed)
+                del asked_behind
         for stage in stages_of(first, regime):
-            num_seen = stage.num_seen + shift
-            base = whole.fork()
-            base.crop(num_seen)
-            evidence = [truncate(layer, num_seen) for layer in teacher]
+            num_seen = stage.num_seen + group.shift
             with naming(unit, f"{regime}, scoring"):
-                scores = score_all(lines, subject, teacher, observed, num_seen, seeds)
+                base = group.upto(whole, num_seen)
+                evidence = [truncate(layer, num_seen) for layer in teacher]
+                future = None
+                if any(line.policy == "oracle" for line in lines):
+                    future = future_of(group, teacher, num_seen, stage.questions, futures)
+                scores = score_all(lines, subject, teacher, observed, num_seen, group.seeds, future)
             for budget in (1.0, *config.budgets):
-                here = (FULL_LINE,) if budget == 1.0 else lines
-                group = []
-                for line in here:
-                    with naming(unit, f"{regime}, {line.name} at {budget:g}"):
-                        group.append(
-                            evict(
-                                base,
-                                evidence,
-                                line,
-                                subject.policies.get(line.name),
-                                budget,
-                                scores.get(line.name, ()),
-                                [*items.values()],
-                            )
-                        )
-                check_equal_memory(group, unit)
-                heads = sum(layer.num_heads for layer in evidence)
-                for question in stage.questions:
-                    ids, mask = (side.to(device) for side in asked[question])
-                    with naming(unit, f"{regime}, {budget:g}, {', '.join(line.name for line in here)}"):
-                        answers = generate_all(config, subject, group, ids, mask, first, question)
-                    unread = ids.shape[1] - num_seen
-                    for one, own in zip(group, answers, strict=True):
-                        for place, (index, item) in enumerate(items.items()):
-                            yield make_row(
-                                config,
-                                suite,
-                                unit,
-                                index=index,
-                                item=item,
-                                question=question,
-                                regime=regime,
-                                line=one.line,
-                                budget=budget,
-                                held=one.held(place, unread + own[place].num_read, heads),
-                                answer=own[place],
-                                gate_bytes=subject.gate_bytes(one.line),
-                            )
+                yield from run_budget(group, regime, stage, budget, base, evidence, scores)
+
+
+def future_of(
+    group: Group,
+    teacher: Sequence[Evidence],
+    num_seen: int,
+    questions: Sequence[int],
+    known: dict[tuple[int, int], list[Score]],
+) -> list[Score]:
+    """What the oracle knows of the first `num_seen` entries: the largest risk under any of these questions
+    and its right answer. A later question is read for it, behind the context alone.
+
+    Args:
+        group: Of items.
+        teacher: Over the context, the first question and its answer.
+        num_seen: Entries that eviction will see.
+        questions: That are asked of what is left.
+        known: By question and `num_seen`; what is found is added.
+    """
+    for question in questions:
+        if (question, num_seen) not in known:
+            own = teacher
+            if question > 0:
+                evidence = group.read(*group.ids(question, answered=True), evidence=True).evidence
+                assert evidence is not None
+                own = evidence
+            known[question, num_seen] = oracle(own, num_seen)
+    return largest([known[question, num_seen] for question in questions])
+
+
+def run_budget(
+    group: Group,
+    regime: str,
+    stage: Stage,
+    budget: float,
+    base: Cache,
+    evidence: Sequence[Evidence],
+    scores: Mapping[str, Sequence[Score]],
+) -> Iterator[Row]:
+    """Every policy at one budget, as many at a time as `max_sequences` allows.
+
+    Raises:
+        RuntimeError: If they do not hold the same, in one slice or another.
+    """
+    lines = (FULL_LINE,) if budget == 1.0 else lines_of(group.config, regime)
+    width = max(1, group.config.max_sequences // len(group.items))
+    amount: Amount | None = None
+    for start in range(0, len(lines), width):
+        rows, amount = run_slice(
+            group, regime, stage, budget, base, evidence, scores, lines[start : start + width], amount
+        )
+        yield from rows
+
+
+def run_slice(
+    group: Group,
+    regime: str,
+    stage: Stage,
+    budget: float,
+    base: Cache,
+    evidence: Sequence[Evidence],
+    scores: Mapping[str, Sequence[Score]],
+    lines: Sequence[Line],
+    amount: Amount | None,
+) -> tuple[list[Row], Amount]:
+    """Some policies at one budget: their forks are gone when this returns."""
+    config, subject, unit = group.config, group.subject, group.unit
+    evictions = []
+    for line in lines:
+        with naming(unit, f"{regime}, {line.name} at {budget:g}"):
+            own = scores.get(line.name, ())
+            policy = subject.policies.get(line.name)
+            evictions.append(evict(base, evidence, line, policy, budget, own, [*group.items.values()]))
+    amount = check_equal_memory(evictions, unit, amount)
+    heads = sum(layer.num_heads for layer in evidence)
+    rows = []
+    for question in stage.questions:
+        ids, mask = group.ids(question, answered=False)
+        with naming(unit, f"{regime}, {budget:g}, {', '.join(line.name for line in lines)}"):
+            answers = generate_all(subject, evictions, ids, mask, group.first, question)
+        unread = ids.shape[1] - base.num_seen
+        for one, found in zip(evictions, answers, strict=True):
+            for place, (index, item) in enumerate(group.items.items()):
+                rows.append(
+                    make_row(
+                        config,
+                        group.suite,
+                        unit,
+                        index=index,
+                        item=item,
+                        question=question,
+                        regime=regime,
+                        line=one.line,
+                        budget=budget,
+                        held=one.held(place, unread, found[place], heads),
+                        answer=found[place],
+                        gate_bytes=subject.gate_bytes(one.line),
+                    )
+                )
+    return rows, amount
 
 
 def stages_of(item: Item, regime: str) -> list[Stage]:
@@ -203,9 +343,11 @@ def score_all(
     observed: Sequence[Evidence],
     num_seen: int,
     seeds: Sequence[int],
+    future: Sequence[Score] | None = None,
 ) -> dict[str, list[Score]]:
     """Each line's score of the first `num_seen` entries per layer, from what was observed, for all budgets;
-    gates and controls are handed to it."""
+    gates and controls are handed to it. `future` is the oracle's; without one it is what `teacher` has
+    behind these entries: the first question."""
     learned: list[Score] | None = None
     if subject.gates is not None:
         learned = [subject.gates.score(layer) for layer in observed]
@@ -213,7 +355,7 @@ def score_all(
     if subject.token_identity is not None:
         handed["token_identity"] = [subject.token_identity.score(layer) for layer in observed]
     if any(line.policy == "oracle" for line in lines):
-        handed["oracle"] = oracle(teacher, num_seen)
+        handed["oracle"] = oracle(teacher, num_seen) if future is None else [*future]
     made: dict[tuple[str, ...], list[Score]] = {}
     scores = {}
     for line in lines:
@@ -256,7 +398,11 @@ def evict(
     items: Sequence[Item],
 ) -> Eviction:
     """Fork the prefilled cache and evict from the fork, by one policy's scores, to one budget; without a
-    policy, everything is kept."""
+    policy, everything is kept.
+
+    Raises:
+        RuntimeError: If the cache does not hold what was kept.
+    """
     fork = base.fork()
     if policy is None:
         keeps = [keep_all(layer) for layer in evidence]
@@ -268,9 +414,10 @@ def evict(
     heads = sum(layer.num_heads for layer in evidence)
     seen = (heads * evidence[0].valid_BT.sum(-1)).tolist()
     held, entries = fork.bytes_held(), fork.entries_held
-    assert entries == sum(kept), (
-        f"{line.name} at {budget:g}: the cache holds {entries} entries, {sum(kept)} were kept"
-    )
+    if entries != sum(kept):
+        raise RuntimeError(
+            f"{line.name} at {budget:g}: the cache holds {entries} entries, {sum(kept)} were kept"
+        )
     return Eviction(
         line,
         budget,
@@ -299,31 +446,45 @@ def keep_all(evidence: Evidence) -> Tensor:
     return evidence.valid_BT[:, None].expand(B, evidence.num_heads, T)
 
 
-def check_equal_memory(group: Sequence[Eviction], unit: Unit) -> None:
-    """Assert that all policies of one budget hold the same entries and bytes, item by item."""
-    for one in group[1:]:
-        first = group[0]
-        assert (one.kept_entries, one.bytes_held) == (first.kept_entries, first.bytes_held), (
-            f"unequal memory in {unit.key} at budget {one.budget:g}: {one.line.name} holds "
-            f"{one.kept_entries} entries, {first.line.name} {first.kept_entries}"
-        )
+def check_equal_memory(evictions: Sequence[Eviction], unit: Unit, amount: Amount | None) -> Amount:
+    """Check that all policies of one budget hold the same entries and bytes, item by item.
+
+    Args:
+        evictions: Of policies at one budget.
+        unit: Theirs.
+        amount: What the first policy of the budget holds; None: it is among these.
+
+    Returns:
+        That amount.
+
+    Raises:
+        RuntimeError: If one holds another.
+    """
+    for one in evictions:
+        own = Amount(one.line.name, one.kept_entries, one.bytes_held)
+        amount = amount or own
+        if own[1:] != amount[1:]:
+            raise RuntimeError(
+                f"unequal memory in {unit.key} at budget {one.budget:g}: {own.name} holds {own.entries} "
+                f"entries and {own.bytes} bytes, {amount.name} {amount.entries} and {amount.bytes}"
+            )
+    assert amount is not None
+    return amount
 
 
 def generate_all(
-    config: CompareConfig,
     subject: Subject,
-    group: Sequence[Eviction],
+    evictions: Sequence[Eviction],
     ids_BT: Int[Tensor, "B T"],
     mask_BT: Int[Tensor, "B T"],
     first: Item,
     question: int,
 ) -> list[list[Answer]]:
-    """Greedy answers of all cells of a budget, as many at once as `max_sequences` allows: per cell, per item.
+    """Greedy answers of several cells of a budget, all in one batch: per cell, per item.
 
     Args:
-        config: Of the comparison.
         subject: Whose model answers.
-        group: Caches after eviction.
+        evictions: Caches after eviction.
         ids_BT: `[context; question]` of each item; what the caches have not seen of it is read first.
         mask_BT: 1 on tokens, 0 on padding.
         first: One of the items; they end alike.
@@ -331,18 +492,12 @@ def generate_all(
     """
     B, T = ids_BT.shape
     new_tokens = first.asked[question].generate
-    width = max(1, config.max_sequences // B)
-    answers: list[list[Answer]] = []
-    for start in range(0, len(group), width):
-        chunk = group[start : start + width]
-        slack = T - chunk[0].cache.num_seen + new_tokens
-        made = respond(
-            subject.model,
-            Cache.concat([one.cache for one in chunk], slack=slack),
-            ids_BT.repeat(len(chunk), 1),
-            mask_BT.repeat(len(chunk), 1),
-            new_tokens=new_tokens,
-            end_ids=first.end_ids,
-        )
-        answers += [made[place : place + B] for place in range(0, len(made), B)]
-    return answers
+    made = respond(
+        subject.model,
+        Cache.concat([one.cache for one in evictions], slack=T - evictions[0].cache.num_seen + new_tokens),
+        ids_BT.repeat(len(evictions), 1),
+        mask_BT.repeat(len(evictions), 1),
+        new_tokens=new_tokens,
+        end_ids=first.end_ids,
+    )
+    return [made[place : place + B] for place in range(0, len(made), B)]

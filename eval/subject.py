@@ -5,12 +5,13 @@ one decision taken here: what is fitted on documents (the token-identity table, 
 for each model, and lies in the run's folder with what it was made from.
 """
 
+import gc
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,13 +36,15 @@ from retain.hf.model import fingerprint
 from retain.policy import Policy
 from retain.provenance import write_json
 
+T = TypeVar("T")
+
 # The path of a unit whose regimes share a prefill.
 SHARED_PATH = "shared"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A batch of items `start..stop` of one task, for one seed.
+    """Items `start..stop` of one task, for one seed.
 
     Attributes:
         path: "shared": all regimes that share a prefill; or one of the regimes that do not.
@@ -100,7 +103,7 @@ class Subject:
 
 
 def plan_paths(config: CompareConfig) -> list[str]:
-    """Paths that every batch of items takes."""
+    """Paths that every item takes."""
     shared = [SHARED_PATH] if any(regime in SHARED for regime in config.regimes) else []
     return shared + [regime for regime in config.regimes if regime not in SHARED]
 
@@ -109,11 +112,11 @@ def plan(config: CompareConfig, suite: Suite) -> list[Unit]:
     """All units of a run, a task at a time, so that a killed run leaves whole tasks."""
     paths = plan_paths(config)
     return [
-        Unit(seed, task, start, min(start + config.batch_items, count), path)
+        Unit(seed, task, start, min(start + config.unit_items, count), path)
         for seed in config.seeds
         for task in with_all_tasks(config, suite)
         for count in [items_of(config, suite, task)]
-        for start in range(0, count, config.batch_items)
+        for start in range(0, count, config.unit_items)
         for path in paths
     ]
 
@@ -137,7 +140,7 @@ def naming(unit: Unit, cell: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ValueError(
             f"out of memory in {unit.key}, {cell}: nothing of it was scored. Lower batch_items or "
-            f"max_sequences, and give the same command again ({str(error).partition('.')[0]})."
+            f"max_sequences, and start the run again: it goes on here ({str(error).partition('.')[0]})."
         ) from error
     except AssertionError:
         raise
@@ -147,17 +150,80 @@ def naming(unit: Unit, cell: str) -> Iterator[None]:
         raise RuntimeError(f"in {unit.key}, {cell}: {type(error).__name__}: {error}") from error
 
 
-def load_subject(config: CompareConfig, suite: Suite, seed: int, local_rank: int = 0) -> Subject:
+def one_by_one(config: CompareConfig, suite: Suite, look: Callable[[int, Any], T]) -> dict[int, T]:
+    """Look at the model of every seed, one after another: it is let go before the next one is loaded, and
+    loaded once where all seeds share it.
+
+    Returns:
+        By seed, what was seen.
+    """
+    model = None
+    seen = {}
+    for seed in config.seeds:
+        if model is None or suite.seeds is not None:
+            model = None
+            gc.collect()  # hooks make cycles
+            model = suite.load_model(seed)
+        seen[seed] = look(seed, model)
+    return seen
+
+
+class Subjects:
+    """The subject of one seed at a time.
+
+    What the next seed shares (the model, where the suite's is the same for all seeds; gates of the same
+    folder) is kept; any other model is let go before the next one is loaded.
+
+    Args:
+        config: Of the comparison.
+        suite: That it names.
+        local_rank: Of this process on its machine.
+    """
+
+    def __init__(self, config: CompareConfig, suite: Suite, local_rank: int = 0):
+        self.config, self.suite, self.local_rank = config, suite, local_rank
+        self.held: Subject | None = None
+
+    def of(self, seed: int) -> Subject:
+        """The subject of a seed.
+
+        Raises:
+            ValueError: If the gates belong to another model, or are damaged.
+        """
+        if self.held is not None and self.held.seed != seed and self.suite.seeds is not None:
+            self.held = None
+            gc.collect()  # hooks make cycles
+        if self.held is None or self.held.seed != seed:
+            self.held = load_subject(self.config, self.suite, seed, self.local_rank, self.held)
+        return self.held
+
+
+def load_subject(
+    config: CompareConfig, suite: Suite, seed: int, local_rank: int = 0, before: Subject | None = None
+) -> Subject:
     """Load a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
+
+    Args:
+        config: Of the comparison.
+        suite: That it names.
+        seed: Of the run.
+        local_rank: Of this process on its machine.
+        before: Of another seed with the same model, which is taken over; gates too, if they are the same.
 
     Raises:
         ValueError: If the gates belong to another model, or are damaged.
     """
-    model = suite.load_model(seed).to(resolve_device(config.device, local_rank))
-    attach(model)
+    if before is not None:
+        model = before.model
+    else:
+        model = suite.load_model(seed)
+        if config.text.device_map is None:
+            model = model.to(resolve_device(config.device, local_rank))
+        attach(model)
     gates = None
     if needs_gates(config):
-        gates = load_gates(config.gates_of(seed), model)
+        shared = before is not None and config.gates_of(before.seed) == config.gates_of(seed)
+        gates = before.gates if before is not None and shared else load_gates(config.gates_of(seed), model)
     table = None
     if "token_identity" in config.policies:
         path = config.folder / f"token_identity-seed{seed}.safetensors"

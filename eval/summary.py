@@ -14,7 +14,7 @@ alone, so that a run reported again may say less of the same numbers, never more
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -74,6 +74,8 @@ class Scores:
         judged: As `exact`, of what each task is judged by: what all means, comparisons and claims are of.
         nulls: Per cell and task that has any, (seed, item, question) of what was not answered, each of score
             0.
+        attended: Per cell and task, what every answer was given from (`Row.attended_ratio`); only where all
+            rows say so.
     """
 
     exact: Mapping[Cell, Mapping[str, np.ndarray]]
@@ -84,6 +86,7 @@ class Scores:
     families: Mapping[str, str]
     judged: Mapping[Cell, Mapping[str, np.ndarray]]
     nulls: Mapping[tuple[Cell, str], tuple[tuple[int, int, int], ...]]
+    attended: Mapping[tuple[Cell, str], tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def regimes(self) -> list[str]:
@@ -228,6 +231,10 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
             if answer.get("null", False):
                 where = (answer["seed"], answer["item"], answer["question"])
                 nulls.setdefault((cell, answer["task"]), []).append(where)
+    attended: dict[tuple[Cell, str], list[float | None]] = {}
+    for cell, answers in every.items():
+        for answer in answers:
+            attended.setdefault((cell, answer["task"]), []).append(answer.get("attended_ratio"))
     return Scores(
         exact=column("exact"),
         partial=column("partial"),
@@ -237,6 +244,11 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
         families=ordered,
         judged=column("score", "exact"),
         nulls={where: tuple(sorted(own)) for where, own in nulls.items()},
+        attended={
+            where: tuple(float(ratio) for ratio in own if ratio is not None)
+            for where, own in attended.items()
+            if None not in own
+        },
     )
 
 

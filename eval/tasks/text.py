@@ -10,7 +10,7 @@ it is scored is in its card; a generator knows neither models nor tokens.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class TextSettings:
         device: Where the model runs.
         revision: Of a hub model.
         trust_remote_code: Run code that comes with the checkpoint.
+        device_map: How the model is spread over devices, as transformers takes it; `device` is not read then.
     """
 
     model: str = "reference:{seed}"
@@ -56,6 +57,7 @@ class TextSettings:
     device: str = "cpu"
     revision: str | None = None
     trust_remote_code: bool = False
+    device_map: str | None = None
 
 
 @cache
@@ -211,12 +213,28 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
 def _load(settings: _Frozen, seed: int) -> Any:
     given = settings.settings
     name = given.model.replace("{seed}", str(seed))
-    return _model(name, given.dtype, given.revision, given.trust_remote_code).to(given.device)
+    model = _model(name, given.dtype, given.revision, given.trust_remote_code, given.device_map)
+    return model if given.device_map is not None else model.to(given.device)
 
 
-@lru_cache(maxsize=1)  # a run asks for it when it starts, and when it works
-def _model(name: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
-    return load_named(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)[0]
+# The model that was loaded last: a run asks for it when it starts, and when it works.
+_loaded: dict[tuple[Any, ...], Any] = {}
+
+
+def _model(
+    name: str, dtype: str, revision: str | None, trust_remote_code: bool, device_map: str | None
+) -> Any:
+    key = (name, dtype, revision, trust_remote_code, device_map)
+    if key not in _loaded:
+        _loaded.clear()  # first: there may be no room for two
+        _loaded[key] = load_named(
+            name,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            device_map=device_map,
+        )[0]
+    return _loaded[key]
 
 
 def _no_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:

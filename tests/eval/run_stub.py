@@ -30,7 +30,7 @@ def config_of(folder: Path, run: str) -> CompareConfig:
         regimes=("context_only", "decode"),
         keep_ratios=(0.45,),
         every=3,
-        batch_items=1,
+        unit_items=1,
         items_per_task=3,
     )
 

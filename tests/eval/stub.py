@@ -115,6 +115,7 @@ def stub_config(folder: Path, **changes: Any) -> CompareConfig:
         keep_ratios=(0.45, 0.6),
         context_tokens=100,
         control_documents=2,
+        unit_items=2,
         batch_items=2,
         workers=0,
         resamples=200,

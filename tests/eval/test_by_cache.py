@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from retain.eval import by_cache
-from retain.eval.by_cache import Watch, check_equal_memory, positions_held, run_by_cache
+from retain.eval.by_cache import (
+    Watch,
+    bytes_beside,
+    check_equal_memory,
+    groups_of,
+    positions_held,
+    run_by_cache,
+)
 from retain.eval.config import Line, lines_of
 from retain.eval.runner import items_in, run_unit
 from retain.eval.shared_prefill import run_shared
@@ -57,6 +64,91 @@ def test_the_shared_prefill_agrees_with_one_cache_for_every_cell(gated, task):
     cells = 1 + 6 * (2 if task in ("odd", "ragged") else 1)
     assert len(shared) == len(plain) == 3 * (3 if task == "turns" else 1) * cells
     assert len({row.tokens for row in shared.values()}) > 3, "every answer is the same"
+
+
+@pytest.mark.parametrize("regime", ["context_only", "chunked", "decode", "prefill+decode", "chunked+decode"])
+def test_items_of_unlike_lengths_are_read_together_as_alone(gated, regime):
+    config = stub_config(
+        gated, policies=POLICIES, regimes=(regime,), keep_ratios=(0.6,), every=2, chunk_tokens=40
+    )
+    subject = load_subject(config, MORE_STUB, 0)
+
+    def rows(start, stop):
+        unit = Unit(0, "ragged", start, stop, regime)
+        with torch.inference_mode():
+            made = run_by_cache(config, MORE_STUB, subject, unit, items_in(config, MORE_STUB, unit))
+        # Recent queries are held as wide as the batch is.
+        return [replace(row, unit="", bytes_beside=0) for row in made]
+
+    together = rows(0, 3)
+    assert together == [row for index in range(3) for row in rows(index, index + 1)]
+    assert len(together) == 3 * 7 and len({row.num_prompt for row in together}) == 3
+    assert len({row.tokens for row in together}) > 3
+
+
+def test_where_chunks_are_cut_nothing_is_padded():
+    items = {index: stub_item("ragged", 0, index, 100) for index in range(4)}
+    apart = [[0, 3], [1], [2]]
+    assert [[*group] for group in groups_of(items, "chunked")] == apart
+    assert [[*group] for group in groups_of(items, "chunked+decode")] == apart
+    assert [[*group] for group in groups_of(items, "decode")] == [[0, 1, 2, 3]]
+    ending = {index: replace(item, end_ids=(3,)) for index, item in items.items()}
+    assert [[*group] for group in groups_of(ending, "decode")] == [[0], [1], [2], [3]]
+
+
+def test_what_an_answer_was_given_from_by_hand(gated):
+    heads = 3 * 2
+    for regime, every in (("decode", 3), ("decode", 8), ("prefill+decode", 3)):
+        config = stub_config(gated, policies=("snapkv",), regimes=(regime,), keep_ratios=(0.45,), every=every)
+        subject = load_subject(config, STUB, 0)
+        full, row = run_unit(config, STUB, subject, Unit(0, "copy", 0, 1, regime)).rows
+        assert (full.num_generated, full.attended_ratio) == (3, 1.0)
+        # Context of 100, question of 3, three answer tokens of which two are read: 105 seen.
+        if (regime, every) == ("decode", 3):
+            # 104 tokens seen and more than three of them behind the context: 45 % of 104 is left.
+            left = round(0.45 * 104 * 2) * 3 / (104 * heads)
+            assert row.attended_ratio == pytest.approx((1 + 1 + left) / 3)
+        elif regime == "decode":
+            assert row.attended_ratio == 1.0 and row.keep_ratio == 1.0
+        else:
+            assert row.attended_ratio < 0.5 and row.peak_entries < 0.5 * 105 * heads
+    # Answers of one token come from the full cache, whatever is held when they have been read.
+    config = stub_config(gated, policies=("snapkv",), regimes=("decode",), keep_ratios=(0.45,), every=1)
+    _, row = run_unit(config, STUB, load_subject(config, STUB, 0), Unit(0, "odd", 0, 1, "decode")).rows
+    assert row.num_generated == 1 and row.attended_ratio == 1.0
+
+
+def test_what_is_kept_beside_entries_is_counted(gated):
+    policies = ("random", "snapkv", "h2o")
+    config = stub_config(
+        gated, policies=policies, regimes=("context_only", "chunked"), keep_ratios=(0.45,), chunk_tokens=40
+    )
+    subject = load_subject(config, STUB, 0)
+    rows = run_unit(config, STUB, subject, Unit(0, "pair", 0, 1)).rows
+    assert {row.bytes_beside for row in rows} == {0}  # nothing goes again
+    rows = run_unit(config, STUB, subject, Unit(0, "pair", 0, 1, "chunked")).rows
+    found = {row.policy: row.bytes_beside for row in rows}
+    assert found["full"] == found["random"] == 0 < min(found["snapkv"], found["h2o"])
+    item = stub_item("pair", 0, 0, 100)
+    cache = Cache(subject.model, "snapkv", keep_ratio=0.45, regime="chunked")
+    cache.prefill(torch.tensor([item.context_ids]), chunk_size=40)
+    queries = {
+        chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes()
+        for layer in cache.ragged
+        for chunk in layer.recent.queries
+    }
+    noted = [column for layer in cache.ragged for column in layer.store.beside.values()]
+    own = sum(queries.values()) + sum(column.numel() * column.element_size() for column in noted)
+    assert bytes_beside(cache) == own > 0
+    room = sum(
+        tensor.untyped_storage().nbytes()
+        for layer in cache.ragged
+        for tensor in (
+            *(layer.store.keys_CD, layer.store.values_CD, layer.store.positions_C),
+            *(layer.store.offsets_R1, layer.store.lengths_R, *layer.store.pages.tables()),
+        )
+    )
+    assert cache.bytes_allocated() == room + own
 
 
 @pytest.mark.parametrize("regime", ["chunked", "decode", "prefill+decode", "chunked+decode"])
@@ -112,7 +204,8 @@ def test_a_cache_that_holds_more_than_its_budget_stops_the_run(gated, monkeypatc
         return held_B + 1, seen_B
 
     monkeypatch.setattr(by_cache, "held_now", one_more)
-    with pytest.raises(AssertionError, match="snapkv at 0.45 holds .* entries where the budget"):
+    says = "in seed0/pair/0-1/chunked, snapkv at 0.45: .* holds .* entries where the budget"
+    with pytest.raises(RuntimeError, match=says):
         run_unit(config, STUB, subject, Unit(0, "pair", 0, 1, "chunked"))
 
 
@@ -124,7 +217,7 @@ def test_policies_that_hold_unlike_amounts_stop_the_run(gated):
     other = [
         replace(row, kept_entries=row.kept_entries + 1) if row.policy == "recency" else row for row in rows
     ]
-    with pytest.raises(AssertionError, match="unequal memory in seed0/pair/0-1/decode at budget 0.45"):
+    with pytest.raises(RuntimeError, match="unequal memory in seed0/pair/0-1/decode at budget 0.45"):
         check_equal_memory(other, unit)
 
 

@@ -378,7 +378,7 @@ def test_a_suite_without_models_of_its_own_takes_any_seed(tmp_path):
 
 
 def test_items_are_those_that_there_are(tmp_path):
-    config = stub_config(tmp_path, items_per_task=5, batch_items=2, tasks=("ragged", "turns"))
+    config = stub_config(tmp_path, items_per_task=5, unit_items=2, tasks=("ragged", "turns"))
     made = [(unit.task, unit.start, unit.stop) for unit in plan(config, MORE_STUB)]
     assert made == [
         *[("ragged", 0, 2), ("ragged", 2, 3)],
@@ -404,6 +404,8 @@ def test_tasks_in_text_are_those_of_a_model(monkeypatch):
         "dtype": "bfloat16",
         "revision": None,
         "trust_remote_code": False,
+        "template": {},
+        "device_map": None,
     }
     suite = replace(STUB, tasks=dict.fromkeys(("ruler/vt", "niah/grid"), STUB.tasks["copy"]))
     assert with_all_tasks(config, suite) == ("ruler/vt",)

@@ -215,7 +215,7 @@ def test_random_scores_do_not_depend_on_the_batch(gated):
     rows = {}
     for batch in (1, 3):
         config = stub_config(
-            gated, items_per_task=3, policies=("random",), batch_items=batch, keep_ratios=(0.45,)
+            gated, items_per_task=3, policies=("random",), unit_items=batch, keep_ratios=(0.45,)
         )
         subject = load_subject(config, STUB, 0)
         for unit in plan(config, STUB):
@@ -226,7 +226,7 @@ def test_random_scores_do_not_depend_on_the_batch(gated):
 
 
 def test_two_processes_write_what_one_does(gated):
-    options = {"policies": ("snapkv", "token_identity"), "keep_ratios": (0.45,), "batch_items": 1}
+    options = {"policies": ("snapkv", "token_identity"), "keep_ratios": (0.45,), "unit_items": 1}
     for workers in (0, 2):
         config = stub_config(gated, run=f"workers{workers}", workers=workers, **options)
         open_run(config.folder, describe_run(config, STUB), keys(config))
