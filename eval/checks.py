@@ -300,16 +300,16 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]
             )
         for value in config.budgets:
             what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
-            error = _refused(policy, value, config.context_tokens)
-            if error is not None:
-                problems.append(f"{what}: {error}")
+            refused = _refused(policy, value, config.context_tokens)
+            if refused is not None:
+                problems.append(f"{what}: {refused}")
                 continue
             for own in shortest:
-                error = _refused(policy, value, own.tokens)
-                if error is not None:
+                refused = _refused(policy, value, own.tokens)
+                if refused is not None:
                     problems.append(
                         f"{what}, on item {own.index} of task {own.task!r} (seed {own.seed}), whose context "
-                        f"has {own.tokens} tokens: {error} Or leave the task out, or raise context_tokens."
+                        f"has {own.tokens} tokens: {refused} Or leave the task out, or raise context_tokens."
                     )
                     break
     return problems

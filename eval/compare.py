@@ -122,8 +122,10 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
     holds what decides a score, never where that came from."""
     tasks = {name: suite.tasks[name] for name in with_all_tasks(config, suite)}
     mapping = to_mapping(config) | {"tasks": [*tasks]}
-    models = one_by_one(config, suite, lambda _, model: _of_model(model))
-    one = next(iter(models.values()))
+    apart = config if suite.seeds is not None else replace(config, seeds=config.seeds[:1])
+    seen = one_by_one(apart, suite, lambda _, model: _of_model(model))
+    one = next(iter(seen.values()))
+    models = {seed: seen.get(seed, one) for seed in config.seeds}
     device = one["device"] if config.text.device_map else resolve_device(config.device).type
     machine = environment(device, 1 if config.workers else 0)
     identity = {

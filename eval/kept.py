@@ -24,8 +24,15 @@ from retain.config import load
 from retain.eval.answers import read_back
 from retain.eval.checks import check
 from retain.eval.config import SHARED, CompareConfig, budget_of, lines_of, suite_of, with_all_tasks
-from retain.eval.shared_prefill import observed_tokens, score_all, seen_tokens
-from retain.eval.subject import Subject, item_seed, load_subject
+from retain.eval.shared_prefill import (
+    Group,
+    future_of,
+    observed_tokens,
+    score_all,
+    seen_tokens,
+    stages_of,
+)
+from retain.eval.subject import Subject, Unit, item_seed, load_subject
 from retain.eval.tasks import Item, Suite
 from retain.hf.cache import Cache
 from retain.hf.lookahead import look_ahead
@@ -72,7 +79,7 @@ def collect(
     chosen = sorted(items, key=lambda task: not items[task].needles)[:documents]
     subject = load_subject(config, suite, seed)
     started = now()
-    made = [_document(config, subject, task, items[task], regime, texts_of) for task in chosen]
+    made = [_document(config, suite, subject, task, items[task], regime, texts_of) for task in chosen]
     return {
         "schema": 1,
         "command": command,
@@ -92,6 +99,7 @@ def collect(
 
 def _document(
     config: CompareConfig,
+    suite: Suite,
     subject: Subject,
     task: str,
     item: Item,
@@ -113,7 +121,11 @@ def _document(
     evidence = [truncate(layer, num_seen) for layer in whole.evidence]
     lines = lines_of(config, regime)
     seeds = [item_seed(subject.seed, task, 0)]
-    scores = score_all(lines, subject, whole.evidence, observed, num_seen, seeds)
+    future = None
+    if any(line.policy == "oracle" for line in lines):
+        group = Group(config, suite, subject, Unit(subject.seed, task, 0, 1), {0: item})
+        future = future_of(group, whole.evidence, num_seen, stages_of(item, regime)[0].questions, {})
+    scores = score_all(lines, subject, whole.evidence, observed, num_seen, seeds, future)
     kept = []
     for line in lines:
         for budget in config.budgets:

@@ -72,6 +72,7 @@ class Row:
             had gone. None: not known (rows of earlier versions).
         bytes_beside: Bytes that the cache keeps beside entries in order to evict again (recent queries,
             running statistics), counted when entries are.
+        seeded: Whether every seed is asked items of its own (`Task.seeded`).
     """
 
     run: str
@@ -108,6 +109,7 @@ class Row:
     needles_kept: float | None = None
     attended_ratio: float | None = None
     bytes_beside: int = 0
+    seeded: bool = True
 
 
 @dataclass(frozen=True)

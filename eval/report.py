@@ -266,8 +266,8 @@ def _best(scores: Scores, judged: Sequence[Judged], margin: float) -> str:
         "one Holm family, as on the page. The heuristic is chosen for each family apart and on the same "
         "items, which favours it (better is conservative, worse leans against the policy), so other "
         "heuristics and variants are only said to lie below or above it; its own cell is empty. duoattention "
-        "is no heuristic here: its table of heads is measured on documents with questions and answers. The rows of `full` are the full cache minus that "
-        "heuristic. "
+        "is no heuristic here: its table of heads is measured on documents with questions and answers. The "
+        "rows of `full` are the full cache minus that heuristic. "
         f"Best heuristic, {' / '.join(families)}: {'; '.join(chosen)}.",
         "",
     ]
@@ -423,17 +423,25 @@ def _memory(scores: Scores) -> str:
             f"{own.bytes_held / 1024:.1f}",
             f"{100 * own.bytes_held / own.bytes_full:.2f}",
             f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}",
+            _attended(scores, cell),
         ]
         for cell, own in scores.memory.items()
     ]
-    columns = ["regime", "budget", "policy", "entries", "KiB held", "% of full", "kept / seen"]
+    columns = ["regime", "budget", "policy", "entries", "KiB held", "% of full", "kept / seen", "attended"]
     note = (
         "Per item, over all layers and KV heads, as the cache reports it: after eviction and before the "
         "question or the answer is appended where eviction is done once, at the end of the answer elsewhere. "
         "In the regimes that evict once every policy but the full cache holds the same number of entries, "
-        "item by item: the run stops where that is not so."
+        "item by item: the run stops where that is not so. *attended* is what the answers were given from: "
+        "entries held / seen before the forward of each answer's token, mean. Near 1 while kept / seen is "
+        "small, nothing had gone yet when the answer was given, and the cell says nothing of eviction."
     )
     return "\n".join(["## Memory held", "", note, "", _table(columns, rows, 3)])
+
+
+def _attended(scores: Scores, cell: Cell) -> str:
+    found = [ratio for task in scores.families for ratio in scores.attended.get((cell, task), ())]
+    return f"{sum(found) / len(found):.4f}" if found else ""
 
 
 def _tasks(scores: Scores, tasks: Mapping[str, Task]) -> str:

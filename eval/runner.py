@@ -14,6 +14,8 @@ zero.
 import concurrent.futures
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,9 +80,17 @@ _WORKER_ENVIRONMENT = {
 }
 
 
-def _start_worker(config: CompareConfig, suite: Suite) -> None:
+def _start_worker(config: CompareConfig, suite: Suite, parent: int) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _worker.update(config=config, suite=suite, subjects=Subjects(config, suite))
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent has ended: a pool whose owner was killed waits for work for ever."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _fit_in_worker(seed: int) -> None:
@@ -202,7 +212,7 @@ def _results(
     for name, value in _WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     pool = concurrent.futures.ProcessPoolExecutor(
-        config.workers, multiprocessing.get_context("spawn"), _start_worker, (config, suite)
+        config.workers, multiprocessing.get_context("spawn"), _start_worker, (config, suite, os.getpid())
     )
     try:
         if fits_tables(config):  # first, one seed a process, so that no two processes fit the same one

@@ -9,12 +9,14 @@ import torch
 
 from retain.budget import Budget
 from retain.config import load
+from retain.eval import checks
 from retain.eval import config as grid
-from retain.eval.checks import _budgets, check
+from retain.eval.checks import check
 from retain.eval.compare import compare, main
 from retain.eval.config import (
     REGIMES,
     CompareConfig,
+    TextOptions,
     budget_of,
     find_policy,
     needs_gates,
@@ -24,6 +26,7 @@ from retain.eval.config import (
 )
 from retain.eval.orderings import ORDERINGS
 from retain.eval.subject import plan
+from retain.eval.tasks import text
 from retain.gates import GateSet
 from retain.gates.store import WEIGHTS_FILE
 from retain.presets import policies
@@ -34,10 +37,10 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    assert [path.stem for path in paths] == ["demo", "methods", "reference", "report"]
+    assert [path.stem for path in paths] == ["demo", "methods", "reference", "report", "text"]
     for path in paths:
         config = load(path, CompareConfig)
-        assert config.run == path.stem and config.workers == 2
+        assert config.run == path.stem and config.workers == (0 if config.suite == "text" else 2)
         first_lines = path.read_text().splitlines()[:3]
         assert all(line.startswith("# ") for line in first_lines) and str(path.name) in first_lines[2]
 
@@ -258,12 +261,93 @@ def test_a_variant_of_a_gate_needs_gates(tmp_path):
         check(config, STUB)
 
 
-def test_the_report_measures_every_regime_and_fits_its_model():
+def test_the_report_measures_regimes_with_and_without_protection():
     config = load(CONFIGS / "report.yaml", CompareConfig)
-    assert set(config.regimes) == set(REGIMES) and config.seeds == (0,) and not config.tasks
+    assert set(config.regimes) == {*REGIMES} - {"chunked+decode"} and config.seeds == (0,)
     assert set(config.protections) == {"none"} and config.preset_protection
     assert config.gates_of(0) == "runs/gates-seed0" and "oracle" in config.policies
-    assert _budgets(config) == []
+
+
+@pytest.mark.parametrize("name", ["demo", "methods", "reference", "report", "text"])
+def test_every_config_passes_its_checks_on_its_shortest_items(name, monkeypatch):
+    monkeypatch.setattr(checks, "_gates", lambda *_: [])
+    monkeypatch.setattr(checks, "_caches", lambda *_: [])  # they load gates
+    monkeypatch.setattr(checks, "FIRST_ITEMS", 1 if name == "text" else 4)  # the grid has four lengths
+    monkeypatch.setattr(checks, "CHEAP_SECONDS", 0.0)
+    config = load(CONFIGS / f"{name}.yaml", CompareConfig)
+    (note,) = check(config, suite_of(config))
+    assert "on the shortest of the first items alone" in note and " of " in note
+
+
+def test_a_short_item_is_refused_with_its_name(tmp_path):
+    # Items of the task `ragged` have 100, 83 and 66 tokens in turn.
+    config = stub_config(
+        tmp_path,
+        policies=("recency", "random"),
+        variants={"narrow": ("recency", "protection.recent=4")},
+        protections={"wide": ("protection.recent=40", "protection.sinks=12")},
+        tasks=("turns", "ragged"),
+        keep_ratios=(0.42, 0.9),
+        items_per_task=3,
+    )
+    with pytest.raises(ValueError) as caught:
+        check(config, MORE_STUB)
+    text = str(caught.value)
+    said = "on item 2 of task 'ragged' (seed 0), whose context has 66 tokens: "
+    assert f"policy 'recency' at keep_ratio 0.42, {said}" in text
+    assert "Or leave the task out, or raise context_tokens." in text
+    assert "policy 'random+wide' at keep_ratio 0.42: " in text  # no context is long enough
+    assert "0.9" not in text
+    assert check(replace(config, tasks=("turns",), protections={}), MORE_STUB) == []
+    assert check(replace(config, items_per_task=1, protections={}), MORE_STUB) == []
+
+
+def test_not_all_items_are_made_where_that_takes_long(tmp_path, monkeypatch):
+    config = stub_config(tmp_path, policies=("recency",), tasks=("pair",), items_per_task=9)
+    assert checks.shortest_of(config, STUB, "pair")[1:] == (9, 9)
+    monkeypatch.setattr(checks, "CHEAP_SECONDS", 0.0)
+    monkeypatch.setattr(checks, "FIRST_ITEMS", 3)
+    assert checks.shortest_of(config, STUB, "pair")[1:] == (3, 9)
+    monkeypatch.setattr(checks, "MOST_SECONDS", 0.0)
+    assert checks.shortest_of(config, STUB, "pair")[1:] == (1, 9)
+    assert check(config, STUB) == [
+        "budgets were tried on the shortest of the first items alone: a shorter one may stop the run. "
+        "pair (1 of 9)"
+    ]
+
+
+def test_an_item_that_cannot_be_made_is_found_at_the_start(tmp_path):
+    def item(task, *place):
+        raise ValueError(f"no data for {place}")
+
+    with pytest.raises(ValueError, match=r"task 'pair': no data for \(0, 0, 100\)"):
+        check(stub_config(tmp_path, policies=("recency",), tasks=("pair",)), replace(STUB, item=item))
+
+
+def test_labels_are_of_one_line(tmp_path):
+    config = stub_config(
+        tmp_path,
+        policies=("snapkv", "snapkv+none"),
+        variants={"snapkv+none": ("recency",)},
+        protections={"none": ("protection.sinks=0",)},
+    )
+    with pytest.raises(ValueError, match=r"variant 'snapkv\+none': a '\+' stands before a protection"):
+        check(config, STUB)
+
+
+def test_several_models_on_one_gpu_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = stub_config(tmp_path, policies=("recency",), device="cuda", workers=2)
+    with pytest.raises(ValueError, match=r"each of 2 workers .* workers=0, or .*accelerate launch"):
+        check(config, STUB)
+    assert check(config, STUB, processes=2) == check(replace(config, workers=1), STUB) == []
+    assert check(replace(config, device="cpu"), STUB) == []
+    spread = replace(config, device="cpu", text=TextOptions(device_map="auto"))
+    with pytest.raises(ValueError) as caught:
+        check(spread, STUB)
+    assert "each of 2 workers" in str(caught.value)
+    assert "text.device_map spreads the model of suite 'text', and this is 'stub'" in str(caught.value)
 
 
 def test_what_the_grid_says_wrong_is_all_found(tmp_path):
@@ -420,3 +504,34 @@ def test_a_hub_that_cannot_be_reached_is_said_and_nothing_is_written(tmp_path, c
     assert not [*tmp_path.iterdir()]
     assert main([*arguments, "tasks=[rulre]"]) == 2
     assert "unknown task or group 'rulre': did you mean 'ruler'?" in capsys.readouterr().err
+
+
+def test_a_model_that_is_spread_over_devices_is_moved_nowhere_and_one_is_held(monkeypatch):
+    asked, held = [], []
+
+    class Model:
+        def __init__(self, name):
+            self.name, self.device = name, None
+
+        def to(self, device):
+            self.device = device
+            return self
+
+    def load_named(name, *, device_map, **_):
+        asked.append((name, device_map))
+        held.append(len(text._loaded))
+        return Model(name), None
+
+    monkeypatch.setattr(text, "load_named", load_named)
+    monkeypatch.setattr(text, "_loaded", {})
+
+    def loaded(name, device_map, seed=0):
+        made = text.text_suite(model=name, tasks=("niah",), device_map=device_map)
+        return made.load_model(seed)
+
+    spread = loaded("some/model", "auto")
+    assert spread.device is None and loaded("some/model", "auto", 1) is spread
+    assert loaded("some/model", None).device == "cpu"
+    assert loaded("other/model-{seed}", None, 1).name == "other/model-1"
+    assert asked == [("some/model", "auto"), ("some/model", None), ("other/model-1", None)]
+    assert held == [0, 0, 0] and len(text._loaded) == 1  # the last one was let go before

@@ -8,7 +8,9 @@ import torch
 
 from retain.eval.record import (
     ITEMS,
+    MANIFEST,
     REFERENCES,
+    Asking,
     Reference,
     Row,
     append_unit,
@@ -94,6 +96,14 @@ def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it(tmp_path):
     assert [state["commit"] for state in again["code_states"]] == ["a", "b"]
 
 
+def test_a_run_remembers_where_its_rows_were_made(tmp_path):
+    here, there = ({"environment": {"processor": name}} for name in ("here", "there"))
+    for place in (here, there, there):
+        told = open_run(tmp_path, manifest(x=1) | place, ["a", "b"])
+        append_unit(tmp_path, [row("a", 0)])
+    assert told["environments"] == [here["environment"], there["environment"]]
+
+
 def test_looking_at_a_finished_run_again_changes_only_how_it_is_reported(tmp_path):
     whole = open_run(tmp_path, manifest(x=1) | {"config": {"resamples": 100}}, ["a"])
     append_unit(tmp_path, [row("a", 0)])
@@ -112,10 +122,14 @@ def test_another_identity_is_refused_by_field(tmp_path):
 @pytest.mark.parametrize("empty_file", [False, True])
 def test_a_run_without_rows_starts_over(tmp_path, empty_file):
     open_run(tmp_path, manifest(n=3), ["a"])
+    append_unit(tmp_path, [], [asked(0)])  # died between the two
+    append_unit(tmp_path, [], [asked(1)], rank=1)
     if empty_file:
         (tmp_path / ITEMS).touch()
+        (tmp_path / "items-1.jsonl").touch()
     fresh = open_run(tmp_path, later(n=4), ["a"])
     assert (fresh["identity"], fresh["started"], len(fresh["code_states"])) == ({"n": 4}, "now", 1)
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
 def test_rows_without_a_manifest_are_refused(tmp_path):
@@ -180,3 +194,26 @@ def test_a_torn_reference_is_dropped_before_more_is_appended(tmp_path):
 def test_units_of_another_plan_are_no_units_of_this_run(tmp_path):
     append_unit(tmp_path, [row("a", 0)])
     assert finished(tmp_path, ["b"]) == set()
+
+
+def test_a_line_that_is_no_object_is_torn(tmp_path):
+    append_unit(tmp_path, [row("a", 0)], [asked(0)])
+    for name in (ITEMS, REFERENCES):
+        with (tmp_path / name).open("a") as file:
+            file.write('12\n[1]\nnull\n"a"\n')
+    assert finished(tmp_path, ["a"]) == {"a"} == take_up(tmp_path, ["a"])
+    assert len(read_rows(tmp_path)) == len(read_references(tmp_path)) == 1
+    assert (tmp_path / ITEMS).read_text().count("\n") == (tmp_path / REFERENCES).read_text().count("\n") == 1
+
+
+def test_what_was_asked_is_written_once_and_must_stay_the_same(tmp_path):
+    append_unit(tmp_path, [row("a", 0)], [asked(0)])
+    asking = Asking(tmp_path)
+    assert (0, "t", 0, 0) in asking and (0, "t", 1, 0) not in asking
+    assert asking.fresh("b", [asked(0), asked(1)]) == [asked(1)]
+    assert asking.fresh("b", [asked(0), asked(1)]) == []
+    for changes in ({"context_sha": "abd"}, {"question_ids": (1, 3)}, {"references": ("drei",)}):
+        with pytest.raises(
+            ValueError, match=f"in b: question 0 of item 0 is not the one .*{next(iter(changes))} differ"
+        ):
+            asking.fresh("b", [asked(0, **changes)])

@@ -1,7 +1,14 @@
 """Units of work on a tiny random model: equal memory, answers as of one cache at a time, resuming."""
 
+import gc
 import json
+import os
+import subprocess
+import sys
+import time
+import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +21,13 @@ from retain.eval import subject as subjects
 from retain.eval.answers import read_back
 from retain.eval.baselines import oracle
 from retain.eval.compare import compare, describe_run
-from retain.eval.config import find_policy
+from retain.eval.config import find_policy, fits_tables
 from retain.eval.head_classes import measure_head_classes
-from retain.eval.record import ITEMS, MANIFEST, open_run, read_rows
+from retain.eval.processes import Processes
+from retain.eval.record import ITEMS, MANIFEST, REFERENCES, open_run, read_references, read_rows
 from retain.eval.runner import run_all
 from retain.eval.shared_prefill import first_entries, observed_tokens, seen_tokens
-from retain.eval.subject import Unit, item_seed, load_subject, plan
+from retain.eval.subject import Subjects, Unit, item_seed, load_subject, one_by_one, plan
 from retain.head_classes import read_head_classes
 from retain.hf.cache import Cache
 from retain.policy import decide_layers, score_entries
@@ -176,7 +184,8 @@ def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("| recency |") for line in lines)
     assert "Claims checked" in lines
-    assert lines[-1] == f"Report: {gated / 'results' / 'shown' / 'report.md'}"
+    folder = gated / "results" / "shown"
+    assert lines[-1] == f"Report: {folder / 'report.md'}, {folder / 'report.html'}"
 
 
 def test_the_same_weights_elsewhere_are_the_same_run(gated):
@@ -352,3 +361,198 @@ def test_a_variant_is_part_of_what_the_run_is(gated):
 
     assert identity("protection.sinks=4") == identity() != identity("protection.sinks=3")
     assert identity(name="other") != identity()
+
+
+def test_how_many_items_are_read_together_is_lowered_when_memory_runs_out(gated, monkeypatch):
+    options = {
+        "policies": ("random", "snapkv"),
+        "tasks": ("odd", "pair"),
+        "items_per_task": 3,
+        "unit_items": 3,
+    }
+    config = stub_config(gated, batch_items=3, **options)
+    read, run_shared = [], runner.run_shared
+
+    def run(config, suite, subject, unit, items):
+        read.append(len(items))
+        if unit.task == "odd" and len(items) > 1:
+            with subjects.naming(unit, "the prefill"):
+                raise torch.OutOfMemoryError("tried to allocate")
+        return run_shared(config, suite, subject, unit, items)
+
+    monkeypatch.setattr(runner, "run_shared", run)
+    with pytest.raises(ValueError, match=r"out of memory in seed0/odd/0-3.*Lower batch_items or"):
+        compare(config, STUB)
+    compare(replace(config, batch_items=1), STUB)
+    assert read == [3, 3, 1, 1, 1]  # the other unit was done, and is not done again
+    monkeypatch.undo()
+    compare(replace(config, run="together"), STUB)
+
+    def rows(run):
+        return [{**row, "run": ""} for row in read_rows(gated / "results" / run)]
+
+    assert rows("stub") == rows("together")
+    manifest = json.loads((config.folder / MANIFEST).read_text())
+    assert manifest["config"]["batch_items"] == 1 and "batch_items" not in manifest["identity"]["config"]
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """A suite whose models are counted: how many were loaded, and how many were there at once at most."""
+    living: weakref.WeakSet = weakref.WeakSet()
+    told = {"loads": 0, "at_once": 0}
+
+    def load(seed):
+        gc.collect()
+        model = STUB.load_model(0 if told.get("one") else seed)
+        living.add(model)
+        told["loads"] += 1
+        told["at_once"] = max(told["at_once"], len(living))
+        return model
+
+    return replace(STUB, load_model=load), told
+
+
+def test_models_are_loaded_one_at_a_time(gated, loaded):
+    suite, told = loaded
+    save_stub_gates(gated, (1,))
+    config = stub_config(gated, seeds=(0, 1), policies=("gate",), tasks=("pair",), keep_ratios=(0.6,))
+    assert one_by_one(config, suite, lambda seed, _: seed) == {0: 0, 1: 1}
+    compare(config, suite)
+    assert told == {"loads": 8, "at_once": 1}  # for gates, for the manifest, for the run
+
+
+def test_one_model_for_all_seeds_is_kept_with_its_gates(gated, loaded):
+    suite, told = loaded
+    told["one"] = True
+    suite = replace(suite, seeds=None)
+    config = stub_config(
+        gated, seeds=(0, 1, 2), gates=str(gated / "gates-seed0"), policies=("gate",), tasks=("pair",)
+    )
+    held = Subjects(config, suite)
+    first = held.of(0)
+    assert held.of(0) is first
+    second = held.of(1)
+    assert (second.seed, second.model, second.gates) == (1, first.model, first.gates)
+    assert told["loads"] == 1
+    moved = Subjects(replace(config, gates=str(gated / "gates-seed{seed}")), suite)
+    own = moved.of(0).gates
+    (gated / "gates-seed1").symlink_to(gated / "gates-seed0")
+    assert moved.of(1).gates is not own  # of another folder
+
+
+def test_nothing_is_fitted_where_nothing_is_to_be(gated, monkeypatch):
+    config = stub_config(gated, policies=("recency", "duoattention"))
+    assert not fits_tables(stub_config(gated, policies=("recency", "oracle")))
+    assert fits_tables(config) and fits_tables(stub_config(gated, policies=("token_identity",)))
+    launched = Processes(rank=0, count=2)
+    monkeypatch.setattr(runner, "load_subject", lambda *_: pytest.fail("loaded to be fitted"))
+    plain = stub_config(gated, policies=("recency",), tasks=("pair",), keep_ratios=(0.6,))
+    plain.folder.mkdir(parents=True)
+    assert run_all(plain, STUB, processes=launched) == 1
+
+
+def test_a_row_says_whether_its_items_are_its_seeds_own(gated):
+    tasks = {**TASKS, "copy": replace(TASKS["copy"], seeded=False)}
+    config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,))
+    compare(config, replace(STUB, tasks=tasks))
+    told = {(row["task"], row["seeded"]) for row in read_rows(config.folder)}
+    assert told == {("copy", False), ("pair", True), ("odd", True)}
+
+
+def test_what_its_items_are_is_part_of_what_the_run_is(gated):
+    config = stub_config(gated, policies=("recency",))
+    before = describe_run(config, STUB)["identity"]
+
+    def other(**changes):
+        def item(*place):
+            return replace(stub_item(*place), **changes)
+
+        now = describe_run(config, replace(STUB, item=item))["identity"]
+        return {name for name in now if now[name] != before[name]}
+
+    assert other() == set()
+    assert other(context_ids=(5,) * 100) == other(end_ids=(3,)) == {"items"}
+    moved = {"ruler/qa_1": {"path": "there"}, "niah": {"path": "there", "length": 3}}
+    text = replace(config.text, changes=moved, device_map=None)
+    assert describe_run(replace(config, text=text), STUB)["identity"]["config"]["text"]["changes"] == {
+        "niah": {"length": 3}
+    }
+
+
+def test_every_weight_is_part_of_what_the_run_is():
+    model = STUB.load_model(0)
+    seen = {entry.weights_sha(model)}
+    assert seen == {entry.weights_sha(STUB.load_model(0))}
+    names = [name for name, _ in model.named_parameters()]
+    for part in ("mlp.up_proj", "q_proj", "v_proj", "layernorm", "model.norm", "q_norm"):
+        own = next(parameter for name, parameter in model.named_parameters() if part in name)
+        with torch.no_grad():
+            own.mul_(1.5)
+        seen.add(entry.weights_sha(model))
+    assert len(seen) == 7 and len(names) > 7
+
+
+def test_references_that_are_missing_or_torn_are_written_again(gated):
+    config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,), tasks=("pair", "copy"))
+    compare(config, STUB)
+    path, whole = config.folder / REFERENCES, read_references(config.folder)
+    assert len(whole) == 4
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[1][:30])
+    compare(config, STUB)
+    assert read_references(config.folder) == whole
+    path.unlink()
+    compare(config, STUB)
+    assert read_references(config.folder) == whole
+
+
+def test_items_that_are_others_than_before_stop_a_run_that_goes_on(gated):
+    config = stub_config(
+        gated, policies=("recency",), regimes=("context_only", "decode"), keep_ratios=(0.6,), tasks=("pair",)
+    )
+    open_run(config.folder, describe_run(config, STUB), keys(config))
+
+    class KilledError(Exception):
+        pass
+
+    def kill(_):
+        raise KilledError
+
+    with pytest.raises(KilledError):
+        run_all(config, STUB, on_unit=kill)
+    before = (config.folder / ITEMS).read_bytes()
+
+    def item(*place):
+        own = stub_item(*place)
+        return own if place[2] == 0 else replace(own, context_ids=own.context_ids[::-1])
+
+    with pytest.raises(
+        ValueError, match=r"seed0/pair/0-2/decode: question 0 of item 1 is not the one .*context_sha differ"
+    ):
+        run_all(config, replace(STUB, item=item))
+    assert (config.folder / ITEMS).read_bytes() == before
+    assert run_all(config, STUB) == 1
+
+
+def test_a_worker_ends_with_the_run_that_started_it():
+    """Also where that was killed and could tell nobody."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        "waits = 'import os; from retain.eval.runner import _end_with; '\n"
+        "waits += 'print(1, flush=True); _end_with(os.getppid())'\n"
+        "worker = subprocess.Popen([sys.executable, '-c', waits], stdout=subprocess.PIPE, text=True)\n"
+        "worker.stdout.readline()\n"
+        "print(worker.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    worker = int(run.stdout.readline())
+    os.kill(worker, 0)
+    run.kill()
+    run.wait()
+    until = time.monotonic() + 20
+    while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
+        assert time.monotonic() < until, "the worker is still there"
+        time.sleep(0.2)
