@@ -546,12 +546,11 @@ def test_a_worker_ends_with_the_run_that_started_it():
         "print(worker.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    worker = int(run.stdout.readline())
-    os.kill(worker, 0)
-    run.kill()
-    run.wait()
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        worker = int(run.stdout.readline())
+        os.kill(worker, 0)
+        run.kill()
     until = time.monotonic() + 20
     while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
         assert time.monotonic() < until, "the worker is still there"
