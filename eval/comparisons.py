@@ -44,6 +44,8 @@ from retain.presets import policies as presets
 # Bounds and controls are no methods: they are judged, and never called best.
 BOUNDS = (FULL, *CONTROLS)
 WORDS = ("better", "equivalent", "identical", "worse", "inconclusive", "unjudged")
+# Behind what a heuristic is said to be of the best one.
+_CHOSEN = " (chosen on these items)"
 # A paragraph names this many policies of a verdict; the table names all.
 NAMED = 8
 
@@ -245,12 +247,11 @@ def _said(judged: Sequence[Judged], baseline: str) -> list[Said]:
             "identical": f"Identical to {baseline}: the same score on every item",
             "inconclusive": f"Not known whether it differs from {baseline}: after adjustment these "
             f"items show neither a difference nor that it lies within ±{margin:g} points",
-            "unjudged": f"Not judged, since {baseline} was chosen as the best heuristic on these items: "
-            "heuristics and variants below it, or above",
+            "unjudged": f"Not judged: {len(own)} more, among which {baseline} was chosen on these items",
         }[word]
         made.append(
             Said(
-                *(word, sentence, tuple((one.policy, numbers(one)) for one in own[:NAMED])),
+                *(word, sentence, tuple((one.policy, _in_short(one)) for one in own[:NAMED])),
                 more=max(0, len(own) - NAMED),
             )
         )
@@ -266,7 +267,7 @@ def numbers(one: Judged) -> str:
     if r.verdict == "equivalent":
         return f"{text}, TOST {_p(r.holm_equivalence_p)}"
     if r.verdict == "unjudged":
-        return f"{text}, {word_of(r)} (chosen on these items)"
+        return f"{text}, {word_of(r)}{_CHOSEN}"
     if r.verdict == "inconclusive" and one.detectable is not None:
         return f"{text}, {_p(r.holm_p)}; these items could show {one.detectable:.1f}"
     if r.verdict == "inconclusive" and not can_reach(r.interval.num_nonzero, one.family_size):
@@ -274,6 +275,11 @@ def numbers(one: Judged) -> str:
         differ = f"{count} item{'s differ' if count != 1 else ' differs'}"
         return f"{text}, {_p(r.holm_p)}; {differ}: too few for a family of {one.family_size}"
     return text
+
+
+def _in_short(one: Judged) -> str:
+    """The numbers, where the sentence above them says already that nothing is judged."""
+    return numbers(one).removesuffix(_CHOSEN)
 
 
 def _p(value: float | None) -> str:
