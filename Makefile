@@ -48,7 +48,7 @@ report: $(INSTALLED)
 	$(BIN)/python -m retain.eval.diagnose --model reference:0 --gates runs/gates-seed0 --keep-ratio 0.2 --documents 8 --steps 32 \
 		--policies random recency snapkv h2o defensivekv gate fused oracle --out $(REPORT)
 	$(BIN)/python -m retain.eval.speed --what serving --model reference --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
-		--keep-ratios 0.1,0.2,0.4 --batches 1 --tokens 1024 --output $(REPORT)/speed.json
+		--keep-ratios 0.1,0.2,0.4 --batches 1 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
 	$(BIN)/python -m retain.eval.kept --config configs/compare/report.yaml
 	$(BIN)/python -m retain.eval.page $(REPORT)
 

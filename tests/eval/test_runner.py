@@ -540,7 +540,7 @@ def test_a_worker_ends_with_the_run_that_started_it():
     script = (
         "import os, subprocess, sys, time\n"
         "waits = 'import os; from retain.eval.runner import _end_with; '\n"
-        "waits += 'print(1, flush=True); _end_with(os.getppid())'\n"
+        "waits += f'print(1, flush=True); _end_with({os.getpid()})'\n"
         "worker = subprocess.Popen([sys.executable, '-c', waits], stdout=subprocess.PIPE, text=True)\n"
         "worker.stdout.readline()\n"
         "print(worker.pid, flush=True)\n"
