@@ -29,7 +29,7 @@ import numpy as np
 import yaml
 
 from retain.eval.config import FULL
-from retain.eval.record import MANIFEST, read_references, read_rows
+from retain.eval.record import read_manifest, read_references, read_rows
 from retain.eval.significance import standard_error
 from retain.eval.summary import Cell, Scores, gather
 from retain.eval.tasks import Task
@@ -359,10 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="results/<run>")
     given = parser.parse_args(arguments)
     try:
-        path = given.folder / MANIFEST
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist: {given.folder} is no run of eval/compare.py.")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_manifest(given.folder)
         made = write_exports(given.folder, manifest, tasks_of(manifest))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

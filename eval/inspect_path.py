@@ -380,7 +380,8 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of a file's tensors."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is missing, truncated or corrupt: {error}.") from None
 

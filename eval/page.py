@@ -39,7 +39,7 @@ from retain.eval.page_scores import (
     task_table,
     without_scheme,
 )
-from retain.eval.record import MANIFEST, read_references, read_rows
+from retain.eval.record import read_manifest, read_references, read_rows
 from retain.eval.summary import Scores, gather
 from retain.eval.tabular import Table, colours, number, words
 from retain.eval.tasks import Task
@@ -384,10 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="results/<run>")
     given = parser.parse_args(arguments)
     try:
-        path = given.folder / MANIFEST
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist: {given.folder} is no run of eval/compare.py.")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_manifest(given.folder)
         print(write_page(given.folder, manifest, tasks_of(manifest)))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

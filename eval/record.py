@@ -253,6 +253,27 @@ def append_unit(
             _append(folder / _named(name, rank), "".join(_line(asdict(value)) for value in values))
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read what a run says of itself.
+
+    Raises:
+        FileNotFoundError: If the folder holds no run.
+        ValueError: If the manifest is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: {folder} is no run of eval/compare.py. Pass results/<run>."
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): the run's own command writes it again.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no object: the run's own command writes it again.")
+    return found
+
+
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """Read all rows of a run; a unit that two files hold is read once.
 

@@ -17,6 +17,7 @@ from retain.eval.record import (
     finished,
     gates_identity,
     open_run,
+    read_manifest,
     read_references,
     read_rows,
     take_up,
@@ -217,3 +218,14 @@ def test_what_was_asked_is_written_once_and_must_stay_the_same(tmp_path):
             ValueError, match=f"in b: question 0 of item 0 is not the one .*{next(iter(changes))} differ"
         ):
             asking.fresh("b", [asked(0, **changes)])
+
+
+def test_a_manifest_that_is_not_there_or_not_whole_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is no run of eval/compare.py. Pass results/<run>"):
+        read_manifest(tmp_path)
+    for damaged in ("{", "[]"):
+        (tmp_path / MANIFEST).write_text(damaged)
+        with pytest.raises(ValueError, match="manifest.json (is damaged|holds no object).*writes it again"):
+            read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_text('{"run": "x"}')
+    assert read_manifest(tmp_path) == {"run": "x"}

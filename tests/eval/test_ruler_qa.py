@@ -32,7 +32,7 @@ def asked(question: str, *answers: str) -> dict[str, Any]:
     }
 
 
-SQUAD = {
+SQUAD: dict[str, Any] = {
     "version": "v2.0",
     "data": [
         {
@@ -105,7 +105,7 @@ def test_the_hub_s_rows_are_the_same_pools(tmp_path: Path, monkeypatch: pytest.M
             "answers": {"text": [a["text"] for a in one["answers"]], "answer_start": []},
         }
         for article in SQUAD["data"]
-        for paragraph in article["paragraphs"]  # type: ignore[index]
+        for paragraph in article["paragraphs"]
         for one in paragraph["qas"]
     ]
     turned = [

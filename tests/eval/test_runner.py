@@ -264,7 +264,11 @@ def test_the_oracle_sees_the_queries_that_generation_makes_and_no_other(
     assert (item.generate, len(item.gold_ids)) == (generate, generate + 1)
     assert read_back(item) == item.gold_ids[:size]
     seen = []
-    watched = lambda teacher, n: seen.append((teacher, n)) or oracle(teacher, n)  # noqa: E731
+
+    def watched(teacher, n):
+        seen.append((teacher, n))
+        return oracle(teacher, n)
+
     monkeypatch.setattr(shared_prefill, "oracle", watched)
     config = stub_config(gated, policies=("oracle",), regimes=(regime,))
     run_unit(config, STUB, load_subject(config, STUB, 0), Unit(0, task, 0, 1))
