@@ -45,6 +45,8 @@ class Allocation:
             (AdaKV under CriticalKV).
         head_classes: path of a table of heads (`retain.head_classes`); only with equal head budgets.
         head_threshold: a head at or above it is a retrieval head.
+        quotas: `calibrated`: each head gets the share of the whole budget that is stored for it with the
+            gates (`retain.quotas`); only with scope `head`, whose equal budgets they replace.
     """
 
     layers: Literal["uniform", "pyramid", "cake", "entropy"] = "uniform"
@@ -56,6 +58,7 @@ class Allocation:
     compete_by: Literal["score", "first"] = "score"
     head_classes: str | None = None
     head_threshold: float = 0.5
+    quotas: Literal["calibrated"] | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -64,6 +67,7 @@ class Allocation:
             "safeguard": (None, "guaranteed", "convex"),
             "normalise": (None, "head", "layer"),
             "compete_by": ("score", "first"),
+            "quotas": (None, "calibrated"),
         }
         problems = [
             f"{name} is one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}"

@@ -41,6 +41,7 @@ from retain.allocation import (
 from retain.apportion import exact, fill, round_shares
 from retain.budget import Totals
 from retain.head_classes import check_shape, class_budgets
+from retain.quotas import Quotas, quota_budgets
 from retain.ranking import rank_kept_first
 from retain.selection import select
 from retain.stages import FirstStage, stage_by_budget
@@ -81,6 +82,7 @@ class Shares:
         protected_B: entries of every head that are protected by their place.
         threshold: of admission; then no budget decides anything, and the totals say what there is.
         seen_B: tokens of each sequence, padding apart, where lengths are announced; None: the lengths.
+        quotas: what heads get of a budget, where the allocation says so; None: nobody said.
     """
 
     split: Split
@@ -88,6 +90,7 @@ class Shares:
     protected_B: tuple[int, ...]
     threshold: float | None = None
     seen_B: tuple[int, ...] | None = None
+    quotas: Quotas | None = None
 
     @cached_property
     def least_B(self) -> list[int]:
@@ -142,6 +145,52 @@ class Shares:
         ]
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
 
+    @cached_property
+    def quotas_LBH(self) -> list[list[list[int]]]:
+        """Entries of each head by its quota, where heads hold all tokens still, as when a cascade runs."""
+        rows_BLH = []
+        for length in self.totals.lengths_B:
+            rows_BLH.append([[length] * heads for heads in self.totals.heads_L])
+        return self.quota_budgets(rows_BLH)
+
+    def quota_budgets(self, capacity_BLH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+        """Entries of each head by its quota, `[layer][sequence][head]`.
+
+        The keep_ratio by which quotas are looked up is that of what competes: as stated, what is protected
+        apart, so that it does not change with what earlier evictions have left.
+
+        Args:
+            capacity_BLH: entries that each head holds.
+
+        Raises:
+            ValueError: something has to go, and nobody said what the quotas are.
+        """
+        heads, totals, budgets_BLH = sum(self.totals.heads_L), self.totals, []
+        for row, capacity_LH in enumerate(capacity_BLH):
+            held, protected = sum(map(sum, capacity_LH)), self.protected_B[row]
+            if totals.stated_B[row] >= held:
+                budgets_BLH.append([list(own) for own in capacity_LH])
+                continue
+            if self.quotas is None:
+                raise ValueError(
+                    "allocation.quotas 'calibrated' wants quotas that are stored with gates, and there are "
+                    "none: score with gates that were trained with calibration.quotas true, pass quotas= to "
+                    "plan_of, or leave quotas out."
+                )
+            room = (totals.lengths_B[row] - protected) * heads
+            free = totals.stated_B[row] - protected * heads
+            budgets_BLH.append(
+                quota_budgets(
+                    self.quotas,
+                    totals.stated_B[row],
+                    keep_ratio=Fraction(free, room) if room > 0 else Fraction(1),
+                    protected=protected,
+                    least=self.least_B[row],
+                    capacity_LH=capacity_LH,
+                )
+            )
+        return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
+
     @property
     def covers_B(self) -> list[bool]:
         """Whether each sequence keeps all that it has, whatever the scores."""
@@ -155,6 +204,8 @@ class Shares:
             least_B = [min(column) for column in zip(*least_LB, strict=True)]
             parts = zip(held_B, least_B, self.seen_B or totals.lengths_B, strict=True)
             kept_B = [held if least >= seen else -1 for held, least, seen in parts]
+        elif self.split.allocation.quotas is not None:
+            kept_B = totals.total_B
         elif self.fixed_LB is not None:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
         else:
@@ -275,6 +326,14 @@ def head_budgets(
             for rows, layer in zip(own, layers, strict=True)
         ]
         return budgets, nothing
+    if split.allocation.quotas is not None:
+        if first == 0 and final:
+            # All have come: what each head holds is known.
+            rows_LBH = [layer.capacity_BH.tolist() for layer in layers]
+            own = shares.quota_budgets([list(rows_LH) for rows_LH in zip(*rows_LBH, strict=True)])
+        else:
+            own = shares.quotas_LBH[first : first + len(layers)]
+        return [_tensor(rows, layer) for rows, layer in zip(own, layers, strict=True)], nothing
     totals_LB = (
         _shared(shares, layers, final)
         if shares.fixed_LB is None

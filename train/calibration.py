@@ -2,9 +2,9 @@
 
 In: for held-out documents, each layer's scores, targets and observed risk (`LayerLook`). Out: calibrators in
 the gate set, and a record for the artifact: dimensions of the calibrators, weights of fusion per head, a
-curve from keep_ratio to threshold, and a report. The one decision taken here: everything is fitted on every
-second held-out document and reported on the others, so that the report is of documents that nothing was
-fitted to.
+curve from keep_ratio to threshold, quotas of a budget per head, and a report. The one decision taken here:
+everything is fitted on every second held-out document and reported on the others, so that the report is of
+documents that nothing was fitted to.
 
 `calibrate_` needs no model: arrays are enough. Of a document, at most `MOST_ENTRIES` entries are looked at (a
 drawn one of each of as many stretches of equal length), whatever its length: memory and time are those of
@@ -27,15 +27,21 @@ from retain.gates.calibrate import UNITS as CALIBRATED_UNITS
 from retain.gates.calibrate import Calibrator
 from retain.ranking import order_entries, rank_entries
 from retain.scores import SCORES, Score
-from retain.train.isotonic import fit_remaps, fit_shared, space_of
+from retain.train.capacity_limit import limit_record
+from retain.train.isotonic import fit_remaps, fit_scales, fit_shared, space_of
 from retain.train.losses import keyed_generator
+from retain.train.quotas import count_of, fit_quotas, report_quotas
 
 # Entries of a document, spread evenly, that are fitted to and reported on.
 MOST_ENTRIES = 4096
 # Set behind the key of a document, so that these draws are no others.
 ENTRIES = 0xCA11
 # Kind -> what fits it: layer -> calibrator, of layer -> scores and targets of each head.
-FITS: dict[str, Callable[..., dict[int, Any]]] = {"remap": fit_remaps, "shared": fit_shared}
+FITS: dict[str, Callable[..., dict[int, Any]]] = {
+    "remap": fit_remaps,
+    "shared": fit_shared,
+    "scale": fit_scales,
+}
 
 
 @dataclass(frozen=True)
@@ -43,22 +49,28 @@ class CalibrationSettings:
     """What is fitted after training.
 
     Args:
-        kind: `remap`: a monotone curve for every head; `shared`: one curve, with four numbers a head; `none`:
-            scores stay as gates give them.
+        kind: `remap`: a monotone curve for every head; `shared`: one curve, with four numbers a head;
+            `scale`: one factor for every layer, of scores without a sign; `none`: scores stay as gates give
+            them.
         knots: of a curve.
         fusion_weights: whether weights of `log_linear` and `rank_blend` are fitted for each head.
         window: last queries that observed risk looks at, for these weights: that of the policy.
         grid: weights in 0..1 that are tried.
         curve: whether thresholds are stored for keep_ratios.
+        capacity: whether the largest risk that an eviction can afford is stored (`train/capacity_limit.py`);
+            it is read off the curve.
+        quotas: whether each head's share of a budget is stored, for `allocation.quotas` of a policy.
         keep_ratios: at which weights are judged and the report is made.
     """
 
-    kind: Literal["none", "remap", "shared"] = "remap"
+    kind: Literal["none", "remap", "shared", "scale"] = "remap"
     knots: int = 16
     fusion_weights: bool = True
     window: int = 32
     grid: int = 21
     curve: bool = True
+    capacity: bool = True
+    quotas: bool = True
     keep_ratios: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
 
     def __post_init__(self) -> None:
@@ -79,7 +91,7 @@ class CalibrationSettings:
     @property
     def wanted(self) -> bool:
         """Whether there is anything to fit."""
-        return self.kind != "none" or self.fusion_weights or self.curve
+        return self.kind != "none" or self.fusion_weights or self.curve or self.quotas
 
 
 @dataclass(frozen=True)
@@ -176,7 +188,7 @@ def calibrate_(
     Returns:
         the record, plain JSON: `settings`, `documents`, `layers` (dimensions of the calibrators), `fusion`
         (fusion -> layer -> weight of each head), `curve` (keep_ratio -> threshold, with what the reported
-        documents kept at it) and `report`; also at `gates.metadata["calibration"]`.
+        documents kept at it), `quotas` (`fit_quotas`) and `report`; also at `gates.metadata["calibration"]`.
 
     Raises:
         ValueError: fewer than two documents, targets in another unit, or looks that do not fit the gates.
@@ -217,22 +229,31 @@ def calibrate_(
         }
     if settings.curve:
         record["curve"] = threshold_curve(scores[0::2], scores[1::2])
+        if settings.capacity and (limit := limit_record(record["curve"], score_unit)) is not None:
+            record["capacity"] = limit
+    if settings.quotas:
+        targets = [{layer: own.target_HT[:, own.counted_T] for layer, own in look.items()} for look in looks]
+        record["quotas"] = fit_quotas(targets[0::2])
+        record["report"]["quotas"] = report_quotas(
+            targets[1::2], scores[1::2], record["quotas"], settings.keep_ratios
+        )
     gates.metadata["calibration"] = record
     return record
 
 
 def _check(gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings, unit: str) -> None:
     """Refuse what cannot be fitted."""
-    if settings.kind != "none" and unit not in CALIBRATED_UNITS:
+    if (settings.kind != "none" or settings.quotas) and unit not in CALIBRATED_UNITS:
         raise ValueError(
-            f"targets are in {unit!r}, and a calibrated score is in {' or '.join(CALIBRATED_UNITS)}: take "
-            "targets weighted by value_norm (risk) or by nothing (mass), or set calibration.kind none."
+            f"targets are in {unit!r}, and a calibrated score is in {' or '.join(CALIBRATED_UNITS)}, as are "
+            "the targets by which heads compete for quotas: take targets weighted by value_norm (risk) or by "
+            "nothing (mass), or set calibration.kind none and quotas false."
         )
     if len(looks) < 2:
         raise ValueError(
             f"calibration fits on one half of the held-out documents and reports on the other, and there "
-            f"are {len(looks)}: hold out two at least, or set calibration.kind none, fusion_weights false "
-            "and curve false."
+            f"are {len(looks)}: hold out two at least, or set calibration.kind none, fusion_weights false, "
+            "curve false and quotas false."
         )
     for number, look in enumerate(looks):
         if tuple(look) != gates.layers:
@@ -378,7 +399,7 @@ def kept_shares(
 
 def _kept_in_order(order_RT: Tensor, target_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
     so_far_RT = target_RT.double().gather(-1, order_RT).cumsum(-1)
-    counts = torch.tensor([_count(order_RT.shape[-1], ratio) for ratio in keep_ratios])
+    counts = torch.tensor([count_of(order_RT.shape[-1], ratio) for ratio in keep_ratios])
     kept, total_R1 = so_far_RT[:, counts - 1], so_far_RT[:, -1:]
     return torch.where(total_R1 > 0, kept / total_R1.clamp_min(1e-300), 1.0).T
 
@@ -393,13 +414,9 @@ def overlap_of(
 
 def _overlaps_in_order(order_RT: Tensor, rank_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
     """For each keep_ratio, of each row, from the order by score and the ranks by target."""
-    counts = [_count(order_RT.shape[-1], ratio) for ratio in keep_ratios]
+    counts = [count_of(order_RT.shape[-1], ratio) for ratio in keep_ratios]
     ranked_RT = rank_RT.gather(-1, order_RT)
     return torch.stack([(ranked_RT[:, :count] < count).sum(-1).double() / count for count in counts])
-
-
-def _count(entries: int, keep_ratio: float) -> int:
-    return max(1, -int(-keep_ratio * entries // 1))
 
 
 def report(

@@ -313,6 +313,14 @@ def _calibration(record: Mapping[str, Any] | None) -> str:
         for ratio in before
     ]
     parts.append(_table(names, rows))
+    if quotas := report.get("quotas"):
+        parts.append(
+            "Share of the whole model's target that is kept where every head gets as much, its stored quota "
+            "(`allocation.quotas: calibrated` of a policy), what it wins by score, or what it wins by target:"
+        )
+        shown = list(next(iter(quotas.values())))
+        rows = [[ratio, *(_number(kept[name]) for name in shown)] for ratio, kept in quotas.items()]
+        parts.append(_table(["keep_ratio", *(name.replace("_", " ") for name in shown)], rows))
     if fusion := report.get("fusion"):
         parts.append("The same inside a head, of scores that are fused with what is observed:")
         shown = list(next(iter(next(iter(fusion.values())).values())))

@@ -1,9 +1,11 @@
-"""Curves from a gate's score to risk, fitted on held-out documents: monotone, one per head or one for all.
+"""Curves from a gate's score to risk, fitted on held-out documents: monotone, one per head or one for all; or
+one factor a layer.
 
 In: scores and targets of the entries of each head. Out: the calibrators of `retain.gates.calibrate`, filled.
 The one decision taken here: a curve is the *mean* target of entries with about that score, made monotone by
 isotonic regression (pool adjacent violators). The mean, because a joint budget that takes the largest
-expected risks keeps the most risk; the logarithm is only the axis on which it is drawn.
+expected risks keeps the most risk; the logarithm is only the axis on which it is drawn. A factor alone
+(`fit_scales`) cannot follow a mean, and is fitted where the gates themselves were: in log-risk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, Remap, Shared, axis
+from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, Remap, Scale, Shared, axis
 
 # Distance of neighbouring knots on the axis, at least: nothing that float32 would round away.
 SMALLEST_STEP = 1e-3
@@ -241,6 +243,44 @@ def fit_shared(
     return made
 
 
+def fit_scales(
+    scores: Mapping[int, Sequence[Tensor]],
+    targets: Mapping[int, Sequence[Tensor]],
+    *,
+    K: int,
+    space: str,
+    unit: str,
+) -> dict[int, Scale]:
+    """A factor for every layer, by least squares in log-risk: `log factor = mean_i (log y_i - log s_i)`.
+
+    Over all entries of all heads of the layer, with targets y and scores s below a floor drawn at it: a share
+    `FLOOR_SHARE` of the mean target of all layers, and of the mean score of this one (how large scores are in
+    another layer says nothing).
+
+    Args:
+        scores: as in `fit_remaps`.
+        targets: the same.
+        K: not read; a factor has no knots.
+        space, unit: of `retain.gates.calibrate`.
+
+    Raises:
+        ValueError: scores with a sign, of which no factor makes risk.
+    """
+    if space != "log":
+        raise ValueError(
+            "calibration.kind 'scale' is a factor, which makes no risk of scores that have a sign, or of "
+            "which only the order means something: take remap or shared, or gates in risk, log_risk or mass."
+        )
+    least_target, made = _floor(targets), {}
+    for layer, of_heads in scores.items():
+        least_score = _floor({layer: of_heads})
+        y_N = torch.cat([own.double() for own in targets[layer]]).clamp_min(least_target)
+        s_N = torch.cat([own.double() for own in of_heads]).clamp_min(least_score)
+        made[layer] = Scale(H=len(of_heads), unit=unit)
+        made[layer].factor.copy_((y_N.log() - s_N.log()).mean().clamp(-MOST, MOST).exp())
+    return made
+
+
 def _lines(
     Y_hK: Float64[Tensor, "h K"], curve_K: Float64[Tensor, " K"]
 ) -> tuple[Float64[Tensor, " h"], Float64[Tensor, " h"]]:
@@ -257,6 +297,6 @@ def _on_axis(score_N: Tensor, space: str) -> tuple[Float64[Tensor, " N"], float]
 
 
 def _floor(targets: Mapping[int, Sequence[Tensor]]) -> float:
-    """A mean target below which heads are not told apart."""
+    """A mean target below which heads are not told apart (of scores: from which their logarithms count)."""
     whole = torch.cat([target_N.double() for of_heads in targets.values() for target_N in of_heads])
     return max(FLOOR_SHARE * float(whole.mean()), 1e-30)

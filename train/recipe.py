@@ -156,7 +156,7 @@ def _check_stage(config: DistillConfig) -> None:
         raise ValueError(
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
             "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none, "
-            "calibration.curve=false and calibration.fusion_weights=false."
+            "calibration.curve=false, calibration.fusion_weights=false and calibration.quotas=false."
         )
     if config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -168,6 +168,11 @@ def _check_stage(config: DistillConfig) -> None:
 def _check_gate(config: DistillConfig) -> None:
     """Of a family that is known: whether its gates can learn this target by these terms."""
     gate = GATES.get(config.gate.family)
+    if gate is not None and config.calibration.kind == "scale" and (gate.signed or gate.unit == "rank"):
+        raise ValueError(
+            f"calibration.kind=scale is a factor, which makes no risk of the scores of family "
+            f"{gate.family!r}: they have a sign, or only their order means something. Take remap or shared."
+        )
     if config.stage == "local" and gate is not None and gate.extension is None:
         check_fit(config.loss, gate)
         if config.target.weight in WEIGHTS:

@@ -323,6 +323,13 @@ class GateSet(nn.Module):
         """Calibrated weights of the learned side: fusion -> layer -> one in 0..1 for each KV head."""
         return (self.metadata.get("calibration") or {}).get("fusion") or {}
 
+    @property
+    def quotas(self) -> Mapping[str, Any] | None:
+        """What share of a joint budget each head took on held-out documents (`retain.quotas`): `keep_ratio`,
+        and `parts`, layer -> keep_ratio by keep_ratio -> parts of a million for each KV head; None where none
+        are stored."""
+        return (self.metadata.get("calibration") or {}).get("quotas")
+
     def threshold_for(self, keep_ratio: float) -> float:
         """The threshold on the score at which the held-out documents of the calibration kept this share of
         the entries that were not protected, on average: for `retain.Cache(model, "gate", threshold=...)`.
@@ -426,6 +433,7 @@ class GateSet(nn.Module):
             newest_B1 = places_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
             noted_BHT = self._calibrated(noted_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
         score = masked_score(noted_BHT, evidence.valid_BT, self.unit, held_BHT=evidence.held_BHT)
+        score = replace(score, quotas=self.quotas)
         if not self.fusion_weights:
             return score
         weights = _Weights(self.fusion_weights, evidence.layer_idx, noted_BHT.device, self._weights)

@@ -10,6 +10,10 @@ score (its asinh, where scores have a sign). They go on beyond the outermost kno
 float32 can hold: so they rise everywhere, and give nothing infinite. Scores that differ by less than float32
 can show after the curve become ties, and are never put the other way round (`SMALLEST_SLOPE`).
 
+The plainest kind, `scale`, is one factor a layer: heads of a layer keep their order among each other, and
+only layers are moved. What says how much each head takes of a budget (`calibration.quotas` of an artifact) is
+in parts of `PARTS`, whole numbers that sum to it.
+
 Why it pays: reordering nothing inside a head, it only moves entries between heads, which is to give heads
 their shares of a joint budget. KVzip+ regressions such as KVzap (arXiv 2601.07891) are trained to be
 comparable and are only nearly so; DBTrimKV (arXiv 2605.09649) ties the last projection of its gates for the
@@ -44,6 +48,8 @@ SMALLEST_SLOPE = 0.05
 LEAST_RISE = 0.1
 # The steepest that a curve goes on beyond its knots: in proportion to the score.
 STEEPEST_BEYOND = 1.0
+# What stored quotas of a budget sum to, over all heads of all layers: parts of a million.
+PARTS = 1_000_000
 
 
 class Calibrator(nn.Module):
@@ -168,7 +174,40 @@ class Shared(Calibrator):
         return mean_H1 + spread_H1 * self.knots_K.double(), offset_H1 + gain_H1 * self.values_K.double()
 
 
-CALIBRATORS: dict[str, type[Calibrator]] = {"remap": Remap, "shared": Shared}
+class Scale(Calibrator):
+    """One positive factor for all heads of a layer: `r = factor * s`, inside of `exp(-79) .. exp(79)`.
+
+    As a curve it is the straight line `log r = log(factor) + x`, of two knots as far out as they may lie; so
+    scores of 0 and of the ends of float32 are treated as those of other kinds are.
+
+    Args:
+        H: KV heads of the layer.
+        K: 2; a line has no other knots.
+        space: `log`; a factor makes no risk of scores with a sign.
+        unit: of what it gives.
+    """
+
+    kind = "scale"
+
+    def __init__(self, *, H: int, K: int = 2, space: str = "log", unit: str = "risk"):
+        super().__init__(H=H, K=K, space=space, unit=unit)
+        if K != 2 or space != "log":
+            raise ValueError(
+                f"a calibrator of kind 'scale' has 2 knots and the space 'log', since a factor makes no risk "
+                f"of scores with a sign; got K={K} and space {space!r}: take kind 'remap' or 'shared'."
+            )
+        self.register_buffer("factor", torch.ones(()))
+
+    factor: Tensor
+
+    def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
+        log_factor = self.factor.double().log()
+        ends_K = torch.tensor([1 - REACH, REACH - 1], dtype=torch.float64, device=self.factor.device)
+        knots_K = (ends_K - log_factor).clamp(1 - EDGE, EDGE - 1)
+        return knots_K.expand(self.H, 2), (knots_K + log_factor).expand(self.H, 2)
+
+
+CALIBRATORS: dict[str, type[Calibrator]] = {"remap": Remap, "shared": Shared, "scale": Scale}
 
 
 def build_calibrator(kind: str, **dims: Any) -> Calibrator:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from retain.gates.base import UNITS, GateSet
-from retain.gates.calibrate import EDGE, REACH, Calibrator, Remap
+from retain.gates.calibrate import EDGE, PARTS, REACH, Calibrator, Scale, Shared
 from retain.gates.families import GATES, alike, settings_of
 from retain.registry import suggest
 
@@ -81,6 +81,8 @@ def _check_calibration(calibration: Mapping[str, Any], heads: Mapping[int, int])
                 f"calibration.curve has keep_ratio {ratios} and threshold {thresholds}: wanted as many of "
                 "one as of the other, keep_ratio ascending"
             )
+    if calibration.get("quotas") is not None:
+        _check_quotas(_mapping(calibration["quotas"], "calibration.quotas"), heads)
     fusion = _mapping(calibration.get("fusion") or {}, "calibration.fusion")
     for how, of_layers in fusion.items():
         weights = _layers(of_layers, f"calibration.fusion.{how}", of=list)
@@ -94,6 +96,33 @@ def _check_calibration(calibration: Mapping[str, Any], heads: Mapping[int, int])
                     f"calibration.fusion.{how}.{layer} is {listed!r}: wanted a weight for each of "
                     f"{heads[layer]} KV heads"
                 )
+
+
+def _check_quotas(quotas: Mapping[str, Any], heads: Mapping[int, int]) -> None:
+    """For each keep_ratio, whole parts of `PARTS` for every head of the gates' layers."""
+    ratios = _numbers(quotas.get("keep_ratio"), "calibration.quotas.keep_ratio")
+    if not ratios or ratios != sorted({*ratios}) or not 0 < ratios[0] <= ratios[-1] < 1:
+        raise ValueError(
+            f"calibration.quotas.keep_ratio is {_shown(ratios)}: wanted numbers between 0 and 1, ascending"
+        )
+    parts = _layers(quotas.get("parts"), "calibration.quotas.parts", of=list)
+    if set(parts) != set(heads):
+        raise ValueError(f"calibration.quotas.parts is for layers {sorted(parts)}: wanted {sorted(heads)}")
+    for layer, rows in parts.items():
+        whole = all(
+            isinstance(row, list) and len(row) == heads[layer] and all(type(own) is int for own in row)
+            for row in rows
+        )
+        if len(rows) != len(ratios) or not whole or min(map(min, rows)) < 0:
+            raise ValueError(
+                f"calibration.quotas.parts.{layer} is {_shown(rows)}: wanted a list for each of "
+                f"{len(ratios)} keep_ratios, of one whole number of at least 0 for each of {heads[layer]} KV "
+                "heads"
+            )
+    for number, ratio in enumerate(ratios):
+        total = sum(sum(rows[number]) for rows in parts.values())
+        if total != PARTS:
+            raise ValueError(f"calibration.quotas.parts sum to {total} at keep_ratio {ratio}: wanted {PARTS}")
 
 
 def _check_dims(family: str, layer: int, dims: Mapping[str, Any]) -> None:
@@ -126,8 +155,10 @@ def check_values(gates: GateSet) -> None:
     for layer, module in gates.calibrators.items():
         calibrator = cast(Calibrator, module)
         positive: list[Tensor] = [calibrator.scale_H]
-        if not isinstance(calibrator, Remap):
-            positive += [calibrator.get_buffer("spread_H"), calibrator.get_buffer("gain_H")]
+        if isinstance(calibrator, Shared):
+            positive += [calibrator.spread_H, calibrator.gain_H]
+        if isinstance(calibrator, Scale):
+            positive.append(calibrator.factor)
         knots_HK, values_HK = calibrator.knots()
         rises = bool((knots_HK.diff(dim=-1) > 0).all()) and bool((values_HK.diff(dim=-1) >= 0).all())
         inside = float(knots_HK.abs().max()) <= EDGE and float(values_HK.abs().max()) <= REACH

@@ -34,6 +34,8 @@ class Score:
         layer_weight_B: float64, what this layer asks for of a budget that layers share (CAKE); None if the
             score does not say.
         fusion_weights: of a gate's score, fusion -> its calibrated weight `[H]` in 0..1; None without any.
+        quotas: of a gate's score, what is stored of each head's share of a budget (`retain.quotas`), of all
+            layers; None without any.
     """
 
     values_BHT: Float[Tensor, "B H T"]
@@ -42,6 +44,7 @@ class Score:
     window: int = 0
     layer_weight_B: Float64[Tensor, " B"] | None = None
     fusion_weights: Mapping[str, Tensor] | None = None
+    quotas: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:

@@ -8,11 +8,11 @@ import torch
 
 from retain.gates import calibrate
 from retain.gates.calibrate import (
-    CALIBRATORS,
     EDGE,
     REACH,
     SMALLEST_SLOPE,
     Remap,
+    Scale,
     Shared,
     build_calibrator,
     calibrated_layers,
@@ -28,7 +28,7 @@ EXTREME = [0.0, 1e-45, 1e-38, 1e-20, 1e-6, 0.5, 1.0, 30.0, 1e10, 1e38, 3.4e38]
 def filled(kind: str, space: str, seed: int = 0):
     """With random curves, steep and nearly flat."""
     draw = torch.Generator().manual_seed(seed)
-    made = build_calibrator(kind, H=H, K=K, space=space)
+    made = build_calibrator(kind, H=H, K=2 if kind == "scale" else K, space=space)
     made.scale_H.copy_(torch.rand(H, generator=draw) + 0.2)
 
     def rising(*shape, least=0.3):
@@ -38,6 +38,8 @@ def filled(kind: str, space: str, seed: int = 0):
     if kind == "remap":
         made.knots_HK.copy_(rising(H, K))
         made.values_HK.copy_(rising(H, K, least=SMALLEST_SLOPE * 5))
+    elif kind == "scale":
+        made.factor.copy_((torch.randn((), generator=draw) * 3).exp())
     else:
         made.knots_K.copy_(rising(K))
         made.values_K.copy_(rising(K))
@@ -54,24 +56,48 @@ def naive(made, head: int, score: float) -> float:
         x = math.log(max(score, 0.7e-45))
     else:
         x = max(-EDGE, min(EDGE, math.asinh(score / float(made.scale_H[head]))))
-    if isinstance(made, Remap):
+    if isinstance(made, Scale):
+        shift = math.log(float(made.factor))
+        knots = [max(1 - EDGE, 1 - REACH - shift), min(EDGE - 1, REACH - 1 - shift)]
+        values = [knot + shift for knot in knots]
+    elif isinstance(made, Remap):
         knots, values = made.knots_HK[head].tolist(), made.values_HK[head].tolist()
     else:
         assert isinstance(made, Shared)
         knots = [float(made.mean_H[head]) + float(made.spread_H[head]) * z for z in made.knots_K.tolist()]
         values = [float(made.offset_H[head]) + float(made.gain_H[head]) * v for v in made.values_K.tolist()]
-    slopes = [(values[k + 1] - values[k]) / (knots[k + 1] - knots[k]) for k in range(K - 1)]
+    pieces = range(len(knots) - 1)
+    slopes = [(values[k + 1] - values[k]) / (knots[k + 1] - knots[k]) for k in pieces]
     if x < knots[0]:
         most = (REACH + values[0]) / (EDGE + 1 + knots[0])
         return math.exp(values[0] + (x - knots[0]) * min(slopes[0], 1.0, most))
     if x >= knots[-1]:
         most = (REACH - values[-1]) / (EDGE + 1 - knots[-1])
         return math.exp(values[-1] + (x - knots[-1]) * min(slopes[-1], 1.0, most))
-    k = max(k for k in range(K - 1) if knots[k] <= x)
+    k = max(k for k in pieces if knots[k] <= x)
     return math.exp(values[k] + (x - knots[k]) * slopes[k])
 
 
-KINDS = [(kind, space) for kind in sorted(CALIBRATORS) for space in ("log", "asinh")]
+def test_a_scale_is_one_factor_for_the_layer():
+    """For what gates give; so heads compete in the layer as they did before, and layers do not."""
+    made = filled("scale", "log")
+    score = (torch.randn(2, H, 200, generator=torch.Generator().manual_seed(4)) * 5).exp()
+    assert_close(made(score), score.double() * float(made.factor), dtype=torch.float32)
+    assert torch.equal(made(score).flatten().argsort(), score.flatten().argsort())
+    for factor in (1e-30, 1e30):
+        made.factor.fill_(factor)
+        wanted, inside = score.double().log() + math.log(factor), (score.log() + math.log(factor)).abs() < 79
+        assert_close(made(score).log()[inside], wanted[inside], dtype=torch.float32)
+        assert 0 < int((~inside).sum()) < inside.numel() and bool(made(score).log().abs().max() < REACH)
+    for wrong in ({"space": "asinh"}, {"K": 5}):
+        with pytest.raises(
+            ValueError, match="has 2 knots and the space 'log'.*take kind 'remap' or 'shared'"
+        ):
+            build_calibrator("scale", H=H, **wrong)
+
+
+KINDS = [("scale", "log")]
+KINDS += [(kind, space) for kind in ("remap", "shared") for space in ("log", "asinh")]
 
 
 @pytest.mark.parametrize(("kind", "space"), KINDS)

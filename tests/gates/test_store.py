@@ -200,6 +200,11 @@ def calibrated(layers: tuple[str, ...] = ("0", "3"), **changes: object) -> dict[
     }
 
 
+def halves(last: list[list[float]]) -> dict[str, object]:
+    """Quotas at one keep_ratio, half of them in the first layer."""
+    return {"keep_ratio": [0.5], "parts": {"0": [[250_000, 250_000]], "3": last}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -257,6 +262,22 @@ def calibrated(layers: tuple[str, ...] = ("0", "3"), **changes: object) -> dict[
             {"calibration": {"fusion": {"log_linear": {"0": [0.5], "3": [0.5, 1]}}}},
             "a weight for each of 2 KV heads",
         ),
+        *(
+            ({"calibration": {"quotas": quotas}}, f"calibration.quotas{message}")
+            for quotas, message in (
+                ([1], " is .1.: wanted a mapping"),
+                ({"keep_ratio": [0.5, 0.5], "parts": {}}, ".keep_ratio is .* between 0 and 1, ascending"),
+                ({"keep_ratio": [0.5, 1.0], "parts": {}}, ".keep_ratio is .* between 0 and 1, ascending"),
+                ({"keep_ratio": [], "parts": {}}, ".keep_ratio is .* between 0 and 1, ascending"),
+                ({"keep_ratio": [0.5], "parts": [1]}, ".parts is .1.: wanted a mapping"),
+                ({"keep_ratio": [0.5], "parts": {"0": [[1, 2]]}}, ".parts is for layers .0.: wanted .0, 3."),
+                (halves([[250_000]]), ".parts.3 is .*one whole number .* each of 2 KV heads"),
+                (halves([[0, 500_000.0]]), ".parts.3 is .*one whole number of at least 0"),
+                (halves([[-1, 500_001]]), ".parts.3 is .*one whole number of at least 0"),
+                (halves([[1, 2], [3, 4]]), ".parts.3 is .*a list for each of 1 keep_ratios"),
+                (halves([[250_000, 250_001]]), ".parts sum to 1000001 at keep_ratio 0.5: wanted 1000000"),
+            )
+        ),
         ({"schema_version": None}, "states no schema_version"),
         ({"schema_version": True}, "states no schema_version .1 .. 2; got True"),
         ({"schema_version": 0}, "states no schema_version .1 .. 2; got 0"),
@@ -304,9 +325,12 @@ def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path
             ("remap", "scale_H", lambda tensor: tensor.zero_()),
             ("shared", "knots_K", lambda tensor: tensor.flip(-1)),
             ("shared", "gain_H", lambda tensor: -tensor),
+            ("scale", "factor", lambda tensor: -tensor),
+            ("scale", "factor", lambda tensor: tensor.zero_()),
         ]
     ):
-        made = {layer: build_calibrator(kind, H=2, K=3) for layer in (0, 3)}
+        K = 2 if kind == "scale" else 3
+        made = {layer: build_calibrator(kind, H=2, K=K) for layer in (0, 3)}
         plain = some_gates()
         gates = GateSet({layer: plain[layer] for layer in (0, 3)}, calibrators=made)
         broken = save_gates(gates, tmp_path / str(number), fingerprint=FINGERPRINT)
@@ -346,9 +370,14 @@ def everything(calibrated: bool = True) -> GateSet:
     made = {layer: build_calibrator("remap", H=2, K=3) for layer in (0, 3)} if calibrated else {}
     curve = {"keep_ratio": [0.1, 0.5], "threshold": [2.0, 1.0]}
     fusion = {"rank_blend": {"0": [0.5, 1.0], "3": [0.0, 0.25]}}
+    quotas = halves([[0, 500_000]])
     return GateSet(
         {layer: plain[layer] for layer in (0, 3)},
-        {"score_unit": "rank", "calibration": {"curve": curve, "fusion": fusion}, "recipe": {"lr": 0.1}},
+        {
+            "score_unit": "rank",
+            "calibration": {"curve": curve, "fusion": fusion, "quotas": quotas},
+            "recipe": {"lr": 0.1},
+        },
         calibrators=made,
     )
 
@@ -365,6 +394,7 @@ def test_what_was_read_is_written_again(calibrated: bool, tmp_path: Path) -> Non
         assert gates.unit == unit and gates.metadata["score_unit"] == "rank"
         assert gates.metadata["recipe"] == {"lr": 0.1} and gates.threshold_for(0.5) == 1.0
         assert gates.fusion_weights["rank_blend"]["3"] == [0.0, 0.25]
+        assert gates.quotas == halves([[0, 500_000]])
     for name in (METADATA_FILE, WEIGHTS_FILE):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
 

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,6 +154,49 @@ def test_heads_that_lie_about_each_other_are_put_right(kind, signed):
             assert bool((values.diff(dim=-1) > 0.98 * least).all())
         score = made[1][layer].score_HT[None]
         assert torch.equal(order_entries(own(score)), order_entries(score))
+
+
+def test_a_scale_is_the_factor_of_least_squares_in_log_risk():
+    """Against factors beside it, one a layer over all its heads; and it moves layers alone."""
+    gates, made = gates_of(), looks(4, seed=9)
+    record = calibrate_(gates, made, CalibrationSettings(kind="scale", fusion_weights=False))
+    assert gates.unit == "risk" and record["layers"]["1"] == {
+        **{"kind": "scale", "H": H, "K": 2},
+        **{"space": "log", "unit": "risk"},
+    }
+    for layer in LAYERS:
+        logs = []
+        mean = (
+            torch.cat([look[layer].score_HT[:, look[layer].counted_T] for look in made[0::2]]).double().mean()
+        )
+        for look in made[0::2]:
+            own = look[layer]
+            for head, i in itertools.product(range(H), range(T)):
+                if own.counted_T[i]:
+                    logs.append(
+                        math.log(own.target_HT[head, i]) - math.log(max(own.score_HT[head, i], 1e-6 * mean))
+                    )
+        factor = float(gates.calibrators[str(layer)].factor)
+        assert math.log(factor) == pytest.approx(sum(logs) / len(logs), abs=1e-5)
+        error = [sum((log - math.log(factor) - by) ** 2 for log in logs) for by in (-0.01, 0.0, 0.01)]
+        assert min(error) == error[1]
+        score = made[1][layer].score_HT[None]
+        assert torch.equal(
+            gates.calibrators[str(layer)](score).flatten().argsort(), score.flatten().argsort()
+        )
+    before, after = (record["report"][name]["keep"]["0.2"] for name in ("before", "after"))
+    assert before["head"] == after["head"] and before["layer"] == after["layer"]
+    assert after["model"]["kept"] > before["model"]["kept"] + 0.02
+
+
+def test_a_scale_of_zeros_is_finite_and_scores_with_a_sign_are_refused():
+    zeros, some = torch.zeros(50), torch.rand(50, generator=torch.Generator().manual_seed(0))
+    for score, target in ((zeros, some), (some, zeros), (zeros, zeros)):
+        (made,) = isotonic.fit_scales({0: [score]}, {0: [target]}, K=2, space="log", unit="risk").values()
+        assert 0 < float(made.factor) < float("inf") and bool(made(some[None, None]).isfinite().all())
+    settings = CalibrationSettings(kind="scale", fusion_weights=False)
+    with pytest.raises(ValueError, match="'scale' is a factor, .* have a sign, .* take remap or shared"):
+        calibrate_(gates_of(DecayGate, F=3), looks(2, signed=True), settings)
 
 
 def test_what_rises_strictly_is_the_nearest_that_does():
@@ -487,13 +532,14 @@ def test_another_unit_and_what_cannot_be_fitted():
     assert gates.unit == "mass" and set(record["fusion"]) == {"rank_blend"}
     calibrate_(gates, looks(2), CalibrationSettings(knots=5))
     assert gates.unit == "risk"
-    nothing = CalibrationSettings(kind="none", fusion_weights=False, curve=False)
+    nothing = CalibrationSettings(kind="none", fusion_weights=False, curve=False, quotas=False)
     assert calibrate_(gates, [], nothing) == {} and gates.unit == "mass"
     assert "calibration" not in gates.metadata
     plain = CalibrationSettings()
     for said, given, settings, unit in (
         ("targets are in 'rank', and a calibrated score is in risk or mass", looks(2), plain, "rank"),
         ("fits on one half .* there are 1: hold out two", looks(1), plain, "risk"),
+        ("targets are in 'rank'.*quotas false", looks(2), replace(nothing, quotas=True), "rank"),
         (
             r"look 0 is of layers \[3, 1\], and the gates are of \[1, 3\]",
             [{layer: look[layer] for layer in (3, 1)} for look in looks(2)],

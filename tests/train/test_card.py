@@ -108,6 +108,7 @@ METADATA: dict[str, Any] = {
         "report": {
             "before": {"keep": {"0.1": kept(0.25)}, "r2": None},
             "after": {"keep": {"0.1": kept(0.5)}, "r2": 0.5},
+            "quotas": {"0.1": {"equal": 0.375, "quotas": 0.4375, "joint": 0.5, "by_target": 0.625}},
             "fusion": {
                 "log_linear": {"0.1": {"learned": 0.1, "observed": 0.2, "half": 0.3, "calibrated": 0.4}}
             },
@@ -159,6 +160,8 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
         "`remap`, fitted to 8 held-out documents and reported on 7 others; scores in units of `rank` before, "
         "`risk` after.",
         "| 0.1 | 0.250 | 0.260 | 0.510 | 0.270 | 0.520 |",
+        "| keep_ratio | equal | quotas | joint | by target |",
+        "| 0.1 | 0.375 | 0.438 | 0.500 | 0.625 |",
         "| fusion | keep_ratio | learned | observed | half | calibrated |",
         "| `log_linear` | 0.1 | 0.100 | 0.200 | 0.300 | 0.400 |",
         "```bash\naccelerate launch train/distill.py\n```",

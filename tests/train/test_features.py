@@ -270,7 +270,7 @@ def test_a_run_reads_features_again_and_ends_where_the_teacher_would_have_led(
     from retain.train.checkpoint import read_log
     from retain.train.distill import distill
 
-    uncalibrated = {"kind": "none", "curve": False, "fusion_weights": False}
+    uncalibrated = {"kind": "none", "curve": False, "fusion_weights": False, "quotas": False}
 
     def run(name: str, **changes: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         folder = distill(make_config(output=str(tmp_path / name), calibration=uncalibrated, **changes))

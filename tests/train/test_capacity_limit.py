@@ -1,0 +1,35 @@
+"""The limit that is stored with gates: read off their curve, where one means something."""
+
+import math
+
+import pytest
+
+from retain.capacity import stored_limit
+from retain.train.capacity_limit import AFFORDABLE, limit_record
+
+CURVE = {"keep_ratio": [0.02, 0.04, 0.06], "threshold": [400.0, 100.0, 25.0]}
+
+
+class Gates:
+    def __init__(self, record):
+        self.metadata = {"calibration": {"capacity": record}}
+
+
+def test_it_is_the_price_of_usual_documents_and_a_cache_reads_it():
+    record = limit_record(CURVE, "risk")
+    assert record == {"limit": pytest.approx(400.0), "keep_ratio": AFFORDABLE, "unit": "risk"}
+    assert stored_limit(Gates(record)) == pytest.approx(400.0)
+    between = limit_record(CURVE, "risk", affordable=0.03)
+    assert between["limit"] == pytest.approx(math.sqrt(400 * 100)) and between["keep_ratio"] == 0.03
+
+
+@pytest.mark.parametrize("unit", ["mass", "rank"])
+def test_there_is_none_where_scores_are_no_risk(unit):
+    assert limit_record(CURVE, unit) is None
+    assert limit_record(None, "risk") is None
+    assert limit_record({**CURVE, "threshold": [0.0, 0.0, 0.0]}, "risk") is None
+
+
+def test_a_curve_that_does_not_reach_so_far_is_refused():
+    with pytest.raises(ValueError, match="0.01"):
+        limit_record(CURVE, "risk", affordable=0.01)
