@@ -3,7 +3,8 @@
 In: an observed score, a learned score, either or both. Out: one score and its unit. The decision taken here:
 numbers are only compared when their units are the same; whoever wants to blend unlike scores says
 `rank_blend`. The default, `max`, keeps an entry that either side fears for: the learned risk is the prior for
-what a short window under-observes.
+what a short window under-observes. Every fusion reads one layer alone, so that a cascade may decide layer by
+layer, and only the entries that the head holds.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,12 @@ from retain.ranking import rank_entries
 from retain.registry import lookup
 from retain.scores.score import Score
 
-# Fusions that read a weight, and the word that stands for the one that gates bring.
+# Fusions for which a calibration fits weights (`veto` reads one too, but it is stated), and the word that
+# stands for the weights that gates bring.
 WEIGHTED = ("log_linear", "rank_blend")
 CALIBRATED = "calibrated"
+# Fusions that take two scores in `risk`, and no others.
+IN_RISK = ("log_linear", "prior", "veto")
 
 
 def fuse(
@@ -25,10 +29,18 @@ def fuse(
 ) -> Score:
     """One score from two.
 
-    With `o` observed, `l` learned and `w` the weight of the learned side:
+    With `o` observed, `l` learned, `w` the weight of the learned side, and means over the entries that the
+    head holds:
 
     - `max`: `max(o, l)`; one unit.
     - `observed`, `learned`: that one alone.
+    - `prior`: `max(o, l * mean(o) / mean(l))`, both in `risk`: the floor of DefensiveKV (arXiv 2510.13334),
+      which lifts what the window did not see to the head's mean, but with the gate saying who gets more of
+      that mean and who less. A gate that says the same of all entries, nothing at all included, gives
+      exactly that floor, and the gate's own scale is without effect.
+    - `veto`: `min(o, l)` for the `round(w * n)` of the head's `n` entries that the gate ranks lowest (ties:
+      the earlier position is lower; half rounds to even), `o` for the others; both in `risk`. The gate may
+      take back what the window claims, and add nothing.
     - `log_linear`: `o^(1-w) * l^w`, both in `risk`; for 0 < w < 1 an entry that either side calls 0 scores 0.
     - `rank_blend`: `(1-w) * rank(o) + w * rank(l)`, where `rank` is the share of the head's other entries
       that rank below (0..1, ties to the later position); any units; the result is in `rank`.
@@ -37,9 +49,9 @@ def fuse(
         observed: score over queries already seen; None if there is none.
         learned: a gate's score; None if there is none.
         how: which fusion.
-        weight: of the learned side in `log_linear` and `rank_blend`, in [0, 1]: one number, or one per KV
-            head `[H]`; `calibrated`: the one per KV head that the learned score brings
-            (`train/calibration.py`).
+        weight: of the learned side in `log_linear`, `rank_blend` and `veto`, in [0, 1]: one number, or one
+            per KV head `[H]`; `calibrated` (not for `veto`): the one per KV head that the learned score
+            brings (`train/calibration.py`).
 
     Returns:
         the fused score.
@@ -98,10 +110,19 @@ def floor(score: Score, kind: str | None) -> Score:
     if kind != "mean":
         raise ValueError(f"floor is 'mean' or None; got {kind!r}.")
     values_BHT = score.values_BHT
-    exists_BHT = values_BHT > float("-inf")
-    total_BH1 = values_BHT.masked_fill(~exists_BHT, 0.0).sum(-1, keepdim=True)
-    mean_BH1 = total_BH1 / exists_BHT.sum(-1, keepdim=True).clamp_min(1)
-    return Score(torch.maximum(values_BHT, mean_BH1).masked_fill(~exists_BHT, float("-inf")), score.unit)
+    missing_BHT = ~(values_BHT > float("-inf"))
+    mean_BH1 = _mean_held(values_BHT, missing_BHT)
+    return Score(torch.maximum(values_BHT, mean_BH1).masked_fill(missing_BHT, float("-inf")), score.unit)
+
+
+def _mean_held(values_BHT: Tensor, missing_BHT: Tensor) -> Tensor:
+    """Mean over the entries that a head holds, `[B, H, 1]`; 0 for a head that holds none.
+
+    Summed in float64, so that it does not depend on the order of the sum, or on how many columns stand
+    between the entries: heads whose means are equal stay equal, and their ties go by position.
+    """
+    total_BH1 = values_BHT.masked_fill(missing_BHT, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    return (total_BH1 / (~missing_BHT).sum(-1, keepdim=True).clamp_min(1)).float()
 
 
 def _observed(observed: Score, learned: Score | None, weight: float | Tensor) -> Score:
@@ -123,20 +144,66 @@ def _maximum(observed: Score, learned: Score, weight: float | Tensor) -> Score:
 
 
 def _log_linear(observed: Score, learned: Score, weight: float | Tensor) -> Score:
-    if (observed.unit, learned.unit) != ("risk", "risk"):
-        raise ValueError(
-            f"fusion 'log_linear' takes two scores in 'risk'; got {observed.unit!r} and {learned.unit!r}: "
-            "use observed_risk and a risk gate, or fusion 'rank_blend', which takes any units."
-        )
-    exists_BHT = observed.values_BHT > float("-inf")
+    _check_risk("log_linear", observed, learned)
     o, l = observed.values_BHT.clamp_min(0.0), learned.values_BHT.clamp_min(0.0)
-    return Score((o ** (1 - weight) * l**weight).masked_fill(~exists_BHT, float("-inf")), "risk")
+    return Score(_where_held(o ** (1 - weight) * l**weight, observed, learned), "risk")
+
+
+def _prior(observed: Score, learned: Score, weight: float | Tensor) -> Score:
+    _check_risk("prior", observed, learned)
+    missing_BHT = observed.values_BHT.isneginf()
+    # NaN has no part in the means: it would spread to entries that are not to blame.
+    blank_BHT = missing_BHT | observed.values_BHT.isnan() | learned.values_BHT.isnan()
+    o_BHT = observed.values_BHT.masked_fill(blank_BHT, 0.0)
+    l_BHT = learned.values_BHT.masked_fill(blank_BHT, 0.0).clamp_min(0.0)
+    # As shares of the head's largest: means near either end of float32 are neither lost nor infinite.
+    top_BH1 = l_BHT.amax(-1, keepdim=True)
+    share_BHT = torch.where(top_BH1 == 0, 1.0, l_BHT / top_BH1)
+    relative_BHT = share_BHT / _mean_held(share_BHT, missing_BHT)
+    prior_BHT = relative_BHT * _mean_held(o_BHT, missing_BHT)
+    return Score(_where_held(torch.maximum(o_BHT, prior_BHT), observed, learned), "risk")
+
+
+def _veto(observed: Score, learned: Score, weight: float | str | Tensor) -> Score:
+    _check_risk("veto", observed, learned)
+    if isinstance(weight, str):
+        raise ValueError(
+            f"weight {weight!r} for fusion 'veto': no calibration fits one; state the share of a head's "
+            "entries that the gate may veto, a number in 0..1."
+        )
+    missing_BHT = observed.values_BHT.isneginf()
+    held_BH1 = (~missing_BHT).sum(-1, keepdim=True)
+    # In float64: float32 is off by entries in a share of millions.
+    share = weight.double() if isinstance(weight, Tensor) else weight
+    vetoed_BH1 = (share * held_BH1.double()).round().long()
+    l_BHT = learned.values_BHT.masked_fill(missing_BHT, float("-inf"))
+    lowest_BHT = rank_entries(l_BHT) >= held_BH1 - vetoed_BH1
+    smaller_BHT = torch.minimum(observed.values_BHT, learned.values_BHT)
+    chosen_BHT = torch.where(lowest_BHT, smaller_BHT, observed.values_BHT)
+    return Score(_where_held(chosen_BHT, observed, learned), "risk")
 
 
 def _rank_blend(observed: Score, learned: Score, weight: float | Tensor) -> Score:
-    exists_BHT = observed.values_BHT > float("-inf")
     blend = (1 - weight) * _rank_share(observed.values_BHT) + weight * _rank_share(learned.values_BHT)
-    return Score(blend.masked_fill(~exists_BHT, float("-inf")), "rank")
+    return Score(_where_held(blend, observed, learned), "rank")
+
+
+def _check_risk(how: str, observed: Score, learned: Score) -> None:
+    """Refuse scores in other units than `risk`."""
+    if (observed.unit, learned.unit) != ("risk", "risk"):
+        raise ValueError(
+            f"fusion {how!r} takes two scores in 'risk'; got {observed.unit!r} and {learned.unit!r}: "
+            "use observed_risk and a risk gate, or fusion 'rank_blend', which takes any units."
+        )
+
+
+def _where_held(fused_BHT: Tensor, observed: Score, learned: Score) -> Tensor:
+    """-inf on what the head does not hold, and NaN where either side is NaN, for selection to refuse by name:
+    ranks and masks would hide it."""
+    o_BHT, l_BHT = observed.values_BHT, learned.values_BHT
+    missing_BHT = o_BHT.isneginf()
+    nan_BHT = (o_BHT.isnan() | l_BHT.isnan()) & ~missing_BHT
+    return fused_BHT.masked_fill(missing_BHT, float("-inf")).masked_fill(nan_BHT, float("nan"))
 
 
 def _rank_share(values_BHT: Tensor) -> Tensor:
@@ -149,6 +216,8 @@ FUSIONS: dict[str, Callable[..., Score]] = {
     "max": _maximum,
     "observed": _observed,
     "learned": _learned,
+    "prior": _prior,
+    "veto": _veto,
     "log_linear": _log_linear,
     "rank_blend": _rank_blend,
 }

@@ -24,6 +24,7 @@ from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
+from retain.quotas import Quotas, quotas_of
 from retain.scores import SCORES, Score, masked_score
 from retain.stages import stage_by_mass
 from retain.turns import TurnMarkers, turn_mask
@@ -138,7 +139,12 @@ def decide_layers(
         return [_everything(layer) for layer in layers]
     shapes = [shape_of(layer) for layer in layers]
     ids_BT = layers[0].token_ids_BT
-    plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock)
+    quotas = None
+    brought = next((own.quotas for own in scores or learned or () if own.quotas is not None), None)
+    if policy.allocation.quotas is not None and brought is not None:
+        quotas = quotas_of(brought, {layer.layer_idx: layer.num_heads for layer in layers})
+    given = (policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers)
+    plan = plan_of(*given, stock=stock, quotas=quotas)
     if plan.covers_all and not own_scores:
         return [_everything(layer) for layer in layers]
     if scores is None:
@@ -226,8 +232,9 @@ def score_entries(
     fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if observed is None:
         return fused
-    # What else the observed score says of the layer stays with the fused one.
-    return replace(observed, values_BHT=fused.values_BHT, unit=fused.unit)
+    # What else the observed score says of the layer stays with the fused one, and what heads get of a budget.
+    quotas = observed.quotas if learned is None else learned.quotas
+    return replace(observed, values_BHT=fused.values_BHT, unit=fused.unit, quotas=quotas)
 
 
 def plan_of(
@@ -240,6 +247,7 @@ def plan_of(
     markers: TurnMarkers | None = None,
     *,
     stock: Stock | None = None,
+    quotas: Quotas | None = None,
 ) -> Plan:
     """Totals, protection and fixed shares, before any layer is scored.
 
@@ -256,6 +264,7 @@ def plan_of(
         pinned_BT: tokens that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
         stock: what there is to choose from, and what a ratio is a ratio of; None for all that was seen.
+        quotas: of the layers that evict, for an allocation by quotas.
 
     Raises:
         ValueError: if the budget cannot hold what is protected, leaves a head empty that has entries, or is a
@@ -298,7 +307,7 @@ def plan_of(
         intact_BT=None if stock is None else stock.intact_BT,
     )
     protected_B = tuple(protected_BT.sum(-1).tolist())
-    shares = Shares(policy.split, totals, protected_B, budget.threshold, tuple(seen_B))
+    shares = Shares(policy.split, totals, protected_B, budget.threshold, tuple(seen_B), quotas)
     return Plan(policy, budget, shares, protected_BT)
 
 
@@ -321,7 +330,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     if budget.threshold is None:
         return
     own, usual = policy.allocation, Allocation()
-    names = ("layers", "safeguard", "normalise", "compete_by", "head_classes")
+    names = ("layers", "safeguard", "normalise", "compete_by", "head_classes", "quotas")
     shared = [f"allocation.{name}" for name in names if getattr(own, name) != getattr(usual, name)]
     shared += ["first_stage"] if policy.first_stage is not None else []
     problems = []

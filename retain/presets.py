@@ -14,7 +14,7 @@ from retain import config
 from retain.allocation import Allocation
 from retain.budget import SCOPES
 from retain.cascade import Split
-from retain.fusion import CALIBRATED, FUSIONS, WEIGHTED
+from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
 from retain.protection import Protection
 from retain.registry import lookup, suggest
 from retain.scores import SCORES, Score
@@ -34,8 +34,9 @@ class Policy:
         observed_settings: settings of that score.
         learned: whether it takes a gate's score.
         fusion: how the two become one; None is `max` with both, and the one that there is with one.
-        fusion_weight: of the learned side, for `log_linear` and `rank_blend`: a number in 0..1, or
-            `calibrated`, one per head that was fitted for the gates (`train/calibration.py`).
+        fusion_weight: of the learned side, for `log_linear`, `rank_blend` and `veto`: a number in 0..1, or
+            (not for `veto`) `calibrated`, one per head that was fitted for the gates
+            (`train/calibration.py`).
         floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
         first_stage: entries that are kept before the score ranks the rest; None for one stage.
         protection: what is never evicted.
@@ -91,6 +92,12 @@ class Policy:
         if self.regime not in REGIMES:
             problems.append(f"regime is one of {', '.join(REGIMES)}, got {self.regime!r}")
         problems += self._contradictions()
+        if score is not None and self.fusion in IN_RISK and score.unit != "risk":
+            problems.append(
+                f"fusion {self.fusion!r} takes two scores in 'risk', and {self.observed!r} is in "
+                f"{score.unit!r}: take observed 'observed_risk', or fusion 'rank_blend', which takes any "
+                "units"
+            )
         if score is not None and not self.learned:
             problems += self._wanted_of(score)
         if problems:
@@ -99,6 +106,11 @@ class Policy:
     def _contradictions(self) -> list[str]:
         """Settings that exclude each other."""
         own, problems = self.allocation, []
+        if self.fusion == "prior" and self.floor is not None:
+            problems.append(
+                f"fusion 'prior' puts the gate in the place of the floor, and floor {self.floor!r} would "
+                "lift over it: take floor null"
+            )
         if self.scope == "model" and own.layers != "uniform":
             problems.append(
                 f"scope 'model' lets layers compete, and allocation.layers {own.layers!r} gives them shares: "
@@ -116,16 +128,25 @@ class Policy:
                     f"allocation.{', '.join(given)} guards heads that share a budget, and scope 'head' gives "
                     "each the same: take scope 'layer' or 'model'"
                 )
-        elif own.head_classes is not None:
-            problems.append("head_classes states each head's budget: take scope 'head'")
-        if own.head_classes is not None and own.layers != "uniform":
-            problems.append("head_classes states each head's budget: take allocation.layers 'uniform'")
+        stating = [name for name in ("head_classes", "quotas") if getattr(own, name) is not None]
+        if len(stating) == 2:
+            problems.append("head_classes and quotas both state each head's budget: take one of the two")
+        for name in stating:
+            if self.scope != "head":
+                problems.append(f"{name} states each head's budget: take scope 'head'")
+            if own.layers != "uniform":
+                problems.append(f"{name} states each head's budget: take allocation.layers 'uniform'")
+        if own.quotas is not None and not self.learned:
+            problems.append(
+                "allocation.quotas 'calibrated' is stored with gates, and this policy takes none: set "
+                "learned true (with fusion 'observed' the gates give quotas alone)"
+            )
         by_mass = self.first_stage is not None and self.first_stage.by != "budget"
-        fixed = own.layers == "pyramid" or own.head_classes is not None or own.safeguard == "convex"
+        fixed = own.layers == "pyramid" or bool(stating) or own.safeguard == "convex"
         if by_mass and fixed:
             problems.append(
-                "a first stage by mass may take a head's whole mean budget, and pyramid layers, head_classes "
-                "and safeguard 'convex' may give it less: take first_stage by 'budget'"
+                "a first stage by mass may take a head's whole mean budget, and pyramid layers, "
+                "head_classes, quotas and safeguard 'convex' may give it less: take first_stage by 'budget'"
             )
         return problems
 

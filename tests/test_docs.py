@@ -209,7 +209,8 @@ def test_gates(folders, tmp_path) -> None:
         small += [f"model={folders['name']}", "training.steps=2", "training.batch_documents=2", *more]
         return str(distill(load(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig, small)))
 
-    plain = ["calibration.kind=none", "calibration.curve=false", "calibration.fusion_weights=false"]
+    plain = [f"calibration.{name}=false" for name in ("curve", "fusion_weights", "quotas")]
+    plain.append("calibration.kind=none")
     scope = {
         "name": folders["name"],
         "folder": trained("gates"),
@@ -222,8 +223,8 @@ def test_gates(folders, tmp_path) -> None:
     assert scope["gates"].unit == "risk"
     evicts(scope["cache"])
     exec(second, scope)
-    evicts(scope["fused"])
-    evicts(scope["blended"])
+    for name in ("fused", "blended", "floored", "vetoed"):
+        evicts(scope[name])
     exec(third, scope)
     evicts(scope["adaptive"])
     exec(fourth, scope)

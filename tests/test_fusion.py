@@ -3,10 +3,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.fusion import FUSIONS, floor, fuse
-from retain.presets import Policy
+from retain.budget import Budget
+from retain.fusion import FUSIONS, IN_RISK, floor, fuse
+from retain.policy import decide_layers
+from retain.presets import Policy, load_policy
 from retain.scores import Score, masked_score
 from tests.close import assert_close
+from tests.evictions import learned_scores, make_evidence
 
 VALID = torch.arange(9) >= torch.tensor([[0], [3]])
 
@@ -21,10 +24,24 @@ def _share(row: list[float], i: int) -> float:
     return sum(row[k] < row[i] or (row[k] == row[i] and k < i) for k in exists) / (len(exists) - 1)
 
 
+def _prior_of(observed: list[float], learned: list[float], i: int) -> float:
+    """The head's mean of what was observed, dealt out as the gate says."""
+    exists = [k for k in range(len(observed)) if observed[k] > float("-inf")]
+    mean_observed = sum(observed[k] for k in exists) / len(exists)
+    mean_learned = sum(learned[k] for k in exists) / len(exists)
+    return max(observed[i], learned[i] * mean_observed / mean_learned)
+
+
+def _vetoed(learned: list[float], i: int, w: float) -> bool:
+    exists = [k for k in range(len(learned)) if learned[k] > float("-inf")]
+    return i in sorted(exists, key=lambda k: (learned[k], k))[: round(w * len(exists))]
+
+
 @pytest.mark.parametrize("how", sorted(FUSIONS))
 @pytest.mark.parametrize("weight", [0.5, torch.tensor([0.1, 0.5, 0.9])])
-def test_fusions_are_their_formulas(how, weight):
-    observed, learned = _score(0, ties=True), _score(1)
+@pytest.mark.parametrize("ties", [(True, False), (False, True)], ids=["observed ties", "learned ties"])
+def test_fusions_are_their_formulas(how, weight, ties):
+    observed, learned = _score(0, ties=ties[0]), _score(1, ties=ties[1])
     fused = fuse(observed, learned, how, weight=weight)
     naive = torch.full((2, 3, 9), float("-inf"), dtype=torch.float64)
     for b in range(2):
@@ -38,6 +55,8 @@ def test_fusions_are_their_formulas(how, weight):
                         "max": max(o, l),
                         "observed": o,
                         "learned": l,
+                        "prior": _prior_of(*rows, i),
+                        "veto": min(o, l) if _vetoed(rows[1], i, w) else o,
                         "log_linear": o ** (1 - w) * l**w,
                         "rank_blend": (1 - w) * _share(rows[0], i) + w * _share(rows[1], i),
                     }[how]
@@ -49,6 +68,102 @@ def test_max_keeps_what_either_side_fears_for():
     observed, learned = _score(0), _score(1)
     fused = fuse(observed, learned).values_BHT
     assert (fused >= observed.values_BHT).all() and (fused >= learned.values_BHT).all()
+
+
+def test_a_prior_that_says_the_same_of_all_is_defensivekvs_floor():
+    observed = _score(0)
+    wanted = floor(observed, "mean").values_BHT
+    for number in (0.25, 1e-30, 0.0):
+        same = masked_score(torch.full((2, 3, 9), number), VALID, "risk")
+        assert_close(fuse(observed, same, "prior").values_BHT, wanted.double())
+
+
+def test_a_prior_lifts_by_the_heads_mean_whatever_the_gates_own_scale():
+    observed, learned = _score(0), _score(1)
+    fused = fuse(observed, learned, "prior").values_BHT
+    assert (fused >= observed.values_BHT).all() and (fused > observed.values_BHT).any()
+    # Powers of two round nothing away: exactly the same, at either end of what float32 can hold.
+    for power in (-100, 5, 100):
+        scaled = replace(learned, values_BHT=learned.values_BHT * 2.0**power)
+        assert torch.equal(fuse(observed, scaled, "prior").values_BHT, fused)
+    # The smallest numbers that there are: one entry of nine gets all of the mean.
+    tiny = masked_score(torch.zeros(2, 3, 9), VALID, "risk")
+    tiny.values_BHT[:, :, 5] = 1e-45
+    mean_0 = observed.values_BHT[0].mean(-1)
+    assert_close(fuse(observed, tiny, "prior").values_BHT[0, :, 5], (9 * mean_0).double())
+    # Where nothing was observed the prior alone is left, and its mean is the head's mean.
+    quiet = observed.values_BHT.clone()
+    quiet[:, :, 4:8] = 0.0
+    quiet = Score(quiet, "risk")
+    alone = fuse(quiet, Score(learned.values_BHT, "risk"), "prior").values_BHT[:, :, 4:8]
+    exists = VALID[:, None].expand(2, 3, 9)
+    means = [score.masked_fill(~exists, 0.0).sum(-1) for score in (quiet.values_BHT, learned.values_BHT)]
+    assert_close(alone, (learned.values_BHT[:, :, 4:8] * (means[0] / means[1])[..., None]).double())
+    # A head that was not seen to risk anything has no mean to deal out.
+    nothing = masked_score(torch.zeros(2, 3, 9), VALID, "risk")
+    assert torch.equal(fuse(nothing, learned, "prior").values_BHT, nothing.values_BHT)
+
+
+def test_a_veto_takes_back_and_adds_nothing():
+    observed, learned = _score(0), _score(1)
+    o, smaller = observed.values_BHT, torch.minimum(observed.values_BHT, learned.values_BHT)
+    before = o
+    for weight in (0.0, 0.2, 0.5, 0.8, 1.0):
+        fused = fuse(observed, learned, "veto", weight=weight).values_BHT
+        assert ((fused == o) | (fused == smaller)).all()
+        assert (fused <= before).all()  # whoever is vetoed stays vetoed as the share grows
+        before = fused
+    assert torch.equal(fuse(observed, learned, "veto", weight=0.0).values_BHT, o)
+    assert torch.equal(before, smaller)
+    # Of entries that the gate ranks alike the earlier ones are lower: 4 of 9, and 3 of 6.
+    nothing = masked_score(torch.zeros(2, 3, 9), VALID, "risk")
+    fused = fuse(observed, nothing, "veto", weight=0.5).values_BHT
+    zero = [[row == 0.0 for row in fused[b, 0].tolist()] for b in range(2)]
+    assert zero == [[True] * 4 + [False] * 5, [False] * 3 + [True] * 3 + [False] * 3]
+
+
+@pytest.mark.parametrize("how", sorted(FUSIONS))
+def test_a_fusion_reads_what_the_head_holds_and_nothing_else(how):
+    """What a head holds alone, without gaps, padding and the other sequences, gets the same numbers."""
+    draw = torch.Generator().manual_seed(3)
+    held = (torch.rand(2, 3, 9, generator=draw) < 0.6) & VALID[:, None]
+    held[:, :, -1] = True
+    held[1, 2, :-1] = False  # a head with one entry
+    observed, learned = (
+        Score(_score(seed).values_BHT.masked_fill(~held, float("-inf")), "risk") for seed in (0, 1)
+    )
+    given = [score.values_BHT.clone() for score in (observed, learned)]
+    fused = fuse(observed, learned, how).values_BHT
+    assert torch.equal(fused.isneginf(), ~held) and not fused.isnan().any()
+    for b in range(2):
+        for h in range(3):
+            there = held[b, h]
+            one, other = (
+                Score(own.values_BHT[b, h, there][None, None], "risk") for own in (observed, learned)
+            )
+            assert_close(fused[b, h, there], fuse(one, other, how).values_BHT[0, 0].double())
+    assert torch.equal(observed.values_BHT, given[0]) and torch.equal(learned.values_BHT, given[1])
+    # A head that holds nothing.
+    empty = Score(torch.full((1, 1, 4), float("-inf")), "risk")
+    assert fuse(empty, empty, how).values_BHT.isneginf().all()
+
+
+@pytest.mark.parametrize("how", sorted(set(FUSIONS) - {"observed", "learned"}))
+@pytest.mark.parametrize("side", ["observed", "learned"])
+@pytest.mark.parametrize(
+    ("scope", "lift"), [("head", "null"), ("layer", "null"), ("model", "null"), ("model", "mean")]
+)
+def test_what_is_no_number_is_refused_and_not_hidden(how, side, scope, lift):
+    layers = make_evidence(0, 2, 12, (0, 2))
+    scores = {"observed": learned_scores(layers, 0), "learned": learned_scores(layers, 1)}
+    scores[side][1].values_BHT[1, 0, 7] = float("nan")
+    fused = fuse(scores["observed"][1], scores["learned"][1], how).values_BHT
+    assert fused.isnan().nonzero().tolist() == [[1, 0, 7]]
+    lift = "null" if how == "prior" else lift
+    policy = load_policy("fused", [f"fusion={how}", f"scope={scope}", f"floor={lift}"])
+    policy = replace(policy, protection=replace(policy.protection, sinks=1, recent=1, minimum=0))
+    with pytest.raises(ValueError, match="the score of sequence 1, head 0, entry 7 is NaN"):
+        decide_layers(policy, layers, Budget(tokens_per_head=6), **scores)
 
 
 def test_the_floor_is_its_formula():
@@ -69,8 +184,12 @@ def test_unlike_units_are_not_fused():
         ValueError, match="observed score is in 'mass' while the learned one is in 'risk'.*observed_risk"
     ):
         fuse(_score(0, "mass"), _score(1), "max")
-    with pytest.raises(ValueError, match="'log_linear' takes two scores in 'risk'; got 'mass' and 'risk'"):
-        fuse(_score(0, "mass"), _score(1), "log_linear")
+    assert set(IN_RISK) == {"log_linear", "prior", "veto"}
+    for how in IN_RISK:
+        for observed, learned in (("mass", "risk"), ("risk", "rank")):
+            wanted = f"'{how}' takes two scores in 'risk'; got '{observed}' and '{learned}'.*'rank_blend'"
+            with pytest.raises(ValueError, match=wanted):
+                fuse(_score(0, observed), _score(1, learned), how)
     assert fuse(_score(0, "mass"), _score(1), "rank_blend").unit == "rank"
 
 
@@ -111,3 +230,24 @@ def test_weights_that_nobody_reads_are_refused_with_the_policy():
         Policy("own", "observed_risk", learned=True, fusion="max", fusion_weight="calibrated")
     with pytest.raises(ValueError, match="lies in 0..1 or is 'calibrated', got 1.5"):
         Policy("own", "observed_risk", learned=True, fusion="log_linear", fusion_weight=1.5)
+    with pytest.raises(
+        ValueError, match="'calibrated' would not be read by fusion 'veto': take 'log_linear'"
+    ):
+        Policy("own", "observed_risk", learned=True, fusion="veto", fusion_weight="calibrated")
+    with pytest.raises(ValueError, match="weight 'calibrated' for fusion 'veto': no calibration fits one"):
+        fuse(_score(0), _score(1), "veto", weight="calibrated")
+
+
+def test_policies_that_cannot_be_meant_are_refused_with_the_next_step():
+    with pytest.raises(
+        ValueError, match="'prior' puts the gate in the place of the floor, and floor 'mean'.*take floor null"
+    ):
+        load_policy("fused", ["fusion=prior"])
+    assert load_policy("fused", ["fusion=prior", "floor=null"]).unit == "risk"
+    for how in IN_RISK:
+        with pytest.raises(
+            ValueError,
+            match=f"fusion '{how}' takes two scores in 'risk', and 'snapkv' is in 'mass'.*rank_blend",
+        ):
+            Policy("own", "snapkv", learned=True, fusion=how)
+        assert Policy("own", "observed_risk", learned=True, fusion=how).unit == "risk"

@@ -17,7 +17,7 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 # Stages are composed by retain.policy and do not know one another, nor what composes them.
 STAGES = (
     *("scores", "gates", "fusion", "protection", "turns"),
-    *("budget", "allocation", "stages", "head_classes", "selection", "admission"),
+    *("budget", "allocation", "stages", "head_classes", "quotas", "selection", "admission"),
 )
 COMPOSED = (
     *("policy", "cascade", "presets", "cache", "attend", "columns"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from retain import config
 from retain.budget import Budget, Stock
 from retain.evidence import Evidence
-from retain.fusion import CALIBRATED
+from retain.fusion import CALIBRATED, IN_RISK
 from retain.head_classes import check_shape
 from retain.hf.gates import gates_for
 from retain.hf.given import Arriving, Given
@@ -46,6 +46,7 @@ KEYWORDS = (
     "pinned",
     "tokenizer",
     "slack",
+    "capacity",
 )
 
 
@@ -189,7 +190,8 @@ def make_rule(
     Raises:
         ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
             policy without gates, with gates of another model, or with gates that were never trained on
-            entries which it may evict; protected turns without a tokenizer; head classes of another model.
+            entries which it may evict; protected turns without a tokenizer; head classes of another model;
+            quotas that the gates were not given.
     """
     stated = {name: value for name, value in budget.items() if value is not None}
     overrides = dict(overrides or {})
@@ -255,6 +257,10 @@ def make_rule(
     )
     if chosen.allocation.head_classes is not None:
         check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])
+    try:
+        _ = request.quotas  # read once, now
+    except ValueError as error:
+        raise ValueError(f"policy {chosen.name!r}: {error}") from None
     return Rule(chosen.name, request)
 
 
@@ -302,7 +308,7 @@ def _check_units(
         tried, _ = try_settings(policy.observed, policy.observed_settings)
         observed = None if tried is None else tried.unit
     how = policy.fusion_of(policy.observed is not None or scorer is not None, True)
-    wanted = "risk" if how == "log_linear" else observed if how == "max" and observed is not None else unit
+    wanted = "risk" if how in IN_RISK else observed if how == "max" and observed is not None else unit
     if unit != wanted:
         problems.append(
             f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "

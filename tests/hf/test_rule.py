@@ -104,12 +104,12 @@ def test_gates_of_a_larger_protected_window_are_refused(tmp_path):
     gates = build_gates("linear", {layer: {"E": 48, "H": 2} for layer in range(3)})
     trained = {"fingerprint": fingerprint(model), "metadata": {"protected_window": 64}}
     folder = str(save_gates(gates, tmp_path / "gates", **trained))
-    wanted = (
-        r"protects the last 32 entries, .* protected window of 64: .* at least 64. "
-        r"Set protection.recent=64, .* smaller target.horizon .at most 32."
-    )
     for given in (folder, load_gates(folder, model)):
-        for name in ("gate", "fused"):
+        for name, recent in (("gate", 32), ("fused", 8)):
+            wanted = (
+                rf"protects the last {recent} entries, .* protected window of 64: .* at least 64. "
+                rf"Set protection.recent=64, .* smaller target.horizon .at most {recent}."
+            )
             with pytest.raises(ValueError, match=wanted):
                 Cache(model, policy=name, keep_ratio=0.5, gates=given)
     Cache(model, policy="gate", keep_ratio=0.5, gates=folder, protection=Protection(recent=64))
