@@ -22,7 +22,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from retain.attend import path_named
 from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
 from retain.evidence import Evidence
@@ -30,12 +29,13 @@ from retain.gates.base import INPUTS
 from retain.hf import foreign, saving
 from retain.hf.engine import Engine
 from retain.hf.given import Given, pinned_of, seeds_of
+from retain.hf.guarded import AUTO, make_guard
 from retain.hf.history import History
 from retain.hf.lookahead import look_ahead
 from retain.hf.model import base_model, layout_of
 from retain.hf.recent import Recent
 from retain.hf.regime import Regime
-from retain.hf.report import LayerReport, LeftAloneReport, Report, total_of
+from retain.hf.report import Report, report_of
 from retain.hf.rule import Rule, make_rule
 from retain.protection import spans_by_sequence
 from retain.registry import lookup
@@ -67,6 +67,10 @@ class Cache(Engine):
                 repeats them).
         tokenizer: whose chat template shows where turns begin, for `protection={"turns": True}`.
         slack: free entries per row that an evicted layer is given for new tokens.
+        capacity: where the budget is too small for what this context holds (`retain.capacity`): `warn`;
+            `raise` a `CapacityError` before anything goes; `keep` as much more as is needed (both hold the
+            whole first prompt until all layers have come); a `Guard` with a limit of its own; None for
+            nothing. `auto` warns where the gates are stored with a limit.
         **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.press` makes one of a foreign scorer).
@@ -97,6 +101,7 @@ class Cache(Engine):
         pinned: Any = None,
         tokenizer: Any = None,
         slack: int = SLACK,
+        capacity: Any = AUTO,
         **overrides: Any,
     ):
         layout = layout_of(model)
@@ -112,6 +117,7 @@ class Cache(Engine):
         )
         rule.check(Regime(regime, every))
         self.model = model
+        self.guard = make_guard(capacity, rule)
         super().__init__(layout, rule, Regime(regime, every), slack=slack, seeds=seeds, pinned=pinned)
 
     @torch.no_grad()
@@ -209,6 +215,7 @@ class Cache(Engine):
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
         tokenizer: Any = None,
+        capacity: Any = AUTO,
         **overrides: Any,
     ) -> "Cache":
         """Evict what a `prefill(evict=False, hold_evidence=True)` held, by the cache's own policy or the one
@@ -218,14 +225,15 @@ class Cache(Engine):
             this cache, whose evidence is released.
 
         Raises:
-            ValueError: the request cannot be met; the cache is as it was, and may be asked again.
+            ValueError: the request cannot be met (or, a `CapacityError`, not be afforded); the cache is as it
+                was, and may be asked again.
         """
         if self.evidence is None:
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
         budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold)
-        rule = self.rule
+        rule, guard = self.rule, self.guard
         if policy is not None:
             rule = make_rule(
                 self.model,
@@ -241,6 +249,8 @@ class Cache(Engine):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
+        if policy is not None or capacity != AUTO:
+            guard = make_guard(capacity, rule)
         chosen = self.seeds if seeds is None else seeds_of(seeds, self.batch_size)
         pinned_BT = pinned_of(self._pins if pinned is None else pinned, self.valid_BT)
         evidence: Sequence[Evidence] = self.evidence
@@ -249,10 +259,11 @@ class Cache(Engine):
 
             with torch.no_grad(), attached(self.model):
                 evidence = look_ahead(self.model, rule.request.gates, self.read_only(), self.evidence)
-        keep = rule.decide(evidence, Given(chosen, pinned_BT))
+        keep = self._decide(rule, guard, evidence, Given(chosen, pinned_BT))
         del evidence
         self._cut([None] * len(self.evidence) if keep is None else keep)
-        self.rule, self.seeds = rule, chosen
+        self.rule, self.guard, self.seeds = rule, guard, chosen
+        self._say()
         return self
 
     def evict_with(self, keep: Sequence[Tensor]) -> "Cache":
@@ -381,7 +392,7 @@ class Cache(Engine):
         other = parts[0].fork()
         other._given = (Rule(" + ".join(sorted({cache.rule.name for cache in caches}))), Regime(), None, None)
         other.rule, other.regime, other.seeds, other._pins = other._given
-        other.evidence = None
+        other.guard = other.capacity = other.evidence = None
         for idx, layer in enumerate(other.layers):
             if idx in other.layout.alone:
                 other.layers[idx] = foreign.concat([part.layers[idx] for part in parts])
@@ -476,6 +487,8 @@ class Cache(Engine):
             self._prompt_B = [self._prompt_B[row] for row in rows]
         if self._ended_B is not None:
             self._ended_B = self._ended_B[indices.to(self._ended_B.device)]
+        if self.capacity is not None:
+            self.capacity = self.capacity.select_batch(rows)
         self.history, self._from = self.history.select_batch(indices), (-1, 0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -499,37 +512,7 @@ class Cache(Engine):
             ValueError: a decoding step that nobody waited for was wrong, which is said once.
         """
         self._settle(wait=True)
-        tokens = 0 if self.history is None else sum(self.history.lengths_B)
-        rows, alone = [], []
-        for spec, layer in zip(self.specs, self.ragged, strict=True):
-            seen = tokens * spec.num_kv_heads
-            beside = layer.recent.num_bytes
-            if layer.store is not None:
-                held, allocated = layer.store.entries_held, layer.store.bytes_allocated
-                entry = layer.store.entry_bytes
-            elif layer.keys is not None:
-                dense = layer.dense()
-                held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
-                entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
-            else:
-                held = allocated = entry = 0
-            name = f"layer {spec.layer_idx}"
-            rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
-        for left in self.layout.alone.values():
-            layer = self.layers[left.layer_idx]
-            held, allocated = foreign.held_bytes(layer), foreign.allocated_bytes(layer)
-            alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
-        return Report(self.rule.name, self._path(), tuple(rows), total_of(rows), tuple(alone), self.evictions)
-
-    def _path(self) -> str:
-        """How attention over what is held is computed; of every layer, where they differ."""
-        paths = []
-        for layer in self.ragged:
-            if layer.store is not None:
-                paths.append(path_named(layer.store.keys_CD, layer.store.values_CD))
-            elif layer.keys is not None:
-                paths.append(path_named(*layer.dense()))
-        return "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
+        return report_of(self)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.

@@ -13,25 +13,26 @@ forward ends.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from retain.attend import attend
 from retain.budget import Stock
+from retain.capacity import CapacityError
 from retain.columns import last_tokens
 from retain.evidence import Evidence
 from retain.hf.call import Call, Step, read_call
-from retain.hf.conversation import Conversation
 from retain.hf.foreign import thaw_, trim_
 from retain.hf.given import Arriving, pins_of, seeds_of
+from retain.hf.guarded import Guarded
 from retain.hf.history import History
-from retain.hf.later import beside_of, evidence_of, expire_, intact_tokens, note_
+from retain.hf.later import beside_of, evidence_of, expire_, intact_tokens, note_, remembered
 from retain.hf.layer import Layer
 from retain.hf.layout import LayerSpec
 from retain.hf.lookahead import ReadCache, look_ahead
 from retain.hf.recent import Recent
+from retain.hf.request import Again
 from retain.hf.rule import Moment
 from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE
@@ -42,7 +43,7 @@ from retain.rotary import Rotary
 MOST_UNNOTED = 128
 
 
-class Engine(Conversation):
+class Engine(Guarded):
     """The forward's side of `retain.Cache`, which see."""
 
     model: torch.nn.Module
@@ -205,6 +206,7 @@ class Engine(Conversation):
         if self._whole and self._due(call):
             arriving = Arriving(call.mask_BT, call.token_ids_BS, self._element_size)
             self._eviction = self.rule.begin(given, arriving)
+            self._watch()
         elif self._width is not None and self._evicts_prompt:
             self.rule.check_chunks()
             if self.rule.reads_tokens:  # ids that are still to come
@@ -357,7 +359,10 @@ class Engine(Conversation):
             layer.recent.queries = [evidence.queries_BQSD]
             self._keep_queries(layer, self._after(call))
         if self._eviction is not None and self.rule.looks_ahead and self._eviction.rows:
-            self._held.append(self._remembered(evidence))
+            self._held.append(remembered(evidence, self.rule))
+            return
+        if self._holds_back:
+            self._hold_back(evidence, again)
             return
         if self._eviction is not None:
             keep_BHT, lower = self._eviction.add(evidence)
@@ -377,6 +382,8 @@ class Engine(Conversation):
         self._check_ran()
         if self._held:
             self._evict_ahead()
+        if self._moment is not None:
+            self._cut_held_back()
         looks_again, due, read, cut = self._looks_again, self._due(call), self._is_read(call), self._eviction
         if self._next is None and self.history is not None:
             self.history.add_(call)
@@ -396,6 +403,7 @@ class Engine(Conversation):
         if cut is not None:
             heads = sum(spec.num_kv_heads for spec in self.specs)
             self._count(heads * sum(self.history.lengths_B))
+            self._weigh(cut)
         elif due and self._evict_at_prefill:
             self._settle(wait=True)
             self._evict_again(release=read)
@@ -406,19 +414,7 @@ class Engine(Conversation):
             self._end_prompt()
         self._call = self._next = self._eviction = None
         self._steps = not read
-
-    def _remembered(self, evidence: Evidence) -> Evidence:
-        """What of a layer is held until the lookahead tokens have asked: besides its keys and values, what
-        the policy's own score looks at."""
-        wants, request = self.rule.wants, self.rule.request
-        assert request is not None
-        if request.scorer is not None:  # nobody knows what a foreign scorer looks at
-            return evidence
-        evidence = self.rule.counted(evidence)
-        queries_BQSD = evidence.queries_BQSD
-        if wants.queries is not None:  # a copy, so that the others are let go
-            queries_BQSD = queries_BQSD[:, :, max(0, evidence.num_seen - wants.queries) :].clone()
-        return replace(evidence, queries_BQSD=queries_BQSD, hidden_BTE=None, stream_BTE=None)
+        self._say()
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
@@ -428,6 +424,9 @@ class Engine(Conversation):
         held, self._held = look_ahead(self.model, request.gates, self.read_only(), self._held), []
         for layer in self.ragged:
             evidence = held.pop(0)
+            if self._holds_back:
+                self._hold_back(evidence, False)
+                continue
             keep_BHT, lower = eviction.add(evidence)
             self._shrink(lower, eviction.rows)
             layer.store = self._cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT)
@@ -531,8 +530,12 @@ class Engine(Conversation):
         spared = self._without_queries(history, first) if first > wanted else []
         try:
             moment = self.rule.again(self._batch_given(history.valid_BT), call, stock, spared)
+            if isinstance(moment, Again):
+                moment.guard = self.guard
             if moment is not None and not moment.idle:
                 self._cut_again(moment, history, first, release)
+        except CapacityError as error:
+            self._refused = error  # raised once all is in order: nothing went
         finally:
             if not self._broken:
                 self._count(held_before)
@@ -555,6 +558,7 @@ class Engine(Conversation):
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
         keeps = moment.keeps()
+        self._weigh(moment)
         with self.changing():
             for store, entries, keep_BHT in zip(self._stores(), where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.keys_CD.device))

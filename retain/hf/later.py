@@ -198,6 +198,20 @@ def _tail(
     )
 
 
+def remembered(evidence: Evidence, rule: Rule) -> Evidence:
+    """What of a layer is held until the lookahead tokens have asked: besides its keys and values, what the
+    policy's own score looks at."""
+    wants, request = rule.wants, rule.request
+    assert request is not None
+    if request.scorer is not None:  # nobody knows what a foreign scorer looks at
+        return evidence
+    evidence = rule.counted(evidence)
+    queries_BQSD = evidence.queries_BQSD
+    if wants.queries is not None:  # a copy, so that the others are let go
+        queries_BQSD = queries_BQSD[:, :, max(0, evidence.num_seen - wants.queries) :].clone()
+    return replace(evidence, queries_BQSD=queries_BQSD, hidden_BTE=None, stream_BTE=None)
+
+
 def intact_tokens(layers: list[Layer], history: History) -> Bool[Tensor, "B T"]:
     """Tokens that every head of every layer still holds."""
     device = history.valid_BT.device

@@ -7,6 +7,14 @@ taken here: `bytes_held` counts the keys and values of held entries exactly; wha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from retain.attend import path_named
+from retain.capacity import Capacity
+from retain.hf import foreign
+
+if TYPE_CHECKING:
+    from retain.hf.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Report:
         total: their sum.
         alone: layers that are left alone.
         evictions: moments at which entries went.
+        capacity: what the last of them cost, where it was held against a limit (`retain.capacity`).
     """
 
     policy: str
@@ -72,6 +81,7 @@ class Report:
     total: LayerReport
     alone: tuple[LeftAloneReport, ...] = ()
     evictions: int = 0
+    capacity: Capacity | None = None
 
     def __str__(self) -> str:
         head = (
@@ -88,7 +98,40 @@ class Report:
         for left in self.alone:
             kind = left.kind if left.window is None else f"{left.kind} of {left.window:,} tokens"
             lines.append(f"{left.name:>9} left alone: {kind}, {_mib(left.bytes_held)} held")
+        if self.capacity is not None:
+            lines.append(f" capacity {self.capacity}")
         return "\n".join(lines)
+
+
+def report_of(cache: "Cache") -> Report:
+    """What a cache holds now: `retain.Cache.report`, which see."""
+    tokens = 0 if cache.history is None else sum(cache.history.lengths_B)
+    rows, alone, paths = [], [], []
+    for spec, layer in zip(cache.specs, cache.ragged, strict=True):
+        seen = tokens * spec.num_kv_heads
+        beside = layer.recent.num_bytes
+        if layer.store is not None:
+            held, allocated = layer.store.entries_held, layer.store.bytes_allocated
+            entry = layer.store.entry_bytes
+            paths.append(path_named(layer.store.keys_CD, layer.store.values_CD))
+        elif layer.keys is not None:
+            dense = layer.dense()
+            held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
+            entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
+            paths.append(path_named(*dense))
+        else:
+            held = allocated = entry = 0
+        name = f"layer {spec.layer_idx}"
+        rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
+    for left in cache.layout.alone.values():
+        own = cache.layers[left.layer_idx]
+        held, allocated = foreign.held_bytes(own), foreign.allocated_bytes(own)
+        alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
+    # How attention over what is held is computed; of every layer, where they differ.
+    path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
+    return Report(
+        cache.rule.name, path, tuple(rows), total_of(rows), tuple(alone), cache.evictions, cache.capacity
+    )
 
 
 def total_of(rows: Sequence[LayerReport]) -> LayerReport:

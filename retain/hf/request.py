@@ -16,12 +16,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.budget import Budget, LayerShape, Stock
+from retain.capacity import Capacity, Gauge, Guard, afford, capacity_of
 from retain.cascade import Candidates, Cascade
 from retain.evidence import Evidence
 from retain.hf.given import Arriving, Given
 from retain.hf.layout import LayerSpec
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries
 from retain.presets import Policy
+from retain.quotas import Quotas, quotas_of
 from retain.running import advance
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read, try_settings
@@ -111,6 +113,18 @@ class Request:
         tried, _ = try_settings(self.policy.observed, self.policy.observed_settings)
         return 0 if tried is None else tried.window
 
+    @cached_property
+    def quotas(self) -> Quotas | None:
+        """What the gates say that heads get of a budget, where the policy goes by it.
+
+        Raises:
+            ValueError: they say it of none, or not of these layers.
+        """
+        if self.policy.allocation.quotas is None:
+            return None
+        heads = {layer.layer_idx: layer.num_kv_heads for layer in self.layers}
+        return quotas_of(getattr(self.gates, "quotas", None), heads)
+
     def noted(self, evidence: Evidence) -> Evidence:
         """The evidence with what later evictions want to know of its entries, made from what it shows now."""
         wants = self.wants
@@ -155,6 +169,7 @@ class Request:
             given.pinned_BT,
             self.markers,
             stock=stock,
+            quotas=self.quotas,
         )
         lengths_B = call.valid_BT.sum(-1).tolist()
         for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
@@ -169,12 +184,16 @@ class Request:
 
     def decide(self, evidence: Sequence[Evidence], given: Given) -> list[Keep]:
         """Keep masks of all layers at once, of evidence that shows everything."""
+        return self.moment(evidence, given).keeps()
+
+    def moment(self, evidence: Sequence[Evidence], given: Given) -> "Again":
+        """A moment that has looked at all layers, of evidence that shows everything."""
         first = evidence[0]
         call = Arriving(first.valid_BT, first.token_ids_BT, first.keys_BHTD.element_size())
         moment = Again(self, given, call, None)
         for layer in evidence:
             moment.look(layer, None)
-        return moment.keeps()
+        return moment
 
 
 def unit_of(gates: Any) -> str:
@@ -216,6 +235,9 @@ class OneByOne:
 class LayerByLayer:
     """A policy while a model first reads; lower layers may shrink as layers come."""
 
+    # Reads along while layers come; set by whoever wants to know what the eviction costs.
+    gauge: Gauge | None = None
+
     def __init__(self, request: Request, given: Given, call: Arriving):
         self.request, self.given = request, given
         self._plan(call)
@@ -237,7 +259,10 @@ class LayerByLayer:
         if self.cascade is None:
             return evidence.exists_BHT, ()
         part, given = _part(self.rows, evidence, self.given)
-        keep_BHT, lower = self.cascade.add(candidates_of(self.part, self.request.score(part, given)))
+        candidates = candidates_of(self.part, self.request.score(part, given))
+        keep_BHT, lower = self.cascade.add(candidates)
+        if self.gauge is not None:
+            self.gauge.add(candidates, keep_BHT, lower)
         return _spread(keep_BHT, self.rows, evidence.exists_BHT), lower
 
 
@@ -251,6 +276,10 @@ class Again:
         stock: what there is to choose from; None: everything that was seen.
         spared: sequences from which nothing goes at this moment.
     """
+
+    # What is done where the budget cannot be afforded, and then what it cost: of `rows`.
+    guard: Guard | None = None
+    capacity: Capacity | None = None
 
     def __init__(
         self,
@@ -300,11 +329,23 @@ class Again:
         """Which columns each layer keeps."""
         if not self.rows:
             return self.whole
-        kept = keep_masks(self.part, self.candidates)
+        kept = self._kept()
         return [
             _spread(keep_BHT, self.rows, whole_BHT)
             for keep_BHT, whole_BHT in zip(kept, self.whole, strict=True)
         ]
+
+    def _kept(self) -> list[Keep]:
+        """Of the sequences that are decided on; under a guard that enlarges budgets, with those."""
+        guard, shares = self.guard, self.part.shares
+        if guard is None or guard.limit is None:
+            return keep_masks(self.part, self.candidates)
+        if guard.action == "keep":
+            _, kept, self.capacity = afford(shares, self.candidates, guard.limit)
+            return kept
+        kept = keep_masks(self.part, self.candidates)
+        self.capacity = capacity_of(shares, self.candidates, kept, guard.limit)
+        return kept
 
 
 def _part(rows: list[int], evidence: Evidence, given: Given) -> tuple[Evidence, Given]:

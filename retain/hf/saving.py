@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.cache import RaggedStore
+from retain.capacity import Guard
 from retain.hf import foreign
 from retain.hf.history import History
 from retain.hf.model import base_model, describe, fingerprint
@@ -118,6 +119,7 @@ def load(
         gates=gates,
         tokenizer=tokenizer,
         slack=header["slack"],
+        **_guard(header),
     )
     if rule["kind"] == EVERYTHING:
         cache.rule = Rule(rule["name"])
@@ -168,6 +170,7 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "rule": _described(cache.rule),
         "regime": {"regime": cache.regime.name, "every": cache.regime.every},
         "slack": cache.slack,
+        "capacity": None if cache.guard is None else config.to_mapping(cache.guard),
         "seeds": seeds,
         "pinned": _spans(cache._pins),
         **{name.lstrip("_"): getattr(cache, name) for name in COUNTERS},
@@ -187,6 +190,14 @@ def _described(rule: Rule) -> dict[str, Any]:
         "budget": stated,
         "gates": getattr(request.gates, "metadata", {}).get("sha256"),
     }
+
+
+def _guard(header: Mapping[str, Any]) -> dict[str, Any]:
+    """What is done where an eviction cannot be afforded; files that do not say leave it to the gates."""
+    if "capacity" not in header:
+        return {}
+    saved = header["capacity"]
+    return {"capacity": None if saved is None else Guard(**saved)}
 
 
 def _spans(pins: Any) -> Any:

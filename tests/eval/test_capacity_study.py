@@ -1,0 +1,111 @@
+"""The study of what foretells a wrong answer: its areas against plain pairs, items under all budgets."""
+
+import math
+
+import numpy as np
+import pytest
+
+import retain
+from retain.eval.capacity_study import (
+    SIGNALS,
+    auroc,
+    auroc_within,
+    best_limit,
+    crowd_item,
+    said,
+    study,
+    tables,
+    written,
+)
+from retain.reference import load_model
+from tests.hf.regime_runs import gates_of
+from tests.hf.test_calibrated import curve
+
+
+def pairs(values, wrong):
+    """Over all pairs of a failure and an answer, the share in which the failure is higher; ties are half."""
+    hits = [
+        1.0 if a > b else 0.5 if a == b else 0.0
+        for a, failed in zip(values, wrong, strict=True)
+        if failed
+        for b, other in zip(values, wrong, strict=True)
+        if not other
+    ]
+    return sum(hits), len(hits)
+
+
+def drawn(seed: int, count: int = 60):
+    draw = np.random.default_rng(seed)
+    wrong = (draw.random(count) < 0.3).tolist()
+    values = np.round(draw.normal(size=count) + np.asarray(wrong), 1).tolist()
+    return values, wrong, draw.integers(0, 4, count).tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_areas_are_those_of_plain_pairs(seed):
+    values, wrong, cells = drawn(seed)
+    hits, count = pairs(values, wrong)
+    assert auroc(values, wrong) == pytest.approx(hits / count)
+    parts = []
+    for cell in set(cells):
+        own = [place for place, other in enumerate(cells) if other == cell]
+        parts.append(pairs([values[place] for place in own], [wrong[place] for place in own]))
+    within = sum(hits for hits, _ in parts) / sum(count for _, count in parts)
+    assert auroc_within(values, wrong, cells) == pytest.approx(within)
+
+
+def test_where_all_went_alike_there_is_no_area():
+    assert math.isnan(auroc([1.0, 2.0], [True, True])) and math.isnan(auroc([1.0], [False]))
+    assert math.isnan(auroc_within([1.0, 2.0], [True, False], ["a", "b"]))
+    assert best_limit(np.asarray([1.0, 2.0]), np.asarray([False, False])) == math.inf
+
+
+def test_what_a_limit_says():
+    prices, wrong = np.asarray([1.0, 2.0, 3.0, 4.0]), np.asarray([False, False, True, True])
+    assert best_limit(prices, wrong) == 2.0
+    assert said(prices, wrong, 2.0) == {
+        "limit": 2.0,
+        "warned": 0.5,
+        "found": 1.0,
+        "wrong_if_warned": 1.0,
+        "wrong_if_not": 0.0,
+    }
+    assert said(prices, wrong, 9.0)["wrong_if_warned"] is None
+
+
+def test_a_crowd_is_as_long_as_asked_and_states_what_it_asks_for():
+    item = crowd_item(20, 0, 3, 400)
+    assert len(item.context_ids) == 400 and item.context_ids == crowd_item(20, 0, 3, 400).context_ids
+    value = item.asked[0].gold_ids[0]
+    assert item.context_ids.count(value) == 1 and item.asked[0].score([value])[0] == 1
+    assert item.context_ids != crowd_item(20, 0, 4, 400).context_ids
+    with pytest.raises(ValueError, match="do not fit into a context of 100"):
+        crowd_item(60, 0, 0, 100)
+
+
+def test_items_under_all_budgets():
+    model = load_model(0)
+    gates, ratios = curve(gates_of(model)), (0.3, 0.6)
+    items = [("crowd", facts, 0, crowd_item(facts, 0, 0, 260)) for facts in (4, 12)]
+    with retain.attach(model):
+        cases = study(
+            model,
+            gates,
+            iter(items),
+            policy="fused",
+            scopes=("model", "head"),
+            keep_ratios=ratios,
+            limit=5.0,
+        )
+    assert {(case.facts, case.scope, case.keep_ratio) for case in cases} == {
+        (facts, scope, ratio) for facts in (4, 12) for scope in ("model", "head") for ratio in ratios
+    }
+    for small, large in zip(cases[0::2], cases[1::2], strict=True):
+        assert small.signals["price"] >= large.signals["price"] > 0
+        assert small.signals["lost"] > large.signals["lost"] > 0
+        assert small.signals["total"] > large.signals["total"]
+        assert small.signals["keep_ratio"] == -0.3
+    made = tables(cases, [5.0])
+    assert set(made["signals"]) == {"crowd, scope model", "crowd, scope head"}
+    page = written(made, "the command")
+    assert "`the command`" in page and all(f"| {name} |" in page for name in SIGNALS)

@@ -1,0 +1,197 @@
+"""A cache that says what its budget costs: warnings, refusals and larger budgets, in every way to evict."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+import retain
+from retain.capacity import CapacityError, CapacityWarning, Guard, capacity_of
+from retain.cascade import keep_sets
+from retain.gates.store import load_gates, save_gates
+from retain.hf.cache import Cache
+from retain.hf.model import fingerprint
+from retain.presets import Policy
+from tests.evictions import small
+from tests.hf.regime_runs import exact_model, gates_of, held_by
+from tests.hf.test_calibrated import curve
+from tests.tiny import tiny_batch
+
+TINY, HUGE = 1e-6, 1e6
+
+
+def fused(**settings) -> Policy:
+    policy = small("fused", "")
+    protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
+    return replace(policy, **{"protection": protection, "scope": "model", **settings})
+
+
+def gates(model):
+    return curve(gates_of(model))
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = exact_model()
+    with retain.attach(made):
+        yield made
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return tiny_batch((0, 5), 60)
+
+
+def price_of(model, batch, policy, **settings) -> float:
+    """The lower of the prices that two sequences pay."""
+    cache = Cache(model, policy, gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", HUGE), **settings)
+    return min(cache.prefill(*batch).capacity.price_B)
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+def test_a_warning_tells_the_price_and_changes_nothing(model, batch, scope):
+    policy, own = fused(scope=scope), gates(model)
+    plain = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None).prefill(*batch)
+    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("warn", TINY))
+    with pytest.warns(
+        CapacityWarning, match=r"keep_ratio=0.3: more goes than can be afforded.*\(of 2 such\)"
+    ):
+        cache.prefill(*batch)
+    for one, two in zip(held_by(plain, batch[1]), held_by(cache, batch[1]), strict=True):
+        assert torch.equal(one, two)
+    assert plain.capacity is None and "capacity" not in str(plain.report())
+    assert "capacity more goes than" in str(cache.report())
+    # Read along a cascade, it is what the scores say of all layers at once.
+    held = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None)
+    held.prefill(*batch, evict=False, hold_evidence=True)
+    moment = held.rule.request.moment(held.evidence, held._batch_given(batch[1].bool()))
+    shares, found = moment.part.shares, moment.candidates
+    at_once = capacity_of(shares, found, keep_sets(shares, found), TINY)
+    assert cache.capacity.price_B == pytest.approx(at_once.price_B)
+    assert cache.capacity.lost_B == pytest.approx(at_once.lost_B)
+    assert cache.capacity.need_B == at_once.need_B and cache.capacity.kept_B == at_once.kept_B
+
+
+def test_it_is_quiet_where_all_can_be_afforded_and_speaks_once(model, batch):
+    settings = {"gates": gates(model), "keep_ratio": 0.3, "regime": "decode", "every": 2}
+    with silent():
+        quiet = Cache(model, fused(), capacity=Guard("warn", HUGE), **settings)
+        model.generate(*batch[:1], attention_mask=batch[1], past_key_values=quiet, max_new_tokens=7)
+    assert quiet.evictions > 1 and quiet.capacity.short_B == [False, False]
+    cache = Cache(model, fused(), capacity=Guard("warn", TINY), **settings)
+    with pytest.warns(CapacityWarning) as said:
+        model.generate(*batch[:1], attention_mask=batch[1], past_key_values=cache, max_new_tokens=9)
+    assert cache.evictions > 1 and len(said) == 1
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+@pytest.mark.parametrize("how", ["prefill", "evict", "chunks"])
+def test_it_keeps_what_is_needed(model, batch, scope, how):
+    policy, own = fused(scope=scope), gates(model)
+    limit = price_of(model, batch, policy) * 0.6
+    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("keep", limit))
+    with silent():
+        if how == "evict":
+            cache.prefill(*batch, evict=False, hold_evidence=True).evict()
+        else:
+            cache.prefill(*batch, chunk_size=25 if how == "chunks" else None)
+    capacity, heads = cache.capacity, sum(spec.num_kv_heads for spec in cache.specs)
+    assert capacity.raised and max(capacity.price_B) <= limit
+    assert cache.entries_held == sum(capacity.kept_B) and cache.bytes_held() < cache.bytes_full()
+    assert all(
+        kept > 0.3 * entries for kept, entries in zip(capacity.kept_B, capacity.entries_B, strict=True)
+    )
+    assert cache.evictions == 1 and "budget enlarged" in str(cache.report())
+    assert capacity.entries_B == (60 * heads, 55 * heads)
+
+
+def test_where_all_can_be_afforded_it_keeps_what_was_stated(model, batch):
+    held = []
+    for capacity in (None, Guard("keep", HUGE), Guard("raise", HUGE)):
+        cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=capacity).prefill(*batch)
+        held.append(held_by(cache, batch[1]))
+    for own in held[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(held[0], own, strict=True))
+
+
+def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch):
+    ids, mask = batch
+    settings = {"gates": gates(model), "keep_ratio": 0.3, "capacity": Guard("raise", TINY)}
+    cache = Cache(model, fused(), **settings)
+    with pytest.raises(CapacityError, match="Nothing was evicted: state a larger budget") as refused:
+        cache.prefill(ids, mask)
+    assert all(refused.value.capacity.short_B) and cache.num_seen == 0
+    with pytest.raises(CapacityError):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3)
+    # What is held for `evict` stays held.
+    cache = Cache(model, fused(), **settings).prefill(ids, mask, evict=False, hold_evidence=True)
+    with pytest.raises(CapacityError):
+        cache.evict()
+    assert cache.entries_held == cache.entries_seen and cache.guard.action == "raise"
+    cache.evict(fused(), keep_ratio=0.3, gates=gates(model), capacity=None)
+    assert cache.entries_held < cache.entries_seen and cache.capacity is None
+
+
+def test_a_later_eviction_that_is_refused_leaves_the_cache_whole(model, batch):
+    ids, mask = batch
+    policy = fused()
+    settings = {"gates": gates(model), "keep_ratio": 0.3, "regime": "chunked"}
+    cache = Cache(model, policy, capacity=Guard("raise", HUGE), **settings).prefill(ids, mask)
+    held = cache.entries_held
+    cache.guard = Guard("raise", TINY)
+    turn, both = ids[:, -9:], torch.cat([mask, torch.ones_like(ids[:, -9:])], 1)
+    positions = (both.cumsum(-1) - 1)[:, -9:]
+    given = {"attention_mask": both, "position_ids": positions, "past_key_values": cache}
+    with torch.no_grad(), pytest.raises(CapacityError):
+        model(input_ids=turn, **given)
+    heads = sum(spec.num_kv_heads for spec in cache.specs)
+    assert cache.entries_held == held + 2 * 9 * heads
+    assert cache.num_seen == 69 and cache.evictions == 1
+    cache.check_whole()
+
+
+def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tmp_path):
+    own = gates(model)
+    own.metadata["calibration"]["capacity"] = {"limit": 0.25}
+    save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model))
+    own = load_gates(tmp_path / "gates")
+    assert Cache(model, fused(), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
+    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None).guard is None
+    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep").guard == Guard("keep", 0.25)
+    assert Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3).guard is None
+    assert Cache(model, fused(), gates=own, threshold=2.0).guard is None
+    assert Cache(model, fused(), gates=gates(model), keep_ratio=0.3).guard is None
+    assert Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6).guard is None
+    for capacity in (None, "keep"):
+        cache = Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=capacity).prefill(*batch)
+        again = Cache.load(cache.save(tmp_path / "cache.safetensors"), model, gates=own)
+        assert again.guard == cache.guard
+
+
+def test_what_no_limit_means_anything_for_is_refused(model):
+    own = gates(model)
+    with pytest.raises(ValueError, match="stored without a limit: calibrate them with calibration.capacity"):
+        Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="warn")
+    with pytest.raises(ValueError, match=r"did you mean 'keep'"):
+        Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="kepe")
+    with pytest.raises(ValueError, match="a retain.capacity.Guard or None; got 3"):
+        Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=3)
+    guard = Guard("warn", 1.0)
+    with pytest.raises(ValueError, match="what it observes is past"):
+        Cache(model, "snapkv", keep_ratio=0.6, capacity=guard)
+    with pytest.raises(ValueError, match="fusion 'rank_blend'.*is not in risk"):
+        Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3, capacity=guard)
+    with pytest.raises(ValueError, match="the threshold is the limit"):
+        Cache(model, fused(), gates=own, threshold=2.0, capacity=guard)
+    with pytest.raises(ValueError, match="no score that could be held against a limit"):
+        Cache(model, None, capacity=guard)
