@@ -6,9 +6,13 @@ model itself was trained on all of them. The one decision taken here: every mode
 own, on text that no training saw, so that a (seed, item) pair is an independent cluster.
 """
 
+import glob
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +32,8 @@ ABOUT = {
     "lists": "the items of one list among several",
     "quote": "what stands after a word of the plain text",
 }
+# The shipped model of each seed.
+MODEL = "reference:{seed}"
 # One fact of one key answers these.
 SINGLE_KEY = ("single", "multikey", "format")
 
@@ -124,8 +130,13 @@ def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[
         yield distill_document(writer, context_tokens)
 
 
-def reference_suite() -> Suite:
-    """The suite: tasks and families are the generator's own, in its order."""
+def reference_suite(model: str = MODEL) -> Suite:
+    """The suite: tasks and families are the generator's own, in its order.
+
+    Args:
+        model: Who answers: the shipped model of each seed; a folder of `python -m retain.reference.train`,
+            with `{seed}` in it where every seed has one of its own; or `reference:<seed>`, one for all seeds.
+    """
     from retain.reference import SEEDS, load_model
     from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS
 
@@ -140,8 +151,38 @@ def reference_suite() -> Suite:
         tasks={task.name: task for task in tasks},
         item=reference_item,
         documents=reference_documents,
-        load_model=load_model,
-        seeds=tuple(SEEDS),
+        load_model=load_model if model == MODEL else partial(reference_model, model),
+        seeds=tuple(SEEDS) if model == MODEL else seeds_of(model),
         train_gates="accelerate launch train/distill.py --config configs/distill/reference.yaml "
-        "model=reference:{seed} seed={seed} output={gates}",
+        f"model={model} seed={{seed}} output={{gates}}",
     )
+
+
+def reference_model(name: str, seed: int) -> Any:
+    """The model of a seed: `reference:<seed>` or a folder, `{seed}` filled in.
+
+    Raises:
+        ValueError: If there is none, or it is one of another vocabulary.
+    """
+    from retain.hf.named import reference_seed
+    from retain.reference import load_model
+    from retain.reference.model import load_folder
+
+    own = name.replace("{seed}", str(seed))
+    shipped = reference_seed(own)
+    return load_folder(own) if shipped is None else load_model(shipped)
+
+
+def seeds_of(model: str) -> tuple[int, ...] | None:
+    """Seeds whose folder is there, in order; None for one model that answers for all seeds.
+
+    Args:
+        model: A path, perhaps with `{seed}` in it.
+    """
+    if "{seed}" not in model:
+        return None
+    first, *others = model.split("{seed}")
+    name = re.compile(re.escape(first) + r"(\d+)" + r"\1".join(map(re.escape, others)))
+    paths = glob.glob("*".join(map(glob.escape, (first, *others))))
+    there = (name.fullmatch(path) for path in paths if (Path(path) / "config.json").is_file())
+    return tuple(sorted(int(found[1]) for found in there if found))

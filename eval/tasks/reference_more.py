@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retain.eval.tasks import Asked, Item, Suite, Task
-from retain.eval.tasks.reference import item_writer, reference_item, reference_suite, stated
+from retain.eval.tasks.reference import MODEL, item_writer, reference_item, reference_suite, stated
 from retain.registry import lookup
 
 if TYPE_CHECKING:
@@ -53,9 +53,13 @@ def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -
     return _conversation(item_writer("conversation", seed, index), context_tokens, turns=task == "turns")
 
 
-def reference_more_suite() -> Suite:
-    """The suite: models, documents and gates are those of `reference`, and so are its tasks."""
-    base = reference_suite()
+def reference_more_suite(model: str = MODEL) -> Suite:
+    """The suite: models, documents and gates are those of `reference`, and so are its tasks.
+
+    Args:
+        model: As `reference_suite` takes it.
+    """
+    base = reference_suite(model)
     tasks = {**base.tasks, **TASKS}
     return replace(base, name="reference_more", tasks=tasks, item=reference_more_item)
 

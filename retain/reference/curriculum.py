@@ -41,6 +41,9 @@ WEIGHTS = {
 KINDS = tuple(WEIGHTS)
 MAX_ACCEPT = 5
 QUOTE_TOKENS = 6
+# Weaving a document again brings other filler. In a long document of many statements no word may be left that
+# stands in it once, whatever the filler.
+WEAVES = 16
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,18 @@ def _assemble(
     text_share: float,
     quotes: int = 0,
 ) -> Example:
-    """Context of what room the questions leave, then the questions."""
+    """Context of what room the questions leave, then the questions; without those on the filler where it has
+    no word to ask about."""
     segments = [question.segment() for question in asked]
     context_tokens = length - sum(len(segment.ids) for segment in segments) - quotes * QUOTE_TOKENS
     taken = taken_words(content)
     context, targets, ends = writer.weave(groups, context_tokens, taken, content.topics)
-    while quotes and not len(writer.quotable(context, taken)):
+    for _ in range(WEAVES):
+        if not quotes or len(writer.quotable(context, taken)):
+            break
         context, targets, ends = writer.weave(groups, context_tokens, taken, content.topics)
+    else:
+        return _assemble(writer, groups, content, asked, length, reach, text_share)
     segments += [writer.ask_quote(context, taken).segment() for _ in range(quotes)]
     segments = [segments[i] for i in writer.rng.permutation(len(segments))]
     parts, at = [context], context_tokens
@@ -114,16 +122,34 @@ def _cost(groups: list[list[Segment]], asked: Sequence[Question]) -> int:
 
 
 def text_document(
-    writer: Writer, length: int, reach: int = 0, text_share: float = 0.2, multi_share: float = 0.18
+    writer: Writer,
+    length: int,
+    reach: int = 0,
+    text_share: float = 0.2,
+    multi_share: float = 0.18,
+    statement_tokens: int = 1024,
+    most_facts: int = 48,
 ) -> Example:
-    """Statements of all families in text, all of them asked about at the end."""
+    """Statements of all families in text, all of them asked about at the end.
+
+    Args:
+        writer: Of the documents.
+        length: Tokens of the whole.
+        reach: Largest RoPE position; 0: positions are not stretched.
+        text_share: Share of the context's tokens that are predicted as text.
+        multi_share: Share of statements that give a key several values.
+        statement_tokens: Most tokens that statements and questions take, about.
+        most_facts: As `random_content` takes it.
+    """
     rng = writer.rng
     while True:
         topics = bool(rng.random() < 0.35) and length >= 96
-        room = min(length - 1, 1024) * 0.85 * rng.uniform(0.25, 1.0) - (
+        room = min(length - 1, statement_tokens) * 0.85 * rng.uniform(0.25, 1.0) - (
             max(24, 0.2 * length) if topics else 0
         )
-        content = random_content(writer, room, held_out=True, topics=topics, multi_share=multi_share)
+        content = random_content(
+            writer, room, held_out=True, topics=topics, multi_share=multi_share, most_facts=most_facts
+        )
         asked = writer.questions(content, held_out=True)
         groups = writer.groups(content, reuses=int(rng.integers(0, max(2, length // 60))))
         spare = max(24, int(0.15 * length)) if topics else 1
@@ -194,14 +220,28 @@ def copy_document(writer: Writer, length: int, reach: int = 0) -> Example:
     return Example(ids, stretched_positions(rng, length, [count + 1], reach), targets)
 
 
-def example(writer: Writer, length: int, reach: int, multi_share: float = 0.18) -> Example:
+def example(
+    writer: Writer,
+    length: int,
+    reach: int,
+    multi_share: float = 0.18,
+    statement_tokens: int = 1024,
+    most_facts: int = 48,
+) -> Example:
     """One sequence of the mixture that fits its length: short ones are dense, long ones are text."""
     rng = writer.rng
     if rng.random() < (0.1 if length <= 128 else 0.03):
         return copy_document(writer, length, reach)
     if length <= 128 and rng.random() < 0.35:
         return dense_document(writer, length, reach)
-    return text_document(writer, length, reach, multi_share=multi_share)
+    return text_document(
+        writer,
+        length,
+        reach,
+        multi_share=multi_share,
+        statement_tokens=statement_tokens,
+        most_facts=most_facts,
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from functools import cache
 
 import numpy as np
 
-from retain.reference.text import Split, stream, words
+from retain.reference.text import Split, prose, stream, words
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
 FACT_FORMATS = (" set{key}{value};", " note:{key} is{value}.", "#{key} ->{value}\n")
@@ -126,18 +126,39 @@ def _tie(template: str, key: int, value: int, accept: tuple[int, ...] | None = N
     return Segment(ids, (Target(ids.index(value, ids.index(key) + 1) - 1, accept, "use"),))
 
 
+Texts = tuple[np.ndarray, np.ndarray | None]
+
+
+def read_texts(split: Split, prose_share: float) -> Texts:
+    """Source code of a split, and its prose if any is asked for."""
+    return stream(split), prose(split) if prose_share else None
+
+
 class Writer:
     """Writes documents of one split from one seed.
 
     Args:
         split: `train` or `eval` text of the standard library.
-        seed: Of the generator; the same seed on the same Python version gives the same documents.
+        seed: Of the generator, one number or several; the same seed on the same Python version gives the same
+            documents.
         held_out: Whether the held-out fact formats may be used where the format is free.
+        prose_share: Share of documents whose filler is prose (`text.prose`) instead of source code.
+        texts: Source code and prose of the split where they were read before; None: they are read.
     """
 
-    def __init__(self, split: Split, seed: int, *, held_out: bool = False) -> None:
-        self.rng = np.random.default_rng([seed, 0 if split == "train" else 1])
-        self.text = stream(split)
+    def __init__(
+        self,
+        split: Split,
+        seed: int | Sequence[int],
+        *,
+        held_out: bool = False,
+        prose_share: float = 0.0,
+        texts: Texts | None = None,
+    ) -> None:
+        own = (seed,) if isinstance(seed, int) else tuple(seed)
+        self.rng = np.random.default_rng([*own, 0 if split == "train" else 1])
+        self.text, self.prose = texts or read_texts(split, prose_share)
+        self.prose_share = prose_share
         self.pool = words()
         self.formats = FACT_FORMATS + (HELD_OUT_FACT_FORMATS if held_out else ())
         phrasing = sorted(
@@ -163,8 +184,12 @@ class Writer:
 
     def filler(self, count: int, taken: Sequence[int], topics: Sequence[int]) -> np.ndarray:
         """Real text with decoys (random words, bits of phrasing); `taken` words occur only in statements."""
-        start = int(self.rng.integers(0, len(self.text) - count))
-        ids = self.text[start : start + count].copy()
+        text = self.text
+        # Without prose nothing is drawn here, so that documents are those that the shipped models read.
+        if self.prose is not None and self.rng.random() < self.prose_share:
+            text = self.prose
+        start = int(self.rng.integers(0, len(text) - count))
+        ids = text[start : start + count].copy()
         free = np.setdiff1d(self.pool, np.asarray([*taken, *topics], dtype=np.int64))
         decoy = self.rng.random(count) < DECOY_SHARE
         ids[decoy] = self.rng.choice(free, size=int(decoy.sum()))
@@ -355,11 +380,18 @@ def taken_words(content: Content) -> list[int]:
 
 
 def random_content(
-    writer: Writer, room: float, *, held_out: bool, topics: bool, multi_share: float = 0.18
+    writer: Writer,
+    room: float,
+    *,
+    held_out: bool,
+    topics: bool,
+    multi_share: float = 0.18,
+    most_facts: int = 48,
 ) -> Content:
     """Statements of all families that take about `room` tokens, their questions included.
 
-    `multi_share` of them are keys with several values; half are facts, unless that leaves no room.
+    `multi_share` of them are keys with several values; half are facts, unless that leaves no room. Behind
+    `most_facts` facts nothing further is stated.
     """
     rng = writer.rng
     fact_share = min(0.5, 0.68 - multi_share)
@@ -381,7 +413,7 @@ def random_content(
         else:
             kind, size = "list", 2 * n + 10
         cost += size
-        if cost > room or len(content.facts) > 48:
+        if cost > room or len(content.facts) > most_facts:
             break
         if kind == "fact":
             content.facts.append((pool.pop(), pool.pop()))

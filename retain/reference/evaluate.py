@@ -1,8 +1,9 @@
 """Full-cache accuracy of a reference model by generation: `python -m retain.reference.evaluate --seed 0`.
 
-In: a seed and a number of items. Out: exact match and its standard error a task. The answer's length is given
-(`<eos>` is not taken before), its tokens are not. The one decision taken here: nothing is teacher-forced,
-because a task can be 92 % right forced and 0 % right free.
+In: a seed, or the folder of a model that was trained elsewhere (`--model`), and a number of items. Out: exact
+match and its standard error a task. The answer's length is given (`<eos>` is not taken before), its tokens
+are not. The one decision taken here: nothing is teacher-forced, because a task can be 92 % right forced and
+0 % right free.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
 from retain.reference.documents import Writer
 from retain.reference.items import TASKS, Item, write_item
-from retain.reference.model import load_model
+from retain.reference.model import load_folder, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ def answers(model: PreTrainedModel, items: list[Item], batch_size: int = 8) -> l
     given: list[list[int]] = []
     for start in range(0, len(items), batch_size):
         chosen = items[start : start + batch_size]
-        prompt = torch.tensor([item.context_ids + item.question_ids for item in chosen])
+        prompt = torch.tensor([item.context_ids + item.question_ids for item in chosen], device=model.device)
         count = max(item.generate for item in chosen)
         output = model.generate(
             input_ids=prompt,
@@ -58,6 +59,7 @@ def accuracy(
     context_tokens: int = 1000,
     seed: int = 7,
     tasks: tuple[str, ...] = TASKS,
+    batch_size: int = 8,
 ) -> dict[str, dict[str, float]]:
     """Exact and partial match a task, on text of the `eval` split.
 
@@ -67,12 +69,15 @@ def accuracy(
         context_tokens: Length of each context; question and answer come on top.
         seed: Of the documents.
         tasks: Names in `TASKS`.
+        batch_size: Items that are read together.
     """
     results = {}
     for task in tqdm(tasks, desc="full cache"):
         writer = Writer("eval", seed)
         drawn = [write_item(writer, task, context_tokens) for _ in range(items)]
-        scores = [item.score(given) for item, given in zip(drawn, answers(model, drawn), strict=True)]
+        scores = [
+            item.score(given) for item, given in zip(drawn, answers(model, drawn, batch_size), strict=True)
+        ]
         exact = sum(score for score, _ in scores) / items
         results[task] = {
             "exact": round(exact, 4),
@@ -93,11 +98,22 @@ def main() -> None:
     parser.add_argument("--context-tokens", type=int, default=1000)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     parser.add_argument("--weights", type=Path, default=None, help="other weights than the shipped ones")
+    parser.add_argument("--model", type=Path, default=None, help="folder of `retain.reference.train --size`")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, or cuda:1 (default cpu)")
+    parser.add_argument("--batch-size", type=int, default=8, help="items read together")
     parser.add_argument("--output", type=Path, default=None, help="JSON file")
     arguments = parser.parse_args()
-    model = load_model(arguments.seed, path=arguments.weights)
+    model: Any = (
+        load_model(arguments.seed, path=arguments.weights)
+        if arguments.model is None
+        else load_folder(arguments.model)
+    )
     results = accuracy(
-        model, items=arguments.items, context_tokens=arguments.context_tokens, tasks=tuple(arguments.tasks)
+        model.to(arguments.device),
+        items=arguments.items,
+        context_tokens=arguments.context_tokens,
+        tasks=tuple(arguments.tasks),
+        batch_size=arguments.batch_size,
     )
     for task, row in results.items():
         verdict = (
@@ -112,7 +128,12 @@ def main() -> None:
     if arguments.output is not None:
         arguments.output.write_text(
             json.dumps(
-                {"seed": arguments.seed, "context_tokens": arguments.context_tokens, "tasks": results},
+                {
+                    "seed": arguments.seed if arguments.model is None else None,
+                    "model": None if arguments.model is None else str(arguments.model),
+                    "context_tokens": arguments.context_tokens,
+                    "tasks": results,
+                },
                 indent=2,
             )
             + "\n"

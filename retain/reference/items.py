@@ -23,6 +23,8 @@ from retain.registry import lookup
 SEEN_TASKS = ("single", "multikey", "multivalue", "multiquery", "tracing", "common")
 HELD_OUT_TASKS = ("format", "lists", "quote")
 TASKS = SEEN_TASKS + HELD_OUT_TASKS
+# Of a crowd of keys, one for every 32 tokens: the pool must have words left for the decoys of long contexts.
+MOST_KEYS = 160
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def write_item(writer: Writer, task: str, context_tokens: int) -> Item:
         ValueError: Unknown task, or a context too short for the task's statements.
     """
     lookup(task, dict.fromkeys(TASKS), what="task")
-    crowd = max(4, context_tokens // 32)
+    crowd = min(MOST_KEYS, max(4, context_tokens // 32))
     pool = writer.draw(2 * crowd + 24)
 
     def take(count: int) -> tuple[int, ...]:

@@ -1,14 +1,16 @@
 """The reference model's architecture, its initialisation, and loading its weights.
 
-In: a seed. Out: a stock `Qwen3ForCausalLM` of 1.4 million parameters. The one decision taken here: the
-initialisation already holds one attention head that looks one and two tokens back and heads that match what
-it wrote, so that key matching forms within a minute of CPU time instead of within a day (`plant_induction`;
-the model card says so).
+In: a seed. Out: a stock `Qwen3ForCausalLM`, of 1.4 million parameters unless a larger size is asked for; that
+is kept as a folder, which transformers loads. The one decision taken here: the initialisation already holds
+one attention head that looks one and two tokens back and heads that match what it wrote, so that key matching
+forms within a minute of CPU time instead of within a day (`plant_induction`; the model card says so).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +102,63 @@ def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
     partial.replace(path)
 
 
-def build(seed: int, **changes: Any) -> Qwen3ForCausalLM:
-    """An untrained reference model with its planted initialisation."""
+def save_folder(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """Write a model and its tokenizer as a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
+
+    The weights stay float32, so that the model is loaded as the shipped ones are. What makes the folder a
+    model, its weights' file, is put there last: one that was written in part is none.
+    """
+    from retain.reference.tokenizer import load_tokenizer
+
+    partial = folder / "partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    load_tokenizer().save_pretrained(partial)
+    for path in sorted(partial.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+        path.replace(folder / path.name)
+    partial.rmdir()
+
+
+def load_folder(folder: str | Path) -> Any:
+    """A model that `python -m retain.reference.train` wrote as a folder, in eval mode.
+
+    Raises:
+        ValueError: There is no model in it, or one of another vocabulary, which the reference tasks cannot be
+            asked of.
+    """
+    from retain.reference.tokenizer import VOCAB_SIZE
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"no model at {str(folder)!r}: make one with `python -m retain.reference.train --size large "
+            f"--output {folder}`, or pass the folder of one"
+        )
+    # Looked at before weights are read, which another model may have many of.
+    known = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    if known != VOCAB_SIZE:
+        raise ValueError(
+            f"the model at {str(folder)!r} knows {known} tokens, and the reference tasks are asked in the "
+            f"reference tokenizer's {VOCAB_SIZE}: pass a model of `python -m retain.reference.train`, or "
+            "take suite=text"
+        )
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the model at {str(folder)!r} cannot be loaded: {error}") from error
+    return model.eval().requires_grad_(False)
+
+
+def build(seed: int, *, planted: bool = True, **changes: Any) -> Qwen3ForCausalLM:
+    """An untrained reference model.
+
+    Args:
+        seed: Of its first weights.
+        planted: With `plant_induction`.
+        changes: Fields of the config that differ.
+    """
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -120,7 +177,8 @@ def build(seed: int, **changes: Any) -> Qwen3ForCausalLM:
     # logits small all the same.
     torch.nn.init.constant_(model.model.norm.weight, 0.1 / EMBEDDING_STD)
     model.tie_weights()
-    plant_induction(model)
+    if planted:
+        plant_induction(model)
     return model
 
 

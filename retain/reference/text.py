@@ -1,16 +1,20 @@
 """Real text for the reference model: the sources of the running Python's standard library.
 
-In: nothing. Out: a stream of token ids per split, and the pool of whole words that needles are made of. The
+In: nothing. Out: a stream of token ids per split, of source code or of prose (docstrings and the topics of
+`help()`), and the pool of whole words that needles are made of. The
 one decision taken here: files, not passages, are split (by a hash of their name), so text of the `eval` split
 was never read in training.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import re
 import sysconfig
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +35,7 @@ _SKIPPED_FOLDERS = {
     "turtledemo",
 }
 NUM_WORDS = 512
+PROSE_WORDS = 8
 
 
 def _split_of(name: str) -> Split:
@@ -52,11 +57,44 @@ def sources(split: Split) -> list[tuple[str, str]]:
 @functools.cache
 def stream(split: Split) -> np.ndarray:
     """All text of a split as one int64 array of token ids, files in a fixed shuffled order."""
+    return _encoded([text for _, text in sources(split)])
+
+
+def _encoded(texts: Sequence[str]) -> np.ndarray:
+    """Texts as one array of token ids, in a fixed shuffled order."""
     tokenizer = load_tokenizer()
-    texts = [text for _, text in sources(split)]
     encoded = tokenizer.backend_tokenizer.encode_batch(texts)
     order = np.random.default_rng(0).permutation(len(texts))
     return np.concatenate([np.asarray(encoded[i].ids, dtype=np.int64) for i in order])
+
+
+def prose_texts(split: Split) -> list[str]:
+    """English of the standard library: the docstrings of a split's modules, and topics of `help()`.
+
+    Docstrings go to the split that their file is in; topics are split by their names. Docstrings of fewer
+    than `PROSE_WORDS` words are left out.
+    """
+    from pydoc_data.topics import topics
+
+    found = [text for name, text in sorted(topics.items()) if _split_of(f"topic {name}") == split]
+    for _, text in sources(split):
+        try:
+            with warnings.catch_warnings():
+                # Of odd escapes in other people's strings.
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+        found += [own + "\n\n" for own in docstrings if own and len(own.split()) >= PROSE_WORDS]
+    return found
+
+
+@functools.cache
+def prose(split: Split) -> np.ndarray:
+    """The prose of a split as one int64 array of token ids, texts in a fixed shuffled order."""
+    return _encoded(prose_texts(split))
 
 
 @functools.cache

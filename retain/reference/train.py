@@ -1,18 +1,22 @@
 """Make a reference model: `python -m retain.reference.train --seed 0`, within an hour on one CPU thread.
 
-In: a seed. Out: `weights/seed{N}.safetensors` and its training curve. The one decision taken here: the
-schedule is counted in steps, not minutes, so that a seed gives the same curve on a slower machine.
+A larger one, where there is a GPU: `--size large --device cuda --loaders 8` (`--plan` says what it takes).
+In: a size and a seed. Out: `weights/seed{N}.safetensors`, or of another size a folder that transformers
+loads; and the training curve. The one decision taken here: the schedule is counted in steps, not minutes, so
+that a seed gives the same curve on a slower machine. The same command goes on with a run that was killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,86 +24,30 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from retain.reference.curriculum import KINDS, WEIGHTS, Batch, collate, example
-from retain.reference.documents import Writer
-from retain.reference.model import build, load_model, save_model, weights_path
+from retain.reference.batches import batches, parts
+from retain.reference.curriculum import KINDS, WEIGHTS, Batch
+from retain.reference.model import build, save_folder, save_model, weights_path
+from retain.reference.recipe import SIZES, SMALL, Phase, Recipe, Size
+from retain.reference.unfinished import Unfinished
+from retain.registry import lookup
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
 
 @dataclass(frozen=True)
-class Stage:
-    """`steps` optimiser steps on sequences of up to `length` tokens."""
-
-    length: int
-    steps: int
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A run of stages under one schedule of rates, from fresh optimiser states.
+class Room:
+    """What a run may take; none of it changes what is learned, beyond rounding.
 
     Attributes:
-        stages: In this order.
-        peak: Factor of the recipe's rates.
-        decay_share: Last share of the phase's steps over which the rates fall linearly.
-        multi_share: Share of statements that give a key several values.
+        micro_tokens: Most tokens that are read together; None: a whole step's.
+        checkpointing: Whether activations are computed again in the backward pass instead of held.
+        loaders: Processes that write documents; 0: the one that trains.
     """
 
-    stages: tuple[Stage, ...]
-    peak: float = 1.0
-    decay_share: float = 0.3
-    multi_share: float = 0.18
-
-    @property
-    def steps(self) -> int:
-        return sum(stage.steps for stage in self.stages)
-
-
-GROWTH = Phase((Stage(64, 500), Stage(128, 700), Stage(256, 700), Stage(512, 700), Stage(1024, 2800)))
-# Keys with several values are what the first phase learns last: alone it leaves them at 90 %.
-FINISH = Phase((Stage(1024, 700),), peak=0.5, decay_share=1.0, multi_share=0.35)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a reference model is trained. Defaults make the shipped ones.
-
-    Attributes:
-        phases: In this order; between two the weights are rounded to bfloat16, as they are when saved.
-        tokens_per_step: Tokens of a step; at least four sequences are taken, two of the longest.
-        reach: Largest RoPE position that stretched documents see.
-        stretch_share: Share of documents whose positions are stretched.
-        matrix_lr: Of Muon, for the matrices of the blocks.
-        vector_lr: Of AdamW, for embeddings, norms and biases.
-        warmup: Steps over which the rates of a phase rise.
-        log_every: Steps between two rows of the curve.
-    """
-
-    phases: tuple[Phase, ...] = (GROWTH, FINISH)
-    tokens_per_step: int = 2048
-    reach: int = 2200
-    stretch_share: float = 0.5
-    matrix_lr: float = 4e-3
-    vector_lr: float = 3e-3
-    weight_decay: float = 0.01
-    warmup: int = 60
-    log_every: int = 50
-
-
-def batches(recipe: Recipe, phase_idx: int, seed: int) -> Iterator[tuple[int, Batch]]:
-    """`(stage length, batch)` of every step; a fifth of the steps goes back to a shorter length."""
-    phase = recipe.phases[phase_idx]
-    writer = Writer("train", 1000 * (phase_idx + 1) + seed, held_out=True)
-    for index, stage in enumerate(phase.stages):
-        for _ in range(stage.steps):
-            length = stage.length
-            if index and writer.rng.random() < 0.2:
-                length = phase.stages[int(writer.rng.integers(max(0, index - 2), index))].length
-            count = max(2 if length >= 1024 else 4, recipe.tokens_per_step // length)
-            reach = [recipe.reach if writer.rng.random() < recipe.stretch_share else 0 for _ in range(count)]
-            yield stage.length, collate([example(writer, length, r, phase.multi_share) for r in reach])
+    micro_tokens: int | None = None
+    checkpointing: bool = False
+    loaders: int = 0
 
 
 def answer_loss(logits_NV: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,21 +63,54 @@ def answer_loss(logits_NV: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward_loss(
-    model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor
+    model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, whole: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted loss of a batch, and the loss and correctness of each target `[N]`."""
-    ids = torch.from_numpy(batch.ids_BT)
+    """Weighted loss of a batch, and the loss and correctness of each target `[N]`.
+
+    Args:
+        model: On any device.
+        batch: All of a step's, or a part of it.
+        kind_weights: Of each kind of target.
+        whole: Weight of all targets of the step, by which the weighted sum is divided.
+    """
+    device = model.device
+    ids = torch.from_numpy(batch.ids_BT).to(device)
     # An attention mask of ones: without one, jumps in the positions would be read as packed sequences.
     hidden = model.model(
         input_ids=ids,
-        position_ids=torch.from_numpy(batch.positions_BT),
+        position_ids=torch.from_numpy(batch.positions_BT).to(device),
         attention_mask=torch.ones_like(ids),
         use_cache=False,
     ).last_hidden_state
-    picked = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(batch.places)]
-    losses, right = answer_loss(model.lm_head(picked), torch.from_numpy(batch.accept))
-    weights = kind_weights[torch.from_numpy(batch.kinds)]
-    return (losses * weights).sum() / weights.sum(), losses.detach(), right
+    picked = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(batch.places).to(device)]
+    losses, right = answer_loss(model.lm_head(picked), torch.from_numpy(batch.accept).to(device))
+    weights = kind_weights[torch.from_numpy(batch.kinds)].to(device)
+    return (losses * weights).sum() / whole, losses.detach(), right
+
+
+def step_loss(
+    model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, micro_tokens: int | None
+) -> tuple[float, Tensor, Tensor]:
+    """Gradients of one step's loss, added to the model's; the loss, and what each target got.
+
+    Args:
+        model: Whose gradients are cleared.
+        batch: Of the step.
+        kind_weights: Of each kind of target.
+        micro_tokens: Most tokens that are read together, at least one sequence; None: all.
+    """
+    whole = float(kind_weights[torch.from_numpy(batch.kinds)].sum())
+    total, losses, right = 0.0, [], []
+    count, length = batch.ids_BT.shape
+    for part in parts(batch, count if micro_tokens is None else max(1, micro_tokens // length)):
+        with torch.autocast(model.device.type, torch.bfloat16):
+            loss, own, hit = forward_loss(model, part, kind_weights, whole)
+        loss.backward()
+        total += loss.item()
+        losses.append(own.cpu())
+        right.append(hit.cpu())
+    # In the order of the parts: the targets of a sequence stand together, as `collate` puts them.
+    return total, torch.cat(losses), torch.cat(right)
 
 
 def optimisers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -210,7 +191,8 @@ def train_phase(
     seed: int,
     curve: Curve,
     *,
-    checkpoint: Path | None = None,
+    unfinished: Unfinished | None = None,
+    room: Room = Room(),
     stop_after: int | None = None,
 ) -> None:
     """Train a model, in place, through one phase of a recipe.
@@ -221,35 +203,41 @@ def train_phase(
         phase_idx: Which of its phases.
         seed: Of the documents.
         curve: Takes note of every step.
-        checkpoint: Where to write the weights now and then, for a look at an unfinished model.
+        unfinished: Where the run is saved now and then; if it was saved in this phase, it goes on there.
+        room: What it may take.
         stop_after: Stop after that many steps of the full schedule (for tests).
     """
     phase = recipe.phases[phase_idx]
     before = sum(earlier.steps for earlier in recipe.phases[:phase_idx])
     steppers = optimisers(model, recipe)
     base = [stepper.param_groups[0]["lr"] for stepper in steppers]
+    start = unfinished.restore(phase_idx, model, steppers) if unfinished is not None else 0
     kind_weights = torch.tensor(list(WEIGHTS.values()))
     steps = min(phase.steps, stop_after or phase.steps)
-    bar = tqdm(batches(recipe, phase_idx, seed), total=steps, desc=f"seed {seed}, phase {phase_idx + 1}")
-    for step, (length, batch) in enumerate(bar):
+    bar = tqdm(
+        batches(recipe, phase_idx, seed, start=start, loaders=room.loaders),
+        total=steps,
+        initial=start,
+        desc=f"seed {seed}, phase {phase_idx + 1}",
+    )
+    for step, (length, batch) in enumerate(bar, start):
         if step >= steps:
             break
         for stepper, lr in zip(steppers, base, strict=True):
             stepper.param_groups[0]["lr"] = lr * rate(phase, recipe.warmup, step)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, losses, right = forward_loss(model, batch, kind_weights)
-        if not torch.isfinite(loss):
-            raise RuntimeError(f"the loss is {loss.item()} at step {before + step + 1}, length {length}")
         model.zero_grad(set_to_none=True)
-        loss.backward()
+        loss, losses, right = step_loss(model, batch, kind_weights, room.micro_tokens)
+        if not math.isfinite(loss):
+            kept = f"; the last good state is in {unfinished.path}" if unfinished is not None else ""
+            raise RuntimeError(f"the loss is {loss} at step {before + step + 1}, length {length}{kept}")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for stepper in steppers:
             stepper.step()
-        if curve.add(before + step + 1, length, batch, loss.item(), losses, right):
+        if curve.add(before + step + 1, length, batch, loss, losses, right):
             row = curve.rows[-1]
             bar.set_postfix({name: row.get(name) for name in ("loss", "get", "all", "common")})
-            if checkpoint is not None and not (before + step + 1) % (10 * recipe.log_every):
-                save_model(model, checkpoint)
+        if unfinished is not None and not (before + step + 1) % recipe.save_every:
+            unfinished.save(phase_idx, step + 1, model, steppers)
 
 
 @torch.no_grad()
@@ -259,40 +247,176 @@ def round_weights_(model: Qwen3ForCausalLM) -> None:
         parameter.copy_(parameter.to(torch.bfloat16))
 
 
-def main() -> None:
-    """Command line: train a seed, save its weights and its curve."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def train(
+    model: Qwen3ForCausalLM,
+    recipe: Recipe,
+    seed: int,
+    curve: Curve,
+    *,
+    unfinished: Unfinished | None = None,
+    room: Room = Room(),
+) -> None:
+    """Train a model, in place, through all phases, from where an unfinished run was saved."""
+    model.train()
+    if room.checkpointing:
+        model.gradient_checkpointing_enable()
+    first = unfinished.phase_idx if unfinished is not None else 0
+    for phase_idx in range(first, len(recipe.phases)):
+        # What a phase begins with is what a saved model would be; a run that goes on has that behind it.
+        if phase_idx:
+            round_weights_(model)
+        train_phase(model, recipe, phase_idx, seed, curve, unfinished=unfinished, room=room)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run as the command line names it.
+
+    Attributes:
+        size: What is trained.
+        seed: Of first weights and documents.
+        output: A `.safetensors` file of the weights alone, as the package ships them (`small` only), or a
+            folder that transformers loads.
+        planted: With `model.plant_induction`.
+    """
+
+    size: Size
+    seed: int
+    output: Path
+    planted: bool = True
+
+    @property
+    def is_file(self) -> bool:
+        return self.output.suffix == ".safetensors"
+
+    @property
+    def curve(self) -> Path:
+        return self.output.with_suffix(".curve.jsonl") if self.is_file else self.output / "curve.jsonl"
+
+    @property
+    def unfinished(self) -> Path:
+        return self.output.with_suffix(".unfinished") if self.is_file else self.output / "unfinished"
+
+    def told(self) -> dict[str, Any]:
+        """What decides the numbers of a run; two that differ in it cannot be one."""
+        return {
+            "size": self.size.name,
+            "seed": self.seed,
+            "planted": self.planted,
+            "model": {**self.size.model},
+            "recipe": asdict(self.size.recipe),
+        }
+
+    def check(self) -> None:
+        """Refuse what cannot be written.
+
+        Raises:
+            ValueError: Weights alone of a size that the package does not load, or a model that is there.
+        """
+        if self.is_file and self.size.model:
+            raise ValueError(
+                f"--output {self.output} is a file of weights, and only size small is loaded from one: "
+                f"pass a folder for size {self.size.name}"
+            )
+        if not self.is_file and (self.output / "model.safetensors").exists():
+            raise ValueError(f"{self.output} holds a finished model: pass another --output, or remove it")
+
+    def make(self, device: torch.device, room: Room) -> None:
+        """Train and save; what was saved of the same run before is gone on with.
+
+        Raises:
+            ValueError: As `check`; or what is unfinished there is another run's.
+        """
+        self.check()
+        self.curve.parent.mkdir(parents=True, exist_ok=True)
+        curve = Curve(self.size.recipe.log_every, self.curve)
+        unfinished = Unfinished(self.unfinished, self.told())
+        if unfinished.found:
+            before = sum(phase.steps for phase in self.size.recipe.phases[: unfinished.phase_idx])
+            curve.go_on_after(before + unfinished.step)
+            print(f"goes on at step {before + unfinished.step} of {self.size.recipe.steps}")
+        else:
+            self.curve.write_text(json.dumps(self.told()) + "\n")
+        model = build(self.seed, planted=self.planted, **self.size.model).to(device)
+        train(model, self.size.recipe, self.seed, curve, unfinished=unfinished, room=room)
+        model = model.cpu().eval()
+        if self.is_file:
+            save_model(model, self.output)
+        else:
+            round_weights_(model)
+            save_folder(model, self.output)
+        self.unfinished.unlink(missing_ok=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    about = "; ".join(f"{size.name}: {size.about}" for size in SIZES.values())
+    own.add_argument("--size", default=SMALL.name, help=f"{about} (default small)")
+    own.add_argument("--seed", type=int, default=0, help="of initialisation and documents")
+    own.add_argument(
+        "--output",
+        type=Path,
+        help="folder of the model, or of size small a .safetensors file; default: inside the package, of "
+        "another size runs/reference-SIZE-seedN",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of initialisation and documents")
-    parser.add_argument("--output", type=Path, default=None, help="weights file; default: inside the package")
-    parser.add_argument(
-        "--first-phase", type=Path, default=None, help="weights after the first phase, if kept"
+    own.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, or auto (default cpu)")
+    own.add_argument("--threads", type=int, default=1, help="of the CPU (default 1: the shipped models')")
+    own.add_argument("--loaders", type=int, default=0, help="processes that write documents (not of small)")
+    own.add_argument(
+        "--micro-tokens", type=int, help="most tokens read together; less memory, the same step (default all)"
     )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    recipe, seed = Recipe(), arguments.seed
-    output = arguments.output or weights_path(seed)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    curve = Curve(recipe.log_every, output.with_suffix(".curve.jsonl"))
-    if arguments.first_phase is None:
-        model = build(seed).train()
-        output.with_suffix(".curve.jsonl").write_text(
-            json.dumps({"seed": seed, "recipe": asdict(recipe)}) + "\n"
+    own.add_argument("--checkpointing", action="store_true", help="compute activations twice to hold fewer")
+    own.add_argument("--no-planting", action="store_true", help="without the planted induction heads")
+    own.add_argument("--plan", action="store_true", help="print what it would take, and train nothing")
+    return own
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: train a size and seed, save the model and its curve."""
+    given = parser().parse_args(arguments)
+    try:
+        size: Size = lookup(given.size, SIZES, what="size of a reference model")
+        for name, least in (("seed", 0), ("threads", 1), ("loaders", 0), ("micro_tokens", 1)):
+            value = getattr(given, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: pass {least} or more")
+        if given.loaders and not size.recipe.indexed:
+            raise ValueError(
+                f"--loaders {given.loaders}: the documents of size {size.name} are one stream, which one "
+                "process writes: leave it out"
+            )
+        default = (
+            weights_path(given.seed)
+            if size is SMALL
+            else Path(f"runs/reference-{size.name}-seed{given.seed}")
         )
-        train_phase(model, recipe, 0, seed, curve, checkpoint=output.with_suffix(".unfinished"))
-        save_model(model, output.with_suffix(".phase1"))
-    else:
-        model = load_model(seed, path=arguments.first_phase).train().requires_grad_(True)
-        curve.go_on_after(recipe.phases[0].steps)
-    for phase_idx in range(1, len(recipe.phases)):
-        round_weights_(model)
-        train_phase(model, recipe, phase_idx, seed, curve)
-    save_model(model, output)
-    for suffix in (".unfinished", ".phase1"):
-        output.with_suffix(suffix).unlink(missing_ok=True)
-    print(f"weights: {output}\ncurve: {output.with_suffix('.curve.jsonl')}")
+        run = Run(size, given.seed, given.output or default, planted=not given.no_planting)
+        room = Room(given.micro_tokens, given.checkpointing, given.loaders)
+        torch.set_num_threads(given.threads)
+        if given.plan:
+            from retain.reference.cost import plan
+
+            print(plan(size, room))
+            return 0
+        run.make(_device(given.device), room)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"model: {run.output}\ncurve: {run.curve}")
+    return 0
+
+
+def _device(name: str) -> torch.device:
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    try:
+        device = torch.device(kind)
+    except RuntimeError:
+        raise ValueError(f"--device {name!r} is none: pass cpu, cuda, cuda:1, or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name!r}, and torch sees no GPU here: pass cpu, or auto")
+    return device
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

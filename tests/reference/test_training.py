@@ -9,8 +9,9 @@ from retain.reference.documents import Writer
 from retain.reference.evaluate import accuracy
 from retain.reference.items import SEEN_TASKS
 from retain.reference.model import SEEDS, build, load_model, save_model, weights_path
+from retain.reference.recipe import GROWTH, Phase, Recipe, Stage
 from retain.reference.tokenizer import load_tokenizer
-from retain.reference.train import GROWTH, Curve, Phase, Recipe, Stage, answer_loss, rate, train_phase
+from retain.reference.train import Curve, answer_loss, rate, train_phase
 
 # Another Python version brings other text, and bfloat16 rounds differently on other processors.
 CURVE_TOLERANCE = 0.04

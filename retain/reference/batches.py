@@ -1,0 +1,165 @@
+"""The batches of a training run, in order, from any step on.
+
+In: a recipe, a phase, a seed. Out: `(stage length, Batch)` of every step. The one decision taken here: the
+shipped models' documents are one stream of one generator, which a run that goes on writes again up to where
+it was; an indexed recipe draws every step from a seed of its own, so that steps can be skipped, and written
+by several processes without changing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from retain.reference.curriculum import Batch, collate, example
+from retain.reference.documents import Texts, Writer, read_texts
+
+if TYPE_CHECKING:
+    from retain.reference.recipe import Phase, Recipe
+
+# Batches that a process of documents is ahead.
+AHEAD = 4
+
+
+def stage_of(phase: Phase, step: int) -> int:
+    """Which stage of a phase a step is in.
+
+    Raises:
+        ValueError: The phase is shorter.
+    """
+    behind = 0
+    for index, stage in enumerate(phase.stages):
+        behind += stage.steps
+        if step < behind:
+            return index
+    raise ValueError(f"step {step} is behind the phase's {phase.steps}: ask for one below that")
+
+
+def draw(writer: Writer, recipe: Recipe, phase: Phase, index: int) -> tuple[int, Batch]:
+    """The next batch of stage `index`; a fifth of the steps goes back to a shorter length."""
+    length = phase.stages[index].length
+    if index and writer.rng.random() < 0.2:
+        length = phase.stages[int(writer.rng.integers(max(0, index - 2), index))].length
+    # All of a batch's reaches come before its documents: the order in which the shipped models' were drawn.
+    reach = [
+        recipe.reach if writer.rng.random() < recipe.stretch_share else 0
+        for _ in range(recipe.sequences(length))
+    ]
+    made = [
+        example(writer, length, own, phase.multi_share, recipe.statement_tokens, recipe.most_facts)
+        for own in reach
+    ]
+    return phase.stages[index].length, collate(made)
+
+
+def batch_at(
+    recipe: Recipe, phase_idx: int, seed: int, step: int, texts: Texts | None = None
+) -> tuple[int, Batch]:
+    """The batch of one step of an indexed recipe, whatever was drawn before.
+
+    Args:
+        recipe: Of the run.
+        phase_idx: Which of its phases.
+        seed: Of the documents.
+        step: Of the phase.
+        texts: As `Writer` takes them.
+    """
+    share = recipe.prose_share
+    writer = Writer("train", (seed, phase_idx, step), held_out=True, prose_share=share, texts=texts)
+    phase = recipe.phases[phase_idx]
+    return draw(writer, recipe, phase, stage_of(phase, step))
+
+
+def batches(
+    recipe: Recipe, phase_idx: int, seed: int, *, start: int = 0, loaders: int = 0
+) -> Iterator[tuple[int, Batch]]:
+    """`(stage length, batch)` of every step of a phase.
+
+    Args:
+        recipe: Of the run.
+        phase_idx: Which of its phases.
+        seed: Of the documents.
+        start: Step to begin with.
+        loaders: Processes that write documents; 0: this one. The batches are the same.
+
+    Raises:
+        ValueError: Several processes for a recipe that is one stream.
+    """
+    if loaders and not recipe.indexed:
+        raise ValueError(
+            f"loaders={loaders}: this recipe's documents are one stream, which one process writes: pass 0"
+        )
+    if not recipe.indexed:
+        return islice(_stream(recipe, phase_idx, seed), start, None)
+    steps = range(start, recipe.phases[phase_idx].steps)
+    if not loaders:
+        return (batch_at(recipe, phase_idx, seed, step) for step in steps)
+    return iter(
+        DataLoader(
+            _Steps(recipe, phase_idx, seed),
+            batch_size=None,
+            sampler=steps,
+            num_workers=loaders,
+            collate_fn=_as_it_is,
+            prefetch_factor=AHEAD,
+            # A process that has a GPU open cannot be forked.
+            multiprocessing_context="spawn",
+        )
+    )
+
+
+def _stream(recipe: Recipe, phase_idx: int, seed: int) -> Iterator[tuple[int, Batch]]:
+    phase = recipe.phases[phase_idx]
+    writer = Writer("train", 1000 * (phase_idx + 1) + seed, held_out=True, prose_share=recipe.prose_share)
+    for index, stage in enumerate(phase.stages):
+        for _ in range(stage.steps):
+            yield draw(writer, recipe, phase, index)
+
+
+class _Steps(Dataset[tuple[int, Batch]]):
+    """The steps of a phase as `torch.utils.data` indexes them. It carries the text, which every process would
+    else read and encode again."""
+
+    def __init__(self, recipe: Recipe, phase_idx: int, seed: int) -> None:
+        self.told = (recipe, phase_idx, seed)
+        self.texts = read_texts("train", recipe.prose_share)
+
+    def __len__(self) -> int:
+        recipe, phase_idx, _ = self.told
+        return recipe.phases[phase_idx].steps
+
+    def __getitem__(self, step: int) -> tuple[int, Batch]:
+        return batch_at(*self.told, step, self.texts)
+
+
+def _as_it_is(made: Any) -> Any:
+    """Instead of torch's own conversion of what a process made."""
+    return made
+
+
+def parts(batch: Batch, sequences: int) -> Iterator[Batch]:
+    """A batch in parts of at most so many sequences, each with its own targets, in order.
+
+    Args:
+        batch: Of a step.
+        sequences: Of a part, 1 or more.
+    """
+    count, length = batch.ids_BT.shape
+    if sequences >= count:
+        yield batch
+        return
+    for first in range(0, count, sequences):
+        rows = batch.places // length
+        own = (rows >= first) & (rows < first + sequences)
+        yield replace(
+            batch,
+            ids_BT=batch.ids_BT[first : first + sequences],
+            positions_BT=batch.positions_BT[first : first + sequences],
+            places=batch.places[own] - first * length,
+            accept=batch.accept[own],
+            kinds=batch.kinds[own],
+        )
