@@ -1,0 +1,110 @@
+"""English that no training saw: paragraphs of docstrings of the running Python.
+
+In: nothing. Out: one stream of token ids, to be used as filler in place of code. The one decision taken here:
+what counts as unseen is checked, not assumed. Paragraphs come from source files of the evaluation split and
+from compiled modules, whose docstrings stand in no source file; one that shares a longer line with a source
+file of the training split is left out. (`pydoc_data/topics.py`, the manual's text, is itself of the training
+split.) As everywhere in the reference suites, another version of Python is another text.
+"""
+
+import ast
+import importlib
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+
+# Compiled modules of the standard library; one that an installation lacks adds nothing.
+COMPILED = (
+    *("builtins", "array", "atexit", "binascii", "cmath", "errno", "faulthandler", "fcntl", "gc", "grp"),
+    *("itertools", "marshal", "math", "mmap", "posix", "pwd", "pyexpat", "resource", "select", "signal"),
+    *("sys", "syslog", "termios", "time", "unicodedata", "zlib"),
+    *("_abc", "_asyncio", "_bisect", "_bz2", "_codecs", "_collections", "_contextvars", "_csv", "_ctypes"),
+    *("_datetime", "_decimal", "_elementtree", "_functools", "_hashlib", "_heapq", "_io", "_json"),
+    *("_locale", "_lsprof", "_lzma", "_multiprocessing", "_operator", "_pickle", "_queue", "_random"),
+    *("_socket", "_sre", "_ssl", "_statistics", "_string", "_struct", "_symtable", "_thread"),
+    *("_tracemalloc", "_uuid", "_warnings", "_weakref", "_zoneinfo"),
+)
+# A paragraph of fewer words is a heading, or an argument's name.
+LEAST_WORDS = 8
+# A shorter line that two files share ("Return True if successful.") proves nothing.
+LEAST_LINE = 25
+
+
+def source_docstrings(text: str) -> Iterator[str]:
+    """Docstrings of a module's source text, of the module and of all that it defines."""
+    with warnings.catch_warnings():
+        # Of odd escapes in other people's strings.
+        warnings.simplefilter("ignore")
+        tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            said = ast.get_docstring(node)
+            if said:
+                yield said
+
+
+def compiled_docstrings(module: ModuleType) -> Iterator[str]:
+    """Docstrings of a compiled module, of its functions, its classes and their methods."""
+    members = sorted(vars(module).items())
+    methods = [own for _, value in members if inspect.isclass(value) for own in sorted(vars(value).items())]
+    for value in (module, *(value for _, value in (*members, *methods))):
+        documented = (inspect.isclass, inspect.isroutine, inspect.ismodule, inspect.isdatadescriptor)
+        said = getattr(value, "__doc__", None) if any(kind(value) for kind in documented) else None
+        if isinstance(said, str):
+            yield inspect.cleandoc(said)
+
+
+def paragraphs(said: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Paragraphs of a docstring that are sentences, each on one line.
+
+    Args:
+        said: The docstring.
+        seen: Lines of the training text, without the blanks around them.
+    """
+    for block in said.split("\n\n"):
+        lines = [line.strip() for line in block.strip().splitlines()]
+        one = " ".join(lines)
+        sentence = one[:1].isupper() and one.endswith((".", ":", "!", "?")) and ">>>" not in one
+        known = any(len(line) >= LEAST_LINE and line in seen for line in lines)
+        if sentence and not known and len(one.split()) >= LEAST_WORDS:
+            yield one
+
+
+@cache
+def prose_text() -> tuple[str, ...]:
+    """All paragraphs, each once, in a fixed shuffled order."""
+    from retain.reference.text import sources
+
+    seen = frozenset(line.strip() for _, text in sources("train") for line in text.splitlines())
+    found: dict[str, None] = {}
+    for said in (*_of_sources(text for _, text in sources("eval")), *_of_modules(COMPILED)):
+        found |= dict.fromkeys(paragraphs(said, seen))
+    kept = [*found]
+    return tuple(kept[place] for place in np.random.default_rng(0).permutation(len(kept)))
+
+
+@cache
+def prose() -> np.ndarray:
+    """The paragraphs as one int64 array of token ids, each behind a line break."""
+    from retain.reference.tokenizer import load_tokenizer
+
+    encoded = load_tokenizer().backend_tokenizer.encode_batch([f"\n{one}" for one in prose_text()])
+    return np.concatenate([np.asarray(one.ids, dtype=np.int64) for one in encoded])
+
+
+def _of_sources(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from source_docstrings(text)
+
+
+def _of_modules(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        yield from compiled_docstrings(module)

@@ -1,0 +1,307 @@
+"""Tasks of the reference model on documents that differ from those that gates are trained on.
+
+In: task, seed, index, length. Out: items in the model's own vocabulary, all of them held out. The one
+decision taken here: every context states everything (facts, keys of several values, chains, lists, frequent
+words), any of which may be asked, and each task changes one thing more, so that a loss names its cause;
+`everything` changes all of it at once.
+
+What gates are trained on: contexts of 256 to 768 tokens, code as filler, three formats of a fact, no lists,
+half of the statements facts, everything stated asked once. What differs here:
+
+- lengths: half, one and a half and two times the length asked for; at 1,000 tokens 500, 1,500 and 2,000 (the
+  models' positions were stretched up to 2,200 in their training);
+- filler: English (`retain.eval.tasks.prose`), or the words of the needles' own pool, drawn at random;
+- formats of facts, chains and lists that neither the gates nor the model met;
+- popularity: what is said again and again is not what is asked.
+
+`crowd` is no shift but a ladder: 8 to 120 facts in one context, of which one is asked, to see what a budget
+can hold.
+
+The model answers what is asked with the full cache (`tests/eval/test_reference_shift.py` asks a few; every
+comparison measures it, in its lines `full`). What it cannot answer is not asked: facts with an unfamiliar
+token between key and value (`key |value`, `key was value.`), where it guesses among the values, so that a
+format here is unfamiliar in what stands around the pair; four keys in one question, and the values of one key
+in most formats, where these are unfamiliar; frequent words among random ones.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from retain.eval.tasks import Asked, Item, Suite, Task
+from retain.eval.tasks.prose import prose
+from retain.eval.tasks.reference import MODEL, item_writer, reference_suite, span
+from retain.registry import lookup
+
+if TYPE_CHECKING:
+    from retain.reference.documents import Content, Question, Segment, Writer
+
+FACT_FORMATS = (" @{key}{value}\n", "({key}{value})", "[{key}{value}]", " <{key} is{value}>")
+# Of a key with several values: the one found in which the models give them all.
+MULTI_FORMATS = ("@{key}({value}),",)
+LINK_FORMATS = ("#{key} to{value}.", " move{key} to{value};", "\n{key} to{value}.")
+# The items of a list stand where its first one does.
+LIST_FORMATS = ("({key}:{value})", "\n{key}:{value}\n")
+KINDS = ("get", "each", "all", "trace", "list", "common")
+# Facts in a context of the crowd.
+CROWD = (8, 16, 24, 40, 60, 80, 100, 120)
+# Of a longer context: decoys need words of the pool too.
+MOST_FACTS, MOST_OTHERS = 48, 10
+
+Filler = Literal["code", "prose", "words"]
+
+
+@dataclass(frozen=True)
+class Shift:
+    """What of a document differs, beside that it states everything.
+
+    Attributes:
+        lengths: Shares of the length asked for, in turn.
+        fillers: What stands between the statements, in turn.
+        unfamiliar: Whether formats are those of this file, and not those of the model's training.
+        rare: Whether what is asked was stated once, and other statements many times.
+        kinds: What is asked, in turn; the rest is stated all the same.
+    """
+
+    lengths: tuple[float, ...] = (1.0,)
+    fillers: tuple[Filler, ...] = ("code",)
+    unfamiliar: bool = False
+    rare: bool = False
+    kinds: tuple[str, ...] = KINDS
+
+
+SHIFTS: Mapping[str, Shift] = {
+    "mixed": Shift(),
+    "short": Shift(lengths=(0.5,)),
+    "long": Shift(lengths=(1.5,)),
+    "longest": Shift(lengths=(2.0,)),
+    "prose": Shift(fillers=("prose",)),
+    "words": Shift(fillers=("words",), kinds=("get", "each", "all", "trace", "list")),
+    "unfamiliar": Shift(unfamiliar=True, kinds=("get", "all", "trace", "list", "common")),
+    "rare": Shift(rare=True),
+    "everything": Shift(
+        (0.5, 1.5, 2.0), ("prose", "words"), unfamiliar=True, rare=True, kinds=("get", "all", "trace", "list")
+    ),
+}
+ABOUT = {
+    "mixed": "any of the families, all stated in one context",
+    "short": "the same in half the length",
+    "long": "the same in one and a half times the length",
+    "longest": "the same in twice the length",
+    "prose": "the same in English",
+    "words": "the same among random words",
+    "unfamiliar": "the same in formats that no training saw",
+    "rare": "the same, asked of what is stated once while other statements come again and again",
+    "everything": "all of these shifts at once, in half, one and a half times or twice the length",
+    "crowd": f"one fact of {CROWD[0]} to {CROWD[-1]}",
+}
+
+
+def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
+    """Item `index` of a task, for the model of one seed; the same arguments give the same item.
+
+    Args:
+        task: Name in `SHIFTS`, or "crowd".
+        seed: Of the model that is asked.
+        index: Of the item. Kinds of questions, lengths, fillers and sizes of a crowd take turns.
+        context_tokens: Length that the shares of `Shift.lengths` are taken of.
+
+    Raises:
+        ValueError: unknown task, or a context too short for its statements.
+    """
+    lookup(task, ABOUT, what="task")
+    writer = item_writer(f"shift/{task}", seed, index)
+    if task == "crowd":
+        return _crowd(writer, CROWD[index % len(CROWD)], context_tokens)
+    shift = SHIFTS[task]
+    kind = shift.kinds[index % len(shift.kinds)]
+    # Lengths and fillers turn more slowly than kinds, so that every kind meets every one of them.
+    turn = index // len(shift.kinds)
+    length = round(shift.lengths[turn % len(shift.lengths)] * context_tokens)
+    filler = shift.fillers[turn // len(shift.lengths) % len(shift.fillers)]
+    return _mixed(writer, shift, kind, length, filler)
+
+
+def reference_shift_suite(model: str = MODEL) -> Suite:
+    """The suite: models, documents and gates are those of `reference`.
+
+    Args:
+        model: As `reference_suite` takes it.
+    """
+    tasks = {name: Task(name, "held-out", about, single_key=name == "crowd") for name, about in ABOUT.items()}
+    return replace(reference_suite(model), name="reference_shift", tasks=tasks, item=reference_shift_item)
+
+
+@cache
+def random_words() -> np.ndarray:
+    """Words of the pool that needles are made of, at random: as filler, nothing but decoys."""
+    from retain.reference.text import words
+
+    return np.random.default_rng(0).choice(words(), size=1 << 16)
+
+
+FILLERS: Mapping[str, Callable[[], np.ndarray]] = {"prose": prose, "words": random_words}
+# What a question may ask for, (key, value) or (name,), and the tokens that state it.
+Statement = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _mixed(writer: "Writer", shift: Shift, kind: str, length: int, filler: str) -> Item:
+    from retain.reference.documents import NUM_TOPICS, Content, taken_words
+
+    if filler in FILLERS:
+        writer.text = FILLERS[filler]()
+    # Of each family as many as a context of this length holds without a crowd; lists and keys of several
+    # values, which gates meet seldom or never, as often as chains.
+    many, few = min(max(8, length // 80), MOST_FACTS), min(max(2, length // 350), MOST_OTHERS)
+    pool = writer.draw(2 * many + 14 * few + NUM_TOPICS)
+
+    def take(count: int) -> tuple[int, ...]:
+        return tuple(pool.pop() for _ in range(count))
+
+    content = Content(
+        facts=[(pool.pop(), pool.pop()) for _ in range(many)],
+        multis=[(pool.pop(), take(4)) for _ in range(few)],
+        chains=[take(5) for _ in range(few)],
+        lists=[(pool.pop(), take(3)) for _ in range(few)],
+        topics=take(NUM_TOPICS),
+    )
+    stated = _statements(writer, content, shift)
+    groups = _groups(stated)
+    said_again = _repeat(writer, content, shift, groups, count=length // (40 if shift.rare else 100))
+    ids, _, _ = writer.weave(groups, length, taken_words(content), content.topics)
+    facts = [fact for fact in content.facts if fact not in said_again] if shift.rare else content.facts
+    chains = content.chains[1:] if shift.rare else content.chains
+    question, asked = _ask(writer, kind, content, facts, chains)
+    about: dict[str, str | float] = {"kind": kind, "length": float(length), "filler": filler}
+    return _item(kind, ids.tolist(), question, stated, asked, about)
+
+
+def _statements(writer: "Writer", content: "Content", shift: Shift) -> list[list[Statement]]:
+    """Every statement of a document, once: facts, values of a key, links, lists, in this order; links of a
+    chain are a group, whose order stands when statements are woven in."""
+    from retain.reference import documents
+    from retain.reference.documents import fill
+
+    facts = FACT_FORMATS if shift.unfamiliar else documents.FACT_FORMATS
+    multis = MULTI_FORMATS if shift.unfamiliar else documents.FACT_FORMATS
+    links = LINK_FORMATS if shift.unfamiliar else documents.LINK_FORMATS
+    lists = LIST_FORMATS if shift.unfamiliar else (documents.LIST_FORMAT + "{value};",)
+    stated: list[list[Statement]] = [[(fact, fill(writer.pick(facts), *fact))] for fact in content.facts]
+    for key, values in content.multis:
+        template = writer.pick(multis)
+        stated += [[((key, value), fill(template, key, value))] for value in values]
+    for chain in content.chains:
+        template = writer.pick(links)
+        stated.append([(link, fill(template, *link)) for link in zip(chain, chain[1:], strict=False)])
+    for name, items in content.lists:
+        ids = fill(writer.pick(lists), name, items[0])
+        behind = ids.index(items[0]) + 1
+        stated.append([((name,), (*ids[:behind], *items[1:], *ids[behind:]))])
+    return stated
+
+
+def _groups(stated: Sequence[Sequence[Statement]]) -> "list[list[Segment]]":
+    from retain.reference.documents import Segment
+
+    return [[Segment(ids) for _, ids in group] for group in stated]
+
+
+def _repeat(
+    writer: "Writer", content: "Content", shift: Shift, groups: "list[list[Segment]]", count: int
+) -> set[tuple[int, int]]:
+    """Say facts again, and links of the first chain where what is asked is rare; which facts these are."""
+    from retain.reference import documents
+    from retain.reference.documents import Segment, fill
+
+    formats = FACT_FORMATS if shift.unfamiliar else documents.FACT_FORMATS
+    # A few facts are popular, or all of them by rank as in the documents of `reference`.
+    popular = content.facts[: len(content.facts) // 4] if shift.rare else content.facts
+    chosen = writer.rng.choice(len(popular), size=count, p=writer.popularity(len(popular))).tolist()
+    for place in chosen:
+        key, value = popular[place]
+        groups[place].append(writer.again(key, value, (value,), formats, turn=True))
+    if shift.rare:
+        chain = content.chains[0]
+        template = writer.pick(LINK_FORMATS if shift.unfamiliar else documents.LINK_FORMATS)
+        # Chains stand behind the facts and the values of keys.
+        group = groups[len(content.facts) + sum(len(values) for _, values in content.multis)]
+        for at in writer.rng.integers(1, len(chain), size=4).tolist():
+            group.append(Segment(fill(template, chain[at - 1], chain[at])))
+    return {popular[place] for place in chosen}
+
+
+def _ask(
+    writer: "Writer",
+    kind: str,
+    content: "Content",
+    facts: Sequence[tuple[int, int]],
+    chains: Sequence[tuple[int, ...]],
+) -> "tuple[Question, list[tuple[int, ...]]]":
+    """A question of a kind, and the statements that answer it."""
+
+    def one(count: int) -> int:
+        return int(writer.rng.integers(count))
+
+    if kind == "get":
+        fact = facts[int(writer.rng.choice(len(facts), p=writer.popularity(len(facts))))]
+        return writer.ask_get(*fact), [fact]
+    if kind == "each":
+        four = [facts[place] for place in writer.rng.permutation(len(facts))[:4].tolist()]
+        return writer.ask_each(four), [*four]
+    if kind == "all":
+        key, values = content.multis[one(len(content.multis))]
+        return writer.ask_all(key, values), [(key, value) for value in values]
+    if kind == "trace":
+        chain = chains[one(len(chains))]
+        return writer.ask_trace(chain), [*zip(chain, chain[1:], strict=False)]
+    if kind == "list":
+        name, items = content.lists[one(len(content.lists))]
+        return writer.ask_list(name, items), [(name,)]
+    return writer.ask_common(content.topics), []
+
+
+def _crowd(writer: "Writer", count: int, length: int) -> Item:
+    from retain.reference.documents import Content, taken_words
+
+    pool = writer.draw(2 * count)
+    content = Content([(pool.pop(), pool.pop()) for _ in range(count)], [], [], [])
+    stated = _statements(writer, content, Shift())
+    ids, _, _ = writer.weave(_groups(stated), length, taken_words(content), ())
+    fact = content.facts[int(writer.rng.integers(count))]
+    about = {"facts": float(count), "length": float(length)}
+    return _item("get", ids.tolist(), writer.ask_get(*fact), stated, [fact], about)
+
+
+def _item(
+    kind: str,
+    ids: Sequence[int],
+    question: "Question",
+    stated: Sequence[Sequence[Statement]],
+    asked: Sequence[tuple[int, ...]],
+    about: Mapping[str, str | float],
+) -> Item:
+    """As `retain.reference.items` scores: restated keys are not compared; values of one key, and frequent
+    words, may come in any order."""
+    from retain.reference.items import Item as Written
+
+    scored = tuple(place for place, own in enumerate(question.kinds) if own not in ("key", "eos"))
+    written = Written(
+        task=kind,
+        context_ids=tuple(ids),
+        question_ids=question.ids,
+        answers=tuple(question.gold_ids[place] for place in scored),
+        scored=scored,
+        ordered=kind not in ("all", "common"),
+        gold_ids=question.gold_ids,
+    )
+    first = {what: tokens for group in stated for what, tokens in group}
+    spans = [span(ids, first[what]) for what in asked]
+    return Item(
+        context_ids=written.context_ids,
+        asked=(Asked(written.question_ids, written.gold_ids, written.generate, written.score),),
+        needles=tuple(sorted(one for one in spans if one is not None)),
+        about=about,
+    )
