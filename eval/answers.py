@@ -156,6 +156,8 @@ def make_row(
     held: Held,
     answer: Answer,
     gate_bytes: int,
+    gates: str = "",
+    trained: bool = False,
 ) -> Row:
     """Score one answer."""
     task, asked = suite.tasks[unit.task], item.asked[question]
@@ -197,6 +199,8 @@ def make_row(
         needles_kept=held.needles_kept,
         attended_ratio=held.attended_ratio(answer),
         bytes_beside=held.bytes_beside,
+        gates=gates,
+        trained=trained,
     )
 
 

@@ -164,7 +164,7 @@ def run_cell(
     device = subject.device
     seeds = [item_seed(unit.seed, unit.task, index) for index in items]
     policy = subject.policies.get(line.name)
-    cache = open_cache(subject.model, config, regime, policy, budget, subject.gates, seeds)
+    cache = open_cache(subject.model, config, regime, policy, budget, subject.gates_of(line), seeds)
     ids, mask = padded([item.context_ids for item in items.values()])
     chunk = config.chunk_tokens if "chunked" in regime else None
     with torch.no_grad():
@@ -201,6 +201,8 @@ def run_cell(
                     held=held,
                     answer=answers[place],
                     gate_bytes=subject.gate_bytes(line),
+                    gates=subject.gates_sha(line),
+                    trained=subject.trained(line),
                 )
             )
     return rows

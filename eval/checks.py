@@ -6,8 +6,8 @@ once.
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from retain.eval.by_cache import open_cache
 from retain.eval.config import (
     CONTROLS,
     FULL,
+    OWN_GATES,
     PRESET,
     REGIMES,
     SHARED,
@@ -25,14 +26,18 @@ from retain.eval.config import (
     all_lines,
     budget_of,
     find_policy,
+    gate_names,
+    gate_users,
     items_of,
     lines_of,
     needs_gates,
     resolve_device,
     with_all_tasks,
 )
+from retain.eval.gate_sources import load_source
 from retain.eval.subject import one_by_one
 from retain.eval.tasks import Suite
+from retain.gates.store import METADATA_FILE
 from retain.hf.gates import load_gates
 from retain.policy import Policy
 from retain.presets import policies
@@ -93,6 +98,7 @@ def _names(config: CompareConfig, suite: Suite) -> list[str]:
         for seed in config.seeds
         if suite.seeds is not None and seed not in suite.seeds
     ]
+    problems += _uses(config, presets)
     problems += _variants(config, {preset.name: preset.variants for preset in policies()})
     problems += _protections(config)
     if FULL in config.policies:
@@ -106,6 +112,45 @@ def _names(config: CompareConfig, suite: Suite) -> list[str]:
     if Path(config.run).name != config.run or config.run in ("", ".", ".."):
         problems.append(f"`run` is the name of a folder under {config.results}, got {config.run!r}")
     return problems
+
+
+def _uses(config: CompareConfig, presets: Sequence[str]) -> list[str]:
+    """What is wrong with sets of gates and with who takes which."""
+    problems = []
+    if OWN_GATES in config.gate_sets:
+        problems.append(
+            f"`gate_sets` names a set {OWN_GATES!r}, which is what the folder `gates` is called: give it "
+            "another name"
+        )
+    known, sets = [*presets, *config.variants], [OWN_GATES, *config.gate_sets]
+    for policy, name in config.uses.items():
+        if policy in (FULL, *CONTROLS):
+            problems.append(f"`uses` gives gates to {policy!r}, which takes none: leave it out")
+            continue
+        if policy not in known:
+            problems.append(
+                f"`uses` gives gates to an unknown policy {policy!r}{suggest(policy, known)}; known: "
+                f"{', '.join(dict.fromkeys(known))}"
+            )
+        elif _takes_none(config, policy):
+            problems.append(
+                f"`uses` gives gates to {policy!r}, which takes none (its `learned` is false): leave it out, "
+                "or set learned=true in a variant"
+            )
+        if name not in sets:
+            problems.append(
+                f"`uses` gives {policy!r} unknown gates {name!r}{suggest(name, sets)}; known: "
+                f"{', '.join(dict.fromkeys(sets))}"
+            )
+    return problems
+
+
+def _takes_none(config: CompareConfig, policy: str) -> bool:
+    """Whether a policy is known to take no gates; of what cannot be made it is not known."""
+    try:
+        return not find_policy(config, policy).learned
+    except ValueError:
+        return False
 
 
 def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -209,35 +254,90 @@ def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
     ]
     if config.margin_points <= 0:
         problems.append(f"`margin_points` must be positive, got {config.margin_points}")
-    if len(config.seeds) > 1 and suite.seeds is not None and "{seed}" not in config.gates:
-        problems.append(
-            f"`gates` needs a {{seed}} in it, since there are {len(config.seeds)} seeds; got {config.gates!r}"
-        )
+    if len(config.seeds) > 1 and suite.seeds is not None:
+        folders = {"gates": config.gates}
+        folders |= {f"gate_sets.{name}.folder": own.folder for name, own in config.gate_sets.items()}
+        problems += [
+            f"`{name}` needs a {{seed}} in it, since there are {len(config.seeds)} seeds; got {folder!r}"
+            for name, folder in folders.items()
+            if folder and "{seed}" not in folder
+        ]
     return problems
 
 
 def _gates(config: CompareConfig, suite: Suite) -> list[str]:
-    """Load every seed's gates against its model, as the run will."""
+    """Load every seed's gates against its model, as the run will, and make its controls of them; of the first
+    seed, try whether the policies can take them."""
     if not needs_gates(config):
         return []
     problems = []
     for seed in config.seeds:
-        folder = config.gates_of(seed)
-        if not (Path(folder) / "gates.json").is_file():
-            command = suite.train_gates.format(seed=seed, gates=folder)
-            problems.append(
-                f"there are no gates for seed {seed} in {folder}; train them first:\n      {command}"
-            )
+        for folder, names in _folders(config, seed).items():
+            if not _is_there(folder):
+                command = suite.train_gates.format(seed=seed, gates=folder)
+                problems.append(
+                    f"there are no gates for seed {seed} in {folder}{_of_sets(names)}; train them first:"
+                    f"\n      {command}"
+                )
 
-    def wrong(seed: int, model: Any) -> str | None:
+    def wrong(seed: int, model: Any) -> list[str]:
+        said: list[str] = []
+        for folder, names in _folders(config, seed).items():
+            if not _is_there(folder):
+                continue
+            try:
+                read = {folder: load_gates(folder, model)}
+            except ValueError as error:
+                said.append(f"gates of seed {seed}{_of_sets(names)}: {error}")
+                continue
+            for name in names:
+                try:
+                    gates = load_source(config, seed, name, model, read)
+                except ValueError as error:
+                    said.append(f"gates of seed {seed}{_of_sets([name])}: {error}")
+                    continue
+                if seed == config.seeds[0]:
+                    said += _misfits(config, model, name, gates)
+        return said
+
+    return problems + [one for said in one_by_one(config, suite, wrong).values() for one in said]
+
+
+def _folders(config: CompareConfig, seed: int) -> dict[str, list[str]]:
+    """Folders of gates that a seed's policies take -> names of the sets that are made of them."""
+    found: dict[str, list[str]] = {}
+    for name in gate_names(config):
+        found.setdefault(config.gates_of(seed, name), []).append(name)
+    return found
+
+
+def _is_there(folder: str) -> bool:
+    return (Path(folder) / METADATA_FILE).is_file()
+
+
+def _of_sets(names: Sequence[str]) -> str:
+    """For a message; the config's own `gates` need no name."""
+    return "" if [*names] == [OWN_GATES] else f" (gate_sets: {', '.join(names)})"
+
+
+def _misfits(config: CompareConfig, model: Any, name: str, gates: Any) -> list[str]:
+    """Policies that cannot take a set of gates, in the regimes that share a prefill: a unit that their fusion
+    cannot use, weights that were never fitted. What a cache says of them is said here; but not of a protected
+    window shorter than the gates were trained for, which the shared prefill measures as it is stated."""
+    takers = {policy for policy, own in gate_users(config).items() if own == name}
+    window = gates.metadata.get("protected_window") or 0
+    found = {}
+    for line in (line for regime in config.regimes if regime in SHARED for line in lines_of(config, regime)):
+        policy = find_policy(config, line.policy, line.protection)
+        if line.policy not in takers or policy.allocation.head_classes is not None:
+            continue
+        if policy.protection.recent < window:
+            policy = replace(policy, protection=replace(policy.protection, recent=window))
         try:
-            if (Path(config.gates_of(seed)) / "gates.json").is_file():
-                load_gates(config.gates_of(seed), model)
+            open_cache(model, config, "context_only", policy, config.budgets[0], gates)
         except ValueError as error:
-            return f"gates of seed {seed}: {error}"
-        return None
-
-    return problems + [said for said in one_by_one(config, suite, wrong).values() if said is not None]
+            found[line.name] = f"policy {line.name!r} with gates {name!r}: {error}"
+    return [*found.values()]
 
 
 @dataclass(frozen=True)
@@ -348,7 +448,8 @@ def _caches(config: CompareConfig, suite: Suite) -> list[str]:
         return []
     seed = config.seeds[0]
     model = suite.load_model(seed)
-    gates: Any = load_gates(config.gates_of(seed), model) if needs_gates(config) else None
+    sets = {name: load_source(config, seed, name, model) for name in gate_names(config)}
+    users = gate_users(config)
     problems = []
     for regime in again:
         for line in lines_of(config, regime):
@@ -356,6 +457,7 @@ def _caches(config: CompareConfig, suite: Suite) -> list[str]:
             if policy.allocation.head_classes is not None:
                 continue  # its table is measured when the run begins
             try:
+                gates: Any = sets[users[line.policy]] if line.policy in users else None
                 open_cache(model, config, regime, policy, config.budgets[0], gates)
             except ValueError as error:
                 problems.append(f"policy {line.name!r} in regime {regime!r}: {error}")

@@ -28,19 +28,22 @@ from retain.eval.ceilings import write_cells
 from retain.eval.checks import check
 from retain.eval.config import (
     NOT_IDENTITY,
+    OWN_GATES,
     CompareConfig,
     all_lines,
     find_policy,
+    gate_names,
+    gate_users,
     items_of,
-    needs_gates,
     resolve_device,
     suite_of,
     with_all_tasks,
 )
 from retain.eval.exports import write_exports
+from retain.eval.gate_sources import source_identity
 from retain.eval.page import write_page
 from retain.eval.processes import Processes, launched
-from retain.eval.record import MANIFEST, gates_identity, open_run
+from retain.eval.record import MANIFEST, open_run
 from retain.eval.report import section, write_report
 from retain.eval.runner import run_all
 from retain.eval.subject import one_by_one, plan
@@ -117,6 +120,27 @@ def _of_model(model: Any) -> dict[str, Any]:
     }
 
 
+def _gates_of_run(config: CompareConfig) -> dict[str, Any]:
+    """What of all gates decides a score: `gates`, seed by seed, and of policies that take others, theirs."""
+    users = gate_users(config)
+    of_set = {
+        name: {str(seed): source_identity(config, seed, name) for seed in config.seeds}
+        for name in gate_names(config)
+    }
+    own = {"gates": of_set.get(OWN_GATES, {})}
+    others = {policy: of_set[name] for policy, name in users.items() if name != OWN_GATES}
+    # Left out where there are none, so that what was run before there were any can be reported again.
+    return own | ({"gates_of_policies": others} if others else {})
+
+
+def _entry() -> list[str]:
+    """How this process was started: a module that makes comparisons of its own (a study) is its own entry."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = "" if spec is None else spec.name
+    other = name.startswith("retain.eval.") and name != __name__
+    return ["python", "-m", name] if other else ["python", "eval/compare.py"]
+
+
 def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
     """The manifest of a run: `identity` is what two runs must share for their rows to stand in one file. It
     holds what decides a score, never where that came from."""
@@ -138,16 +162,14 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
         },
         "models": {str(seed): own["fingerprint"] for seed, own in models.items()},
         "weights": {str(seed): own["weights"] for seed, own in models.items()},
-        "gates": {str(s): gates_identity(config.gates_of(s)) for s in config.seeds}
-        if needs_gates(config)
-        else {},
+        **_gates_of_run(config),
         "tasks": {name: task.version for name, task in tasks.items()},
         "items": {name: items_sha(config, suite, name) for name in tasks},
         "python": machine["python"],  # the reference suite's text is the standard library's
     }
     return {
         "run": config.run,
-        "command": shlex.join(["python", "eval/compare.py", *sys.argv[1:]]),
+        "command": shlex.join([*_entry(), *sys.argv[1:]]),
         "config": mapping,
         "identity": identity,
         "tasks": {

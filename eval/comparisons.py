@@ -20,7 +20,7 @@ it is never called "the same".
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -118,10 +118,16 @@ def _measured_beforehand() -> frozenset[str]:
     return frozenset(one.name for one in presets() if {"gates", "head_classes"} & one.needs)
 
 
-def is_judged(policy: str) -> bool:
-    """Whether a policy gets a verdict against the best heuristic: learned ones, controls, the full cache."""
+def is_judged(policy: str, trained: Collection[str] = ()) -> bool:
+    """Whether a policy gets a verdict against the best heuristic: learned ones, controls, the full cache.
+
+    Args:
+        policy: Label of tables.
+        trained: Labels of which the run's rows say that something trained or measured beforehand belongs to
+            them (`Scores.trained`): variants, whose names say nothing. Presets are known by their names.
+    """
     name = policy.partition("+")[0]
-    return is_bound(policy) or name in LEARNED or name in _measured_beforehand()
+    return is_bound(policy) or policy in trained or name in LEARNED or name in _measured_beforehand()
 
 
 def word_of(result: PairedResult) -> str:
@@ -179,7 +185,7 @@ def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
     made: list[Judged] = []
     for regime in scores.regimes:
         every = _declared(scores, regime)
-        pairs = [own for own in every if is_judged(own[1])]
+        pairs = [own for own in every if is_judged(own[1], scores.trained)]
         cells = [(*_cells(*own), own[0].family) for own in pairs]
         settled = compare_family(scores, cells, margin=margin, resamples=resamples)
         for (place, policy, baseline), one in zip(pairs, settled, strict=True):
@@ -187,7 +193,7 @@ def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
             detectable = _detectable(scores, place, policy, baseline, one.result, len(pairs))
             made.append(Judged(place, policy, baseline, one.result, detectable, len(pairs)))
         for place, policy, baseline in every:
-            if is_judged(policy):
+            if is_judged(policy, scores.trained):
                 continue
             shown = compare(
                 scores, *_cells(place, policy, baseline), place.family, margin=margin, resamples=resamples

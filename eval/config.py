@@ -27,8 +27,29 @@ REGIMES: tuple[str, ...] = get_args(Regime)
 # Scores that no one could have at inference: they need context of the future, or none at all.
 CONTROLS = ("token_identity", "oracle")
 FULL = "full"
+# The shipped reference model of each seed.
+MODEL = "reference:{seed}"
 # The protection that a policy has of itself.
 PRESET = "preset"
+# The gates that a policy takes where `uses` says nothing of it: those of the folder `gates`.
+OWN_GATES = "gates"
+GateControl = Literal["none", "random", "other_layer"]
+
+
+@dataclass(frozen=True)
+class GateSource:
+    """Where a set of gates comes from, and what is done to them before they score.
+
+    Attributes:
+        folder: Of a seed's gates, with `{seed}` in it; empty: that of `gates`.
+        control: "none": the gates as they were trained. "random": the same family and sizes with fresh
+            weights, which follow from the run's seed and the set's name. "other_layer": layer `l` is scored
+            by the gate, and its calibrator, of the next layer that has one; the last by the first's
+            (`retain.eval.gate_sources`).
+    """
+
+    folder: str = ""
+    control: GateControl = "none"
 
 
 @dataclass(frozen=True)
@@ -64,8 +85,14 @@ class CompareConfig:
         seeds: Seeds of the items, and of the models that answer where a suite has several.
         items_per_task: Items of each task, for each seed; fewer where a task has no more.
         gates: Folder of a seed's gates, with `{seed}` in it.
+        gate_sets: Other gates that policies may take, by name.
+        uses: Who takes which: a preset's or variant's name -> a name in `gate_sets`, or "gates". Who is not
+            named takes `gates`.
         suite: Suite of tasks: "reference", or "text".
-        model: Who answers tasks in text: a hub name, a folder, or `reference:<seed>`.
+        model: Who answers: of tasks in text a hub name, a folder, or `reference:<seed>`; of the suite
+            `reference` and those built on it the folder of a model that `python -m retain.reference.train`
+            made, or `reference:<seed>`. With `{seed}` in it every seed has a model of its own, without it
+            one model answers for all seeds.
         tasks: Names of tasks, or of groups of tasks in text; empty for all of the suite.
         text: How tasks in text are asked.
         regimes: "context_only": the context is prefilled and evicted, the question arrives afterwards.
@@ -102,8 +129,10 @@ class CompareConfig:
     seeds: tuple[int, ...]
     items_per_task: int
     gates: str
+    gate_sets: dict[str, GateSource] = field(default_factory=dict)
+    uses: dict[str, str] = field(default_factory=dict)
     suite: str = "reference"
-    model: str = "reference:{seed}"
+    model: str = MODEL
     tasks: tuple[str, ...] = ()
     text: TextOptions = TextOptions()
     regimes: tuple[Regime, ...] = SHARED
@@ -148,17 +177,28 @@ class CompareConfig:
         """Keep_ratios, then tokens per head; the full cache's is 1."""
         return (*self.keep_ratios, *map(float, self.tokens_per_head))
 
-    def gates_of(self, seed: int) -> str:
+    def set_of(self, policy: str) -> str:
+        """Name of the gates that a policy takes, if it takes any."""
+        return self.uses.get(policy, OWN_GATES)
+
+    def source_of(self, name: str = OWN_GATES) -> GateSource:
+        """Where a set of gates comes from; its folder is never empty."""
+        if name == OWN_GATES:
+            return GateSource(self.gates)
+        own = self.gate_sets[name]
+        return own if own.folder else replace(own, folder=self.gates)
+
+    def gates_of(self, seed: int, name: str = OWN_GATES) -> str:
         """Folder of one seed's gates."""
-        return self.gates.replace("{seed}", str(seed))
+        return self.source_of(name).folder.replace("{seed}", str(seed))
 
 
 # Fields that do not change a row: a finished run may be reported again under others. Gates are identified by
 # their weights, wherever they lie, and variants and protections by the policies that they come to. How many
 # items are read together is what one lowers when memory runs out, and then goes on.
 NOT_IDENTITY = (
-    *("results", "gates", "variants", "protections", "workers", "batch_items", "max_sequences"),
-    *("margin_points", "resamples"),
+    *("results", "gates", "gate_sets", "uses", "variants", "protections"),
+    *("workers", "batch_items", "max_sequences", "margin_points", "resamples"),
 )
 
 
@@ -204,7 +244,8 @@ def suite_of(config: CompareConfig) -> Suite:
         ValueError: If there is none of that name, or of tasks in text an unknown one.
     """
     if config.suite != "text":
-        return load_suite(config.suite)
+        # Only what was asked for is passed on: a suite that has one model needs to know of no other.
+        return load_suite(config.suite, **({} if config.model == MODEL else {"model": config.model}))
     own = config.text
     return load_suite(
         "text",
@@ -240,9 +281,23 @@ def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection
     return replace(gate, name=label, learned=True, observed=None, fusion="learned", variants={})
 
 
+def gate_users(config: CompareConfig) -> dict[str, str]:
+    """Policies that ask for gates -> the name of the set that each takes; controls bring their own score."""
+    return {
+        name: config.set_of(name)
+        for name in config.policies
+        if name not in CONTROLS and find_policy(config, name).learned
+    }
+
+
+def gate_names(config: CompareConfig) -> tuple[str, ...]:
+    """Names of the sets of gates that are taken by any policy."""
+    return tuple(dict.fromkeys(gate_users(config).values()))
+
+
 def needs_gates(config: CompareConfig) -> bool:
-    """Whether any policy asks for trained gates."""
-    return any(find_policy(config, name).learned for name in config.policies if name not in CONTROLS)
+    """Whether any policy asks for gates."""
+    return bool(gate_users(config))
 
 
 def fits_tables(config: CompareConfig) -> bool:

@@ -26,16 +26,17 @@ from retain.eval.checks import check
 from retain.eval.config import SHARED, CompareConfig, budget_of, lines_of, suite_of, with_all_tasks
 from retain.eval.shared_prefill import (
     Group,
+    extended_by,
     future_of,
     observed_tokens,
     score_all,
     seen_tokens,
     stages_of,
+    wanted_by,
 )
 from retain.eval.subject import Subject, Unit, item_seed, load_subject
 from retain.eval.tasks import Item, Suite
 from retain.hf.cache import Cache
-from retain.hf.lookahead import look_ahead
 from retain.policy import decide_layers
 from retain.provenance import code_state, environment, now, write_text
 
@@ -108,24 +109,26 @@ def _document(
 ) -> dict[str, Any]:
     whole = Cache(subject.model, policy=None, slack=0)
     ids = [*item.context_ids, *item.question_ids, *read_back(item)]
-    wanted = () if subject.gates is None else subject.gates.inputs
+    lines = lines_of(config, regime)
     ids_BT = torch.tensor([ids], device=subject.device)
-    whole.prefill(ids_BT, evict=False, hold_evidence=True, wanted=wanted)
+    whole.prefill(ids_BT, evict=False, hold_evidence=True, wanted=wanted_by(subject, lines))
     assert whole.evidence is not None
     num_seen, num_observed = seen_tokens(item, regime), observed_tokens(item, regime)
     observed = [truncate(layer, num_observed) for layer in whole.evidence]
-    if subject.gates is not None and getattr(subject.gates, "extension", None) is not None:
-        asked_behind = whole.fork()
-        asked_behind.crop(num_observed)
-        observed = look_ahead(subject.model, subject.gates, asked_behind.read_only(), observed)
+
+    def asked_behind() -> Cache:
+        fork = whole.fork()
+        fork.crop(num_observed)
+        return fork
+
+    extended = extended_by(subject, lines, observed, asked_behind)
     evidence = [truncate(layer, num_seen) for layer in whole.evidence]
-    lines = lines_of(config, regime)
     seeds = [item_seed(subject.seed, task, 0)]
     future = None
     if any(line.policy == "oracle" for line in lines):
         group = Group(config, suite, subject, Unit(subject.seed, task, 0, 1), {0: item})
         future = future_of(group, whole.evidence, num_seen, stages_of(item, regime)[0].questions, {})
-    scores = score_all(lines, subject, whole.evidence, observed, num_seen, seeds, future)
+    scores = score_all(lines, subject, whole.evidence, observed, num_seen, seeds, future, extended)
     kept = []
     for line in lines:
         for budget in config.budgets:

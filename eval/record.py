@@ -73,6 +73,9 @@ class Row:
         bytes_beside: Bytes that the cache keeps beside entries in order to evict again (recent queries,
             running statistics), counted when entries are.
         seeded: Whether every seed is asked items of its own (`Task.seeded`).
+        gates: First 12 hex digits of the sha256 of the weights of the gates that the policy took; empty
+            without gates. `manifest.json` says more of them.
+        trained: Whether something trained or measured beforehand belongs to the policy: gates, head classes.
     """
 
     run: str
@@ -110,6 +113,8 @@ class Row:
     attended_ratio: float | None = None
     bytes_beside: int = 0
     seeded: bool = True
+    gates: str = ""
+    trained: bool = False
 
 
 @dataclass(frozen=True)

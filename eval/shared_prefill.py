@@ -27,8 +27,9 @@ stops.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -186,10 +187,9 @@ def run_shared(
 def run_alike(group: Group) -> Iterator[Row]:
     """Measure items that are read together, in all regimes that share a prefill."""
     config, subject, unit, first = group.config, group.subject, group.unit, group.first
-    gates = subject.gates
     with naming(unit, "the prefill"):
-        wanted = () if gates is None else gates.inputs
-        whole = group.read(*group.ids(0, answered=True), evidence=True, wanted=wanted)
+        every = [line for regime in unit.regimes(config) for line in lines_of(config, regime)]
+        whole = group.read(*group.ids(0, answered=True), evidence=True, wanted=wanted_by(subject, every))
     assert whole.evidence is not None
     teacher = whole.evidence
     futures: dict[tuple[int, int], list[Score]] = {}
@@ -198,10 +198,7 @@ def run_alike(group: Group) -> Iterator[Row]:
         with naming(unit, f"{regime}, scoring"):
             num_observed = observed_tokens(first, regime) + group.shift
             observed = [truncate(layer, num_observed) for layer in teacher]
-            if gates is not None and getattr(gates, "extension", None) is not None:
-                asked_behind = group.upto(whole, num_observed)
-                observed = look_ahead(subject.model, gates, asked_behind.read_only(), observed)
-                del asked_behind
+            extended = extended_by(subject, lines, observed, partial(group.upto, whole, num_observed))
         for stage in stages_of(first, regime):
             num_seen = stage.num_seen + group.shift
             with naming(unit, f"{regime}, scoring"):
@@ -210,7 +207,7 @@ def run_alike(group: Group) -> Iterator[Row]:
                 future = None
                 if any(line.policy == "oracle" for line in lines):
                     future = future_of(group, teacher, num_seen, stage.questions, futures)
-                scores = score_all(lines, subject, teacher, observed, num_seen, group.seeds, future)
+                scores = score_all(lines, subject, teacher, observed, num_seen, group.seeds, future, extended)
             for budget in (1.0, *config.budgets):
                 yield from run_budget(group, regime, stage, budget, base, evidence, scores)
 
@@ -310,6 +307,8 @@ def run_slice(
                         held=one.held(place, unread, found[place], heads),
                         answer=found[place],
                         gate_bytes=subject.gate_bytes(one.line),
+                        gates=subject.gates_sha(one.line),
+                        trained=subject.trained(one.line),
                     )
                 )
     return rows, amount
@@ -336,6 +335,33 @@ def observed_tokens(item: Item, regime: str) -> int:
     return context if regime == "context_only" else context + len(item.question_ids)
 
 
+def wanted_by(subject: Subject, lines: Sequence[Line]) -> frozenset[str]:
+    """What the gates of these lines look at, of all sets together."""
+    return frozenset[str]().union(*(gates.inputs for gates in subject.sets_of(lines).values()))
+
+
+def extended_by(
+    subject: Subject, lines: Sequence[Line], observed: Sequence[Evidence], behind: Callable[[], Cache]
+) -> dict[str, list[Evidence]]:
+    """What is observed with the lookahead tokens of each set of gates that has some, each behind the same
+    prompt and apart from the others.
+
+    Args:
+        subject: Whose gates look.
+        lines: That take them.
+        observed: Every layer, without.
+        behind: Makes the cache that such tokens are read behind.
+
+    Returns:
+        By name of the set; sets without an extension are left out.
+    """
+    found = {}
+    for name, gates in subject.sets_of(lines).items():
+        if getattr(gates, "extension", None) is not None:
+            found[name] = [*look_ahead(subject.model, gates, behind().read_only(), observed)]
+    return found
+
+
 def score_all(
     lines: Sequence[Line],
     subject: Subject,
@@ -344,13 +370,15 @@ def score_all(
     num_seen: int,
     seeds: Sequence[int],
     future: Sequence[Score] | None = None,
+    extended: Mapping[str, Sequence[Evidence]] | None = None,
 ) -> dict[str, list[Score]]:
     """Each line's score of the first `num_seen` entries per layer, from what was observed, for all budgets;
     gates and controls are handed to it. `future` is the oracle's; without one it is what `teacher` has
-    behind these entries: the first question."""
-    learned: list[Score] | None = None
-    if subject.gates is not None:
-        learned = [subject.gates.score(layer) for layer in observed]
+    behind these entries: the first question. `extended` is what sets of gates with an extension observed."""
+    learned = {
+        name: [gates.score(layer) for layer in (extended or {}).get(name, observed)]
+        for name, gates in subject.sets_of(lines).items()
+    }
     handed: dict[str, list[Score]] = {}
     if subject.token_identity is not None:
         handed["token_identity"] = [subject.token_identity.score(layer) for layer in observed]
@@ -360,9 +388,11 @@ def score_all(
     scores = {}
     for line in lines:
         policy = subject.policies[line.name]
-        key = (line.policy,) if line.policy in handed else scored_by(policy)
+        takes = subject.users.get(line.policy, "")
+        key = (line.policy,) if line.policy in handed else (takes, *scored_by(policy))
         if key not in made:
-            gate: Sequence[Score | None] = handed.get(line.policy) or learned or [None] * len(observed)
+            gate: Sequence[Score | None]
+            gate = handed.get(line.policy) or learned.get(takes) or [None] * len(observed)
             made[key] = [
                 first_entries(score_entries(policy, layer, learned=own, seeds_B=seeds), num_seen)
                 for layer, own in zip(observed, gate, strict=True)
@@ -372,7 +402,7 @@ def score_all(
 
 
 def scored_by(policy: Policy) -> tuple[str, ...]:
-    """What its score depends on: policies that agree in it share one."""
+    """What its score depends on, beside whose gates it takes: policies that agree in it share one."""
     how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight)
     return (*map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
 

@@ -8,26 +8,28 @@ for each model, and lies in the run's folder with what it was made from.
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
 from retain.eval.baselines import TokenIdentity, fit_token_identity, load_token_identity
 from retain.eval.config import (
-    CONTROLS,
+    OWN_GATES,
     SHARED,
     CompareConfig,
     Line,
     all_lines,
     find_policy,
+    gate_names,
+    gate_users,
     items_of,
-    needs_gates,
     resolve_device,
     with_all_tasks,
 )
+from retain.eval.gate_sources import load_source, sha_of
 from retain.eval.head_classes import measure_head_classes, write_head_classes
 from retain.eval.tasks import Suite
 from retain.hf.attach import attach
@@ -76,9 +78,11 @@ class Subject:
     Attributes:
         seed: Of the run.
         model: Attached.
-        gates: Of that model, if a policy takes them.
+        gates: Of that model, of the config's own folder, if a policy takes them.
         token_identity: The control's table, if it is asked for.
         policies: By label of a line, with this model's own table of head classes where one is read.
+        sets: Name of a set of gates -> they, of all sets that a policy takes, `gates` among them.
+        users: Policy -> name of the set that it takes; who takes none is left out.
     """
 
     seed: int
@@ -86,6 +90,8 @@ class Subject:
     gates: Any | None
     token_identity: TokenIdentity | None
     policies: Mapping[str, Policy]
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    users: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -95,11 +101,31 @@ class Subject:
 
     def gate_bytes(self, line: Line) -> int:
         """Bytes of the gates that a policy takes, parameters and buffers; 0 for one that takes none."""
-        policy = self.policies.get(line.name)
-        if policy is None or not policy.learned or line.policy in CONTROLS or self.gates is None:
+        gates = self.gates_of(line)
+        if gates is None:
             return 0
-        tensors = (*self.gates.parameters(), *self.gates.buffers())
+        tensors = (*gates.parameters(), *gates.buffers())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def gates_of(self, line: Line) -> Any | None:
+        """The gates that a line's policy takes; None for one that takes none, and for controls."""
+        return self.sets[self.users[line.policy]] if line.policy in self.users else None
+
+    def sets_of(self, lines: Iterable[Line]) -> dict[str, Any]:
+        """The sets of gates that any of these lines takes, by name."""
+        names = dict.fromkeys(self.users[line.policy] for line in lines if line.policy in self.users)
+        return {name: self.sets[name] for name in names}
+
+    def gates_sha(self, line: Line) -> str:
+        """What identifies those gates in a row; empty for a policy that takes none."""
+        return sha_of(self.gates_of(line))
+
+    def trained(self, line: Line) -> bool:
+        """Whether something trained or measured beforehand belongs to a line's policy: gates, head
+        classes."""
+        policy = self.policies.get(line.name)
+        classes = policy is not None and policy.allocation.head_classes is not None
+        return classes or line.policy in self.users
 
 
 def plan_paths(config: CompareConfig) -> list[str]:
@@ -220,10 +246,7 @@ def load_subject(
         if config.text.device_map is None:
             model = model.to(resolve_device(config.device, local_rank))
         attach(model)
-    gates = None
-    if needs_gates(config):
-        shared = before is not None and config.gates_of(before.seed) == config.gates_of(seed)
-        gates = before.gates if before is not None and shared else load_gates(config.gates_of(seed), model)
+    sets = _gate_sets(config, seed, model, before)
     table = None
     if "token_identity" in config.policies:
         path = config.folder / f"token_identity-seed{seed}.safetensors"
@@ -239,7 +262,25 @@ def load_subject(
             table = fit_token_identity(model, documents, horizon=config.horizon)
             path.parent.mkdir(parents=True, exist_ok=True)
             table.save(path, made_from)
-    return Subject(seed, model, gates, table, _with_head_classes(config, suite, seed, model))
+    policies = _with_head_classes(config, suite, seed, model)
+    return Subject(seed, model, sets.get(OWN_GATES), table, policies, sets, gate_users(config))
+
+
+def _gate_sets(config: CompareConfig, seed: int, model: Any, before: Subject | None) -> dict[str, Any]:
+    """The gates of every set that a policy takes; a folder is read once, and what the seed before had of the
+    same folder is taken over. Random weights are every seed's own."""
+    read: dict[str, Any] = {}
+    sets = {}
+    for name in gate_names(config):
+        folder, control = config.gates_of(seed, name), config.source_of(name).control
+        same = before is not None and config.gates_of(before.seed, name) == folder
+        if before is not None and same and name in before.sets and control != "random":
+            sets[name] = before.sets[name]
+            continue
+        if folder not in read:
+            read[folder] = load_gates(folder, model)
+        sets[name] = load_source(config, seed, name, model, read)
+    return sets
 
 
 def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: Any) -> dict[str, Policy]:

@@ -76,6 +76,8 @@ class Scores:
             0.
         attended: Per cell and task, what every answer was given from (`Row.attended_ratio`); only where all
             rows say so.
+        trained: Policies that something trained or measured beforehand belongs to, as rows say
+            (`Row.trained`); rows of earlier runs say it by the bytes of their gates.
     """
 
     exact: Mapping[Cell, Mapping[str, np.ndarray]]
@@ -87,6 +89,7 @@ class Scores:
     judged: Mapping[Cell, Mapping[str, np.ndarray]]
     nulls: Mapping[tuple[Cell, str], tuple[tuple[int, int, int], ...]]
     attended: Mapping[tuple[Cell, str], tuple[float, ...]] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
 
     @property
     def regimes(self) -> list[str]:
@@ -249,6 +252,11 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
             for where, own in attended.items()
             if None not in own
         },
+        trained=frozenset(
+            cell.policy
+            for cell, answers in every.items()
+            if any(answer.get("trained") or answer.get("gate_bytes") for answer in answers)
+        ),
     )
 
 
@@ -317,7 +325,7 @@ def _budget_of(cell: Cell, baseline: Cell) -> float:
 def best_heuristic(scores: Scores, regime: str, keep_ratio: float, family: str) -> str | None:
     """The heuristic with the highest mean over a family's tasks; None without heuristics or tasks."""
     tasks = scores.tasks(family)
-    cells = [Cell(regime, name, keep_ratio) for name in heuristics()]
+    cells = [Cell(regime, name, keep_ratio) for name in heuristics() if name not in scores.trained]
     measured = [cell for cell in cells if tasks and cell in scores.exact]
     return max(measured, key=lambda cell: scores.mean(cell, tasks)).policy if measured else None
 

@@ -231,6 +231,33 @@ def test_heuristics_are_not_judged_against_the_best_of_them():
     assert all("(chosen on these items)" in numbers(one) for one in others)
 
 
+@pytest.mark.parametrize("said", [{"trained": True}, {"gate_bytes": 4096}])
+def test_variants_of_gates_are_judged_and_never_the_best_heuristic(said):
+    """What a policy is follows from its rows, not its name; rows of earlier runs know its bytes alone."""
+    made = list(many_rows())
+    judged_rows = [{**row, **said} for row in made if row["policy"] in ("gate", "fused")]
+    plain = [row for row in made if row["policy"] not in ("gate", "fused")]
+    ahead = [{**row, "policy": "mine", "exact": 1.0, **said} for row in made if row["policy"] == "snapkv"]
+    bare = [{**row, "policy": "snapkv_max"} for row in made if row["policy"] == "snapkv"]
+    scores = gather([*plain, *judged_rows, *ahead, *bare], list(TASKS))
+    assert scores.trained == {"gate", "fused", "mine"}
+    before = judge(gather(made, list(TASKS)), **OPTIONS)
+    now = judge(scores, **OPTIONS)
+    sizes = {one.place.regime: one.family_size for one in before if one.family_size}
+    places = {one.place for one in now if one.policy == "mine"}
+    for one in now:
+        if one.policy == "mine":
+            more = sum(place.regime == one.place.regime for place in places)
+            assert one.result.verdict != "unjudged" and one.family_size == sizes[one.place.regime] + more
+        assert one.policy != "snapkv_max" or one.family_size == 0
+        assert one.baseline not in ("mine", "gate", "fused")
+    assert len(places) > 2
+    assert is_judged("mine", {"mine"}) and not is_judged("mine") and not is_judged("mine", {"other"})
+    # Not even one that bears a heuristic's name.
+    named = gather([{**row, **said} if row["policy"] == "snapkv" else row for row in made], list(TASKS))
+    assert best_heuristic(named, "context_only", 0.2, "held-out") != "snapkv"
+
+
 def test_too_few_items_for_a_family_are_called_that():
     # 2 / 2^n < 0.05 / 18 from n = 10 on: 2 / 1024 = 0.00195 < 0.00278 < 2 / 512.
     assert [n for n in range(1, 20) if can_reach(n, 18)][0] == 10

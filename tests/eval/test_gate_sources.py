@@ -1,0 +1,393 @@
+"""Several sets of gates in one comparison, and the controls that are made of them."""
+
+import copy
+import json
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from retain.config import load
+from retain.eval.checks import check
+from retain.eval.compare import compare, describe_run
+from retain.eval.config import CompareConfig, GateSource, Line, gate_names, gate_users
+from retain.eval.gate_sources import (
+    load_source,
+    other_layer,
+    random_gates,
+    random_seed,
+    source_identity,
+    weights_sha256,
+)
+from retain.eval.kept import collect
+from retain.eval.record import Row, gates_identity, open_run, read_manifest, read_rows
+from retain.eval.runner import run_all, run_unit
+from retain.eval.subject import Subjects, Unit, load_subject, plan
+from retain.gates import GATES, GateSet, build_gates, dims_for, settings_of
+from retain.gates.calibrate import CALIBRATORS, Remap, build_calibrator
+from retain.gates.store import load_gates, save_gates
+from retain.hf.attach import attach
+from retain.hf.cache import Cache
+from retain.hf.lookahead import lookahead_gates
+from retain.hf.model import describe, fingerprint
+from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_model
+
+SETS = {
+    "rep": GateSource("{there}/rep-seed{{seed}}"),
+    "drawn": GateSource(control="random"),
+    "behind": GateSource(control="other_layer"),
+}
+VARIANTS = {f"{name}_{own}": (name,) for name in ("gate", "fused") for own in SETS}
+USES = {name: name.partition("_")[2] for name in VARIANTS}
+
+
+def trained(model, *, family: str = "linear", seed: int = 5, calibrated: bool = True) -> GateSet:
+    """Gates with weights of some size, input statistics, and curves at another level in each head."""
+    torch.manual_seed(seed)
+    specs = describe(model)
+    dims = dims_for(family, {spec.layer_idx: spec.sizes for spec in specs})
+    curves = {spec.layer_idx: Remap(H=spec.num_kv_heads, K=4) for spec in specs} if calibrated else None
+    gates = build_gates(family, dims, calibrators=curves)
+    for layer in gates.layers:
+        gates[layer].input_mean_E.normal_()
+        gates[layer].input_scale_E.uniform_(0.5, 2.0)
+        if calibrated:
+            curve = gates.calibrators[str(layer)]
+            curve.values_HK.add_(-3.0 - 2 * torch.rand(curve.H, 1))
+    weights = {str(layer): [0.1 * (layer + 1)] * specs[0].num_kv_heads for layer in gates.layers}
+    gates.metadata = {"calibration": {"fusion": {"log_linear": weights}}} if calibrated else {}
+    return gates.eval().requires_grad_(False)
+
+
+def evidence_of(model, gates):
+    cache = Cache(model, policy=None)
+    cache.prefill(torch.arange(2, 42)[None], evict=False, hold_evidence=True, wanted=gates.inputs)
+    return cache.evidence
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = stub_model(0)
+    attach(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    """Two folders of gates for each of two seeds, one of them calibrated."""
+    folder = tmp_path_factory.mktemp("gates")
+    save_stub_gates(folder, (0, 1))
+    for seed in (0, 1):
+        own = stub_model(seed)
+        save_gates(trained(own, seed=seed + 9), folder / f"rep-seed{seed}", fingerprint=fingerprint(own))
+    return folder
+
+
+def config_of(there, tmp_path=None, **changes) -> CompareConfig:
+    sets = {name: replace(own, folder=own.folder.format(there=there)) for name, own in SETS.items()}
+    sets["drawn"] = replace(sets["drawn"], folder=sets["rep"].folder)
+    given = {
+        "policies": ("snapkv", "gate", *VARIANTS),
+        "variants": VARIANTS,
+        "gate_sets": sets,
+        "uses": USES,
+        "keep_ratios": (0.45,),
+        "tasks": ("turns",),
+        "results": str(tmp_path or there / "results"),
+    }
+    return stub_config(there, **(given | changes))
+
+
+def test_a_random_gate_has_fresh_weights_and_the_levels_of_the_trained_one(model):
+    gates = trained(model)
+    before, drawn_before = copy.deepcopy(gates.state_dict()), torch.random.get_rng_state()
+    made = random_gates(gates, 3)
+    assert torch.equal(torch.random.get_rng_state(), drawn_before)
+    assert all(torch.equal(own, before[name]) for name, own in gates.state_dict().items())
+    for evidence in evidence_of(model, gates):
+        layer = evidence.layer_idx
+        gate, known = made[layer], gates[layer]
+        assert not torch.allclose(gate.out.weight, known.out.weight, atol=1e-3)
+        x_BTE = (evidence.hidden_BTE - known.input_mean_E) / known.input_scale_E
+        out_BHT = linear(x_BTE, gate.out.weight, gate.out.bias).transpose(1, 2)
+        levels = [
+            sum(float(value) for value in values) / 4
+            for values in gates.calibrators[str(layer)].values_HK.double()
+        ]
+        score = made.score(evidence)
+        assert score.unit == "risk" and len(set(levels)) == len(levels)
+        for head, level in enumerate(levels):
+            wanted = [math.exp(float(out) + level) for out in out_BHT[0, head]]
+            assert score.values_BHT[0, head].tolist() == pytest.approx(wanted, rel=1e-4)
+    assert made.metadata["control"] == "random" and made.fusion_weights == gates.fusion_weights
+    assert made.metadata["sha256"] == weights_sha256(made) == weights_sha256(random_gates(gates, 3))
+    assert weights_sha256(random_gates(gates, 4)) != weights_sha256(made) != weights_sha256(gates)
+
+
+def test_the_seed_of_random_gates_is_the_runs_and_the_sets():
+    seeds = {random_seed(seed, name) for seed in (0, 1) for name in ("drawn", "other")}
+    assert len(seeds) == 4 and random_seed(0, "drawn") in seeds
+
+
+@pytest.mark.parametrize("family", sorted(set(GATES) - {"lookahead"}))
+def test_random_gates_of_every_family_tell_entries_apart(model, family):
+    settings = {"F": 8} if "F" in settings_of(family) else {}
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
+    gates = build_gates(family, dims_for(family, sizes, settings))
+    made = random_gates(gates, 1)
+    assert (made.family, made.unit, made.inputs) == (gates.family, gates.unit, gates.inputs)
+    for evidence in evidence_of(model, gates):
+        for row in made.score(evidence).values_BHT[0]:
+            assert len(set(row.tolist())) > 30, family
+
+
+@pytest.mark.parametrize("kind", sorted(CALIBRATORS))
+def test_a_random_gate_keeps_the_unit_of_calibrated_ones(model, kind):
+    specs = describe(model)
+    dims = dims_for("linear", {spec.layer_idx: spec.sizes for spec in specs})
+    dims_of = {"H": specs[0].num_kv_heads, "K": 2, "unit": "mass"}
+    curves = {spec.layer_idx: build_calibrator(kind, **dims_of) for spec in specs}
+    gates = build_gates("linear", dims, calibrators=curves)
+    made = random_gates(gates, 1)
+    assert made.unit == gates.unit == "mass"
+    for evidence in evidence_of(model, gates):
+        assert made.score(evidence).values_BHT.isfinite().all()
+
+
+def test_a_gate_of_another_layer_is_the_next_ones_with_its_calibrator(model):
+    gates = trained(model)
+    made, layers = other_layer(gates), gates.layers
+    assert len(layers) == 3
+    for place, evidence in enumerate(evidence_of(model, gates)):
+        other = layers[(place + 1) % len(layers)]
+        x_BTE = (evidence.hidden_BTE - gates[other].input_mean_E) / gates[other].input_scale_E
+        out_BHT = linear(x_BTE, gates[other].out.weight, gates[other].out.bias).transpose(1, 2)
+        score = made.score(evidence)
+        assert torch.allclose(score.values_BHT, gates.calibrators[str(other)](out_BHT.exp()))
+        assert not torch.allclose(score.values_BHT, gates.score(evidence).values_BHT, rtol=0.1)
+        weights = gates.fusion_weights["log_linear"]
+        assert made.fusion_weights["log_linear"][str(layers[place])] == weights[str(other)]
+    assert weights["0"] == [pytest.approx(0.1)] * len(weights["0"])  # the trained ones are as they were
+    assert made[layers[0]] is not gates[layers[1]]
+    assert made.metadata["sha256"] == weights_sha256(made) != weights_sha256(gates)
+
+
+def test_one_layer_has_no_other_and_unlike_layers_cannot_stand_in():
+    dims = {0: {"E": 8, "H": 2}, 1: {"E": 8, "H": 4}}
+    with pytest.raises(ValueError, match="'other_layer' .* these gates have layer 0 alone: take control"):
+        other_layer(build_gates("linear", {0: dims[0]}))
+    with pytest.raises(ValueError, match=r"layer 0 by the gate of layer 1, .*unlike sizes \(H 2 and 4\)"):
+        other_layer(build_gates("linear", dims))
+
+
+def test_who_takes_which(there):
+    config = config_of(there)
+    wanted = {"gate": "gates", "gate_rep": "rep", "gate_drawn": "drawn", "gate_behind": "behind"}
+    wanted |= {f"fused_{name}": name for name in SETS}
+    assert gate_users(config) == wanted and gate_names(config) == ("gates", *SETS)
+    assert config.gates_of(1, "rep") == str(there / "rep-seed1")
+    assert config.gates_of(1, "behind") == config.gates_of(1) == str(there / "gates-seed1")
+    assert gate_names(replace(config, policies=("snapkv", "oracle"))) == ()
+    assert gate_names(replace(config, policies=("oracle", "gate_rep"))) == ("rep",)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("path", ["shared", "chunked", "prefill+decode"])
+def test_each_set_scores_as_it_would_alone(there, path):
+    regimes = ("context_only", "query_aware") if path == "shared" else (path,)
+    config = config_of(there, regimes=regimes, every=3)
+    if path != "shared":  # a cache for every cell: slow
+        config = replace(config, policies=("snapkv", "gate", "fused_rep", "gate_drawn", "gate_behind"))
+    unit = Unit(0, "turns", 0, 2 if path == "shared" else 1, path)
+    rows = run_unit(config, MORE_STUB, load_subject(config, MORE_STUB, 0), unit).rows
+    kept = set()
+    for name in SETS:
+        alone = there / f"alone-{name}"
+        save_gates(load_source(config, 0, name), alone, fingerprint=fingerprint(stub_model(0)))
+        policies = {own: VARIANTS[own][0] for own in config.policies if USES.get(own) == name}
+        single = replace(config, gates=str(alone), policies=tuple(policies.values()), uses={}, gate_sets={})
+        own = run_unit(single, MORE_STUB, load_subject(single, MORE_STUB, 0), unit).rows
+        called = {base: policy for policy, base in policies.items()}
+        wanted = [
+            replace(row, policy=called[row.policy], base_policy=called[row.policy], unit_rows=0)
+            for row in own
+            if row.policy != "full"
+        ]
+        assert [row.gates for row in wanted] == [gates_identity(alone)["sha256"][:12]] * len(wanted)
+        found = [replace(row, unit_rows=0) for row in rows if row.policy in policies]
+        assert sorted(map(_plain, found)) == sorted(map(_plain, wanted)) and wanted
+        kept.add(tuple(row.needles_kept for row in found))
+    assert len(kept) == len(SETS)  # the sets do not keep the same
+    told = {row.policy: (row.gates, row.gate_bytes, row.trained) for row in rows}
+    assert told["snapkv"] == told["full"] == ("", 0, False)
+    assert told["gate"][0] == gates_identity(there / "gates-seed0")["sha256"][:12]
+    # Curves of four knots beside the weights, where the other sets have none, or two numbers a knot.
+    rep = "gate_rep" if path == "shared" else "fused_rep"
+    assert told[rep][1] > told["gate_drawn"][1] > told["gate_behind"][1] == told["gate"][1] > 0
+
+
+def _plain(row: Row) -> str:
+    return json.dumps({name: str(own) for name, own in vars(row).items()}, sort_keys=True)
+
+
+def test_lookahead_tokens_of_two_sets_are_read_apart(tmp_path):
+    save_stub_gates(tmp_path)
+    for name, seed in (("one", 1), ("two", 2)):
+        own = stub_model(0)
+        torch.manual_seed(seed)
+        gates = lookahead_gates(own, num_tokens=4, rank=2)
+        for up in gates.extension.up.values():
+            up.data.normal_(std=0.1)
+        save_gates(gates, tmp_path / name, fingerprint=fingerprint(own))
+    own = stub_model(0)  # and one that looks at what no other does
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(own)}
+    save_gates(
+        build_gates("qkv", dims_for("qkv", sizes, {"F": 8})), tmp_path / "qkv", fingerprint=fingerprint(own)
+    )
+    sets = {name: GateSource(str(tmp_path / name)) for name in ("one", "two", "qkv")}
+    variants = {f"gate_{name}": ("gate",) for name in sets}
+    config = stub_config(
+        tmp_path,
+        policies=("gate", *variants),
+        variants=variants,
+        gate_sets=sets,
+        uses={f"gate_{name}": name for name in sets},
+        keep_ratios=(0.45,),
+        regimes=("context_only",),
+    )
+    unit, kept = Unit(0, "turns", 0, 1), {}
+    for row in run_unit(config, MORE_STUB, load_subject(config, MORE_STUB, 0), unit).rows:
+        kept.setdefault(row.policy, []).append((row.needles_kept, row.tokens))
+    for name in sets:
+        single = replace(config, gates=str(tmp_path / name), policies=("gate",), uses={}, gate_sets={})
+        rows = run_unit(single, MORE_STUB, load_subject(single, MORE_STUB, 0), unit).rows
+        own = [(row.needles_kept, row.tokens) for row in rows if row.policy == "gate"]
+        assert kept[f"gate_{name}"] == own
+    assert len({str(kept[name]) for name in config.policies}) > 2
+    shown = collect(config, MORE_STUB, lambda ids: [*map(str, ids)], documents=1, command="")
+    lines = shown["documents"][0]["kept"]
+    assert len({json.dumps(one["layers"]) for one in lines}) == len(lines) == 4
+
+
+def test_the_run_is_its_weights_and_not_their_names(there, tmp_path):
+    config = config_of(there, tmp_path, tasks=("pair",), regimes=("context_only",), items_per_task=1)
+    units = [unit.key for unit in plan(config, STUB)]
+    open_run(config.folder, describe_run(config, STUB), units)
+    run_all(config, STUB)
+    identity = read_manifest(config.folder)["identity"]
+    assert identity["gates"] == {"0": gates_identity(there / "gates-seed0")}
+    assert identity["gates_of_policies"]["gate_rep"] == {"0": gates_identity(there / "rep-seed0")}
+    drawn = identity["gates_of_policies"]["fused_drawn"]["0"]
+    assert drawn["control"] == "random" and drawn == source_identity(config, 0, "drawn")
+    told = {row["policy"]: row["gates"] for row in read_rows(config.folder)}
+    for policy, of_seeds in identity["gates_of_policies"].items():
+        assert told[policy] == of_seeds["0"]["sha256"][:12]
+    # Another name for a set of the same weights is the same run; random weights follow from the name.
+    moved = replace(
+        config,
+        gate_sets={**config.gate_sets, "again": config.gate_sets["rep"]},
+        uses={**config.uses, "gate_rep": "again"},
+    )
+    assert describe_run(moved, STUB)["identity"] == describe_run(config, STUB)["identity"]
+    open_run(moved.folder, describe_run(moved, STUB), units)
+    assert run_all(moved, STUB) == 0  # nothing is left to run
+    other = replace(
+        config,
+        gate_sets={**config.gate_sets, "redrawn": config.gate_sets["drawn"]},
+        uses={**config.uses, "gate_drawn": "redrawn"},
+    )
+    with pytest.raises(ValueError, match=r"these fields differ: gates_of_policies\.gate_drawn\.0\.sha256"):
+        open_run(other.folder, describe_run(other, STUB), units)
+    # Without sets, a run is what it was before there were any.
+    plain = replace(config, policies=("gate",), uses={})
+    assert "gates_of_policies" not in describe_run(plain, STUB)["identity"]
+    assert not {"gate_sets", "uses"} & set(describe_run(plain, STUB)["identity"]["config"])
+
+
+def test_seeds_that_share_a_model_share_folders_and_draw_their_own(there):
+    suite = replace(STUB, seeds=None)
+    config = config_of(there, seeds=(0, 1), gates=str(there / "gates-seed0"))
+    shared = GateSource(str(there / "rep-seed0"))
+    config = replace(config, gate_sets={**config.gate_sets, "rep": shared, "drawn": GateSource("", "random")})
+    held = Subjects(config, replace(suite, load_model=lambda _: stub_model(0)))
+    first = {**held.of(0).sets}
+    second = {**held.of(1).sets}
+    assert [name for name in first if first[name] is second[name]] == ["gates", "rep", "behind"]
+    assert weights_sha256(first["drawn"]) != weights_sha256(second["drawn"])
+
+
+def test_everything_wrong_with_sets_is_said_before_work_starts(there, tmp_path):
+    config = config_of(
+        there,
+        tmp_path,
+        seeds=(0, 1),
+        gate_sets={"gates": GateSource("x{seed}"), "rep": GateSource("rep")},
+        uses={"gate_rp": "rep", "fused_rep": "repp", "snapkv": "rep", "oracle": "rep"},
+    )
+    with pytest.raises(ValueError) as caught:
+        check(config, STUB)
+    for part in (
+        "`gate_sets` names a set 'gates', which is what the folder `gates` is called",
+        "unknown policy 'gate_rp' (did you mean 'gate_rep'?)",
+        "`uses` gives 'fused_rep' unknown gates 'repp' (did you mean 'rep'?); known: gates, rep",
+        "`uses` gives gates to 'snapkv', which takes none",
+        "`uses` gives gates to 'oracle', which takes none",
+        "`gate_sets.rep.folder` needs a {seed} in it, since there are 2 seeds; got 'rep'",
+    ):
+        assert part in str(caught.value), part
+
+
+def test_folders_of_sets_are_looked_at_before_work_starts(there, tmp_path):
+    foreign = GateSource(str(there / "rep-seed1"))
+    sets = {"none": GateSource(str(tmp_path / "no")), "foreign": foreign, "unused": GateSource("nowhere")}
+    variants = {"a": ("gate",), "b": ("fused",)}
+    config = config_of(there, tmp_path, policies=("a", "b"), variants=variants, tasks=("pair",))
+    config = replace(config, gate_sets=sets, uses={"a": "none", "b": "foreign"})
+    with pytest.raises(ValueError) as caught:
+        compare(config, STUB)
+    assert not config.folder.exists() and "nowhere" not in str(caught.value)
+    text = str(caught.value)
+    assert f"there are no gates for seed 0 in {tmp_path / 'no'} (gate_sets: none); train them first:" in text
+    assert "gates of seed 0 (gate_sets: foreign): " in text and "trained on another model" in text
+
+
+def test_a_set_that_a_policy_cannot_take_is_refused_before_work_starts(there, tmp_path):
+    own = stub_model(0)
+    rank = build_gates("decay", dims_for("decay", {s.layer_idx: s.sizes for s in describe(own)}, {"F": 8}))
+    save_gates(rank, tmp_path / "rank", fingerprint=fingerprint(own))
+    sets = {"rank": GateSource(str(tmp_path / "rank"))}
+    for regime in ("context_only", "decode"):
+        config = config_of(there, tmp_path, policies=("fused",), variants={}, regimes=(regime,))
+        config = replace(config, gate_sets=sets, uses={"fused": "rank"}, tasks=("pair",))
+        with pytest.raises(ValueError, match="policy 'fused' .*wants a gate in 'risk', .* are in 'rank'"):
+            check(config, STUB)
+    check(
+        replace(config, policies=("snapkv", "gate"), regimes=("context_only",), uses={"gate": "rank"}), STUB
+    )
+
+
+def test_sets_are_written_in_a_config(tmp_path):
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "run: one\nseeds: [0]\nitems_per_task: 1\ngates: 'g{seed}'\n"
+        "gate_sets: {rep: {folder: 'r{seed}'}, drawn: {control: random}}\nuses: {gate: rep, fused: drawn}\n"
+    )
+    config = load(path, CompareConfig)
+    assert config.gate_sets == {"rep": GateSource("r{seed}"), "drawn": GateSource(control="random")}
+    assert config.source_of("drawn") == GateSource("g{seed}", "random")
+    with pytest.raises(ValueError, match="expected one of 'none', 'random', 'other_layer'.*did you mean"):
+        load(path, CompareConfig, ["gate_sets.drawn.control=randm"])
+
+
+def test_only_gates_and_head_classes_are_trained_beforehand(there):
+    config = config_of(there, policies=("snapkv", "gate_rep", "oracle", "duo"))
+    config = replace(config, variants={**VARIANTS, "duo": ("duoattention",)}, control_documents=1)
+    subject = load_subject(config, STUB, 0)
+    told = {name: subject.trained(Line(name, name)) for name in ("full", *config.policies)}
+    assert told == {"full": False, "snapkv": False, "gate_rep": True, "oracle": False, "duo": True}
+    assert load_gates(there / "rep-seed0").metadata["sha256"][:12] == subject.gates_sha(
+        Line("gate_rep", "gate_rep")
+    )
