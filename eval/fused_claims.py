@@ -1,0 +1,466 @@
+"""What the fused policy is claimed to do, checked on the rows of a finished comparison.
+
+    python -m retain.eval.fused_claims results/RUN [--policy fused --gate gate --oracle oracle] [--check]
+
+In: a folder that `eval/compare.py` filled. Out: `claims.md` and `claims.json` beside its rows: four claims,
+each with one line for every regime, budget and task family that it speaks of, and the conditions under which
+they may be read as claims at all.
+
+- better: than the best heuristic and than the gate alone, in context_only at 0.1 and 0.2 (`BETTER_AT`);
+- not worse: than the better of these two, by `MARGIN` points, in every regime at every budget;
+- near the oracle: on seen tasks it loses at most `ORACLE_LOSS` points more than the oracle;
+- gap closed: `(policy - best) / (oracle - best)`, wherever the oracle is `GAP_FROM` points or more above the
+  best heuristic, is at least `SHARES`.
+
+The one decision taken here: a line *holds* where its interval shows it, *does not hold* where its interval
+shows the opposite, and is *undecided* otherwise, whatever the estimate. The best heuristic is the one with
+the highest mean of that very cell, chosen on the items that it is then compared on, out of every line of the
+run that reads neither gates nor head classes, under whatever protection. Its mean is therefore too high, and
+"better", "not worse" and "closed" are said too rarely. Which cells have a gap to close is read from the same
+scores and leans the other way, so the cells left out are printed with their gap.
+
+Better: the interval excludes 0 and the Holm-adjusted test passes; the four lines of the macro-average over
+all tasks are one Holm family, each task family's four another, all other cells of either are shown as a
+family of their own and claim nothing. Not worse: `retain.eval.not_worse`, one Holm family of all regimes and
+budgets for each of the three macro-averages. The other two claims are conjunctions, which need no adjustment:
+"all of them hold" is wrong with at most the probability of one.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retain.eval.claim_lines import Condition, FusedClaim, Line, Outcome, Parts, all_hold, write_claims
+from retain.eval.config import CONTROLS, FULL
+from retain.eval.not_worse import ONE_SIDED, NotWorse, not_worse, step_down
+from retain.eval.page import tasks_of
+from retain.eval.record import read_manifest, read_rows
+from retain.eval.significance import Interval, macro_mean, paired_interval, ratio_interval
+from retain.eval.summary import ALL, FAMILIES, Cell, Comparison, Scores, compare_family, gather, heuristics
+from retain.registry import suggest
+
+ORACLE = "oracle"
+# Stated before any run.
+BETTER_IN, BETTER_AT = "context_only", (0.1, 0.2)
+MARGIN = 2.0
+ORACLE_LOSS: Mapping[float, float] = {0.1: 3.0, 0.2: 2.0}
+GAP_FROM = 5.0
+SHARES: Mapping[str, float] = {"seen": 0.95, "held-out": 0.8}
+ITEMS_WANTED, SEEDS_WANTED = 200, 3
+# Of one budget all policies hold the same bytes, but for this share of them.
+BYTES_APART = 0.001
+
+
+def parts_of(scores: Scores, manifest: Mapping[str, Any], *, policy: str, gate: str, oracle: str) -> Parts:
+    """Find the parts of a run.
+
+    Args:
+        scores: Of the run.
+        manifest: Of the run: what its policies resolved to says which of them read gates or head classes. One
+            that does not say so is taken to hold presets alone.
+        policy, gate, oracle: Lines of the run.
+
+    Raises:
+        ValueError: If the run has no such line, or the three are not three. A run without the control
+            `oracle` leaves the claims about it unmeasured.
+    """
+    problems = [
+        f"{part} is {name!r}, which was not measured{suggest(name, scores.policies)}"
+        for part, name in (("policy", policy), ("gate", gate), ("oracle", oracle))
+        if name not in scores.policies and name != ORACLE
+    ]
+    if len({policy, gate, oracle}) < 3:
+        problems.append(f"policy, gate and oracle must be three lines, got {policy}, {gate} and {oracle}")
+    if problems:
+        raise ValueError(f"{'; '.join(problems)}. Measured: {', '.join(scores.policies)}.")
+    resolved = manifest.get("identity", {}).get("policies")
+    found = [
+        name for name in scores.policies if name not in (policy, gate, oracle) and _untrained(name, resolved)
+    ]
+    return Parts(policy, gate, oracle, tuple(found))
+
+
+def _untrained(name: str, resolved: Mapping[str, Any] | None) -> bool:
+    """Whether a line of a run needs nothing trained or measured beforehand."""
+    if name == FULL or name.partition("+")[0] in CONTROLS:
+        return False
+    if resolved is None or name not in resolved:
+        return name in heuristics()
+    own = resolved[name]
+    beforehand = own.get("allocation", {})
+    # What a budget is shared out by may come from the gates' calibration as well.
+    return not (own["learned"] or beforehand.get("head_classes") or beforehand.get("quotas"))
+
+
+def groups_of(scores: Scores) -> list[str]:
+    """Macro-averages that a run has, the one that claims rest on first: over all tasks, then over each task
+    family; of a run with one family only that."""
+    families = [family for family in FAMILIES if scores.tasks(family)]
+    return [ALL, *families] if len(families) > 1 else families
+
+
+def best_of(scores: Scores, names: Sequence[str], regime: str, budget: float, family: str) -> str | None:
+    """Of these policies the one with the highest mean over a family's tasks, the first of several; None where
+    none was measured."""
+    tasks = scores.tasks(family)
+    cells = [Cell(regime, name, budget) for name in names]
+    found = [cell for cell in cells if tasks and cell in scores.judged]
+    return max(found, key=lambda cell: scores.mean(cell, tasks)).policy if found else None
+
+
+def places_of(scores: Scores, parts: Parts) -> list[tuple[str, float]]:
+    """Regimes and budgets at which the policy was measured."""
+    return [
+        (regime, budget)
+        for regime in scores.regimes
+        for budget in scores.budgets
+        if Cell(regime, parts.policy, budget) in scores.judged
+    ]
+
+
+def differences(scores: Scores, own: Cell, other: Cell, family: str) -> list[np.ndarray]:
+    """One array per task, in points: own minus other on the same clusters."""
+    tasks = scores.tasks(family)
+    pairs = zip(scores.strata(own, tasks), scores.strata(other, tasks), strict=True)
+    return [a - b for a, b in pairs]
+
+
+def _line(
+    scores: Scores, own: Cell, other: Cell, family: str, interval: Interval, outcome: Outcome, **more: Any
+) -> Line:
+    """A line of two cells that were compared: what was found, and beside it means, counts, seeds and tasks.
+
+    Args:
+        scores: Of the run.
+        own, other: Compared on the tasks of a family.
+        family: Of tasks.
+        interval: Of what the line is about.
+        outcome: Of the line.
+        more: Other fields of it.
+    """
+    tasks, full = scores.tasks(family), Cell(own.regime, FULL, 1.0)
+    made = differences(scores, own, other, family)
+    seeds = scores.seed_means(own, tasks), scores.seed_means(other, tasks)
+    found: dict[str, Any] = {
+        "outcome": outcome,
+        "required": True,
+        "regime": own.regime,
+        "budget": own.budget,
+        "family": family,
+        "against": other.policy,
+        "estimate": interval.estimate,
+        "low": None if interval.undefined else interval.low,
+        "high": None if interval.undefined else interval.high,
+        "policy_mean": scores.mean(own, tasks),
+        "against_mean": scores.mean(other, tasks),
+        "full_mean": scores.mean(full, tasks) if full in scores.judged else None,
+        "num_items": sum(values.size for values in made),
+        "num_differ": sum(int(np.count_nonzero(values)) for values in made),
+        "by_seed": {seed: mean - seeds[1][seed] for seed, mean in seeds[0].items()},
+        "by_task": {task: float(values.mean()) for task, values in zip(tasks, made, strict=True)},
+    }
+    return Line(**(found | more))
+
+
+def check_better(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
+    """Better than the best heuristic and than the gate alone; a line for every regime and budget, of which
+    those at `BETTER_IN`, `BETTER_AT` are required."""
+    lines: list[Line] = []
+    groups = groups_of(scores)
+    wanted = [(BETTER_IN, budget) for budget in BETTER_AT]
+    others = [place for place in places_of(scores, parts) if place not in wanted]
+    for group in groups:
+        for places in (wanted, others):
+            required = places is wanted and group == groups[0]
+            found = [
+                (place, name, best_of(scores, names, *place, group))
+                for place in places
+                for name, names in (("best heuristic", parts.heuristics), (parts.gate, (parts.gate,)))
+            ]
+            pairs = [
+                (Cell(place[0], parts.policy, place[1]), Cell(place[0], other or "", place[1]), group)
+                for place, _, other in found
+            ]
+            made = compare_family(scores, pairs, margin=MARGIN, resamples=resamples)
+            for (place, name, _), pair, one in zip(found, pairs, made, strict=True):
+                if one is None:
+                    lines.append(Line("not measured", required, *place, group, name))
+                    continue
+                lines.append(_better(scores, pair, one, required, name == "best heuristic"))
+    text = (
+        f"{BETTER_IN}, keep_ratio {' and '.join(f'{own:g}' for own in BETTER_AT)}: {parts.policy} is better "
+        f"than the best heuristic and than {parts.gate} alone"
+    )
+    return FusedClaim("better", text, tuple(lines))
+
+
+def _better(
+    scores: Scores, pair: tuple[Cell, Cell, str], made: Comparison, required: bool, chosen: bool
+) -> Line:
+    word = made.verdict
+    outcome: Outcome = "undecided"
+    if word == "better":
+        outcome = "holds"
+    elif word in ("worse", "identical"):
+        outcome = "does not hold"
+    note = f"{word}{', best of all heuristics here' if chosen else ''}"
+    return _line(scores, *pair, made.interval, outcome, required=required, p=made.result.holm_p, note=note)
+
+
+def check_not_worse(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
+    """Not worse than the better of best heuristic and gate by `MARGIN` points, in every regime at every
+    budget.
+
+    It holds where the 95 % interval lies above -`MARGIN` and the Holm-adjusted p is below 2.5 %; it does not
+    where the interval, which is not adjusted, lies below.
+    """
+    lines: list[Line] = []
+    groups = groups_of(scores)
+    for group in groups:
+        tests: list[NotWorse] = []
+        cells: list[tuple[Cell, Cell]] = []
+        for regime, budget in places_of(scores, parts):
+            own = Cell(regime, parts.policy, budget)
+            rivals = [
+                best_of(scores, names, regime, budget, group) for names in (parts.heuristics, (parts.gate,))
+            ]
+            best = best_of(scores, [name for name in rivals if name], regime, budget, group)
+            if best is None or None in rivals:
+                missing = Line("not measured", group == groups[0], regime, budget, group, "the best of all")
+                lines.append(missing)
+                continue
+            cells.append((own, Cell(regime, best, budget)))
+            tests.append(not_worse(differences(scores, *cells[-1], group), MARGIN))
+        for (own, other), test, step in zip(cells, tests, step_down(tests, ONE_SIDED), strict=True):
+            interval = paired_interval(differences(scores, own, other, group), resamples=resamples)
+            outcome: Outcome = "undecided"
+            if interval.low > -MARGIN and step.p < ONE_SIDED:
+                outcome = "holds"
+            elif interval.high < -MARGIN:
+                outcome = "does not hold"
+            more = {
+                "required": group == groups[0],
+                "bound": -MARGIN,
+                "p": step.p,
+                "adjusted_low": None if step.end == -np.inf else step.end,
+                "note": f"{test.method}, one of {len(tests)}",
+            }
+            lines.append(_line(scores, own, other, group, interval, outcome, **more))
+    text = (
+        f"every regime, every budget: {parts.policy} is not worse than the better of best heuristic and "
+        f"{parts.gate}, by {MARGIN:g} points"
+    )
+    return FusedClaim("not worse", text, tuple(lines))
+
+
+def check_near_oracle(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
+    """On seen tasks at most `ORACLE_LOSS` points below the oracle: shown by the 95 % interval and by the
+    one-sided test (`retain.eval.not_worse`), neither adjusted."""
+    lines: list[Line] = []
+    for budget, loss in ORACLE_LOSS.items():
+        regimes = [r for r in scores.regimes if Cell(r, parts.oracle, budget) in scores.judged]
+        for regime in dict.fromkeys((BETTER_IN, *regimes)):
+            own, other = Cell(regime, parts.policy, budget), Cell(regime, parts.oracle, budget)
+            if not scores.tasks("seen") or not {own, other} <= scores.judged.keys():
+                lines.append(Line("not measured", True, regime, budget, "seen", parts.oracle, bound=-loss))
+                continue
+            made = differences(scores, own, other, "seen")
+            test, interval = not_worse(made, loss), paired_interval(made, resamples=resamples)
+            outcome: Outcome = "undecided"
+            if interval.low >= -loss and test.p < ONE_SIDED:
+                outcome = "holds"
+            elif interval.high < -loss:
+                outcome = "does not hold"
+            lines.append(_line(scores, own, other, "seen", interval, outcome, bound=-loss))
+    said = " and ".join(f"{loss:g} at {budget:g}" for budget, loss in ORACLE_LOSS.items())
+    text = f"seen tasks: {parts.policy} loses at most so many points more than {parts.oracle}: {said}"
+    return FusedClaim("near the oracle", text, tuple(lines))
+
+
+def check_gap_closed(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
+    """The share of the gap between best heuristic and oracle that the policy closes,
+    `(mean(policy) - mean(best)) / (mean(oracle) - mean(best))`, macro means, items resampled within their
+    task and the same for all three; a line for every regime and budget that has an oracle and every family of
+    `SHARES`, "no gap" where oracle - best is below `GAP_FROM`."""
+    lines: list[Line] = []
+    for family, share in SHARES.items():
+        if not scores.tasks(family):
+            lines.append(Line("not measured", True, "any", 0.0, family, "best heuristic", bound=share))
+            continue
+        for regime, budget in places_of(scores, parts):
+            best = best_of(scores, parts.heuristics, regime, budget, family)
+            oracle = Cell(regime, parts.oracle, budget)
+            if best is not None and oracle in scores.judged:
+                lines.append(_closed(scores, parts, oracle, best, family, share, resamples))
+    if not any(line.outcome != "not measured" for line in lines):
+        lines.append(Line("not measured", True, "any", 0.0, ALL, "best heuristic"))
+    said = " and ".join(f"{100 * share:g} % ({family})" for family, share in SHARES.items())
+    text = (
+        f"wherever {parts.oracle} - best heuristic is {GAP_FROM:g} points or more, {parts.policy} closes at "
+        f"least {said} of that gap"
+    )
+    return FusedClaim("gap closed", text, tuple(lines))
+
+
+def _closed(
+    scores: Scores, parts: Parts, oracle: Cell, best: str, family: str, share: float, resamples: int
+) -> Line:
+    own, base = oracle._replace(policy=parts.policy), oracle._replace(policy=best)
+    won, gap = differences(scores, own, base, family), differences(scores, oracle, base, family)
+    size = float(macro_mean(*gap))
+    more: dict[str, Any] = {"bound": share, "gap": size}
+    if size < GAP_FROM:
+        nothing = Interval(0.0, -math.inf, math.inf, 0.95, "undefined", 0, 0)
+        more |= {"required": False, "estimate": None, "by_seed": {}}
+        return _line(scores, own, base, family, nothing, "no gap", **more)
+    means = [scores.seed_means(cell, scores.tasks(family)) for cell in (own, base, oracle)]
+    more["crossed"] = _crossed(scores, parts, oracle, family)
+    more["by_seed"] = {
+        seed: (mine - means[1][seed]) / (means[2][seed] - means[1][seed])
+        for seed, mine in means[0].items()
+        if means[2][seed] > means[1][seed]
+    }
+    try:
+        interval = ratio_interval(won, gap, resamples=resamples)
+    except ValueError:  # strata pair up, so it is the denominator: a resample in which there is no gap
+        # The same question without a division: won - share * gap, which is 0 or more where it is closed.
+        left = [a - share * b for a, b in zip(won, gap, strict=True)]
+        interval = paired_interval(left, resamples=resamples)
+        more |= {"estimate": float(macro_mean(*won)) / size, "low": None, "high": None}
+        more["note"] = (
+            f"in some resamples there is no gap; judged by won - {share:g} gap: "
+            f"{interval.estimate:+.1f} {interval.spelled()}"
+        )
+        return _line(scores, own, base, family, interval, _reaches(interval, 0.0), **more)
+    return _line(scores, own, base, family, interval, _reaches(interval, share), **more)
+
+
+def _reaches(interval: Interval, bound: float) -> Outcome:
+    if interval.low >= bound:
+        return "holds"
+    return "does not hold" if interval.high < bound else "undecided"
+
+
+def _crossed(scores: Scores, parts: Parts, oracle: Cell, family: str) -> float | None:
+    """The share closed with the heuristic chosen on every other item of each task and compared on the rest,
+    summed over both ways; None where a task has one item, or no gap is left."""
+    tasks = scores.tasks(family)
+
+    def half(name: str, start: int) -> float:
+        strata = scores.strata(oracle._replace(policy=name), tasks)
+        return float(macro_mean(*(values[start::2] for values in strata)))
+
+    if any(values.size < 2 for values in scores.strata(oracle, tasks)):
+        return None
+    names = [name for name in parts.heuristics if oracle._replace(policy=name) in scores.judged]
+    won = gap = 0.0
+    for start in (0, 1):
+        best = max(names, key=lambda name: half(name, 1 - start))
+        won += half(parts.policy, start) - half(best, start)
+        gap += half(parts.oracle, start) - half(best, start)
+    return won / gap if gap > 0 else None
+
+
+def check_conditions(scores: Scores, parts: Parts, manifest: Mapping[str, Any]) -> list[Condition]:
+    """Enough items and seeds, equal bytes, one set of gates, a finished run of clean code."""
+    items = {task: scores.num_items([task]) for task in scores.families}
+    fewest = min(items, key=lambda task: items[task])
+    seeds = sorted({int(seed) for own in scores.seeds.values() for seed in own})
+    apart, where = 0.0, ""
+    for regime, budget in places_of(scores, parts):
+        held = scores.memory[Cell(regime, parts.policy, budget)].bytes_held
+        for name in (*parts.heuristics, parts.gate, parts.oracle):
+            cell = Cell(regime, name, budget)
+            off = abs(float(scores.memory[cell].bytes_held / held) - 1) if cell in scores.memory else 0.0
+            if off > apart:
+                apart, where = off, f" ({name}, {regime}, {budget:g})"
+    own, alone = _gates_of(manifest, parts.policy), _gates_of(manifest, parts.gate)
+    shas = {str(one.get("sha256"))[:12] for one in own.values()}
+    states = manifest.get("code_states", [])
+    clean = bool(states) and all(state.get("clean") for state in states)
+    return [
+        Condition(
+            f"at least {ITEMS_WANTED} items a task",
+            items[fewest] >= ITEMS_WANTED,
+            f"{items[fewest]} ({fewest})",
+        ),
+        Condition(
+            f"at least {SEEDS_WANTED} seeds, each with gates of its own",
+            min(len(seeds), len(shas)) >= SEEDS_WANTED,
+            f"seeds {', '.join(map(str, seeds))}; {len(shas)} sets of gates",
+        ),
+        Condition(
+            "equal achieved bytes in every cell",
+            apart <= BYTES_APART,
+            f"at most {100 * apart:.2f} % apart{where}",
+        ),
+        Condition(
+            f"{parts.gate} and {parts.policy} take the same gates",
+            own == alone,
+            "sha256 " + ", ".join(sorted({*shas, *(str(one.get("sha256"))[:12] for one in alone.values())})),
+        ),
+        Condition("the run is finished", "finished" in manifest, str(manifest.get("finished", "not yet"))),
+        Condition(
+            "the code was clean", clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"
+        ),
+    ]
+
+
+def _gates_of(manifest: Mapping[str, Any], policy: str) -> Mapping[str, Mapping[str, Any]]:
+    """Seed by seed, what a manifest says of the gates that a line took; protections change no gates."""
+    identity = manifest.get("identity", {})
+    others: Mapping[str, Any] = identity.get("gates_of_policies", {})
+    found: Mapping[str, Mapping[str, Any]] = others.get(policy.partition("+")[0], identity.get("gates", {}))
+    return found
+
+
+def check_all(scores: Scores, parts: Parts, *, resamples: int) -> list[FusedClaim]:
+    """The four claims."""
+    return [
+        check_better(scores, parts, resamples=resamples),
+        check_not_worse(scores, parts, resamples=resamples),
+        check_near_oracle(scores, parts, resamples=resamples),
+        check_gap_closed(scores, parts, resamples=resamples),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a folder, write `claims.md` and `claims.json` there, and say how each claim came out."""
+    parser = argparse.ArgumentParser(
+        description="Check what the fused policy is claimed to do on a finished run."
+    )
+    parser.add_argument("folder", type=Path, help="results/<run>")
+    parser.add_argument("--policy", default="fused", help="what the claims are about")
+    parser.add_argument("--gate", default="gate", help="its own gate alone")
+    parser.add_argument("--oracle", default=ORACLE, help="the reference that knows the future")
+    parser.add_argument("--resamples", type=int, default=5000, help="of every interval")
+    parser.add_argument("--out", type=Path, help="where claims.md and claims.json go; default: the folder")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
+    given = parser.parse_args(arguments)
+    try:
+        manifest = read_manifest(given.folder)
+        scores = gather(read_rows(given.folder), tasks_of(manifest))
+        parts = parts_of(scores, manifest, policy=given.policy, gate=given.gate, oracle=given.oracle)
+        claims = check_all(scores, parts, resamples=given.resamples)
+        conditions = check_conditions(scores, parts, manifest)
+        options = {"resamples": given.resamples}
+        path = write_claims(given.out or given.folder, manifest, parts, claims, conditions, options)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for condition in conditions:
+        if not condition.holds:
+            print(f"condition not met: {condition.text}: {condition.numbers}")
+    for claim in claims:
+        print(f"{claim.outcome}: {claim.text}")
+    print(f"Claims: {path}, {path.with_suffix('.json')}")
+    return 0 if not given.check or all_hold(claims, conditions) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The entry: which ingredient of a policy pays, by taking them out one at a time, or by crossing them.
+
+    python -m retain.eval.study --config configs/study/fusion.yaml [key=value ...]
+    python -m retain.eval.study --config configs/study/fusion.yaml --train-commands | bash
+    accelerate launch --num_processes 8 -m retain.eval.study --config FILE compare.device=cuda [key=value ...]
+
+In: a study (`retain.eval.study_plan`), trained gates. Out: what a comparison leaves in
+`<compare.results>/<compare.run>/`, and beside it `study.md`, `study.json`, `study.png`, `study.yaml`. The one
+decision taken here: a study is one comparison and nothing beside it. It is run, resumed, spread over workers
+and devices as any other, and its tables are made from the rows alone, so that a finished study is only
+reported again.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from retain.config import load, save, to_mapping
+from retain.eval.compare import compare
+from retain.eval.config import suite_of
+from retain.eval.processes import Processes, launched
+from retain.eval.record import read_manifest, read_rows
+from retain.eval.study_picture import draw_study
+from retain.eval.study_plan import Plan, StudyConfig, absent_gates, plan_of, train_commands
+from retain.eval.study_table import as_markdown, as_rows, entries_of, ingredients_of, tables_of
+from retain.eval.summary import gather
+from retain.eval.tasks import Suite
+from retain.provenance import write_json, write_text
+
+REPORT, NUMBERS, PICTURE, CONFIG = "study.md", "study.json", "study.png", "study.yaml"
+
+
+def run_study(study: StudyConfig, suite: Suite, processes: Processes | None = None) -> Path:
+    """Run a study to its end, and report it.
+
+    Args:
+        study: As read.
+        suite: That its comparison names.
+        processes: Of the launch; the first of them reports.
+
+    Returns:
+        Path of `study.md`.
+
+    Raises:
+        ValueError: If the study or its comparison is wrong, gates are missing, or the folder holds the rows
+            of another configuration.
+    """
+    plan = plan_of(study, suite)
+    missing = absent_gates(study, plan)
+    if missing:
+        raise ValueError("This study cannot start:\n" + "\n".join(f"  - {one}" for one in missing))
+    processes = Processes() if processes is None else processes
+    compare(plan.compare, suite, processes)
+    if processes.first:
+        report(study, plan, suite)
+    return plan.compare.folder / REPORT
+
+
+def report(study: StudyConfig, plan: Plan, suite: Suite) -> None:
+    """Write a study's tables and picture from the rows of its run."""
+    folder = plan.compare.folder
+    scores = gather(read_rows(folder), suite.tasks)
+    options: dict[str, Any] = {"margin": study.compare.margin_points, "resamples": study.compare.resamples}
+    entries = entries_of(scores, tables_of(study, plan), **options)
+    manifest = read_manifest(folder)
+    save(study, folder / CONFIG)
+    write_json(
+        folder / NUMBERS,
+        {
+            "run": study.compare.run,
+            "code_states": manifest["code_states"],
+            "identity_sha": manifest["identity_sha"],
+            "study": to_mapping(study),
+            "lines": {
+                name: {"policy": [*line.policy], "gates": line.gates, "levels": {**line.levels}}
+                for name, line in plan.lines.items()
+            },
+            "skipped": {**plan.skipped},
+            "ingredients": [
+                {
+                    "factor": one.factor,
+                    "family": one.family,
+                    "winner": one.chosen,
+                    "absent": [*one.absent],
+                    "verdict": one.verdict,
+                    "places": [
+                        {"regime": regime, "budget": budget, "word": word}
+                        for (regime, budget), word in one.places.items()
+                    ],
+                }
+                for one in ingredients_of(study, plan, entries)
+            ],
+            "entries": as_rows(entries),
+        },
+    )
+    draw_study(entries, folder / PICTURE, title=f"Study {study.compare.run}")
+    text = as_markdown(study, plan, scores, entries, head=_head(study, suite, manifest))
+    write_text(folder / REPORT, text + f"\n![level minus winner]({PICTURE})\n")
+
+
+def _head(study: StudyConfig, suite: Suite, manifest: dict[str, Any]) -> list[str]:
+    """What was run, and whether it may enter a table."""
+    own, states = study.compare, manifest["code_states"]
+    seeds = ", ".join(map(str, own.seeds))
+    commits = ", ".join(f"`{(state['commit'] or 'none')[:12]}`" for state in states)
+    lines = [
+        f"Suite `{suite.name}`, seeds {seeds}, {own.items_per_task} items a task and seed, contexts of at "
+        f"most {own.context_tokens} tokens; plan: {study.plan}. Memory and every other policy: `report.md` "
+        "beside this file.",
+        "",
+        f"Code {commits}; config hash `{manifest['identity_sha']}`.",
+    ]
+    if not all(one["clean"] for one in states):
+        lines += ["", "**Scratch:** the working tree was not clean, so these numbers enter no table."]
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, run, and say where the report is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m retain.eval.study",
+        description="Which ingredient of an eviction policy pays.",
+        epilog="Keys: " + ", ".join(field.name for field in fields(StudyConfig)),
+    )
+    parser.add_argument("--config", required=True, help="YAML, e.g. configs/study/fusion.yaml")
+    parser.add_argument(
+        "--train-commands", action="store_true", help="print what trains the gates, and run nothing"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="of each training, for --train-commands")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    given = parser.parse_args(arguments)
+    try:
+        study = load(given.config, StudyConfig, given.overrides)
+        if given.train_commands:
+            print("\n".join(train_commands(study, given.processes)))
+            return 0
+        processes = launched()
+        path = run_study(study, suite_of(study.compare), processes)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if processes.first:
+        print(
+            path.read_text(encoding="utf-8").partition("\n## Ingredients\n")[2].partition("\n## ")[0].strip()
+        )
+        print(f"\nStudy: {path}; again: {shlex.join(['python', '-m', 'retain.eval.study', *sys.argv[1:]])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
