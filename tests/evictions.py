@@ -60,12 +60,13 @@ PRESETS = (
     "vatp",
 )
 EVICTING = tuple(name for name in PRESETS if name != "full")
-# Those whose published method lets layers or heads compete, and how.
+# Those whose published method (or our own) lets layers or heads compete, and how.
 SHARED = {
     "ada_criticalkv": ("layer", "uniform"),
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
     "defensivekv": ("layer", "uniform"),
+    "fused": ("model", "uniform"),
     "lava": ("layer", "entropy"),
     "layer_defensivekv": ("model", "uniform"),
     "pyramidkv": ("head", "pyramid"),

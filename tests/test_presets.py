@@ -37,14 +37,18 @@ def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by
 
 
 def test_presets_protect_alike_so_that_a_comparison_compares_scores():
-    """But for StreamingLLM, whose protection is the method: sinks and the most recent entries."""
+    """But for StreamingLLM, whose protection is the method, and for the fused policy, whose own was chosen
+    with it: comparisons measure its rivals under that one too (`configs/compare/fused.yaml`)."""
+    own = {
+        "streaming_llm": (Protection(4, 0.0, 0.0, 4, 32), "not that of the other presets"),
+        "fused": (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs"),
+    }
     for name in PRESETS:
         if name != "full":
-            streaming = Protection(4, 0.0, 0.0, 4, 32)
-            same = Protection(4, 0.1, 0.1, 4, 32)
-            assert load_policy(name).protection == (streaming if name == "streaming_llm" else same), name
+            same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but fused"
+            protection, said = own.get(name, same)
+            assert load_policy(name).protection == protection, name
             text = (FOLDER / f"{name}.yaml").read_text()
-            said = "not that of the other presets" if name == "streaming_llm" else "the same in every preset"
             assert f"protection:           # {said}" in text
 
 

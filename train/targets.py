@@ -60,7 +60,7 @@ class TargetSettings:
     block: int = 128
     weight: Literal["none", "value_norm", "value_norm_over_hidden"] = "value_norm"
     granularity: Granularity = "head"
-    horizon: int = 32
+    horizon: int = 8
     floor: float = 2e-3
     chunk: int | None = None
     repeat_prompt: str = "\n\nRepeat the previous context exactly."
