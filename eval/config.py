@@ -262,8 +262,8 @@ def suite_of(config: CompareConfig) -> Suite:
 
 
 def find_policy(config: CompareConfig, name: str, protection: str = PRESET) -> Policy:
-    """The policy of that name: a variant of this comparison, or a preset; a control is the gate's pipeline
-    with the control's score in the gate's place."""
+    """The policy of that name: a variant of this comparison, or a preset; a control is the fused policy's
+    protection and budget with the control's score in the place of its own."""
     changes = () if protection == PRESET else config.protections[protection]
     label = name if protection == PRESET else f"{name}+{protection}"
     return _resolved(name, label, config.variants.get(name), changes)
@@ -277,8 +277,9 @@ def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection
         return replace(load_policy(preset, [*changes, *protection]), name=label, variants={})
     if name not in CONTROLS:
         return replace(load_policy(name, protection), name=label, variants={})
-    gate = load_policy("gate", protection)
-    return replace(gate, name=label, learned=True, observed=None, fusion="learned", variants={})
+    fused = load_policy("fused", protection)
+    own = {"observed": None, "observed_settings": {}, "fusion": "learned", "variants": {}}
+    return replace(fused, name=label, **own)
 
 
 def gate_users(config: CompareConfig) -> dict[str, str]:
