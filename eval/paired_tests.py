@@ -14,6 +14,7 @@ no p.
 """
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def sign_flip(differences: Sequence[np.ndarray], *, resamples: int = 9999, seed:
     shares = shares[shares != 0]
     if shares.size == 0:
         return SignFlip(1.0, True, 0, 1)
-    exact = 2.0**shares.size <= resamples
+    # Not `2 ** size`: with a thousand items that is beyond what a float holds.
+    exact = shares.size <= math.log2(resamples)
     if shares.size == 1:  # scipy wants two observations; a single sign is + or -, as likely
         return SignFlip(1.0, True, 1, 2)
     spread = np.abs(shares).sum()

@@ -94,6 +94,12 @@ def test_equal_differences_have_no_sign_to_flip():
     assert sign_flip([np.array([5.0])]).p == 1.0
 
 
+def test_sign_flips_of_more_items_than_a_float_has_powers_of_two():
+    differences = np.where(np.arange(1500) % 3 == 0, -100.0, 100.0)
+    found = sign_flip([differences], resamples=199)
+    assert not found.exact and found.num_nonzero == 1500 and found.p == 2 / 200
+
+
 def test_drawn_sign_flips_are_near_the_counted_ones():
     differences = np.random.default_rng(2).normal(0.5, 1, 12)
     counted, drawn = sign_flip([differences]), sign_flip([differences], resamples=4000, seed=1)
