@@ -22,7 +22,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
 
-.PHONY: demo compare methods report test bench builds sanitize quantised lint format reference install gates reference-gates gates-seed0 gates-seed1 gates-seed2 $(addprefix family-,$(FAMILIES))
+.PHONY: demo compare methods fused study report test bench builds sanitize quantised lint format reference install gates reference-gates gates-seed0 gates-seed1 gates-seed2 $(addprefix family-,$(FAMILIES))
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -38,6 +38,20 @@ compare: $(INSTALLED)
 methods: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates
 	$(BIN)/python eval/compare.py --config configs/compare/methods.yaml
+
+# The fused policy against everything, then its claims, checked on the rows: results/fused/claims.md.
+fused: $(INSTALLED)
+	$(MAKE) -j 2 reference-gates
+	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
+	$(BIN)/python -m retain.eval.fused_claims results/fused
+
+# Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
+# `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.
+STUDY := configs/study/fusion.yaml
+study: $(INSTALLED)
+	set -e; commands=$$($(BIN)/python -m retain.eval.study --config $(STUDY) --train-commands); \
+		PATH="$(BIN):$$PATH"; eval "$$commands"
+	$(BIN)/python -m retain.eval.study --config $(STUDY)
 
 # The grid that fits in twenty minutes of two cores, and its page: results/report/report.html.
 REPORT := results/report

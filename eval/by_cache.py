@@ -1,9 +1,12 @@
 """One `retain.Cache` for every policy, protection and budget: regimes that evict again.
 
 A cell is what stands in the README: make a cache with a policy, a budget and a regime, prefill the context
-(in chunks where the regime says so), and generate, each question on a fork. Nothing is shared between cells,
-so what is measured is what a user gets; a test compares the regime that evicts once with the shared prefill,
-which agrees to the token and the entry. Controls have no place here: they know more than a cache can.
+(in chunks where the regime says so), and generate, each question on a fork. Shared between cells is only what
+no policy has a say in, the first forward (`retain.eval.first_read`): the whole context, or its first chunk,
+is read once, and every cell's cache is told of it as if it had read for itself. So what is measured is what a
+user gets; tests compare with caches that read, to the bit, and the regime that evicts once with the shared
+prefill, which agrees to the token and the entry. Controls have no place here: they know more than a cache
+can.
 
 In these regimes a cache may cut at any forward, so entries and bytes are those at the end of the answer,
 `peak_entries` the most that was held between two forwards, and `attended_ratio` says what the answer was
@@ -27,7 +30,9 @@ from torch import Tensor
 from retain.budget import LayerShape, spread
 from retain.eval.answers import Held, alike, make_row, needle_share, needle_tokens, padded, respond
 from retain.eval.config import CACHE_REGIMES, FULL, CompareConfig, Line, budget_of, lines_of
+from retain.eval.first_read import FirstRead, read_first
 from retain.eval.record import Row
+from retain.eval.shared_prefill import wanted_by
 from retain.eval.subject import Subject, Unit, item_seed, naming
 from retain.eval.tasks import Item, Suite
 from retain.hf.cache import Cache
@@ -108,9 +113,11 @@ def run_by_cache(
     lines = lines_of(config, regime)
     cells = [(FULL_LINE, 1.0), *((line, budget) for budget in config.budgets for line in lines)]
     for group in groups_of({**items}, regime):
+        with naming(unit, "the first forward"):
+            contexts = read_contexts(config, subject, group, regime, lines)
         for line, budget in cells:
             with naming(unit, f"{line.name} at {budget:g}"):
-                rows += run_cell(config, suite, subject, unit, group, regime, line, budget)
+                rows += run_cell(config, suite, subject, unit, group, regime, line, budget, contexts)
     check_equal_memory(rows, unit)
     return sorted(rows, key=lambda row: (row.item, row.question))  # stable: cells stay in order
 
@@ -125,6 +132,20 @@ def groups_of(items: dict[int, Item], regime: str) -> list[dict[int, Item]]:
             width = len(item.context_ids) if "chunked" in regime else -1
             groups.setdefault((number, width, index if item.end_ids else -1), {})[index] = item
     return [*groups.values()]
+
+
+def read_contexts(
+    config: CompareConfig, subject: Subject, items: Mapping[int, Item], regime: str, lines: Sequence[Line]
+) -> FirstRead:
+    """Items' contexts, and what the forward came to that all cells have in common."""
+    ids, mask = padded([item.context_ids for item in items.values()])
+    return read_first(
+        subject.model,
+        ids.to(subject.device),
+        mask.to(subject.device),
+        chunk=config.chunk_tokens if "chunked" in regime else None,
+        wanted=wanted_by(subject, lines),
+    )
 
 
 def open_cache(
@@ -147,6 +168,8 @@ def open_cache(
         every=config.every,
         gates=gates if policy.learned else None,
         seeds=seeds,
+        # Comparisons measure what is lost; they are not to be told.
+        capacity=None,
     )
 
 
@@ -159,16 +182,14 @@ def run_cell(
     regime: str,
     line: Line,
     budget: float,
+    contexts: FirstRead,
 ) -> list[Row]:
     """One policy at one budget, on items that are read together."""
     device = subject.device
     seeds = [item_seed(unit.seed, unit.task, index) for index in items]
     policy = subject.policies.get(line.name)
     cache = open_cache(subject.model, config, regime, policy, budget, subject.gates_of(line), seeds)
-    ids, mask = padded([item.context_ids for item in items.values()])
-    chunk = config.chunk_tokens if "chunked" in regime else None
-    with torch.no_grad():
-        cache.prefill(ids.to(device), mask.to(device), chunk_size=chunk)
+    contexts.into(cache)
     rows = []
     first = next(iter(items.values()))
     for question, asked in enumerate(first.asked):

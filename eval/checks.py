@@ -28,7 +28,7 @@ from retain.eval.config import (
     find_policy,
     gate_names,
     gate_users,
-    items_of,
+    indices_of,
     lines_of,
     needs_gates,
     resolve_device,
@@ -240,6 +240,7 @@ def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
     ]
     least = {
         "items_per_task": 1,
+        "first_item": 0,
         "context_tokens": 64,
         "control_documents": 1,
         "horizon": 1,
@@ -252,6 +253,13 @@ def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
         for name, low in least.items()
         if getattr(config, name) < low
     ]
+    if config.first_item > 0:
+        problems += [
+            f"task {name!r} has {suite.tasks[name].num_items} items, and `first_item` is {config.first_item}: "
+            "none is left; lower it, or leave the task out"
+            for name in with_all_tasks(config, suite)
+            if not indices_of(config, suite, name)
+        ]
     if config.margin_points <= 0:
         problems.append(f"`margin_points` must be positive, got {config.margin_points}")
     if len(config.seeds) > 1 and suite.seeds is not None:
@@ -359,8 +367,7 @@ def shortest_of(config: CompareConfig, suite: Suite, task: str) -> tuple[Shortes
     Raises:
         ValueError: An item that cannot be made.
     """
-    count = items_of(config, suite, task)
-    places = [(index, seed) for index in range(count) for seed in config.seeds]
+    places = [(index, seed) for index in indices_of(config, suite, task) for seed in config.seeds]
     found: list[Shortest] = []
     began = time.monotonic()
     for index, seed in places:

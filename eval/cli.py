@@ -3,6 +3,9 @@
     retain policies                              what there is to choose from, and what each needs
     retain inspect PATH [--picture FILE.png]     what is in a gate artifact, a run, results, a saved cache
     retain compare --config FILE [key=value ...] compare policies at equal achieved memory
+    retain study --config FILE [key=value ...]   which ingredient of a policy pays
+    retain fused-claims results/RUN              what the fused policy is claimed to do, checked on a run
+    retain capacity --gates PATH --output PATH   how well a cache foretells that it evicts too much
     retain lm-eval -- ARGUMENTS                  lm-evaluation-harness, with the model class `retain`
 
 In: a command and its arguments. Out: its exit status; 2, with one line on stderr, where something that the
@@ -57,7 +60,8 @@ def _main_of(module: str) -> Callable[[Sequence[str]], int]:
     """A module's `main`, imported when it is called."""
 
     def call(arguments: Sequence[str]) -> int:
-        return import_module(module).main(arguments)
+        # One that says nothing went well: what is wrong is raised.
+        return int(import_module(module).main(arguments) or 0)
 
     return call
 
@@ -70,6 +74,15 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         _main_of("retain.eval.inspect_path"),
     ),
     "compare": ("compare policies at equal achieved memory", _main_of("retain.eval.compare")),
+    "study": ("say which ingredient of a policy pays", _main_of("retain.eval.study")),
+    "fused-claims": (
+        "check on a finished run what the fused policy is claimed to do",
+        _main_of("retain.eval.fused_claims"),
+    ),
+    "capacity": (
+        "measure how well an eviction's own numbers tell that its answer will be wrong",
+        _main_of("retain.eval.capacity_study"),
+    ),
     "lm-eval": ("run lm-evaluation-harness with an evicting cache: retain lm-eval -- ...", _lm_eval),
 }
 

@@ -34,7 +34,7 @@ from retain.eval.config import (
     find_policy,
     gate_names,
     gate_users,
-    items_of,
+    indices_of,
     resolve_device,
     suite_of,
     with_all_tasks,
@@ -62,7 +62,7 @@ def items_sha(config: CompareConfig, suite: Suite, task: str) -> str:
     """First 16 hex digits of the sha256 of a task's first items, as the model reads them: data files, chat
     template, tokenizer and generation config have changed where this has, wherever they lie."""
     digest = hashlib.sha256()
-    for index in range(min(FIRST_ITEMS, items_of(config, suite, task))):
+    for index in indices_of(config, suite, task)[:FIRST_ITEMS]:
         item = suite.item(task, config.seeds[0], index, config.context_tokens)
         asked = [(list(one.question_ids), one.generate, list(one.references)) for one in item.asked]
         digest.update(json.dumps([list(item.context_ids), asked, list(item.end_ids)]).encode())
@@ -107,6 +107,8 @@ def _what_counts(config: CompareConfig, mapping: dict[str, Any]) -> dict[str, An
         for task, own in config.text.changes.items()
     }
     text["changes"] = {task: own for task, own in changes.items() if own}
+    if not config.first_item:  # what was run before it could be said began there, and can be reported again
+        del counts["first_item"]
     return counts | {"text": text}
 
 
@@ -187,7 +189,11 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
         "attention": one["attention"],
         "code": code_state(Path(__file__).parent),
         "environment": machine,
-        "samples": {"units": len(plan(config, suite)), "items_per_task_and_seed": config.items_per_task},
+        "samples": {
+            "units": len(plan(config, suite)),
+            "items_per_task_and_seed": config.items_per_task,
+            "first_item": config.first_item,
+        },
         "started": now(),
     }
 

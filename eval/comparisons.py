@@ -22,7 +22,6 @@ it is never called "the same".
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from retain.eval.ceilings import Discrimination, discriminate
 from retain.eval.config import CONTROLS, FULL
@@ -32,14 +31,14 @@ from retain.eval.significance import Verdict, standard_error
 from retain.eval.summary import (
     ALPHA,
     FAMILIES,
-    LEARNED,
     Cell,
     Scores,
     best_heuristic,
     compare,
     compare_family,
+    measured_beforehand,
+    preset_of,
 )
-from retain.presets import policies as presets
 
 # Bounds and controls are no methods: they are judged, and never called best.
 BOUNDS = (FULL, *CONTROLS)
@@ -109,13 +108,7 @@ def budget_name(budget: float) -> str:
 
 def is_bound(policy: str) -> bool:
     """Whether a label of tables names the full cache or a control, under whatever protection."""
-    return policy.partition("+")[0] in BOUNDS
-
-
-@cache
-def _measured_beforehand() -> frozenset[str]:
-    """Presets that something trained or measured belongs to: gates, head classes."""
-    return frozenset(one.name for one in presets() if {"gates", "head_classes"} & one.needs)
+    return preset_of(policy) in BOUNDS
 
 
 def is_judged(policy: str, trained: Collection[str] = ()) -> bool:
@@ -126,8 +119,7 @@ def is_judged(policy: str, trained: Collection[str] = ()) -> bool:
         trained: Labels of which the run's rows say that something trained or measured beforehand belongs to
             them (`Scores.trained`): variants, whose names say nothing. Presets are known by their names.
     """
-    name = policy.partition("+")[0]
-    return is_bound(policy) or policy in trained or name in LEARNED or name in _measured_beforehand()
+    return is_bound(policy) or policy in trained or preset_of(policy) in measured_beforehand()
 
 
 def word_of(result: PairedResult) -> str:

@@ -84,11 +84,15 @@ class CompareConfig:
         run: Name of the run; the results are written to `<results>/<run>`.
         seeds: Seeds of the items, and of the models that answer where a suite has several.
         items_per_task: Items of each task, for each seed; fewer where a task has no more.
+        first_item: Index of the first of them in its task and seed: what was chosen on low indices is
+            confirmed on others.
         gates: Folder of a seed's gates, with `{seed}` in it.
         gate_sets: Other gates that policies may take, by name.
         uses: Who takes which: a preset's or variant's name -> a name in `gate_sets`, or "gates". Who is not
             named takes `gates`.
-        suite: Suite of tasks: "reference", or "text".
+        suite: Suite of tasks: in the reference models' own vocabulary "reference", "reference_more" (further
+            tasks) or "reference_shift" (documents that differ from those that gates are trained on); "text",
+            for any model.
         model: Who answers: of tasks in text a hub name, a folder, or `reference:<seed>`; of the suite
             `reference` and those built on it the folder of a model that `python -m retain.reference.train`
             made, or `reference:<seed>`. With `{seed}` in it every seed has a model of its own, without it
@@ -129,6 +133,7 @@ class CompareConfig:
     seeds: tuple[int, ...]
     items_per_task: int
     gates: str
+    first_item: int = 0
     gate_sets: dict[str, GateSource] = field(default_factory=dict)
     uses: dict[str, str] = field(default_factory=dict)
     suite: str = "reference"
@@ -191,6 +196,15 @@ class CompareConfig:
     def gates_of(self, seed: int, name: str = OWN_GATES) -> str:
         """Folder of one seed's gates."""
         return self.source_of(name).folder.replace("{seed}", str(seed))
+
+
+def asks_shipped(config: Mapping[str, Any]) -> bool:
+    """Whether shipped reference models answered, as the config of a manifest says: those of any suite of
+    theirs, and of tasks in text if they are named. Manifests of earlier versions name no model."""
+    suite = str(config["suite"])
+    theirs = suite.startswith("reference")
+    model = str(config.get("model") or (MODEL if theirs else ""))
+    return (theirs or suite == "text") and model.partition(":")[0] == MODEL.partition(":")[0] and ":" in model
 
 
 # Fields that do not change a row: a finished run may be reported again under others. Gates are identified by
@@ -263,7 +277,7 @@ def suite_of(config: CompareConfig) -> Suite:
 
 def find_policy(config: CompareConfig, name: str, protection: str = PRESET) -> Policy:
     """The policy of that name: a variant of this comparison, or a preset; a control is the fused policy's
-    protection and budget with the control's score in the place of its own."""
+    protection and budget with the control's score in the place of its own, and nothing drawn."""
     changes = () if protection == PRESET else config.protections[protection]
     label = name if protection == PRESET else f"{name}+{protection}"
     return _resolved(name, label, config.variants.get(name), changes)
@@ -278,8 +292,9 @@ def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection
     if name not in CONTROLS:
         return replace(load_policy(name, protection), name=label, variants={})
     fused = load_policy("fused", protection)
-    own = {"observed": None, "observed_settings": {}, "fusion": "learned", "variants": {}}
-    return replace(fused, name=label, **own)
+    return replace(
+        fused, name=label, observed=None, observed_settings={}, fusion="learned", draw=None, variants={}
+    )
 
 
 def gate_users(config: CompareConfig) -> dict[str, str]:
@@ -319,9 +334,16 @@ def with_all_tasks(config: CompareConfig, suite: Suite) -> tuple[str, ...]:
 
 
 def items_of(config: CompareConfig, suite: Suite, task: str) -> int:
-    """How many items of a task are asked for each seed: as many as there are, at most."""
+    """How many items of a task are asked for each seed: as many as there are from the first on, at most."""
     there = suite.tasks[task].num_items
-    return config.items_per_task if there is None else min(there, config.items_per_task)
+    if there is None:
+        return config.items_per_task
+    return min(max(0, there - config.first_item), config.items_per_task)
+
+
+def indices_of(config: CompareConfig, suite: Suite, task: str) -> range:
+    """Indices of the items of a task that each seed is asked."""
+    return range(config.first_item, config.first_item + items_of(config, suite, task))
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:

@@ -275,6 +275,7 @@ def make_cache(
         pinned=[(0, TURN_TOKENS)] if pinned else None,
         seeds=list(indices),
         gates=gates,
+        capacity=None,
     )
 
 
@@ -365,7 +366,9 @@ def unit_of(policy: str) -> str:
     """The smallest of `UNITS` that a policy's budget bounds: a head, if each has the same; a layer, whose
     heads share; or all layers of a sequence."""
     own = load_policy(policy)
-    if own.allocation.layers != "uniform" or own.allocation.head_classes is not None:
+    # Classes and quotas give heads of all layers budgets of their own.
+    apart = own.allocation.head_classes is not None or own.allocation.quotas is not None
+    if own.allocation.layers != "uniform" or apart:
         return "sequence"
     return {"head": "head", "layer": "layer"}.get(own.scope, "sequence")
 
@@ -512,7 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--policies", nargs="+", default=list(default.policies), help="presets")
     parser.add_argument(
-        "--gates", help="folder of trained gates, e.g. runs/gates-seed{seed}, for gate and fused"
+        "--gates", help="folder of trained gates, e.g. runs/gates-seed{seed}, for policies that take gates"
     )
     parser.add_argument("--json", type=Path, help="where every turn's report is written")
     given = parser.parse_args(arguments)

@@ -83,14 +83,14 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path, manifest: Mappi
         **dict.fromkeys(
             ("run", "unit", "task", "family", "regime", "policy", "base_policy"), pyarrow.string()
         ),
-        **dict.fromkeys(("protection", "tokens_sha", "text", "text_sha", "about"), pyarrow.string()),
+        **dict.fromkeys(("gates", "protection", "tokens_sha", "text", "text_sha", "about"), pyarrow.string()),
         **dict.fromkeys(("seed", "item", "question", "num_prompt", "num_generated"), pyarrow.int64()),
         **dict.fromkeys(("kept_entries", "seen_entries", "peak_entries"), pyarrow.int64()),
         **dict.fromkeys(("bytes_held", "bytes_full", "gate_bytes"), pyarrow.int64()),
         **dict.fromkeys(
             ("budget", "keep_ratio", "score", "exact", "partial", "needles_kept"), pyarrow.float64()
         ),
-        **dict.fromkeys(("null", "ended"), pyarrow.bool_()),
+        **dict.fromkeys(("null", "ended", "trained"), pyarrow.bool_()),
         "tokens": pyarrow.list_(pyarrow.int64()),
     }
     states = manifest.get("code_states", [])
@@ -310,6 +310,8 @@ def _retain(cell: Cell, rows: Sequence[Mapping[str, Any]], manifest: Mapping[str
         "bytes_held": fmean(row["bytes_held"] for row in rows),
         "bytes_full": fmean(row["bytes_full"] for row in rows),
         "memory": "freed",
+        "gates": sorted({row["gates"] for row in rows if row.get("gates")}),
+        "trained": any(row.get("trained") for row in rows),
         "nulls": sum(bool(row.get("null")) for row in rows),
         "identity_sha": manifest.get("identity_sha"),
         "commits": [state["commit"] for state in states],

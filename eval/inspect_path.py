@@ -406,6 +406,10 @@ def _calibration(said: Any) -> str:
         parts.append(f"thresholds for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
     if said.get("fusion"):
         parts.append(f"weights for fusion {', '.join(said['fusion'])}")
+    if ratios := (said.get("quotas") or {}).get("keep_ratio"):
+        parts.append(f"quotas for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
+    if limit := (said.get("capacity") or {}).get("limit"):
+        parts.append(f"warns where a risk above {limit:.4g} would go")
     return "; ".join(parts) or "none"
 
 

@@ -76,7 +76,10 @@ def collect(
     if documents < 1:
         raise ValueError(f"documents must be at least 1, got {documents}.")
     seed = config.seeds[0]
-    items = {task: suite.item(task, seed, 0, config.context_tokens) for task in with_all_tasks(config, suite)}
+    first = config.first_item
+    items = {
+        task: suite.item(task, seed, first, config.context_tokens) for task in with_all_tasks(config, suite)
+    }
     chosen = sorted(items, key=lambda task: not items[task].needles)[:documents]
     subject = load_subject(config, suite, seed)
     started = now()
@@ -123,10 +126,11 @@ def _document(
 
     extended = extended_by(subject, lines, observed, asked_behind)
     evidence = [truncate(layer, num_seen) for layer in whole.evidence]
-    seeds = [item_seed(subject.seed, task, 0)]
+    index = config.first_item
+    seeds = [item_seed(subject.seed, task, index)]
     future = None
     if any(line.policy == "oracle" for line in lines):
-        group = Group(config, suite, subject, Unit(subject.seed, task, 0, 1), {0: item})
+        group = Group(config, suite, subject, Unit(subject.seed, task, index, index + 1), {index: item})
         future = future_of(group, whole.evidence, num_seen, stages_of(item, regime)[0].questions, {})
     scores = score_all(lines, subject, whole.evidence, observed, num_seen, seeds, future, extended)
     kept = []
@@ -148,10 +152,10 @@ def _document(
     asked = item.asked[0]
     right = list(asked.references) or ["".join(texts_of(asked.gold_ids)).strip()]
     return {
-        "name": f"{task}, seed {subject.seed}, item 0, {regime}",
+        "name": f"{task}, seed {subject.seed}, item {index}, {regime}",
         "task": task,
         "seed": subject.seed,
-        "item": 0,
+        "item": index,
         "regime": regime,
         "tokens": texts_of(ids[:num_seen]),
         "question": "".join(texts_of(asked.question_ids)).strip(),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from retain.eval.comparisons import apart, budget_name, judge, paragraphs
+from retain.eval.config import asks_shipped
 from retain.eval.document_view import STEPS, from_diagnostics, view
 from retain.eval.page_measured import (
     Missing,
@@ -40,7 +41,7 @@ from retain.eval.page_scores import (
     without_scheme,
 )
 from retain.eval.record import read_manifest, read_references, read_rows
-from retain.eval.summary import Scores, gather
+from retain.eval.summary import Scores, gather, heuristics, with_gates
 from retain.eval.tabular import Table, colours, number, words
 from retain.eval.tasks import Task
 from retain.provenance import write_text
@@ -205,17 +206,17 @@ def _commands(manifest: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     diagnose = (
         f"python -m retain.eval.diagnose --model {shlex.quote(model)} --policies {' '.join(policies)} "
         f"--keep-ratio {ratios[len(ratios) // 2]:g}"
-        + (f" --gates {shlex.quote(gates)}" if {"gate", "fused"} & {*policies} else "")
+        + (f" --gates {shlex.quote(gates)}" if with_gates() & {*policies} else "")
         + f" --out {folder}"
     )
     base = run_command(manifest)
     arguments = base.partition("--config")[2].strip() or f"configs/compare/{config['run']}.yaml"
-    heuristics = [name for name in policies if name not in ("gate", "fused", "oracle")]
+    alone = [name for name in policies if name in heuristics()]
     return diagnose, {
         "kept": f"python -m retain.eval.kept --config {arguments}",
         "needles": f"python eval/compare.py --config {arguments} suite=text tasks=[niah] "
         f"run={config['run']}-niah",
-        "speed": f"python -m retain.eval.speed_serving --policies {','.join(heuristics)} "
+        "speed": f"python -m retain.eval.speed_serving --policies {','.join(alone)} "
         f"--output {folder}/speed.json",
     }
 
@@ -315,7 +316,7 @@ def _limits(
         "The best heuristic is chosen on the same items that it is then compared on, which favours it: "
         "better is conservative, worse leans against the policy.",
     ]
-    if config["suite"] == "reference":
+    if asks_shipped(config):
         said.append("The model has about a million parameters: nothing about large models follows from it.")
     if unclear:
         said.append(

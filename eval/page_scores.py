@@ -26,7 +26,7 @@ from retain.eval.figures import (
 )
 from retain.eval.paired_result import PairedResult
 from retain.eval.significance import Interval, standard_error
-from retain.eval.summary import FAMILIES, LEARNED, Cell, Scores
+from retain.eval.summary import FAMILIES, Cell, Scores
 from retain.eval.tabular import Entry, Figure, Shown, Table, heat, number, p_value, scale, words
 from retain.eval.tasks import Task
 
@@ -416,7 +416,7 @@ def _ranks(
             at = [Cell(regime, name, budget) for budget in budgets]
             means = [scores.mean(own, tasks) for own in at if own in scores.exact]
             half = _finite(1.96 * standard_error(scores.strata(cell, tasks))) or 0.0
-            style = 1 if name in LEARNED else NUM_COLOURS - 1 if is_bound(name) else 0
+            style = 1 if name in scores.learned else NUM_COLOURS - 1 if is_bound(name) else 0
             lines.append((name, style, scores.mean(cell, tasks), half, min(means), max(means)))
     full = Cell(regime, FULL, 1.0)
     ceiling = scores.mean(full, tasks) if full in scores.exact else None

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 
 from retain.eval.significance import standard_error
-from retain.eval.summary import ALL, FAMILIES, LEARNED, Cell, Scores
+from retain.eval.summary import ALL, FAMILIES, Cell, Scores
 
 # Learned policies stand out; heuristics are cool, controls grey. Policies not named here take matplotlib's
 # own.
@@ -128,7 +128,7 @@ def draw_ranking(scores: Scores, path: Path, *, title: str, variants: Collection
             cells = [Cell(regime, name, ratio) for ratio in ratios]
             means = [scores.mean(cell, tasks) for cell in cells if cell in scores.exact]
             cell = Cell(regime, name, middle)
-            color = "#c1272d" if name in LEARNED else "#8a8a8a" if name in variants else "#1f5f99"
+            color = "#c1272d" if name in scores.learned else "#8a8a8a" if name in variants else "#1f5f99"
             fill = "white" if name in variants else color
             axis.plot([min(means), max(means)], [place, place], color=color, linewidth=1, alpha=0.45)
             half = 1.96 * standard_error(scores.strata(cell, tasks))

@@ -15,7 +15,7 @@ import torch
 
 from retain.budget import LayerShape, spread
 from retain.eval.comparisons import Judged, apart, judge, word_of
-from retain.eval.config import budget_of
+from retain.eval.config import asks_shipped, budget_of
 from retain.eval.orderings import (
     ENDS,
     NOTES,
@@ -85,9 +85,9 @@ def write_report(
     config = manifest["config"]
     options = {"margin": config["margin_points"], "resamples": config["resamples"]}
     single_key = [task.name for task in tasks.values() if task.single_key]
-    claims = check_claims(scores, single_key, **options)
-    best = judge(scores, **options)
     variants = tuple(config.get("variants", ()))
+    claims = check_claims(scores, single_key, **options, leave_out=variants)
+    best = judge(scores, **options)
     each = learned_against_each(scores, **options, leave_out=variants)
     checked = check_orderings(scores, **options)
     title = f"{config['run']}: score at equal memory, mean over tasks"
@@ -144,7 +144,7 @@ def _head(scores: Scores, manifest: Mapping[str, Any]) -> str:
         f"{' to '.join(map(str, per_task))} items a task over all seeds ({sum(counts.values())} in all), "
         f"contexts of {config['context_tokens']} tokens; greedy generation through the ragged cache. "
         "Scores in %: what each task is judged by.",
-        *([TEST_BED] if config["suite"] == "reference" else []),
+        *([TEST_BED] if asks_shipped(config) else []),
         "",
         f"Code {commits}; config hash `{manifest['identity_sha']}`; Python {machine['python']}, {versions}; "
         f"{machine['device']} ({machine['processor']}); finished {manifest.get('finished', 'not yet')}.",
@@ -384,12 +384,12 @@ def _named(one: Checked) -> str:
 
 
 def _each(made: Sequence[Comparison], left_out: Sequence[str]) -> str:
-    head = ["## Gate and fused against each policy", ""]
+    head = ["## Learned policies against each policy", ""]
     if left_out:
         head += ["Variants are left out.", ""]
     head += ["All comparisons of one regime are one Holm family.", ""]
     if not made:
-        return "\n".join([*head, "Neither was measured."])
+        return "\n".join([*head, "None was measured."])
     names = ("regime", "budget", "policy", "minus")
     return "\n".join(
         [*head, _pivot(made, lambda o: (o.regime, f"{o.budget:g}", o.policy, o.baseline), names)]

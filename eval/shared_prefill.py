@@ -403,17 +403,18 @@ def score_all(
 
 def scored_by(policy: Policy) -> tuple[str, ...]:
     """What its score depends on, beside whose gates it takes: policies that agree in it share one."""
-    how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight)
+    how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
     return (*map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
 
 
 def first_entries(score: Score, count: int) -> Score:
     """The score of the first `count` entries, with what of its window is among them."""
-    first_BHT = score.first_BHT
+    first_BHT, draw_BHT = score.first_BHT, score.draw_BHT
     return replace(
         score,
         values_BHT=score.values_BHT[..., :count],
         first_BHT=None if first_BHT is None else first_BHT[..., :count],
+        draw_BHT=None if draw_BHT is None else draw_BHT[..., :count],
         window=max(0, score.window - (score.values_BHT.shape[-1] - count)),
     )
 

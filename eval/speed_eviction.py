@@ -156,7 +156,8 @@ class Setting:
 
 
 def _shares_evenly(policy: Policy) -> bool:
-    return policy.allocation.layers == "uniform" and policy.allocation.head_classes is None
+    own = policy.allocation
+    return own.layers == "uniform" and own.head_classes is None and own.quotas is None
 
 
 def model_of(setting: Setting) -> LlamaForCausalLM:

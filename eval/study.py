@@ -108,9 +108,9 @@ def _head(study: StudyConfig, suite: Suite, manifest: dict[str, Any]) -> list[st
     seeds = ", ".join(map(str, own.seeds))
     commits = ", ".join(f"`{(state['commit'] or 'none')[:12]}`" for state in states)
     lines = [
-        f"Suite `{suite.name}`, seeds {seeds}, {own.items_per_task} items a task and seed, contexts of at "
-        f"most {own.context_tokens} tokens; plan: {study.plan}. Memory and every other policy: `report.md` "
-        "beside this file.",
+        f"Suite `{suite.name}`, seeds {seeds}, {own.items_per_task} items a task and seed (from index "
+        f"{own.first_item} on), contexts of at most {own.context_tokens} tokens; plan: {study.plan}. Memory "
+        "and every other policy: `report.md` beside this file.",
         "",
         f"Code {commits}; config hash `{manifest['identity_sha']}`.",
     ]

@@ -25,7 +25,7 @@ from retain.eval.config import (
     find_policy,
     gate_names,
     gate_users,
-    items_of,
+    indices_of,
     resolve_device,
     with_all_tasks,
 )
@@ -138,11 +138,11 @@ def plan(config: CompareConfig, suite: Suite) -> list[Unit]:
     """All units of a run, a task at a time, so that a killed run leaves whole tasks."""
     paths = plan_paths(config)
     return [
-        Unit(seed, task, start, min(start + config.unit_items, count), path)
+        Unit(seed, task, start, min(start + config.unit_items, asked.stop), path)
         for seed in config.seeds
         for task in with_all_tasks(config, suite)
-        for count in [items_of(config, suite, task)]
-        for start in range(0, count, config.unit_items)
+        for asked in [indices_of(config, suite, task)]
+        for start in asked[:: config.unit_items]
         for path in paths
     ]
 

@@ -25,18 +25,34 @@ from retain.eval.significance import Interval, Verdict, macro_mean, paired_inter
 from retain.eval.tasks import Task
 from retain.presets import policies
 
-LEARNED = ("gate", "fused")
 FAMILIES = ("seen", "held-out")
 ALL = "all"  # tasks of both families
 ALPHA = 0.05
 
 
 @cache
+def measured_beforehand() -> frozenset[str]:
+    """Presets that something trained or measured belongs to: gates, head classes."""
+    return frozenset(one.name for one in policies() if {"gates", "head_classes"} & one.needs)
+
+
+@cache
+def with_gates() -> frozenset[str]:
+    """Presets that take gates."""
+    return frozenset(one.name for one in policies() if "gates" in one.needs)
+
+
+@cache
 def heuristics() -> tuple[str, ...]:
     """Presets that need nothing trained or measured beforehand. Variants and controls are none, and neither
     is a preset that reads head classes: their table is measured on documents with questions and answers."""
-    beforehand = {"gates", "head_classes"}
-    return tuple(one.name for one in policies() if one.name != "full" and not beforehand & one.needs)
+    beforehand = measured_beforehand()
+    return tuple(one.name for one in policies() if one.name != "full" and one.name not in beforehand)
+
+
+def preset_of(label: str) -> str:
+    """The policy that a label of tables names, whatever protection stands behind it."""
+    return label.partition("+")[0]
 
 
 class Cell(NamedTuple):
@@ -78,6 +94,7 @@ class Scores:
             rows say so.
         trained: Policies that something trained or measured beforehand belongs to, as rows say
             (`Row.trained`); rows of earlier runs say it by the bytes of their gates.
+        gated: Those of them that gates belong to, as rows say (`Row.gates`, `Row.gate_bytes`).
     """
 
     exact: Mapping[Cell, Mapping[str, np.ndarray]]
@@ -90,6 +107,13 @@ class Scores:
     nulls: Mapping[tuple[Cell, str], tuple[tuple[int, int, int], ...]]
     attended: Mapping[tuple[Cell, str], tuple[float, ...]] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
+    gated: frozenset[str] = frozenset()
+
+    @property
+    def learned(self) -> list[str]:
+        """Policies that take gates, in the order of the rows: variants and other protections too. Presets are
+        known by their names as well, for rows of runs that did not say it yet."""
+        return [own for own in self.policies if own in self.gated or preset_of(own) in with_gates()]
 
     @property
     def regimes(self) -> list[str]:
@@ -257,6 +281,11 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
             for cell, answers in every.items()
             if any(answer.get("trained") or answer.get("gate_bytes") for answer in answers)
         ),
+        gated=frozenset(
+            cell.policy
+            for cell, answers in every.items()
+            if any(answer.get("gates") or answer.get("gate_bytes") for answer in answers)
+        ),
     )
 
 
@@ -333,8 +362,20 @@ def best_heuristic(scores: Scores, regime: str, keep_ratio: float, family: str) 
 def learned_against_each(
     scores: Scores, *, margin: float, resamples: int, leave_out: Collection[str] = ()
 ) -> list[Comparison]:
-    """Gate and fused minus every other policy that is not left out, per regime, keep_ratio and family; all of
-    one regime are one Holm family."""
+    """Every learned policy minus every other policy, per regime, keep_ratio and family; all of one regime are
+    one Holm family. Of two learned ones the later in the run's order minus the earlier.
+
+    Args:
+        scores: Of the run.
+        margin: Of the verdicts, in points.
+        resamples: Of the intervals.
+        leave_out: Policies that are neither side of a comparison, under any protection (variants).
+    """
+    learned = _not_left_out(scores.learned, leave_out)
+    others = [name for name in _not_left_out(scores.policies, leave_out) if name not in learned]
+    pairs_of_names = [
+        (policy, baseline) for place, policy in enumerate(learned) for baseline in (*others, *learned[:place])
+    ]
     made: list[Comparison | None] = []
     for regime in scores.regimes:
         pairs = [
@@ -344,9 +385,7 @@ def learned_against_each(
                 family,
             )
             for ratio in scores.budgets
-            for policy in LEARNED
-            for baseline in scores.policies
-            if baseline != policy and baseline not in leave_out and (policy, baseline) != ("gate", "fused")
+            for policy, baseline in pairs_of_names
             for family in FAMILIES
         ]
         pairs = [pair for pair in pairs if is_measured(scores, *pair)]
@@ -354,12 +393,23 @@ def learned_against_each(
     return [one for one in made if one is not None]
 
 
+def _not_left_out(labels: Iterable[str], leave_out: Collection[str]) -> list[str]:
+    return [label for label in labels if preset_of(label) not in leave_out]
+
+
 def is_measured(scores: Scores, cell: Cell, baseline: Cell, family: str) -> bool:
     """Whether the run has both cells, and tasks of the family."""
     return bool(scores.tasks(family)) and cell in scores.exact and baseline in scores.exact
 
 
-def check_claims(scores: Scores, single_key: Sequence[str], *, margin: float, resamples: int) -> list[Claim]:
+def check_claims(
+    scores: Scores,
+    single_key: Sequence[str],
+    *,
+    margin: float,
+    resamples: int,
+    leave_out: Collection[str] = (),
+) -> list[Claim]:
     """Check what the comparison was made to check, at keep_ratio 0.2 on the seen families. "Better" is judged
     in the Holm family of its claim.
 
@@ -368,11 +418,18 @@ def check_claims(scores: Scores, single_key: Sequence[str], *, margin: float, re
         single_key: Tasks that one fact of one key answers.
         margin: Of the verdicts, in points.
         resamples: Of the intervals.
+        leave_out: Learned policies of which nothing is claimed (variants, controls made of gates).
+
+    Returns:
+        A claim for each learned policy under its preset's protection, then what is claimed of `fused` beside
+        its parts, and of `snapkv`, by name.
     """
     ratio = 0.2
     options: dict[str, Any] = {"margin": margin, "resamples": resamples}
     claims = []
-    for policy in LEARNED:
+    for policy in _not_left_out(scores.learned, leave_out):
+        if policy != preset_of(policy):  # another protection than its own
+            continue
         baselines = ("snapkv", "defensive", "recency", "random", "token_identity")
         pairs = [
             (Cell("context_only", policy, ratio), Cell("context_only", name, ratio), "seen")

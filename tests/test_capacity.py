@@ -10,6 +10,7 @@ import torch
 from retain.allocation import Allocation
 from retain.budget import Budget
 from retain.capacity import (
+    FINEST,
     Capacity,
     Gauge,
     Guard,
@@ -25,6 +26,7 @@ from retain.policy import candidates_of, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score
+from retain.stages import FirstStage
 from tests.evictions import make_evidence
 
 FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
@@ -128,8 +130,13 @@ def test_what_can_be_afforded_is_the_least_budget_that_keeps_all_above_the_limit
             heads = 1 if split == "model" else sum(shares.totals.heads_L)
             less = list(own.totals.stated_B)
             less[b] -= heads
-            fewer = enlarged(shares, less)
-            assert capacity_of(fewer, candidates, keep_sets(fewer, candidates), limit).short_B[b]
+        else:
+            # Found by halving: so much less is too little, or less than was stated.
+            less = list(own.totals.stated_B)
+            less[b] -= 2 * stated.entries_B[b] // FINEST + sum(shares.totals.heads_L)
+            less[b] = max(less[b], shares.totals.stated_B[b])
+        fewer = enlarged(shares, less)
+        assert capacity_of(fewer, candidates, keep_sets(fewer, candidates), limit).short_B[b]
 
 
 def test_what_is_needed_by_hand():
@@ -140,6 +147,11 @@ def test_what_is_needed_by_hand():
     assert needed(need_LH, Split("head", usual)) == (7 * 4, True)
     assert needed(need_LH, Split("layer", Allocation(layers="entropy"))) == (12, False)
     assert needed(need_LH, Split("head", replace(usual, layers="pyramid"))) == (12, False)
+    # A first stage takes places by other numbers, so that many may not do.
+    for by in ("budget", "mass"):
+        assert needed(need_LH, Split("model", usual, FirstStage(by))) == (12, False)
+        assert needed(need_LH, Split("layer", usual, FirstStage(by))) == (16, False)
+        assert needed(need_LH, Split("head", usual, FirstStage(by))) == (28, False)
 
 
 def test_rows_that_were_not_decided_on_lost_nothing():
@@ -149,6 +161,10 @@ def test_rows_that_were_not_decided_on_lost_nothing():
     assert both.short_B == [False, True] and both.worst == 1
     assert both.select_batch([1]) == one
     assert one.pressure_B == [1.5] and one.ratio_B == [0.45]
+    # A keep_ratio is one of what was seen, of which some may have gone before.
+    later = replace(one, seen_B=(90,))
+    assert later.ratio_B == [0.1] and later.placed([1], [10, 20], [50, 90]).seen_B == (50, 90)
+    assert later.placed([1], [10, 20], [50, 90]).select_batch([1]) == later
 
 
 def test_it_says_what_would_do():
@@ -158,7 +174,17 @@ def test_it_says_what_would_do():
     assert str(replace(one, limit=3.0)).startswith("within what can be afforded")
     assert str(replace(one, raised=True)).startswith("budget enlarged to 6 of 20")
     assert "sequence 1 (of 1 such) keeps 6" in str(one.placed([1], [10, 20]))
+    later = replace(one, seen_B=(90,))
+    assert re.search(r"keeps 6 of 20 entries.*About 9 entries would do \(keep_ratio about 0.1\)", str(later))
     assert ceiled(0.1001) == 0.101 and ceiled(0.2) == 0.2 and ceiled(1.2) == 1.0
+
+
+def test_in_a_batch_it_advises_what_is_enough_for_all_that_are_short():
+    # The first pays more, the second needs more, and the third needs most but is not short.
+    batch = Capacity(2.0, (9.0, 3.0, 1.0), (0.5, 0.2, 0.1), (30, 60, 99), (20, 20, 99), (100, 100, 100))
+    assert (batch.worst, batch.fullest) == (0, 1) and batch.select_batch([0]).fullest == 0
+    said = r"sequence 0 \(of 2 such\) keeps 20.*is 9, limit 2.*Sequence 1 needs about 60 .*about 0.6\)"
+    assert re.search(said, str(batch))
 
 
 class Stored:

@@ -1,6 +1,8 @@
 """What the pages of `docs/` show runs: every Python block as it stands, and the text is right about it."""
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from tests.chat import SENTENCES, chat_tokenizer
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4, "lm_eval": 0}
+PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4, "fusion": 1, "lm_eval": 0}
 TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))
 
 
@@ -201,14 +203,39 @@ def test_families(family, tmp_path, capsys) -> None:
     assert all(left.kind in shown for left in report.alone) and "layer" in shown
 
 
-def test_gates(folders, tmp_path) -> None:
-    """Trained for a moment, with and without calibration: the page is about what can be done with them."""
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Gates that were trained for a moment: calibrated, if nothing else is said."""
+    root = tmp_path_factory.mktemp("trained")
 
-    def trained(output: str, *more: str) -> str:
-        small = ["data.documents=8", "data.held_out=4", "data.max_tokens=300", f"output={tmp_path / output}"]
+    def train(output: str, *more: str) -> str:
+        small = ["data.documents=8", "data.held_out=4", "data.max_tokens=300", f"output={root / output}"]
         small += [f"model={folders['name']}", "training.steps=2", "training.batch_documents=2", *more]
         return str(distill(load(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig, small)))
 
+    return functools.cache(train)
+
+
+def test_fusion(folders, trained, capsys) -> None:
+    """The page's block runs, and what it says of the rule is what the preset says."""
+    scope = {"name": folders["name"], "folder": trained("gates"), "context_ids": torch.arange(2, 302)[None]}
+    (block,) = blocks("fusion")
+    exec(block, scope)
+    evicts(scope["cache"])
+    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
+    policy = scope["cache"].rule.request.policy
+    assert policy == retain.load_policy("fused") and scope["gates"].unit == "risk"
+    assert (policy.fusion, policy.scope, policy.floor) == ("max", "model", None)
+    said = re.search(r"The first (\d+) and the last (\d+) entries stay", page("fusion"))
+    kept = policy.protection
+    assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]
+    assert (kept.prefix_fraction, kept.suffix_fraction, kept.minimum) == (0, 0, 0)
+    window = re.search(r"j in the last (\d+) queries", page("fusion"))
+    assert window and int(window.group(1)) == policy.observed_settings["window"]
+
+
+def test_gates(folders, trained, tmp_path) -> None:
+    """With and without calibration: the page is about what can be done with them."""
     plain = [f"calibration.{name}=false" for name in ("curve", "fusion_weights", "quotas")]
     plain.append("calibration.kind=none")
     scope = {

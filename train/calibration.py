@@ -57,8 +57,9 @@ class CalibrationSettings:
         window: last queries that observed risk looks at, for these weights: that of the policy.
         grid: weights in 0..1 that are tried.
         curve: whether thresholds are stored for keep_ratios.
-        capacity: whether the largest risk that an eviction can afford is stored (`train/capacity_limit.py`);
-            it is read off the curve.
+        capacity: whether, where scores are in risk, the largest that an eviction can afford is stored
+            (`train/capacity_limit.py`); it is read off the curve, whether or not that is stored too. Alone it
+            asks for no calibration.
         quotas: whether each head's share of a budget is stored, for `allocation.quotas` of a policy.
         keep_ratios: at which weights are judged and the report is made.
     """
@@ -66,7 +67,7 @@ class CalibrationSettings:
     kind: Literal["none", "remap", "shared", "scale"] = "remap"
     knots: int = 16
     fusion_weights: bool = True
-    window: int = 32
+    window: int = 8
     grid: int = 21
     curve: bool = True
     capacity: bool = True
@@ -227,9 +228,10 @@ def calibrate_(
             how: report_fusion(reported, scores[1::2], how, of_layers, settings, score_unit)
             for how, of_layers in fusion.items()
         }
-    if settings.curve:
-        record["curve"] = threshold_curve(scores[0::2], scores[1::2])
-        if settings.capacity and (limit := limit_record(record["curve"], score_unit)) is not None:
+    if settings.curve or settings.capacity:
+        curve = threshold_curve(scores[0::2], scores[1::2])
+        record |= {"curve": curve} if settings.curve else {}
+        if settings.capacity and (limit := limit_record(curve, score_unit)) is not None:
             record["capacity"] = limit
     if settings.quotas:
         targets = [{layer: own.target_HT[:, own.counted_T] for layer, own in look.items()} for look in looks]

@@ -6,6 +6,7 @@ quotas follow the targets alone, and no gate's score: they say what heads need, 
 which entries of a head those are.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from retain.apportion import apportion
+from retain.apportion import apportion, exact
 from retain.gates.calibrate import PARTS
 from retain.quotas import quota_budgets, quotas_of
 from retain.ranking import order_entries
@@ -27,8 +28,8 @@ Rows = Mapping[int, Tensor]
 
 
 def count_of(entries: int, keep_ratio: float) -> int:
-    """`ceil(keep_ratio * entries)`, at least one."""
-    return max(1, -int(-keep_ratio * entries // 1))
+    """`ceil(keep_ratio * entries)`, exactly as written, at least one."""
+    return max(1, math.ceil(exact(keep_ratio) * entries))
 
 
 def fit_quotas(targets: Sequence[Rows]) -> dict[str, Any]:

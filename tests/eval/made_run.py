@@ -91,6 +91,8 @@ def _row(seed: int, task: str, item: int, regime: str, policy: str, budget: floa
         "bytes_held": 128 * kept,
         "bytes_full": 128 * 8000,
         "gate_bytes": 4096 if policy == "gate" else 0,
+        "gates": "f" * 12 if policy == "gate" else "",
+        "trained": policy == "gate",
         "tokens": tokens,
         "tokens_sha": tokens_sha(tokens),
         "text": text,

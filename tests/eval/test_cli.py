@@ -52,6 +52,37 @@ def test_compare_is_the_entry_of_compare(capsys: pytest.CaptureFixture[str]) -> 
     assert "no/such.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["study", "--config", "no/such.yaml"], "no/such.yaml"),
+        (["fused-claims", "no/such/run"], "is no run of eval/compare.py"),
+        (["capacity", "--gates", "no/such/gates", "--output", "no/such/output"], "no/such/gates"),
+    ],
+)
+def test_every_command_is_the_entry_of_its_module(
+    typed: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(typed) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.out == ""
+
+
+def test_a_command_that_says_nothing_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`capacity_study.main` returns None; a status goes through as it is."""
+    given, said = [], [None, 0, 1, 2]
+
+    class Module:
+        @staticmethod
+        def main(arguments: list[str]) -> int | None:
+            given.append(arguments)
+            return said[len(given) - 1]
+
+    monkeypatch.setattr(cli, "import_module", lambda name: Module)
+    assert [cli.main(["capacity", "--seed", "1"]) for _ in said] == [0, 0, 1, 2]
+    assert given == [["--seed", "1"]] * 4
+
+
 def test_lm_eval_without_it_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ from retain.eval.config import (
     with_all_tasks,
 )
 from retain.eval.orderings import ORDERINGS
+from retain.eval.study_plan import StudyConfig
 from retain.eval.subject import plan
 from retain.eval.tasks import text
 from retain.gates import GateSet
@@ -37,7 +38,8 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    assert [path.stem for path in paths] == ["demo", "methods", "reference", "report", "text"]
+    names = ["demo", "fused", "methods", "reference", "report", "shift", "text"]
+    assert [path.stem for path in paths] == names
     for path in paths:
         config = load(path, CompareConfig)
         assert config.run == path.stem and config.workers == (0 if config.suite == "text" else 2)
@@ -150,8 +152,10 @@ def test_methods_names_every_preset_and_what_each_is_without_protection():
             own = policy.protection
             assert own.prefix_fraction == own.suffix_fraction == 0
             assert own.sinks == (4 if name == "expected_attention_bare" else 0)
-            reads_window = "window" in policy.observed_settings or name == "gate_bare"
-            assert own.recent == (32 if reads_window else 1 if name == "tova_bare" else 0)
+            # What it observes itself; of a gate, the horizon that published gates are trained with.
+            alone = {"gate_bare": 32, "tova_bare": 1}
+            assert own.recent == policy.observed_settings.get("window", alone.get(name, 0)), name
+            assert own.recent in (0, 1, 8 if name == "fused_bare" else 32), name
     assert {own.policy for own in ORDERINGS} | {own.baseline for own in ORDERINGS} <= set(config.policies)
     pairs = [frozenset((own.policy, own.baseline)) for own in ORDERINGS]
     assert len(set(pairs)) == len(pairs)  # what speaks of two topics stands under one
@@ -268,7 +272,7 @@ def test_the_report_measures_regimes_with_and_without_protection():
     assert config.gates_of(0) == "runs/gates-seed0" and "oracle" in config.policies
 
 
-@pytest.mark.parametrize("name", ["demo", "methods", "reference", "report", "text"])
+@pytest.mark.parametrize("name", ["demo", "fused", "methods", "reference", "report", "text"])
 def test_every_config_passes_its_checks_on_its_shortest_items(name, monkeypatch):
     monkeypatch.setattr(checks, "_gates", lambda *_: [])
     monkeypatch.setattr(checks, "_caches", lambda *_: [])  # they load gates
@@ -468,6 +472,31 @@ def test_items_are_those_that_there_are(tmp_path):
         *[("ragged", 0, 2), ("ragged", 2, 3)],
         *[("turns", 0, 2), ("turns", 2, 4), ("turns", 4, 5)],
     ]
+
+
+def test_items_may_begin_behind_those_that_something_was_chosen_on(tmp_path):
+    config = stub_config(tmp_path, items_per_task=5, unit_items=2, tasks=("ragged", "turns"), first_item=1)
+    made = [(unit.task, unit.start, unit.stop) for unit in plan(config, MORE_STUB)]
+    assert made == [("ragged", 1, 3), ("turns", 1, 3), ("turns", 3, 5), ("turns", 5, 6)]
+    assert [*grid.indices_of(config, MORE_STUB, "turns")] == [1, 2, 3, 4, 5]
+    shortest, looked, there = checks.shortest_of(config, MORE_STUB, "ragged")
+    assert (shortest.index, looked, there) == (2, 2, 2)
+
+
+def test_where_items_begin_is_checked(tmp_path):
+    config = stub_config(tmp_path, tasks=("ragged", "turns"), policies=("recency",))
+    with pytest.raises(ValueError, match="`first_item` must be at least 0, got -1"):
+        check(replace(config, first_item=-1), MORE_STUB)
+    with pytest.raises(ValueError, match="task 'ragged' has 3 items, and `first_item` is 3: none is left"):
+        check(replace(config, first_item=3), MORE_STUB)
+    assert check(replace(config, first_item=2), MORE_STUB) == []
+
+
+def test_what_is_confirmed_is_asked_items_that_nothing_was_chosen_on():
+    """The studies and the scratch before them took items from 0 on, some hundreds a task and seed."""
+    assert load(CONFIGS / "fused.yaml", CompareConfig).first_item == 2000
+    for path in sorted((CONFIGS.parent / "study").glob("*.yaml")):
+        assert load(path, StudyConfig).compare.first_item == 2000, path
 
 
 def test_tasks_in_text_are_those_of_a_model(monkeypatch):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from retain.config import save
 from retain.eval import conversation
 from retain.eval.conversation import (
     FULL,
@@ -16,6 +17,7 @@ from retain.eval.conversation import (
 )
 from retain.eval.dialogue import PROMPT_TOKENS, SINKS, TURN_TOKENS, Conversation, write_conversation
 from retain.hf.attach import attached
+from retain.presets import load_policy
 from retain.reference import load_model
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID
 
@@ -137,10 +139,21 @@ def test_memory_is_judged_by_what_the_budget_bounds():
     lower = replace(setting, tokens_per_head=120, every=4)
     assert conversation.unit_of("adakv") == "layer" and conversation.unit_of("snapkv") == "head"
     assert conversation.unit_of("pyramidkv") == conversation.unit_of("layer_defensivekv") == "sequence"
+    assert conversation.unit_of("duoattention") == "sequence"
     assert "a head held 128 entries, above 123" in "".join(conversation.problems_of(lower, [recency]))
     assert "a layer held 256 entries, above 246" in "".join(conversation.problems_of(lower, [adakv]))
     uneven = replace(adakv, most_held={**adakv.most_held, "head": 200})
     assert conversation.problems_of(setting, [uneven]) == []
+
+
+def test_quotas_and_head_classes_spread_one_budget_over_all_heads(tmp_path):
+    """Also where the scope is `head`: some heads hold more than their part, and the sequence does not."""
+    made = load_policy("gate", ["allocation.quotas=calibrated"])
+    path = tmp_path / "quotas.yaml"
+    save(made, path)
+    assert made.scope == "head" and conversation.unit_of(str(path)) == "sequence"
+    save(replace(made, allocation=replace(made.allocation, quotas=None)), path)
+    assert conversation.unit_of(str(path)) == "head"
 
 
 def test_growth_is_looked_for_once_evictions_began():

@@ -44,7 +44,22 @@ def test_the_parquet_file_holds_every_row(folder):
         assert row.pop("text_sha") == hashlib.sha256(own["text"].encode()).hexdigest()[:12]
         assert row.pop("tokens") == list(own["tokens"])
         assert row == {name: own[name] for name in row}
-    named = {"run", "unit", "seed", "task", "family", "item", "question", "regime", "policy", "protection"}
+    assert {row["gates"] for row in table.to_pylist() if row["policy"] == "gate"} == {"f" * 12}
+    assert {row["policy"] for row in table.to_pylist() if row["trained"]} == {"gate"}
+    named = {
+        "gates",
+        "trained",
+        "run",
+        "unit",
+        "seed",
+        "task",
+        "family",
+        "item",
+        "question",
+        "regime",
+        "policy",
+        "protection",
+    }
     assert named | {"budget", "keep_ratio", "score", "null", "bytes_held"} <= {*table.column_names}
     assert table.schema.metadata[b"clean"] == b"False"
     assert table.schema.metadata[b"identity_sha"] == b"0123456789abcdef"
@@ -77,6 +92,10 @@ def test_the_folders_of_kvpress(folder):
     assert (config["dataset"], config["press_name"], config["query_aware"]) == ("ruler", "snapkv", False)
     assert config["compression_ratio"] == 0.8 and config["retain"]["keep_ratio"] == pytest.approx(0.2)
     assert config["retain"]["memory"] == "freed" and config["retain"]["clean"] is False
+    assert (config["retain"]["gates"], config["retain"]["trained"]) == ([], False)
+    gated = folder / "exports/kvpress/ruler__1000__stub__gate__0.80/config.yaml"
+    learned = yaml.safe_load(gated.read_text())["retain"]
+    assert (learned["gates"], learned["trained"]) == (["f" * 12], True)
 
 
 def test_the_files_of_lm_eval(folder):

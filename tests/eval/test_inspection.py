@@ -41,7 +41,11 @@ def gates_folder(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Path:
         "base_model": str(root / "model"),
         "protected_window": 8,
         "target": {"sources": {"own": 1.0}, "horizon": 8},
-        "calibration": {"curve": {"keep_ratio": [0.1, 0.5, 0.9], "threshold": [3.0, 2.0, 1.0]}},
+        "calibration": {
+            "curve": {"keep_ratio": [0.1, 0.5, 0.9], "threshold": [3.0, 2.0, 1.0]},
+            "quotas": {"keep_ratio": [0.02, 0.95], "parts": {}},
+            "capacity": {"limit": 469.8758, "keep_ratio": 0.02, "unit": "risk"},
+        },
         "training": {"steps": 7, "held_out": {"loss": 1.25}},
     }
     save_gates(build_gates("mlp", dims), root / "own", fingerprint=fingerprint(model), metadata=metadata)
@@ -67,7 +71,10 @@ def test_a_gate_artifact(gates_folder: Path, model: Any) -> None:
     assert "hidden_size 32" in rows["base model"] and fingerprint(model)["sha256"][:16] in rows["base model"]
     assert rows["protected"] == "trained for a window of 8 last entries"
     assert rows["target"] == "sources own 1.0; horizon 8"
-    assert rows["calibration"] == "thresholds for keep_ratios 0.1 to 0.9"
+    assert rows["calibration"] == (
+        "thresholds for keep_ratios 0.1 to 0.9; quotas for keep_ratios 0.02 to 0.95; "
+        "warns where a risk above 469.9 would go"
+    )
     assert rows["held-out"] == "at the end of 7 steps: loss 1.25"
     # 2 (E F + F H) a layer, over 2 x the weights of a layer.
     weights = 2 * E * (4 * 8 + 2 * 8) + 3 * E * 64

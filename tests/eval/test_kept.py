@@ -29,18 +29,22 @@ def words(ids):
 
 
 @pytest.mark.parametrize("regime", ["context_only", "query_aware"])
-def test_it_is_what_the_run_kept(gated, regime):
-    config = stub_config(gated, policies=POLICIES, regimes=(regime,), tasks=("turns", "copy"))
+@pytest.mark.parametrize("first", [0, 3])
+def test_it_is_what_the_run_kept(gated, regime, first):
+    tasks = ("turns", "copy")
+    config = stub_config(gated, policies=POLICIES, regimes=(regime,), tasks=tasks, first_item=first)
     made = collect(config, MORE_STUB, words, command="typed", documents=2)
     assert json.loads(json.dumps(made)) == made and made["command"] == "typed"
     assert made["made"]["regime"] == regime and len(made["made"]["layers"]) == 3
     subject = load_subject(config, MORE_STUB, 0)
     for document in made["documents"]:
-        item = stub_item(document["task"], 0, 0, 100)
+        item = stub_item(document["task"], 0, first, 100)
+        assert document["item"] == first and f"item {first}," in document["name"]
         seen = 100 if regime == "context_only" else 100 + len(item.question_ids) - 1
         assert document["tokens"] == words((*item.context_ids, *item.question_ids)[:seen])
         assert document["of"] == sum(document["heads"]) == 6
-        rows = run_unit(config, MORE_STUB, subject, Unit(0, document["task"], 0, 1)).rows
+        unit = Unit(0, document["task"], first, first + 1)
+        rows = run_unit(config, MORE_STUB, subject, unit).rows
         measured = {(row.policy, row.budget): row for row in rows if row.question == 0}
         assert {(own["policy"], own["budget"]) for own in document["kept"]} == {
             key for key in measured if key[0] != "full"

@@ -1,5 +1,6 @@
 """The report of a fixed items file: cells, intervals and verdicts that can be worked out by hand."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from retain.eval.comparisons import can_reach, fewest, is_judged, judge, numbers
+from retain.eval.config import asks_shipped
 from retain.eval.orderings import (
     DEFENSIVE,
     HEADS,
@@ -23,7 +25,7 @@ from retain.eval.orderings import (
     size_of,
     topics,
 )
-from retain.eval.page import context
+from retain.eval.page import _limits, context
 from retain.eval.paired_result import compare_paired, supported_verdict
 from retain.eval.record import ITEMS
 from retain.eval.report import section, write_report
@@ -183,6 +185,55 @@ def test_gate_and_fused_meet_every_policy_once(scores):
     pairs = {(one.policy, one.baseline) for one in made if one.regime == "context_only"}
     others = {"full", "random", "recency", "token_identity", "snapkv", "defensive"}
     assert pairs == {(own, other) for own in ("gate", "fused") for other in others} | {("fused", "gate")}
+
+
+def test_every_learned_policy_meets_every_other_once():
+    """By what rows say: a variant by another name too; head classes are measured, and learn nothing."""
+    made = [{**row, "trained": row["policy"] in ("gate", "fused")} for row in rows()]
+    like = [row for row in made if (row["policy"], row["regime"]) == ("gate", "context_only")]
+    mine = [{**row, "policy": "mine", "gates": "0" * 12, "trained": True} for row in like]
+    both = [{**row, "policy": "mine+both", "gates": "0" * 12, "trained": True} for row in like]
+    classes = [{**row, "policy": "classes", "trained": True} for row in like]
+    scores = gather([*made, *mine, *both, *classes], list(TASKS))
+    assert scores.learned == ["gate", "fused", "mine", "mine+both"]
+    assert scores.trained == {"gate", "fused", "mine", "mine+both", "classes"}
+    compared = learned_against_each(scores, **OPTIONS)
+    pairs = [
+        (one.policy, one.baseline) for one in compared if (one.regime, one.family) == ("context_only", "seen")
+    ]
+    others = {"full", "random", "recency", "token_identity", "snapkv", "defensive", "classes"}
+    wanted = {(own, other) for own in scores.learned for other in others}
+    wanted |= {(b, a) for a, b in itertools.combinations(scores.learned, 2)}
+    assert len(pairs) == len(wanted) and {*pairs} == wanted
+    left = learned_against_each(scores, **OPTIONS, leave_out=["mine"])
+    assert not {"mine", "mine+both"} & {name for one in left for name in (one.policy, one.baseline)}
+    claimed = [claim.text.split(": ", 1)[1].split(" is ")[0] for claim in check_claims(scores, [], **OPTIONS)]
+    assert claimed[:3] == ["gate", "fused", "mine"] and len(claimed) == 5
+    assert len(check_claims(scores, [], **OPTIONS, leave_out=["mine"])) == 4
+    # Another protection than its own is no claim of the policy's.
+    bare = gather([*made, *[{**row, "policy": "gate+none"} for row in like]], list(TASKS))
+    assert bare.learned == ["gate", "fused", "gate+none"]
+    assert len(check_claims(bare, [], **OPTIONS)) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "shipped"),
+    [
+        ({"suite": "reference"}, True),  # as earlier versions wrote it
+        ({"suite": "reference", "model": "reference:{seed}"}, True),
+        ({"suite": "reference_shift", "model": "reference:1"}, True),
+        ({"suite": "text", "model": "reference:0"}, True),
+        ({"suite": "reference", "model": "runs/large-seed{seed}"}, False),
+        ({"suite": "reference_more", "model": "reference"}, False),  # a folder of that name
+        ({"suite": "text", "model": "owner/name"}, False),
+        ({"suite": "text"}, False),
+        ({"suite": "stub", "model": "reference:{seed}"}, False),
+    ],
+)
+def test_only_shipped_models_are_said_to_be_small(scores, config, shipped):
+    assert asks_shipped(config) == shipped
+    said = _limits(scores, [], [], config)
+    assert any("about a million parameters" in line for line in said) == shipped
 
 
 def test_both_files_give_the_same_word(tmp_path):
@@ -518,7 +569,7 @@ def test_a_report_of_many_policies_is_a_ranking(tmp_path):
     # What stands elsewhere is referred to, and not shown again.
     assert "| criticalkv > snapkv |" in values and "| ada_criticalkv > adakv |" not in values
     assert f"- See also ada_criticalkv > adakv under *{DEFENSIVE}*" in values
-    learned = section(path, "Gate and fused against each policy")
+    learned = section(path, "Learned policies against each policy")
     assert "| gate | adakv |" in learned and "adakv_paper" not in learned and "snapkv_bare" not in learned
 
 

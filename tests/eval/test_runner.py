@@ -278,12 +278,14 @@ def test_the_oracle_sees_the_queries_that_generation_makes_and_no_other(
     assert teacher[0].num_seen == 100 + len(item.question_ids) + generate - 1 > document_tokens
 
 
-def test_controls_share_the_gates_protection_and_scope(tmp_path):
+def test_controls_share_the_fused_policys_protection_and_scope(tmp_path):
     config = stub_config(tmp_path)
-    gate = find_policy(config, "gate")
+    fused = find_policy(config, "fused")
     for name in ("token_identity", "oracle"):
         control = find_policy(config, name)
-        assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
+        assert (control.protection, control.scope, control.learned) == (fused.protection, fused.scope, True)
+        # Nothing but the control's own score orders entries.
+        assert (control.observed, control.fusion, control.floor) == (None, "learned", None)
 
 
 def test_a_score_is_cut_with_all_that_it_says():
@@ -482,6 +484,36 @@ def test_what_its_items_are_is_part_of_what_the_run_is(gated):
     assert describe_run(replace(config, text=text), STUB)["identity"]["config"]["text"]["changes"] == {
         "niah": {"length": 3}
     }
+
+
+def test_where_items_begin_is_part_of_what_the_run_is(gated):
+    """Rows are those of the items behind, under their own indices; a run from 0 on is what it was before
+    that could be said."""
+    first = stub_config(gated, policies=("snapkv", "random"), tasks=("odd",), results=str(gated / "first"))
+    both = replace(first, items_per_task=4, results=str(gated / "both"))
+    behind = replace(first, first_item=2, results=str(gated / "behind"))
+    for config in (both, behind):
+        compare(config, STUB)
+
+    def measured(config):
+        rows = read_rows(config.folder)
+        return {
+            (row["item"], row["policy"], row["regime"], row["budget"]): (row["tokens_sha"], row["kept_entries"])
+            for row in rows
+        }
+
+    assert {key[0] for key in measured(behind)} == {2, 3}
+    assert measured(behind) == {key: own for key, own in measured(both).items() if key[0] >= 2}
+    of_first, of_behind = (describe_run(own, STUB) for own in (first, behind))
+    assert "first_item" not in of_first["identity"]["config"] and of_first["config"]["first_item"] == 0
+    assert of_behind["identity"]["config"]["first_item"] == 2
+    assert of_first["identity"]["items"] != of_behind["identity"]["items"]
+    with pytest.raises(ValueError, match=r"config.first_item \(2 there, None now\)"):
+        compare(replace(behind, first_item=0), STUB)
+    # A finished run is only reported again.
+    before = (behind.folder / "items.jsonl").read_bytes()
+    compare(behind, STUB)
+    assert (behind.folder / "items.jsonl").read_bytes() == before
 
 
 def test_every_weight_is_part_of_what_the_run_is():

@@ -17,6 +17,7 @@ from retain.eval.speed_eviction import (
     rows_held,
 )
 from retain.hf.attach import attached, handle_of
+from retain.presets import load_policy
 
 SHAPE = {"batch": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "width": 8, "threads": 1}
 TINY = Setting(**SHAPE, context=300, tokens_per_head=120, every=8, rounds=2, policies="adakv")
@@ -134,6 +135,14 @@ def test_the_model_is_let_go(monkeypatch):
     )
     benchmark(TINY)
     assert handle_of(models[0]) is None and not models[0].model._forward_hooks
+
+
+def test_only_even_budgets_have_rows_here():
+    plain = load_policy("gate")
+    assert speed_eviction._shares_evenly(plain)
+    for change in ("layers=entropy", "head_classes=table.tsv", "quotas=calibrated"):
+        changed = [f"allocation.{change}", *(["scope=layer"] if "entropy" in change else [])]
+        assert not speed_eviction._shares_evenly(load_policy("gate", changed)), change
 
 
 def test_settings_that_do_not_fit_are_all_named():

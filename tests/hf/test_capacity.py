@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import retain
-from retain.capacity import CapacityError, CapacityWarning, Guard, capacity_of
+from retain.allocation import Allocation
+from retain.capacity import Capacity, CapacityError, CapacityWarning, Guard, capacity_of, ceiled
 from retain.cascade import keep_sets
 from retain.gates.store import load_gates, save_gates
 from retain.hf.cache import Cache
@@ -21,6 +22,7 @@ from tests.hf.test_calibrated import curve
 from tests.tiny import tiny_batch
 
 TINY, HUGE = 1e-6, 1e6
+NOTHING = Capacity(TINY, (0.0,), (0.0,), (0,), (0,), (0,))
 
 
 def fused(**settings) -> Policy:
@@ -115,6 +117,38 @@ def test_it_keeps_what_is_needed(model, batch, scope, how):
     assert capacity.entries_B == (60 * heads, 55 * heads)
 
 
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "decode"])
+def test_the_ratio_that_it_advises_is_one_of_what_was_seen_and_is_enough(model, regime):
+    """Also where earlier evictions have left less than that to choose from."""
+    ids, mask = tiny_batch((0,), 200)
+    settings = {"gates": gates(model), "regime": regime, "every": 8}
+    chunk = None if regime == "prefill" else 100
+
+    def run(ratio, limit):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cache = Cache(model, fused(), keep_ratio=ratio, capacity=Guard("warn", limit), **settings)
+            cache.prefill(ids, mask, chunk_size=chunk)
+            if regime == "decode":
+                model.generate(
+                    ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9, do_sample=False
+                )
+        return cache, [str(one.message) for one in said]
+
+    # What only the last eviction cannot afford.
+    limit = run(0.3, HUGE)[0].capacity.price_B[0] * 0.9
+    cache, said = run(0.3, limit)
+    capacity, (told,) = cache.capacity, said[-1:]
+    tokens = cache.num_seen
+    assert capacity.short_B == [True] and capacity.seen_B == (tokens * 6,)
+    assert (capacity.entries_B[0] < capacity.seen_B[0]) == (regime == "chunked")
+    assert capacity.ratio_B == [capacity.need_B[0] / (tokens * 6)] and 0.3 < capacity.ratio_B[0] < 0.5
+    advised = ceiled(capacity.ratio_B[0])
+    assert f"(keep_ratio about {advised:.3g})" in str(capacity) and len(said) == 1 and told
+    enough, silent_then = run(advised, limit)
+    assert enough.capacity.short_B == [False] and not silent_then
+
+
 def test_where_all_can_be_afforded_it_keeps_what_was_stated(model, batch):
     held = []
     for capacity in (None, Guard("keep", HUGE), Guard("raise", HUGE)):
@@ -131,8 +165,19 @@ def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch)
     with pytest.raises(CapacityError, match="Nothing was evicted: state a larger budget") as refused:
         cache.prefill(ids, mask)
     assert all(refused.value.capacity.short_B) and cache.num_seen == 0
-    with pytest.raises(CapacityError):
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3)
+    for _ in range(2):
+        with pytest.raises(CapacityError):
+            model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3)
+        # Nothing counts as seen, and nothing stays that nobody could ask for.
+        assert all(layer.keys is None and layer.store is None for layer in cache.ragged)
+        assert cache.num_seen == cache.bytes_held() == cache.bytes_allocated() == 0
+    fresh = Cache(model, fused(), **{**settings, "capacity": None})
+    cache.guard = None
+    answers = [
+        model.generate(ids, attention_mask=mask, past_key_values=own, max_new_tokens=3, do_sample=False)
+        for own in (cache, fresh)
+    ]
+    assert torch.equal(*answers)
     # What is held for `evict` stays held.
     cache = Cache(model, fused(), **settings).prefill(ids, mask, evict=False, hold_evidence=True)
     with pytest.raises(CapacityError):
@@ -140,6 +185,91 @@ def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch)
     assert cache.entries_held == cache.entries_seen and cache.guard.action == "raise"
     cache.evict(fused(), keep_ratio=0.3, gates=gates(model), capacity=None)
     assert cache.entries_held < cache.entries_seen and cache.capacity is None
+
+
+def test_what_a_cache_was_made_with_comes_back_with_a_reset(model, batch):
+    own = gates(model)
+    own.metadata["calibration"]["capacity"] = {"limit": TINY}
+    given = {"gates": own, "keep_ratio": 0.3}
+    cache = Cache(model, fused(), capacity="raise", **given)
+    cache.prefill(*batch, evict=False, hold_evidence=True).evict(fused(), capacity=None, **given)
+    assert cache.guard is None
+    cache.reset()
+    assert cache.guard == Guard("raise", TINY)
+    with pytest.raises(CapacityError):
+        cache.prefill(*batch)
+    # A forward that breaks off is begun anew.
+    cache.guard = None
+    cache.prefill(*batch)
+    assert cache.entries_held < cache.entries_seen
+    cache.reset()
+    with pytest.raises(CapacityError):
+        cache.prefill(*batch)
+
+
+def test_a_policy_named_later_is_under_the_guard_that_the_cache_was_made_with(model, batch):
+    own = gates(model)
+    own.metadata["calibration"]["capacity"] = {"limit": TINY}
+    given = {"gates": own, "keep_ratio": 0.3}
+
+    def held(capacity):
+        cache = Cache(model, fused(), capacity=capacity, **given)
+        return cache.prefill(*batch, evict=False, hold_evidence=True)
+
+    with pytest.raises(CapacityError):
+        held("raise").evict(fused(scope="head"), **given)
+    with silent():
+        assert held(None).evict(fused(scope="layer"), **given).guard is None
+        # It means nothing there, and the caller is told how to go on.
+        with pytest.raises(
+            ValueError, match="capacity='raise'.*what it observes is past.*pass capacity=None"
+        ):
+            held("raise").evict("snapkv", keep_ratio=0.6)
+        assert held("auto").evict("snapkv", keep_ratio=0.6).guard is None
+    for capacity, also in (("auto", {}), (None, {"capacity": "auto"}), ("raise", {"capacity": "warn"})):
+        with pytest.warns(CapacityWarning):
+            assert held(capacity).evict(fused(), **given, **also).guard == Guard("warn", TINY)
+
+
+@pytest.mark.parametrize("action", ["warn", "raise", "keep"])
+@pytest.mark.parametrize("guessed", [2, 16], ids=["all seemed to fit", "too little seemed to fit"])
+def test_keys_in_another_precision_than_the_weights_are_guarded_all_the_same(
+    model, batch, monkeypatch, action, guessed
+):
+    """A budget in bytes, and float64 keys where another precision was expected (as under autocast): what goes
+    is known when the first keys come."""
+    # Entries of 2 x 16 numbers; 360 of sequence 0, 330 of sequence 1.
+    fits = 32 * 8 * (360 if guessed == 16 else 150)
+    monkeypatch.setattr(Cache, "_element_size", guessed)
+    cache = Cache(model, fused(), gates=gates(model), bytes=fits, capacity=Guard(action, TINY))
+    if guessed == 16:
+        with silent():
+            cache.prefill(*batch)
+        assert cache.entries_held == cache.entries_seen and not any((cache.capacity or NOTHING).short_B)
+    elif action == "raise":
+        with pytest.raises(CapacityError):
+            cache.prefill(*batch)
+    elif action == "warn":
+        with pytest.warns(CapacityWarning, match=f"bytes={fits:g}"):
+            cache.prefill(*batch)
+        assert cache.entries_held == 300 and cache.capacity.short_B == [True, True]
+    else:
+        cache.prefill(*batch)
+        assert cache.capacity.raised and cache.entries_held > 300
+
+
+def test_a_warning_points_at_the_users_line(model, batch):
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
+    with pytest.warns(CapacityWarning) as said:
+        cache.prefill(*batch)
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
+    with pytest.warns(CapacityWarning) as also:
+        model.generate(batch[0], attention_mask=batch[1], past_key_values=cache, max_new_tokens=2)
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
+    with pytest.warns(CapacityWarning) as later:
+        cache.prefill(*batch, evict=False, hold_evidence=True).evict()
+    assert {one.filename for own in (said, also, later) for one in own} == {__file__}
+    assert len({one.lineno for own in (said, also, later) for one in own}) == 3
 
 
 def test_a_later_eviction_that_is_refused_leaves_the_cache_whole(model, batch):
@@ -168,6 +298,14 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
     assert Cache(model, fused(), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
     assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None).guard is None
     assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep").guard == Guard("keep", 0.25)
+    # On its own scale, where all heads share one budget: what that limit was read off for.
+    assert Cache(model, fused(fusion="learned"), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
+    others = [{"scope": "head"}, {"scope": "layer"}, {"fusion": "prior"}, {"fusion": "log_linear"}]
+    others += [{"fusion": "veto"}, {"allocation": Allocation(normalise="head")}]
+    for settings in others:
+        made = {"gates": own, "keep_ratio": 0.3}
+        assert Cache(model, fused(**settings), **made).guard is None
+        assert Cache(model, fused(**settings), capacity="raise", **made).guard == Guard("raise", 0.25)
     assert Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3).guard is None
     assert Cache(model, fused(), gates=own, threshold=2.0).guard is None
     assert Cache(model, fused(), gates=gates(model), keep_ratio=0.3).guard is None

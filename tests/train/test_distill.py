@@ -257,7 +257,9 @@ def test_shipped_configs_build(path: Path) -> None:
     config = load(path, DistillConfig)
     check(config, 1)
     assert config.output.startswith("runs/")
-    assert config.target.horizon <= load_policy("gate").protection.recent
+    # What is trained for the default policy can be used by it; published families are compared alone.
+    policy = load_policy("gate" if path.parent.name == "families" else "fused")
+    assert config.target.horizon <= policy.protection.recent
     head = path.read_text().splitlines()[:3]
     assert all(line.startswith("# ") for line in head) and "accelerate launch train/distill.py" in head[2]
 

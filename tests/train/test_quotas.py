@@ -70,6 +70,8 @@ def test_quotas_are_what_heads_win_by_true_risk(levels):
 
 def test_a_count_is_rounded_up_and_is_never_0():
     assert [count_of(10, ratio) for ratio in (0.01, 0.1, 0.11, 0.95)] == [1, 1, 2, 10]
+    # As written: 0.55 * 100 is a little more than 55 in doubles.
+    assert [count_of(100, ratio) for ratio in (0.07, 0.55, 0.551)] == [7, 55, 56]
 
 
 def test_what_quotas_keep_of_other_documents():

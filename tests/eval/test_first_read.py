@@ -1,0 +1,155 @@
+"""A cache that is shown what another forward came to is one that read for itself, to the bit; and a context
+is read once for all cells."""
+
+import pytest
+import torch
+
+from retain.eval.by_cache import run_by_cache
+from retain.eval.first_read import read_first
+from retain.eval.runner import items_in
+from retain.eval.subject import Unit, load_subject
+from retain.gates import GATES
+from retain.hf.attach import attach
+from retain.hf.cache import Cache
+from retain.hf.model import base_model
+from retain.hf.regime import NAMES
+from tests.eval.stub import MORE_STUB, save_stub_gates, stub_config
+from tests.eval.test_families_table import gates_of
+from tests.tiny import tiny_batch, tiny_model
+
+CHUNK = 16
+FEW = {"sinks": 1, "recent": 4, "prefix_fraction": 0.0, "suffix_fraction": 0.0}
+POLICIES = ("random", "snapkv", "h2o", "cake", "layer_defensivekv", "gate", "fused")
+
+
+@pytest.fixture(scope="module")
+def model():
+    own = tiny_model("qwen3", seed=0)
+    attach(own)
+    return own
+
+
+def state(cache):
+    """Everything that a cache goes on from."""
+    found = {
+        "seen": [cache.num_seen, cache.evictions, cache.evicted_at, cache._moments, cache._noted],
+        "prompt": [cache._prompt_B, cache._width, cache.seeds, cache._steps],
+        "bytes": [cache.bytes_held(), cache.bytes_allocated()],
+        "history": [cache.valid_BT, cache.positions_BT, cache.token_ids_BT],
+    }
+    for number, layer in enumerate(cache.ragged):
+        store, recent = layer.store, layer.recent
+        index_N = store.index_N()
+        sides = {"keys": store.keys_CD, "values": store.values_CD, "positions": store.positions_C}
+        own = {name: side[index_N] for name, side in {**sides, **store.beside}.items()}
+        found[f"layer {number}"] = [layer.seen, layer.scaling, layer.soft_cap, store.lengths_R]
+        found[f"entries {number}"] = [*own, *own.values()]
+        marks = [one for pair in recent.marks.items() for one in pair]
+        found[f"recent {number}"] = [*recent.queries, "hidden", *recent.hidden, *recent.stream, *marks]
+    return found
+
+
+def same(one, other):
+    first, second = state(one), state(other)
+    assert [*first] == [*second]
+    for name, own in first.items():
+        assert len(own) == len(second[name]), name
+        for a, b in zip(own, second[name], strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
+
+
+def go_on(model, cache, ids, mask):
+    """A question, and some tokens of an answer."""
+    later = torch.cat([ids, ids[:, 5:9]], dim=1)
+    known = torch.cat([mask, torch.ones_like(mask[:, :4])], dim=1)
+    made = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
+    return model.generate(input_ids=later, attention_mask=known, past_key_values=cache, **made)
+
+
+@pytest.mark.parametrize("regime", NAMES)
+def test_a_cache_that_is_shown_a_read_is_one_that_read(model, regime):
+    chunk = CHUNK if "chunked" in regime else None
+    ids, mask = tiny_batch((0, 0) if chunk else (0, 9), 60)
+    with torch.inference_mode():
+        read = read_first(model, ids, mask, chunk=chunk)
+        kept = set()
+        for policy in (None, *POLICIES):
+            gates = gates_of("linear") if policy in ("gate", "fused") else None
+            own = {"regime": regime, "every": 3, "seeds": [5, 6], "keep_ratio": 0.4, "protection": FEW}
+            own = {} if policy is None else own
+            shown, plain = (Cache(model, policy, gates=gates, **own) for _ in range(2))
+            assert read.into(shown) is shown
+            plain.prefill(ids, mask, chunk_size=chunk)
+            same(shown, plain)
+            assert bool(shown.evictions) == (policy is not None and regime != "decode")
+            kept.add(tuple(shown.ragged[0].store.positions_C[shown.ragged[0].store.index_N()].tolist()))
+            assert torch.equal(go_on(model, shown, ids, mask), go_on(model, plain, ids, mask))
+            same(shown, plain)
+            assert bool(shown.evictions) == (policy is not None)
+    assert len(kept) == 1 if regime == "decode" else len(kept) > len(POLICIES) / 2
+
+
+@pytest.mark.parametrize("family", sorted(GATES))
+def test_gates_are_shown_what_they_look_at(model, family):
+    gates = gates_of(family)
+    # Some ask behind a whole prompt, some look at all of it: they take the regime that evicts once, at once.
+    chunk = None if gates.extension is not None or family == "context" else CHUNK
+    regime = "prefill" if chunk is None else "chunked+decode"
+    ids, mask = tiny_batch((0, 0), 60)
+    with torch.inference_mode():
+        read = read_first(model, ids, mask, chunk=chunk, wanted=gates.inputs)
+        own = {"regime": regime, "every": 3, "keep_ratio": 0.4, "protection": FEW}
+        shown, plain = (Cache(model, "gate", gates=gates, **own) for _ in range(2))
+        read.into(shown)
+        plain.prefill(ids, mask, chunk_size=chunk)
+        same(shown, plain)
+        assert torch.equal(go_on(model, shown, ids, mask), go_on(model, plain, ids, mask))
+        same(shown, plain)
+
+
+def test_a_model_with_layers_of_its_own_reads_for_every_cache():
+    hybrid = tiny_model("gemma3")
+    attach(hybrid)
+    ids, mask = tiny_batch((0, 3), 40)
+    read = read_first(hybrid, ids, mask)
+    assert read.shown is None
+    shown, plain = (Cache(hybrid, "snapkv", keep_ratio=0.4, protection=FEW) for _ in range(2))
+    same(read.into(shown), plain.prefill(ids, mask))
+
+
+def test_a_budget_that_cannot_be_met_is_refused_as_by_a_prefill(model):
+    ids, mask = tiny_batch((0, 0), 60)
+    read = read_first(model, ids, mask)
+    said = []
+    for into in (read.into, lambda cache: cache.prefill(ids, mask)):
+        with pytest.raises(ValueError, match="protect") as refused:
+            into(Cache(model, "snapkv", tokens_per_head=2, protection={"recent": 30}))
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(("regime", "task", "reads"), [("decode", "turns", 1), ("chunked", "ragged", 3)])
+def test_a_context_is_read_once_for_all_cells(tmp_path, regime, task, reads):
+    save_stub_gates(tmp_path)
+    config = stub_config(
+        tmp_path,
+        policies=("random", "snapkv", "fused"),
+        regimes=(regime,),
+        keep_ratios=(0.6, 0.7),
+        items_per_task=3,
+        chunk_tokens=40,
+    )
+    subject = load_subject(config, MORE_STUB, 0)
+    first = []
+
+    def count(module, args, kwargs):
+        if kwargs["past_key_values"].get_seq_length() == 0:
+            first.append(kwargs["input_ids"].shape)
+
+    handle = base_model(subject.model).register_forward_pre_hook(count, with_kwargs=True)
+    unit = Unit(0, task, 0, 3, regime)
+    with torch.inference_mode():
+        rows = run_by_cache(config, MORE_STUB, subject, unit, items_in(config, MORE_STUB, unit))
+    handle.remove()
+    assert len(first) == reads  # contexts of unlike lengths are not read in chunks together
+    assert len(rows) == 3 * (3 if task == "turns" else 1) * (1 + 3 * 2)
