@@ -255,8 +255,8 @@ def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
     ]
     if config.first_item > 0:
         problems += [
-            f"task {name!r} has {suite.tasks[name].num_items} items, and `first_item` is {config.first_item}: "
-            "none is left; lower it, or leave the task out"
+            f"task {name!r} has {suite.tasks[name].num_items} items, and `first_item` is "
+            f"{config.first_item}: none is left; lower it, or leave the task out"
             for name in with_all_tasks(config, suite)
             if not indices_of(config, suite, name)
         ]

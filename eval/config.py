@@ -5,7 +5,7 @@ lines of a table, the policy of each. Whether it can work is `retain.eval.checks
 here: what a score depends on is in the config, and what it does not depend on is listed (`NOT_IDENTITY`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -291,7 +291,17 @@ def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection
         return replace(load_policy(preset, [*changes, *protection]), name=label, variants={})
     if name not in CONTROLS:
         return replace(load_policy(name, protection), name=label, variants={})
-    fused = load_policy("fused", protection)
+    return control_policy(label, protection)
+
+
+def control_policy(label: str, changes: Sequence[str] = ()) -> Policy:
+    """The fused policy's protection and budget, for a score that is handed in; nothing is drawn.
+
+    Args:
+        label: Its name.
+        changes: `key=value` changes to the fused policy.
+    """
+    fused = load_policy("fused", changes)
     return replace(
         fused, name=label, observed=None, observed_settings={}, fusion="learned", draw=None, variants={}
     )

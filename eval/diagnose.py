@@ -35,6 +35,7 @@ from tqdm import tqdm
 from retain.attention_chunks import attention_chunks, truncate
 from retain.budget import Budget
 from retain.eval.baselines import oracle
+from retain.eval.config import control_policy
 from retain.eval.diagnose_documents import REFERENCE, load, reference_asked, text_asked
 from retain.eval.diagnose_record import FILE, FULL, DocumentRead, LayerRead, PolicyRead, record_of, table
 from retain.eval.diagnostics import (
@@ -120,8 +121,7 @@ def policy_of(typed: str) -> Policy:
     """
     name, *changes = typed.split(",")
     if name == ORACLE:
-        gate = load_policy("gate", changes)
-        return replace(gate, name=ORACLE, learned=True, observed=None, fusion="learned", variants={})
+        return control_policy(ORACLE, changes)
     policy = replace(load_policy(name, changes), variants={})
     if policy.keeps_all:
         raise ValueError(

@@ -484,7 +484,7 @@ def test_items_may_begin_behind_those_that_something_was_chosen_on(tmp_path):
 
 
 def test_where_items_begin_is_checked(tmp_path):
-    config = stub_config(tmp_path, tasks=("ragged", "turns"), policies=("recency",))
+    config = stub_config(tmp_path, tasks=("ragged", "turns"), policies=("recency",), keep_ratios=(0.8,))
     with pytest.raises(ValueError, match="`first_item` must be at least 0, got -1"):
         check(replace(config, first_item=-1), MORE_STUB)
     with pytest.raises(ValueError, match="task 'ragged' has 3 items, and `first_item` is 3: none is left"):

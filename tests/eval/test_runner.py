@@ -496,11 +496,9 @@ def test_where_items_begin_is_part_of_what_the_run_is(gated):
         compare(config, STUB)
 
     def measured(config):
+        own = ("item", "policy", "regime", "budget")
         rows = read_rows(config.folder)
-        return {
-            (row["item"], row["policy"], row["regime"], row["budget"]): (row["tokens_sha"], row["kept_entries"])
-            for row in rows
-        }
+        return {tuple(row[name] for name in own): (row["tokens_sha"], row["kept_entries"]) for row in rows}
 
     assert {key[0] for key in measured(behind)} == {2, 3}
     assert measured(behind) == {key: own for key, own in measured(both).items() if key[0] >= 2}
