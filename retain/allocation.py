@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
@@ -94,21 +94,41 @@ class Bids:
         value_N: the scores of the others.
         place_N: their places in the sequence.
         row_N: their rows, `b * H + h`.
+        draw_N: what a drawn share goes by; None where nothing is drawn.
     """
 
     guaranteed_BH: Int64[Tensor, "B H"]
     value_N: Float[Tensor, " N"]
     place_N: Int32[Tensor, " N"]
     row_N: Int32[Tensor, " N"]
+    draw_N: Float[Tensor, " N"] | None = None
 
     def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
         """Some of them."""
-        return Bids(self.guaranteed_BH, self.value_N[which_N], self.place_N[which_N], self.row_N[which_N])
+        draw_N = None if self.draw_N is None else self.draw_N[which_N]
+        return Bids(
+            self.guaranteed_BH, self.value_N[which_N], self.place_N[which_N], self.row_N[which_N], draw_N
+        )
 
     def to(self, device: torch.device) -> "Bids":
         """The same on another device."""
         tensors = (self.guaranteed_BH, self.value_N, self.place_N, self.row_N)
-        return Bids(*(tensor.to(device) for tensor in tensors))
+        draw_N = None if self.draw_N is None else self.draw_N.to(device)
+        return Bids(*(tensor.to(device) for tensor in tensors), draw_N)
+
+
+class Won(NamedTuple):
+    """What one layer's heads won of a shared budget.
+
+    Attributes:
+        budget_BH: entries of each head, guaranteed ones included.
+        bids: those that won.
+        scored_BH: of the budget, the entries that go by score; the others are drawn. None: all of them.
+    """
+
+    budget_BH: Int64[Tensor, "B H"]
+    bids: Bids
+    scored_BH: Int64[Tensor, "B H"] | None = None
 
 
 def make_bids(
@@ -117,6 +137,7 @@ def make_bids(
     kept_BHT: Bool[Tensor, "B H T"],
     least_B: Sequence[int],
     place_BT: Int[Tensor, "B T"] | None = None,
+    draw_BHT: Float[Tensor, "B H T"] | None = None,
 ) -> Bids:
     """What one layer's heads offer: their entries, apart from what they are guaranteed.
 
@@ -126,15 +147,19 @@ def make_bids(
         kept_BHT: kept in any case (protected, a first stage).
         least_B: entries that every head of a sequence gets at least, the first of (kept, score).
         place_BT: their places in their sequences; None: their index, the same in all layers.
+        draw_BHT: what a drawn share goes by; None where nothing is drawn.
     """
     refuse_nan(compete_BHT)
+    if draw_BHT is not None:
+        refuse_nan(draw_BHT)
     compete_BHT = compete_BHT.masked_fill(~exists_BHT, float("-inf"))
     least_B11 = torch.tensor(least_B, device=compete_BHT.device)[:, None, None]
     guaranteed_BHT = kept_BHT | ((rank_kept_first(compete_BHT, kept_BHT) < least_B11) & exists_BHT)
     b, h, t = (exists_BHT & ~guaranteed_BHT).nonzero(as_tuple=True)
     row_N = b * compete_BHT.shape[1] + h
     place_N = t if place_BT is None else place_BT.to(t.device)[b, t]
-    return Bids(guaranteed_BHT.sum(-1), compete_BHT[b, h, t], place_N.int(), row_N.int())
+    draw_N = None if draw_BHT is None else draw_BHT[b, h, t]
+    return Bids(guaranteed_BHT.sum(-1), compete_BHT[b, h, t], place_N.int(), row_N.int(), draw_N)
 
 
 def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Tensor, "B H T"]:
@@ -192,12 +217,18 @@ def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B
     return budget_BH + (more_BH & (more_BH.cumsum(-1) <= left_B1)).long()
 
 
-def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[tuple[Int64[Tensor, "B H"], Bids]]:
+def allocate_joint(
+    layers: Sequence[Bids], total_B: Sequence[int], drawn_share: float | None = None
+) -> list[Won]:
     """Budgets of a joint top-k: heads, of one layer or of several, compete for one total.
 
     `budget_l[b, h] = guaranteed_l[b, h] + #{its bids among the first total_b - sum(guaranteed)}`. Equal bids
     go to the later position, then to the lower layer, then to the lower head. Afterwards a head's own
     top-`budget` is exactly its part of the joint top-k.
+
+    With a drawn share, `floor(drawn_share * (total_b - sum(guaranteed)))` of the places go, among the bids
+    that the others leave, to the largest keys of a draw, ties as above. As layers come both parts only lose
+    to later ones: an entry that is in neither now is in neither at the end.
 
     Ada-KV (arXiv 2407.11550) flattens the heads of a layer so, Layer-DefensiveKV (arXiv 2510.13334) those of
     all layers.
@@ -205,6 +236,7 @@ def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[tuple
     Args:
         layers: what competes.
         total_B: entries that each sequence may keep; where fewer exist, all are kept.
+        drawn_share: in [0, 1], of what is not guaranteed; None: nothing is drawn.
 
     Returns:
         budgets, and the bids that won them, layer by layer.
@@ -224,28 +256,53 @@ def allocate_joint(layers: Sequence[Bids], total_B: Sequence[int]) -> list[tuple
             "or protect less."
         )
     value_N = torch.cat([bids.value_N for bids in there])
-    # One stable sort after another, the last the first to count: sequence, value, later place; and where all
-    # are equal, as they stand here, the lower layer and head.
-    order_N = torch.cat([bids.place_N for bids in there]).sort(descending=True, stable=True).indices
-    order_N = order_N[value_N[order_N].sort(descending=True, stable=True).indices]
+    # Where all else is equal the later place counts, then, as they stand here, the lower layer and head.
+    later_N = torch.cat([bids.place_N for bids in there]).sort(descending=True, stable=True).indices
     sequence_N = torch.cat([bids.row_N // bids.guaranteed_BH.shape[1] for bids in there]).long()
-    if len(free_B) > 1:
-        order_N = order_N[sequence_N[order_N].sort(stable=True).indices]
-    count_B = torch.zeros_like(free_B).scatter_add_(0, sequence_N, torch.ones_like(sequence_N))
-    sorted_N = sequence_N[order_N]
-    place_N = torch.arange(len(order_N), device=device) - (count_B.cumsum(0) - count_B)[sorted_N]
-    chosen_N = torch.zeros_like(order_N, dtype=torch.bool).scatter_(0, order_N, place_N < free_B[sorted_N])
+    drawn_B = torch.zeros_like(free_B)
+    if drawn_share is not None:
+        part, whole = ratio_of(drawn_share)
+        drawn_B = free_B * part // whole
+    scored_N = _first_of_each(value_N, later_N, sequence_N, free_B - drawn_B)
+    chosen_N = scored_N
+    if drawn_share is not None:
+        keys_N = torch.cat([_keys(bids) for bids in there]).masked_fill(scored_N, float("-inf"))
+        # Those that went by score stand last; where there is too little left to draw, all of it is drawn.
+        chosen_N = scored_N | (_first_of_each(keys_N, later_N, sequence_N, drawn_B) & ~scored_N)
     answer, start = [], 0
     for bids, own in zip(layers, there, strict=True):
-        won_N = chosen_N[start : start + len(own.value_N)]
+        here = slice(start, start + len(own.value_N))
         start += len(own.value_N)
-        rows_N = own.row_N[won_N].long()
-        extra_R = torch.zeros_like(own.guaranteed_BH).flatten()
-        extra_R.scatter_add_(0, rows_N, torch.ones_like(rows_N))
-        budget_BH = own.guaranteed_BH + extra_R.view(own.guaranteed_BH.shape)
         home = bids.value_N.device
-        answer.append((budget_BH.to(home), bids.select(won_N.to(home))))
+        budget_BH = _with_won(own, chosen_N[here]).to(home)
+        scored_BH = None if drawn_share is None else _with_won(own, scored_N[here]).to(home)
+        answer.append(Won(budget_BH, bids.select(chosen_N[here].to(home)), scored_BH))
     return answer
+
+
+def _keys(bids: Bids) -> Tensor:
+    assert bids.draw_N is not None, "where a share is drawn, bids have keys"
+    return bids.draw_N
+
+
+def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B: Tensor) -> Tensor:
+    """Which are among the first so many of their sequence: by value, then in the order of `later_N`."""
+    # One stable sort after another, the last the first to count.
+    order_N = later_N[value_N[later_N].sort(descending=True, stable=True).indices]
+    if len(count_B) > 1:
+        order_N = order_N[sequence_N[order_N].sort(stable=True).indices]
+    held_B = torch.zeros_like(count_B).scatter_add_(0, sequence_N, torch.ones_like(sequence_N))
+    sorted_N = sequence_N[order_N]
+    place_N = torch.arange(len(order_N), device=value_N.device) - (held_B.cumsum(0) - held_B)[sorted_N]
+    return torch.zeros_like(order_N, dtype=torch.bool).scatter_(0, order_N, place_N < count_B[sorted_N])
+
+
+def _with_won(bids: Bids, won_N: Bool[Tensor, " N"]) -> Int64[Tensor, "B H"]:
+    """What is guaranteed to each head, and what it won."""
+    rows_N = bids.row_N[won_N].long()
+    extra_R = torch.zeros_like(bids.guaranteed_BH).flatten()
+    extra_R.scatter_add_(0, rows_N, torch.ones_like(rows_N))
+    return bids.guaranteed_BH + extra_R.view(bids.guaranteed_BH.shape)
 
 
 def mix_convex(

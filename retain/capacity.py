@@ -23,6 +23,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from retain.apportion import apportion
+from retain.budget import Totals
 from retain.cascade import Candidates, Shares, Split, keep_sets
 from retain.registry import lookup
 
@@ -90,6 +91,8 @@ class Capacity:
         need_B: entries that a budget must hold, as it is shared out, so that nothing above the limit goes.
         kept_B: entries that were kept.
         entries_B: entries that there were.
+        seen_B: what a keep_ratio is a ratio of, over all layers and heads: entries of all tokens seen, or
+            announced, of which earlier evictions may have taken some; None: those that there were.
         enough: whether so many would do, with what is protected now; False: it takes at least that many,
             where layers or heads get shares of a budget that no count can say.
         raised: whether the budget was enlarged to what can be afforded.
@@ -101,6 +104,7 @@ class Capacity:
     need_B: tuple[int, ...]
     kept_B: tuple[int, ...]
     entries_B: tuple[int, ...]
+    seen_B: tuple[int, ...] | None = None
     enough: bool = True
     raised: bool = False
 
@@ -116,13 +120,21 @@ class Capacity:
 
     @property
     def ratio_B(self) -> list[float]:
-        """`need / entries`: of the entries that there were, the share that would do."""
-        return [need / max(1, entries) for need, entries in zip(self.need_B, self.entries_B, strict=True)]
+        """`need / seen`: the keep_ratio that would do."""
+        whole_B = self.entries_B if self.seen_B is None else self.seen_B
+        return [need / max(1, whole) for need, whole in zip(self.need_B, whole_B, strict=True)]
 
     @property
     def worst(self) -> int:
         """The sequence that paid the highest price."""
         return max(range(len(self.price_B)), key=lambda row: self.price_B[row])
+
+    @property
+    def fullest(self) -> int:
+        """Of those that are short, the sequence that needs the largest keep_ratio: whoever states that one
+        is short in none. Without any, the worst."""
+        short = [row for row, is_short in enumerate(self.short_B) if is_short]
+        return max(short, key=lambda row: self.ratio_B[row]) if short else self.worst
 
     def select_batch(self, rows: Sequence[int]) -> "Capacity":
         """Of some of the sequences."""
@@ -133,14 +145,18 @@ class Capacity:
             need_B=tuple(self.need_B[row] for row in rows),
             kept_B=tuple(self.kept_B[row] for row in rows),
             entries_B=tuple(self.entries_B[row] for row in rows),
+            seen_B=None if self.seen_B is None else tuple(self.seen_B[row] for row in rows),
         )
 
-    def placed(self, rows: Sequence[int], entries_B: Sequence[int]) -> "Capacity":
+    def placed(
+        self, rows: Sequence[int], entries_B: Sequence[int], seen_B: Sequence[int] | None = None
+    ) -> "Capacity":
         """The same for a whole batch, of which these rows were decided on: of the others nothing went.
 
         Args:
             rows: of the batch, one a sequence here.
             entries_B: that each sequence of the batch had.
+            seen_B: what a keep_ratio is a ratio of, for each sequence of the batch; None: what it had.
         """
         own = {row: place for place, row in enumerate(rows)}
 
@@ -155,6 +171,7 @@ class Capacity:
             need_B=spread(self.need_B, [0] * len(entries_B)),
             kept_B=spread(self.kept_B, entries_B),
             entries_B=spread(self.entries_B, entries_B),
+            seen_B=None if self.seen_B is None else spread(self.seen_B, seen_B or entries_B),
         )
 
     def __str__(self) -> str:
@@ -167,10 +184,12 @@ class Capacity:
         if not short:
             return f"within what can be afforded: {price} ({lost})"
         which = f"sequence {row} (of {short} such) keeps" if len(self.price_B) > 1 else "it keeps"
-        about = "about" if self.enough else "at least"
+        about, most = "about" if self.enough else "at least", self.fullest
+        needs = f"{about} {self.need_B[most]:,} entries"
+        needs = f"{needs.capitalize()} would do" if most == row else f"Sequence {most} needs {needs}"
         return (
-            f"more goes than can be afforded: {which} {kept}; {price} ({lost}). {about.capitalize()} "
-            f"{self.need_B[row]:,} entries would do (keep_ratio {about} {ceiled(self.ratio_B[row]):.3g})"
+            f"more goes than can be afforded: {which} {kept}; {price} ({lost}). {needs} (keep_ratio {about} "
+            f"{ceiled(self.ratio_B[most]):.3g})"
         )
 
 
@@ -226,6 +245,11 @@ class Gauge:
             b_N = keep_BHT.nonzero()[:, 0]
             self._held.append((b_N, score_BHT[keep_BHT]))
 
+    @property
+    def num_added(self) -> int:
+        """Layers that have come."""
+        return len(self._needs)
+
     def _needed(self, layer: Candidates, exists_BHT: Bool[Tensor, "B H T"]) -> Int64[Tensor, "B H"]:
         """Entries that each head must be left so that nothing above the limit goes.
 
@@ -266,7 +290,7 @@ class Gauge:
             tuple(need_B),
             tuple(kept_B.tolist()),
             tuple(entries_B.tolist()),
-            enough,
+            enough=enough,
         )
 
 
@@ -276,7 +300,9 @@ def needed(need_LH: Sequence[Sequence[int]], split: Split) -> tuple[int, bool]:
 
     With `n_lh` what head h of layer l needs and `H_l` its heads: `sum n_lh` where all heads share (`model`),
     `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do, `max n_lh * sum H_l` where none does.
-    Where layers or heads get stated shares, or layers compete as layers, it is at least `sum n_lh`.
+    Where layers or heads get stated shares, or layers compete as layers, it is at least `sum n_lh`; and where
+    not all goes by score (a first stage takes places by other numbers, or some are drawn), at least what it
+    would be without.
 
     Args:
         need_LH: entries that each head needs; at least one a head is counted.
@@ -284,15 +310,16 @@ def needed(need_LH: Sequence[Sequence[int]], split: Split) -> tuple[int, bool]:
     """
     need_LH = [[max(1, own) for own in row] for row in need_LH]
     heads, own = sum(map(len, need_LH)), split.allocation
+    by_score = own.normalise is None and own.compete_by == "score"
+    by_score = by_score and split.first_stage is None and getattr(split, "draw", None) is None
     if split.scope == "model":
-        return sum(map(sum, need_LH)), own.normalise is None and own.compete_by == "score"
-    usual = own.head_classes is None and own.safeguard is None and getattr(own, "quotas", None) is None
-    usual = usual and own.normalise is None and own.compete_by == "score"
-    if own.layers != "uniform" or not usual:
+        return sum(map(sum, need_LH)), by_score
+    alike = own.head_classes is None and own.safeguard is None and getattr(own, "quotas", None) is None
+    if own.layers != "uniform" or not alike:
         return sum(map(sum, need_LH)), False
     if split.scope == "layer":
-        return max(-(-sum(row) // len(row)) for row in need_LH) * heads, True
-    return max(map(max, need_LH)) * heads, True
+        return max(-(-sum(row) // len(row)) for row in need_LH) * heads, by_score
+    return max(map(max, need_LH)) * heads, by_score
 
 
 def capacity_of(
@@ -309,7 +336,12 @@ def capacity_of(
     gauge = Gauge(limit, shares.split)
     for layer, keep_BHT in zip(candidates, keeps, strict=True):
         gauge.add(layer, keep_BHT)
-    return gauge.read()
+    return replace(gauge.read(), seen_B=seen_of(shares.totals))
+
+
+def seen_of(totals: Totals) -> tuple[int, ...]:
+    """What a keep_ratio of each sequence is a ratio of, in entries of all layers and heads."""
+    return tuple(length * sum(totals.heads_L) for length in totals.lengths_B)
 
 
 def enlarged(shares: Shares, totals_B: Sequence[int]) -> Shares:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
@@ -32,6 +33,7 @@ from retain.admission import admit
 from retain.allocation import (
     Allocation,
     Bids,
+    Won,
     allocate_joint,
     allocate_uniform,
     mix_convex,
@@ -40,6 +42,7 @@ from retain.allocation import (
 )
 from retain.apportion import exact, fill, round_shares
 from retain.budget import Totals
+from retain.drawing import Draw
 from retain.head_classes import check_shape, class_budgets
 from retain.quotas import Quotas, quota_budgets
 from retain.ranking import rank_kept_first
@@ -49,17 +52,24 @@ from retain.stages import FirstStage, stage_by_budget
 
 @dataclass(frozen=True)
 class Split:
-    """How a policy splits a budget: its scope, its allocation, its first stage.
+    """How a policy splits a budget: its scope, its allocation, its first stage, what it draws.
 
     Args:
         scope: `head`, `layer` or `model`.
         allocation: over layers and heads.
         first_stage: None for selection in one stage.
+        draw: None where all goes by score.
     """
 
     scope: str
     allocation: Allocation = Allocation()
     first_stage: FirstStage | None = None
+    draw: Draw | None = None
+
+    @property
+    def drawn_share(self) -> float | None:
+        """Of a shared budget, what is drawn; None: nothing."""
+        return None if self.draw is None else self.draw.share
 
     @property
     def crosses_layers(self) -> bool:
@@ -234,6 +244,9 @@ class Candidates:
         first_BHT: what a first stage by budget ranks by; None without one.
         bids: what the heads compete with; None where they do not.
         weight_B: what the layer asks for, per sequence; None where layers get fixed shares.
+        draw_BHT: what a drawn share goes by; None where nothing is drawn.
+        bid_BHT: what orders each head where a share is drawn: what its entries bid, so that what a head has
+            by score is what it won by score, to the entry; None for `score_BHT`.
     """
 
     score_BHT: Float[Tensor, "B H T"]
@@ -243,6 +256,13 @@ class Candidates:
     first_BHT: Float[Tensor, "B H T"] | None = None
     bids: Bids | None = None
     weight_B: tuple[Fraction, ...] | None = None
+    draw_BHT: Float[Tensor, "B H T"] | None = None
+    bid_BHT: Float[Tensor, "B H T"] | None = None
+
+    @property
+    def order_BHT(self) -> Float[Tensor, "B H T"]:
+        """What orders each head."""
+        return self.score_BHT if self.bid_BHT is None else self.bid_BHT
 
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:
@@ -257,8 +277,8 @@ class Held:
     Args:
         rows: `(B, H)`.
         row_N: `b * H + h`.
-        rank_N: rank in the head; None where a second stage ranks anew at every budget.
-        stages_N: score, first-stage score and kept, where one does.
+        rank_N: rank in the head; None where a second stage ranks anew at every budget, or a share is drawn.
+        stages_N: score, first-stage score (or key of the draw) and kept, where one does.
         held_B, guaranteed_B, bids, weight_B: as in `Candidates`.
         capacity_BH: entries that each head had when the layer came.
     """
@@ -293,39 +313,47 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     """
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
-    budgets, _ = head_budgets(shares, layers, first=first)
+    found = head_budgets(shares, layers, first=first)
     return [
-        _keep(shares.split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
-        for layer, budget_BH in zip(layers, budgets, strict=True)
+        _keep(shares.split, layer.order_BHT, _beside(layer), layer.kept_BHT, *counts)
+        for layer, *counts in zip(layers, found.budgets, found.scored, strict=True)
     ]
 
 
-def head_budgets(
-    shares: Shares, layers: Sequence[Layer], *, first: int = 0
-) -> tuple[list[Int64[Tensor, "B H"]], list[Bids | None]]:
+class Found(NamedTuple):
+    """What layers get.
+
+    Attributes:
+        budgets: entries of each head.
+        bids: those that may still win when more layers come; None where heads do not bid.
+        scored: of the entries of each head, those that go by score; None: all of them.
+    """
+
+    budgets: list[Int64[Tensor, "B H"]]
+    bids: list[Bids | None]
+    scored: list[Int64[Tensor, "B H"] | None]
+
+
+def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> Found:
     """Entries of each head of each layer.
 
     Args:
         shares: what is settled.
         layers: those that have come.
         first: place of `layers[0]`.
-
-    Returns:
-        budgets, and the bids that may still win when more layers come.
     """
     split, totals = shares.split, shares.totals
     final = first + len(layers) == len(totals.heads_L)
     if split.scope == "model":
-        won = allocate_joint([_bids(layer) for layer in layers], totals.total_B)
-        return [budget_BH for budget_BH, _ in won], [bids for _, bids in won]
-    nothing: list[Bids | None] = [None] * len(layers)
+        return _found(allocate_joint([_bids(layer) for layer in layers], totals.total_B, split.drawn_share))
+    nothing: list[None] = [None] * len(layers)
     if shares.classes_LBH is not None:
         own = shares.classes_LBH[first : first + len(layers)]
         budgets = [
             torch.minimum(_tensor(rows, layer), layer.capacity_BH)
             for rows, layer in zip(own, layers, strict=True)
         ]
-        return budgets, nothing
+        return Found(budgets, [*nothing], [*nothing])
     if split.allocation.quotas is not None:
         if first == 0 and final:
             # All have come: what each head holds is known.
@@ -333,7 +361,8 @@ def head_budgets(
             own = shares.quota_budgets([list(rows_LH) for rows_LH in zip(*rows_LBH, strict=True)])
         else:
             own = shares.quotas_LBH[first : first + len(layers)]
-        return [_tensor(rows, layer) for rows, layer in zip(own, layers, strict=True)], nothing
+        budgets = [_tensor(rows, layer) for rows, layer in zip(own, layers, strict=True)]
+        return Found(budgets, [*nothing], [*nothing])
     totals_LB = (
         _shared(shares, layers, final)
         if shares.fixed_LB is None
@@ -344,16 +373,25 @@ def head_budgets(
             allocate_uniform(_tensor(own_B, layer), layer.capacity_BH)
             for own_B, layer in zip(totals_LB, layers, strict=True)
         ]
-        return budgets, nothing
-    won = [allocate_joint([_bids(layer)], own)[0] for layer, own in zip(layers, totals_LB, strict=True)]
-    budgets, bids = [budget_BH for budget_BH, _ in won], [own for _, own in won]
+        return Found(budgets, [*nothing], [*nothing])
+    found = _found(
+        [
+            allocate_joint([_bids(layer)], own, split.drawn_share)[0]
+            for layer, own in zip(layers, totals_LB, strict=True)
+        ]
+    )
     if split.allocation.safeguard == "convex":
         share, round_up = split.allocation.safeguard_share, split.crosses_layers and not final
         budgets = [
             mix_convex(budget_BH, share, capacity_BH=layer.capacity_BH, round_up=round_up)
-            for budget_BH, layer in zip(budgets, layers, strict=True)
+            for budget_BH, layer in zip(found.budgets, layers, strict=True)
         ]
-    return budgets, list(bids)
+        return found._replace(budgets=budgets)
+    return found
+
+
+def _found(won: Sequence[Won]) -> Found:
+    return Found([own.budget_BH for own in won], [own.bids for own in won], [own.scored_BH for own in won])
 
 
 def _bids(layer: Layer) -> Bids:
@@ -396,10 +434,23 @@ def _weight(layer: Layer, row: int) -> Fraction:
     return layer.weight_B[row]
 
 
+def _beside(layer: Candidates) -> Tensor | None:
+    """What ranks beside the score: of a first stage, or of a draw."""
+    return layer.first_BHT if layer.draw_BHT is None else layer.draw_BHT
+
+
 def _keep(
-    split: Split, score: Tensor, first: Tensor | None, kept: Tensor, budget_BH: Int64[Tensor, "B H"]
+    split: Split,
+    score: Tensor,
+    first: Tensor | None,
+    kept: Tensor,
+    budget_BH: Int64[Tensor, "B H"],
+    scored_BH: Int64[Tensor, "B H"] | None = None,
 ) -> Bool[Tensor, "B H T"]:
-    """The top of each head, in one stage or two."""
+    """The top of each head, in one stage or two; or its top by score, and what it drew beside."""
+    if scored_BH is not None:
+        assert first is not None
+        return select(first, select(score, kept, scored_BH), budget_BH)
     if split.two_stages:
         assert split.first_stage is not None and first is not None
         kept = kept | stage_by_budget(first, kept, budget_BH, split.first_stage.share)
@@ -433,7 +484,7 @@ class Cascade:
         if not split.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
-        budgets, bids = head_budgets(self.shares, [*self.held, layer])
+        budgets, bids, scored = head_budgets(self.shares, [*self.held, layer])
         # What is left of each sequence in each layer, in one transfer.
         device = budgets[0].device
         counts_LB = torch.stack([budget_BH.sum(-1).to(device) for budget_BH in budgets]).tolist()
@@ -441,10 +492,10 @@ class Cascade:
         for idx, held in enumerate(self.held):
             keep_N = None
             if tuple(counts_LB[idx]) != held.held_B:  # budgets only shrink: the same sum is the same budgets
-                keep_N = _keep_held(split, held, budgets[idx])
+                keep_N = _keep_held(split, held, budgets[idx], scored[idx])
                 self.held[idx] = _cut(held, keep_N, tuple(counts_LB[idx]), bids[idx])
             lower.append(keep_N)
-        keep_BHT = _keep(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budgets[-1])
+        keep_BHT = _keep(split, layer.order_BHT, _beside(layer), layer.kept_BHT, budgets[-1], scored[-1])
         if self.num_added == len(self.shares.totals.heads_L):
             self.held = []
         else:
@@ -463,9 +514,10 @@ def _held(
     B, H, _ = keep_BHT.shape
     row_BHT = torch.arange(B * H, dtype=torch.int32, device=keep_BHT.device).view(B, H, 1)
     rank_N = stages_N = None
-    if split.two_stages:
-        assert layer.first_BHT is not None
-        parts = (layer.score_BHT, layer.first_BHT, layer.kept_BHT)
+    if split.two_stages or split.draw is not None:
+        beside_BHT = _beside(layer)
+        assert beside_BHT is not None
+        parts = (layer.order_BHT, beside_BHT, layer.kept_BHT)
         stages_N = (parts[0][keep_BHT], parts[1][keep_BHT], parts[2][keep_BHT])
     else:
         rank_N = rank_kept_first(layer.score_BHT, layer.kept_BHT)[keep_BHT].int()
@@ -475,7 +527,12 @@ def _held(
     )
 
 
-def _keep_held(split: Split, held: Held, budget_BH: Int64[Tensor, "B H"]) -> Bool[Tensor, " N"]:
+def _keep_held(
+    split: Split,
+    held: Held,
+    budget_BH: Int64[Tensor, "B H"],
+    scored_BH: Int64[Tensor, "B H"] | None = None,
+) -> Bool[Tensor, " N"]:
     """Which of the entries that a layer holds it still keeps."""
     rows = held.row_N.long()
     if held.rank_N is not None:
@@ -493,7 +550,8 @@ def _keep_held(split: Split, held: Held, budget_BH: Int64[Tensor, "B H"]) -> Boo
 
     score_N, first_N, kept_N = held.stages_N
     lowest = float("-inf")
-    keep = _keep(split, padded(score_N, lowest), padded(first_N, lowest), padded(kept_N, False), budget_BH)
+    parts = padded(score_N, lowest), padded(first_N, lowest), padded(kept_N, False)
+    keep = _keep(split, *parts, budget_BH, scored_BH)
     return keep.view(shape)[rows, place_N]
 
 

@@ -33,14 +33,16 @@ def fuse(
     head holds:
 
     - `max`: `max(o, l)`; one unit.
+    - `sum`: `o + l`; one unit. Never less than `max` nor more than twice it; of two entries that the gate
+      fears for alike, the one that was also looked at comes first.
     - `observed`, `learned`: that one alone.
     - `prior`: `max(o, l * mean(o) / mean(l))`, both in `risk`: the floor of DefensiveKV (arXiv 2510.13334),
       which lifts what the window did not see to the head's mean, but with the gate saying who gets more of
       that mean and who less. A gate that says the same of all entries, nothing at all included, gives
       exactly that floor, and the gate's own scale is without effect.
     - `veto`: `min(o, l)` for the `round(w * n)` of the head's `n` entries that the gate ranks lowest (ties:
-      the earlier position is lower; half rounds to even), `o` for the others; both in `risk`. The gate may
-      take back what the window claims, and add nothing.
+      the earlier position is lower; rounded as float64, half to even), `o` for the others; both in `risk`.
+      The gate may take back what the window claims, and add nothing.
     - `log_linear`: `o^(1-w) * l^w`, both in `risk`; for 0 < w < 1 an entry that either side calls 0 scores 0.
     - `rank_blend`: `(1-w) * rank(o) + w * rank(l)`, where `rank` is the share of the head's other entries
       that rank below (0..1, ties to the later position); any units; the result is in `rank`.
@@ -143,6 +145,16 @@ def _maximum(observed: Score, learned: Score, weight: float | Tensor) -> Score:
     return Score(torch.maximum(observed.values_BHT, learned.values_BHT), observed.unit)
 
 
+def _sum(observed: Score, learned: Score, weight: float | Tensor) -> Score:
+    if observed.unit != learned.unit or observed.unit == "rank":
+        raise ValueError(
+            f"fusion 'sum' adds numbers of one unit, and the observed score is in {observed.unit!r} while "
+            f"the learned one is in {learned.unit!r}: use an observed score in {learned.unit!r}, both in "
+            "risk or in mass, or fusion 'rank_blend', which takes any units."
+        )
+    return Score(observed.values_BHT + learned.values_BHT, observed.unit)
+
+
 def _log_linear(observed: Score, learned: Score, weight: float | Tensor) -> Score:
     _check_risk("log_linear", observed, learned)
     o, l = observed.values_BHT.clamp_min(0.0), learned.values_BHT.clamp_min(0.0)
@@ -214,6 +226,7 @@ def _rank_share(values_BHT: Tensor) -> Tensor:
 
 FUSIONS: dict[str, Callable[..., Score]] = {
     "max": _maximum,
+    "sum": _sum,
     "observed": _observed,
     "learned": _learned,
     "prior": _prior,

@@ -20,6 +20,7 @@ from torch import Tensor
 from retain.allocation import Allocation, entropy_weight, make_bids, normalised
 from retain.budget import Budget, LayerShape, Stock, spread
 from retain.cascade import Candidates, Shares, keep_sets
+from retain.drawing import draw_keys
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
@@ -230,11 +231,16 @@ def score_entries(
         return masked_score(zeros_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
     how = policy.fusion_of(observed is not None, learned is not None)
     fused = fuse(observed, learned, how, weight=policy.fusion_weight)
+    if policy.draw is not None:
+        # By what was seen, where anything was: what is drawn makes up for what a maximum passes over.
+        fused = replace(fused, draw_BHT=draw_keys(observed or fused, evidence, seeds_B))
     if observed is None:
         return fused
     # What else the observed score says of the layer stays with the fused one, and what heads get of a budget.
     quotas = observed.quotas if learned is None else learned.quotas
-    return replace(observed, values_BHT=fused.values_BHT, unit=fused.unit, quotas=quotas)
+    return replace(
+        observed, values_BHT=fused.values_BHT, unit=fused.unit, quotas=quotas, draw_BHT=fused.draw_BHT
+    )
 
 
 def plan_of(
@@ -333,6 +339,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     names = ("layers", "safeguard", "normalise", "compete_by", "head_classes", "quotas")
     shared = [f"allocation.{name}" for name in names if getattr(own, name) != getattr(usual, name)]
     shared += ["first_stage"] if policy.first_stage is not None else []
+    shared += ["draw"] if policy.draw is not None else []
     problems = []
     if shared:
         problems.append(
@@ -390,7 +397,7 @@ def candidates_of(
         )
         # Heads with equal budgets all get what the fullest of them needs.
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
-    bids = weight_B = None
+    bids = weight_B = draw_BHT = bid_BHT = None
     if policy.scope != "head":
         compete = score if own.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if own.normalise is not None and score.unit == "rank":
@@ -399,13 +406,17 @@ def candidates_of(
                 "only the order means something: take allocation.normalise null, or another score."
             )
         compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
-        bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT)
+        if policy.draw is not None:
+            # Scores over their mean may be equal where scores are not.
+            draw_BHT, bid_BHT = _drawn_by(policy, score), None if own.normalise is None else compete_BHT
+        bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
     if own.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
-    return Candidates(score_BHT, kept_BHT, tuple(held_B), tuple(guaranteed_B), first_BHT, bids, weight_B)
+    parts = tuple(held_B), tuple(guaranteed_B), first_BHT, bids, weight_B, draw_BHT, bid_BHT
+    return Candidates(score_BHT, kept_BHT, *parts)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
@@ -429,6 +440,16 @@ def _first_of(policy: Policy, score: Score) -> Tensor:
             "observed 'critical' or 'defensive', or first_stage null and allocation.compete_by 'score'."
         )
     return score.first_BHT
+
+
+def _drawn_by(policy: Policy, score: Score) -> Tensor:
+    """What a drawn share goes by."""
+    if score.draw_BHT is None:
+        raise ValueError(
+            f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw by: "
+            "score with score_entries under the same policy, or take draw null."
+        )
+    return score.draw_BHT
 
 
 def _layer_weights(

@@ -14,6 +14,7 @@ from retain import config
 from retain.allocation import Allocation
 from retain.budget import SCOPES
 from retain.cascade import Split
+from retain.drawing import Draw
 from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
 from retain.protection import Protection
 from retain.registry import lookup, suggest
@@ -39,6 +40,8 @@ class Policy:
             (`train/calibration.py`).
         floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
         first_stage: entries that are kept before the score ranks the rest; None for one stage.
+        draw: share of a budget that heads share which is drawn by lot, in proportion to what was observed
+            (`retain.drawing`); None: all of it goes by score.
         protection: what is never evicted.
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.
@@ -58,6 +61,7 @@ class Policy:
     fusion_weight: float | Literal["calibrated"] = 0.5
     floor: str | None = None
     first_stage: FirstStage | None = None
+    draw: Draw | None = None
     protection: Protection = Protection()
     scope: str = "head"
     allocation: Allocation = Allocation()
@@ -98,6 +102,8 @@ class Policy:
                 f"{score.unit!r}: take observed 'observed_risk', or fusion 'rank_blend', which takes any "
                 "units"
             )
+        if score is not None and score.unit == "rank":
+            problems += self._numbers_wanted()
         if score is not None and not self.learned:
             problems += self._wanted_of(score)
         if problems:
@@ -141,6 +147,22 @@ class Policy:
                 "allocation.quotas 'calibrated' is stored with gates, and this policy takes none: set "
                 "learned true (with fusion 'observed' the gates give quotas alone)"
             )
+        if self.draw is not None:
+            if self.scope == "head":
+                problems.append(
+                    "draw shares out a budget that heads share, and scope 'head' gives each its own: take "
+                    "scope 'layer' or 'model', or draw null"
+                )
+            if self.first_stage is not None or own.safeguard == "convex":
+                problems.append(
+                    "draw stands beside one stage by score, with whole shares: take first_stage null, and no "
+                    "safeguard 'convex'"
+                )
+            if self.floor is not None or own.compete_by != "score":
+                problems.append(
+                    "draw wants heads to compete by what orders each of them: take floor null, and "
+                    "allocation.compete_by 'score'"
+                )
         by_mass = self.first_stage is not None and self.first_stage.by != "budget"
         fixed = own.layers == "pyramid" or bool(stating) or own.safeguard == "convex"
         if by_mass and fixed:
@@ -149,6 +171,16 @@ class Policy:
                 "head_classes, quotas and safeguard 'convex' may give it less: take first_stage by 'budget'"
             )
         return problems
+
+    def _numbers_wanted(self) -> list[str]:
+        """What reads numbers of an observed score of which only the order means something."""
+        wanted = ["fusion 'sum' adds"] if self.fusion == "sum" else []
+        wanted += ["draw goes in proportion to"] if self.draw is not None else []
+        return [
+            f"{what} numbers, and {self.observed!r} is in 'rank', of which only the order means something: "
+            "take an observed score in 'risk' or 'mass'"
+            for what in wanted
+        ]
 
     def _wanted_of(self, score: Score) -> list[str]:
         """What it wants of its score that the score does not say."""
@@ -178,7 +210,7 @@ class Policy:
     @property
     def split(self) -> Split:
         """How it splits a budget."""
-        return Split(self.scope, self.allocation, self.first_stage)
+        return Split(self.scope, self.allocation, self.first_stage, self.draw)
 
     @property
     def gate_alone(self) -> bool:

@@ -2,8 +2,9 @@
 
 In: what is stored with gates (`GateSet.quotas`), a total, and what each head must and can hold. Out: entries
 of every head of every layer, of exact sum. The decision taken here: between stored keep_ratios it is a head's
-number of *entries* that is interpolated, not its share, so that no head gets less because the budget grew
-(but for the rounding to whole entries).
+number of *entries* that is interpolated, not its share, so that no head gets less because the budget grew.
+Two roundings may take an entry or so from it all the same: to whole entries here, and that of `ceil(r N)`
+where quotas are fitted, on documents of fewer than a few hundred entries over all heads.
 
 Quotas are fitted by `train/calibration.py`: all entries of all layers and heads compete by their true future
 risk, and what each head won is its quota. So heads get what joint selection would give them on documents like

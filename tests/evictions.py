@@ -4,6 +4,7 @@ Shared by the tests of presets and of invariants.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from retain.allocation import LAYERS, Allocation
 from retain.apportion import exact
 from retain.budget import Budget, Stock, spread
+from retain.drawing import Draw
 from retain.evidence import Evidence
 from retain.policy import (
     Plan,
@@ -76,9 +78,9 @@ FIXED = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0,
 
 
 def variants() -> Iterator[Policy]:
-    """Every scope, allocation and first stage that may stand together."""
+    """Every scope, allocation, first stage and draw that may stand together."""
     stages = (None, *(FirstStage(by, 0.5) for by in ("budget", "mass", "mass_released")))
-    for scope, layers, repair, safeguard, normalise, stage, by in itertools.product(
+    for scope, layers, repair, safeguard, normalise, stage, by, draw in itertools.product(
         ("head", "layer", "model"),
         LAYERS,
         ("weight", "even"),
@@ -86,6 +88,7 @@ def variants() -> Iterator[Policy]:
         (None, "head", "layer"),
         stages,
         ("score", "first"),
+        (None, Draw(0.4)),
     ):
         if repair == "even" and layers != "cake":
             continue
@@ -93,15 +96,16 @@ def variants() -> Iterator[Policy]:
             layers, beta=4.0, spread=repair, safeguard=safeguard, normalise=normalise, compete_by=by
         )
         staged = "none" if stage is None else stage.by
-        name = f"{scope} {layers} {repair} {safeguard} {normalise} {staged} {by}"
+        name = f"{scope} {layers} {repair} {safeguard} {normalise} {staged} {by}{' drawn' if draw else ''}"
         try:
             yield Policy(
                 name,
                 observed="critical",
                 scope=scope,
                 first_stage=stage,
+                draw=draw,
                 allocation=allocation,
-                floor=None if scope == "head" or normalise == "layer" else "mean",
+                floor=None if scope == "head" or normalise == "layer" or draw else "mean",
             )
         except ValueError:
             continue
@@ -173,16 +177,18 @@ def scored(policy: Policy, layers, seeds, learned) -> list[Score]:
 def made_scores(layers, seed: int, *, ties: bool) -> list[Score]:
     """Scores of every kind that a policy may want of them; with ties, of four values only."""
     scores, draw = [], torch.Generator().manual_seed(seed)
+    lots = torch.Generator().manual_seed(seed + 1)
     for idx, layer in enumerate(layers):
         shape = layer.keys_BHTD.shape[:3]
+        keys = 1 / (1 - torch.rand(shape, generator=lots))
+        keys = keys.floor() if ties else keys
         values, first = (torch.rand(shape, generator=draw) ** 2 for _ in range(2))
         values = values * (1 + idx) * torch.rand(1, shape[1], 1, generator=draw)
         if ties:
             values, first = (values * 4).floor(), (first * 4).floor()
         weight = torch.rand(shape[0], generator=draw, dtype=torch.float64)
-        scores.append(
-            masked_score(values, layer.valid_BT, "risk", first_BHT=first, window=2, layer_weight_B=weight)
-        )
+        score = masked_score(values, layer.valid_BT, "risk", first_BHT=first, window=2, layer_weight_B=weight)
+        scores.append(replace(score, draw_BHT=keys.masked_fill(~layer.valid_BT[:, None], float("-inf"))))
     return scores
 
 
@@ -212,8 +218,11 @@ def check(policy: Policy, layers, scores, budget: Budget) -> list[torch.Tensor]:
 
 
 def check_order(policy: Policy, candidates, keep_BHT: torch.Tensor) -> None:
-    """In every head, what the stages before left is kept from the highest score, of equal ones the later."""
+    """In every head, what the stages before left is kept from the highest score, of equal ones the later.
+    What is drawn is looked at where heads compete."""
     stage = policy.first_stage
+    if policy.draw is not None:
+        return
     B, H, _ = keep_BHT.shape
     for b in range(B):
         for h in range(H):
@@ -233,8 +242,16 @@ def check_competition(
     policy: Policy, layers, scores, budget: Budget, keeps, stock: Stock | None = None
 ) -> None:
     """Between heads that share, no bid lost to a lower one, of equal ones to an earlier, of those to one of a
-    higher layer or head."""
+    higher layer or head. Where a share is drawn, what each head keeps is named, entry by entry."""
     plan = plan_for(policy, layers, budget, stock)
+    if policy.draw is not None:
+        candidates = [candidates_of(plan, score) for score in scores]
+        pools_of_layers = (
+            [range(len(layers))] if policy.scope == "model" else [[i] for i in range(len(layers))]
+        )
+        for own in pools_of_layers:
+            check_draw(policy, *([one[idx] for idx in own] for one in (layers, candidates, keeps)))
+        return
     pools: dict[tuple[int, int], list[tuple[tuple, bool]]] = {}
     for idx, (score, keep_BHT) in enumerate(zip(scores, keeps, strict=True)):
         bids = candidates_of(plan, score).bids
@@ -248,6 +265,34 @@ def check_competition(
     for pool in pools.values():
         won, lost = ([key for key, own in pool if own is side] for side in (True, False))
         assert not won or not lost or min(won) > max(lost)
+
+
+def drawn_by_hand(bids: Sequence[tuple], free: int, share: float) -> set[tuple]:
+    """Who wins of bids `(value, place, -layer, -head, key)`: most by value, and of the others, the rest by
+    key; of equal ones the later place, then the lower layer, then the lower head."""
+    drawn = math.floor(exact(share) * free)
+    bids = sorted(bids, key=lambda bid: bid[:4], reverse=True)
+    rest = sorted(bids[free - drawn :], key=lambda bid: (bid[4], *bid[1:4]), reverse=True)
+    return {*bids[: free - drawn], *rest[:drawn]}
+
+
+def check_draw(policy: Policy, layers: Sequence[Evidence], candidates, keeps) -> None:
+    """Layers whose heads share one budget keep what they are guaranteed, and who wins by hand."""
+    assert policy.draw is not None
+    H = layers[0].num_heads
+    for b in range(len(layers[0].valid_BT)):
+        bids, sure, kept = [], set(), set()
+        for idx, (layer, one, keep_BHT) in enumerate(zip(layers, candidates, keeps, strict=True)):
+            mine = one.bids.select(one.bids.row_N // H == b)
+            columns_N = (mine.value_N, mine.place_N, mine.row_N % H, mine.draw_N)
+            for value, place, h, key in zip(*(own.tolist() for own in columns_N), strict=True):
+                bids.append((value, place, -idx, -h, key))
+            places = layer.places_BT[b].tolist()
+            there = {(places[t], -idx, -h) for h, t in layer.exists_BHT[b].nonzero().tolist()}
+            sure |= there - {bid[1:4] for bid in bids}
+            kept |= {(places[t], -idx, -h) for h, t in keep_BHT[b].nonzero().tolist()}
+        chosen = drawn_by_hand(bids, len(kept) - len(sure), policy.draw.share)
+        assert kept == sure | {bid[1:4] for bid in chosen}
 
 
 # Later evictions: heads hold different numbers of entries already.
@@ -286,11 +331,11 @@ def held_scores(layers: Sequence[Evidence], scores: Sequence[Score]) -> list[Sco
     answer = []
     for layer, score in zip(layers, scores, strict=True):
         gone_BHT = ~layer.exists_BHT
-        values, first = (
+        values, first, keys = (
             ((own * 256).round() / 256).masked_fill(gone_BHT, float("-inf"))
-            for own in (score.values_BHT, score.first_BHT)
+            for own in (score.values_BHT, score.first_BHT, score.draw_BHT)
         )
-        answer.append(replace(score, values_BHT=values, first_BHT=first))
+        answer.append(replace(score, values_BHT=values, first_BHT=first, draw_BHT=keys))
     return answer
 
 
@@ -350,11 +395,12 @@ def keeps_of_columns(
     for layer, score in zip(layers, scores, strict=True):
         token_BT, valid_BT = columns(layer, rows, pad)
         index_BHT = token_BT[:, None].expand(-1, layer.num_heads, -1)
-        values, first = (
+        values, first, keys = (
             own[idx].gather(-1, index_BHT).masked_fill(~valid_BT[:, None], float("-inf"))
-            for own in (score.values_BHT, score.first_BHT)
+            for own in (score.values_BHT, score.first_BHT, score.draw_BHT)
         )
-        own = replace(score, values_BHT=values, first_BHT=first, layer_weight_B=score.layer_weight_B[idx])
+        own = replace(score, values_BHT=values, first_BHT=first, draw_BHT=keys)
+        own = replace(own, layer_weight_B=score.layer_weight_B[idx])
         protected_BT = part.protected_BT.gather(-1, token_BT) & valid_BT
         place_BT = layer.places_BT[idx].gather(-1, token_BT)
         candidates.append(candidates_of(part, own, protected_BT, place_BT=place_BT))

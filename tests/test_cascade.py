@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from retain.allocation import Allocation
 from retain.budget import Budget, LayerShape, spread
 from retain.cascade import Candidates, Cascade, Shares, Split, keep_sets
+from retain.drawing import Draw
 from retain.policy import candidates_of, decide_layers, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
@@ -45,6 +46,19 @@ EXACT = {
         first_stage=FirstStage("budget", 0.5),
         allocation=Allocation(compete_by="first"),
     ),
+    "joint, drawn": Policy("joint", observed="defensive", scope="model", draw=Draw(0.4)),
+    "joint, drawn, over the head's mean, guarded": Policy(
+        "joint", observed="defensive", scope="model", draw=Draw(0.25),
+        allocation=Allocation(normalise="head", safeguard="guaranteed"),
+    ),
+    "joint, all drawn": Policy("joint", observed="defensive", scope="model", draw=Draw(1.0)),
+    "lava, drawn": Policy(
+        "lava", observed="lava", scope="layer", draw=Draw(0.4), allocation=Allocation("entropy")
+    ),
+    "cake, drawn": Policy(
+        "cake", observed="cake", scope="layer", draw=Draw(0.4),
+        allocation=Allocation("cake", safeguard="guaranteed", normalise="layer"),
+    ),
     "lava": Policy("lava", observed="lava", scope="layer", allocation=Allocation("entropy")),
     "lava, floor": Policy(
         "lava", observed="lava", scope="layer", allocation=Allocation("entropy", safeguard="convex")
@@ -65,7 +79,7 @@ EXACT = {
 def _case(seed: int, *, num_layers: int = 4, pads=(0, 9, 4), ties: bool = False, unlike: float = 3.0):
     """Evidence of some layers, and a score of each whose size differs from layer to layer."""
     layers, scores = [], []
-    draw = torch.Generator().manual_seed(seed)
+    draw, lots = (torch.Generator().manual_seed(own) for own in (seed, seed + 1))
     for idx in range(num_layers):
         evidence = random_evidence(pads, num_tokens=T, num_heads=H, group=1, seed=seed + idx)
         values, first = (torch.rand(len(pads), H, T, generator=draw) ** 3 for _ in range(2))
@@ -76,8 +90,10 @@ def _case(seed: int, *, num_layers: int = 4, pads=(0, 9, 4), ties: bool = False,
         score = masked_score(
             values, evidence.valid_BT, "risk", first_BHT=first, window=4, layer_weight_B=weight
         )
+        keys = 1 / (1 - torch.rand(len(pads), H, T, generator=lots))
+        keys = (keys.floor() if ties else keys).masked_fill(~evidence.valid_BT[:, None], float("-inf"))
         layers.append(replace(evidence, layer_idx=idx))
-        scores.append(score)
+        scores.append(replace(score, draw_BHT=keys))
     return layers, scores
 
 

@@ -53,6 +53,7 @@ def test_fusions_are_their_formulas(how, weight, ties):
                     o, l = rows[0][i], rows[1][i]
                     naive[b, h, i] = {
                         "max": max(o, l),
+                        "sum": o + l,
                         "observed": o,
                         "learned": l,
                         "prior": _prior_of(*rows, i),
@@ -68,6 +69,16 @@ def test_max_keeps_what_either_side_fears_for():
     observed, learned = _score(0), _score(1)
     fused = fuse(observed, learned).values_BHT
     assert (fused >= observed.values_BHT).all() and (fused >= learned.values_BHT).all()
+
+
+def test_a_sum_is_at_least_the_max_and_at_most_twice_it():
+    observed, learned = _score(0, ties=True), _score(1, ties=True)
+    fused, most = fuse(observed, learned, "sum").values_BHT, fuse(observed, learned, "max").values_BHT
+    assert (fused >= most).all() and (fused <= 2 * most).all()
+    # Of entries that the gate fears for alike, in the order of what was observed; `max` has them tied.
+    alike = masked_score(torch.full((2, 3, 9), 5.0), VALID, "risk")
+    assert torch.equal(fuse(observed, alike, "sum").values_BHT, observed.values_BHT + 5)
+    assert fuse(observed, alike, "max").values_BHT.unique().tolist() == [float("-inf"), 5.0]
 
 
 def test_a_prior_that_says_the_same_of_all_is_defensivekvs_floor():
@@ -184,6 +195,12 @@ def test_unlike_units_are_not_fused():
         ValueError, match="observed score is in 'mass' while the learned one is in 'risk'.*observed_risk"
     ):
         fuse(_score(0, "mass"), _score(1), "max")
+    for observed, learned in (("mass", "risk"), ("risk", "rank"), ("rank", "rank")):
+        wanted = f"'sum' adds numbers of one unit.*in '{observed}' while .*in '{learned}'.*'rank_blend'"
+        with pytest.raises(ValueError, match=wanted):
+            fuse(_score(0, observed), _score(1, learned), "sum")
+    for unit in ("risk", "mass"):
+        assert fuse(_score(0, unit), _score(1, unit), "sum").unit == unit
     assert set(IN_RISK) == {"log_linear", "prior", "veto"}
     for how in IN_RISK:
         for observed, learned in (("mass", "risk"), ("risk", "rank")):
@@ -242,8 +259,17 @@ def test_policies_that_cannot_be_meant_are_refused_with_the_next_step():
     with pytest.raises(
         ValueError, match="'prior' puts the gate in the place of the floor, and floor 'mean'.*take floor null"
     ):
-        load_policy("fused", ["fusion=prior"])
+        load_policy("fused", ["fusion=prior", "floor=mean"])
     assert load_policy("fused", ["fusion=prior", "floor=null"]).unit == "risk"
+    for name in ("keydiff", "lru"):
+        with pytest.raises(
+            ValueError, match=f"fusion 'sum' adds numbers, and '{name}' is in 'rank'.*'risk' or 'mass'"
+        ):
+            Policy("own", name, learned=True, fusion="sum")
+    assert [Policy("own", name, learned=True, fusion="sum").unit for name in ("snapkv", "observed_risk")] == [
+        "mass",
+        "risk",
+    ]
     for how in IN_RISK:
         with pytest.raises(
             ValueError,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from retain.allocation import Allocation
 from retain.budget import Budget, Stock
 from retain.cascade import Cascade
+from retain.drawing import Draw
 from retain.policy import candidates_of, decide_layers, keep_masks, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
@@ -55,6 +56,11 @@ KINDS = {
     "model": Policy("model", observed="critical", scope="model"),
     "model, by mass": Policy(
         "model", observed="critical", scope="model", first_stage=FirstStage("mass", 0.5)
+    ),
+    "layer, drawn": Policy("layer", observed="critical", scope="layer", draw=Draw(0.3)),
+    "model, drawn": Policy("model", observed="critical", scope="model", draw=Draw(0.3)),
+    "entropy, drawn": Policy(
+        "entropy", observed="critical", scope="layer", draw=Draw(0.3), allocation=Allocation("entropy")
     ),
     "cake": Policy("cake", observed="cake", allocation=Allocation("cake")),
     "cake, even": Policy("cake", observed="cake", allocation=Allocation("cake", spread="even")),

@@ -117,8 +117,11 @@ def test_budgets_are_the_naive_ones_and_sum_exactly(data):
     assert sum(got) == total
     assert all(max(1, protected) <= own <= most for own, most in zip(got, capacity, strict=True))
     shares = [float(share) for share in quotas.shares(ratio)]
-    if min(shares) > 0:  # else those that weigh nothing share what is left, alike
-        wanted = naive_budgets(shares, total, protected, max(1, protected), capacity)
+    wanted = naive_budgets(shares, total, protected, max(1, protected), capacity)
+    full = [own for own, most, share in zip(got, capacity, shares, strict=True) if share and own < most] == []
+    if sum(wanted) < total - 1e-6:  # then those that weigh nothing share what is left, alike
+        assert full and min(shares) == 0
+    else:
         assert all(abs(own - want) < 1 + 1e-6 for own, want in zip(got, wanted, strict=True))
 
 
@@ -193,8 +196,9 @@ def test_each_head_keeps_its_quota_of_each_sequence(ratio):
         assert int(held_BLH[b].sum()) == total
         wanted = naive_budgets(shares, total, 3, 3, [length] * 6)
         got = held_BLH[b].flatten().tolist()
-        if min(shares) > 0:
-            assert all(abs(one - want) < 1 + 1e-6 for one, want in zip(got, wanted, strict=True))
+        # Also at 0.2, where a head's quota is 0: the others are not full, so that it has what is protected.
+        assert (min(shares) == 0) == (ratio == 0.2) and sum(wanted) == pytest.approx(total)
+        assert all(abs(one - want) < 1 + 1e-6 for one, want in zip(got, wanted, strict=True))
         # Inside a head: what is protected, then the first by score.
         for layer, one in enumerate(made):
             for h in range(H):

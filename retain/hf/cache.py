@@ -29,7 +29,7 @@ from retain.gates.base import INPUTS
 from retain.hf import foreign, saving
 from retain.hf.engine import Engine
 from retain.hf.given import Given, pinned_of, seeds_of
-from retain.hf.guarded import AUTO, make_guard
+from retain.hf.guarded import AUTO, OWN, make_guard
 from retain.hf.history import History
 from retain.hf.lookahead import look_ahead
 from retain.hf.model import base_model, layout_of
@@ -70,7 +70,8 @@ class Cache(Engine):
         capacity: where the budget is too small for what this context holds (`retain.capacity`): `warn`;
             `raise` a `CapacityError` before anything goes; `keep` as much more as is needed (both hold the
             whole first prompt until all layers have come); a `Guard` with a limit of its own; None for
-            nothing. `auto` warns where the gates are stored with a limit.
+            nothing. `auto` warns where the gates are stored with a limit and the policy is such as that was
+            read off for (scope `model`, fusion `max` or `learned`).
         **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.press` makes one of a foreign scorer).
@@ -117,7 +118,7 @@ class Cache(Engine):
         )
         rule.check(Regime(regime, every))
         self.model = model
-        self.guard = make_guard(capacity, rule)
+        self._given_guard = (capacity, make_guard(capacity, rule))
         super().__init__(layout, rule, Regime(regime, every), slack=slack, seeds=seeds, pinned=pinned)
 
     @torch.no_grad()
@@ -215,11 +216,15 @@ class Cache(Engine):
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
         tokenizer: Any = None,
-        capacity: Any = AUTO,
+        capacity: Any = OWN,
         **overrides: Any,
     ) -> "Cache":
         """Evict what a `prefill(evict=False, hold_evidence=True)` held, by the cache's own policy or the one
-        given here.
+        given here, which stays until `reset()`.
+
+        Args:
+            capacity: as the cache takes it; `own`: what the cache was made with, also for a policy that is
+                named here. The others too are as the cache takes them.
 
         Returns:
             this cache, whose evidence is released.
@@ -249,7 +254,9 @@ class Cache(Engine):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
-        if policy is not None or capacity != AUTO:
+        if isinstance(capacity, str) and capacity == OWN:
+            guard = guard if policy is None else make_guard(self._given_guard[0], rule)
+        else:
             guard = make_guard(capacity, rule)
         chosen = self.seeds if seeds is None else seeds_of(seeds, self.batch_size)
         pinned_BT = pinned_of(self._pins if pinned is None else pinned, self.valid_BT)
@@ -392,6 +399,7 @@ class Cache(Engine):
         other = parts[0].fork()
         other._given = (Rule(" + ".join(sorted({cache.rule.name for cache in caches}))), Regime(), None, None)
         other.rule, other.regime, other.seeds, other._pins = other._given
+        other._given_guard = (None, None)
         other.guard = other.capacity = other.evidence = None
         for idx, layer in enumerate(other.layers):
             if idx in other.layout.alone:

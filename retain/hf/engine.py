@@ -358,6 +358,7 @@ class Engine(Guarded):
             evidence = self.rule.counted(evidence)
             layer.recent.queries = [evidence.queries_BQSD]
             self._keep_queries(layer, self._after(call))
+        self._measure(evidence)
         if self._eviction is not None and self.rule.looks_ahead and self._eviction.rows:
             self._held.append(remembered(evidence, self.rule))
             return

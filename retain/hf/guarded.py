@@ -6,13 +6,19 @@ only warns reads along while layers are cut, at next to no cost, and one that ma
 the whole prompt until all layers have come, since what a budget costs is not known before.
 """
 
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jaxtyping
+import torch
+import transformers
 from torch import Tensor
 
+import retain
 from retain.capacity import (
     ACTIONS,
     Capacity,
@@ -20,6 +26,7 @@ from retain.capacity import (
     CapacityWarning,
     Gauge,
     Guard,
+    seen_of,
     stored_limit,
 )
 from retain.evidence import Evidence
@@ -32,14 +39,25 @@ from retain.hf.rule import Rule
 from retain.registry import lookup
 
 AUTO = "auto"
+# To `evict`: what the cache was made with.
+OWN = "own"
+# Fusions on whose scale the limit is that gates are stored with (`train/capacity_limit.py`): the learned
+# score's own.
+ON_SCALE = ("learned", "max")
+# Files of who calls between a user's line and a warning; the last is what a type checker wraps functions in.
+INNER = (
+    *(os.path.dirname(str(own.__file__)) + os.sep for own in (retain, torch, transformers, jaxtyping)),
+    "<@beartype",
+)
 
 
 def make_guard(capacity: Any, rule: Rule) -> Guard | None:
     """What a cache does about evictions that cannot be afforded.
 
     Args:
-        capacity: `auto` (warn, where the gates were stored with a limit, and else nothing), an action of
-            `retain.capacity.ACTIONS`, a `Guard` with a limit of its own, or None for nothing.
+        capacity: `auto` (warn, where the gates were stored with a limit and the policy is such as that limit
+            was read off for, and else nothing), an action of `retain.capacity.ACTIONS`, a `Guard` with a
+            limit of its own, or None for nothing.
         rule: what is kept.
 
     Raises:
@@ -64,12 +82,12 @@ def make_guard(capacity: Any, rule: Rule) -> Guard | None:
             "(train/distill.py), or state one, capacity=retain.capacity.Guard("
             f"{guard.action!r}, limit=...)"
         )
+    if capacity == AUTO and (problem is not None or not _as_read_off(rule)):
+        return None
     if problem is None:
         return replace(guard, limit=limit)
-    if capacity == AUTO:
-        return None
     raise ValueError(
-        f"capacity={guard.action!r} does not go with policy {rule.name!r}: {problem}; or leave capacity out."
+        f"capacity={guard.action!r} does not go with policy {rule.name!r}: {problem}; or pass capacity=None."
     )
 
 
@@ -88,7 +106,7 @@ def _not_in_risk(rule: Rule) -> str | None:
         return "what it observes is past, and foretells no loss: take a policy with calibrated gates (fused)"
     how = request.policy.fusion_of(request.policy.observed is not None, True)
     unit = unit_of(request.gates)
-    if unit != "risk" or how not in ("learned", "max", *IN_RISK):
+    if unit != "risk" or how not in (*ON_SCALE, "sum", *IN_RISK):
         return (
             f"its score (fusion {how!r}, gates in {unit!r}) is not in risk: calibrate the gates to risk, and "
             "take a fusion that keeps it"
@@ -96,13 +114,28 @@ def _not_in_risk(rule: Rule) -> str | None:
     return None
 
 
+def _as_read_off(rule: Rule) -> bool:
+    """Whether a policy pays prices like those that the stored limit was read off: one budget, shared by the
+    heads of all layers by the numbers as they are, and those on the learned score's scale. Where each head
+    has a budget of its own its price is above a joint one by construction."""
+    request = rule.request
+    assert request is not None
+    policy, own = request.policy, request.policy.allocation
+    how = policy.fusion_of(policy.observed is not None, True)
+    shared = (request.budget.scope or policy.scope) == "model" and getattr(policy, "draw", None) is None
+    return shared and how in ON_SCALE and own.normalise is None and own.compete_by == "score"
+
+
 class Guarded(Conversation):
     """A conversation whose evictions may be held against a limit."""
 
+    # What the cache was made with: as stated, and what that comes to for its own rule.
+    _given_guard: tuple[Any, Guard | None] = (None, None)
     guard: Guard | None = None
 
     def _forget(self) -> None:
         super()._forget()
+        self.guard = self._given_guard[1]
         # What the last eviction cost, where it is held against a limit.
         self.capacity: Capacity | None = None
         self._told = False  # it was warned, which is done once
@@ -114,6 +147,8 @@ class Guarded(Conversation):
     @property
     def _holds_back(self) -> bool:
         """Whether the first prompt is held whole until its price is known."""
+        if self._moment is not None:
+            return True
         decides = isinstance(self._eviction, LayerByLayer) and bool(self._eviction.rows)
         return decides and self.guard is not None and self.guard.holds_back
 
@@ -123,9 +158,16 @@ class Guarded(Conversation):
         self._moment, self._beside = None, []
         if guard is None or guard.limit is None or guard.holds_back:
             return
-        if isinstance(eviction, LayerByLayer) and eviction.rows:
+        # Also where all seems to fit: keys that come in another precision may settle it anew.
+        if isinstance(eviction, LayerByLayer):
             split = eviction.plan.shares.split
             eviction.gauge = Gauge(guard.limit, split, follows=split.crosses_layers)
+
+    def _measure(self, evidence: Evidence) -> None:
+        """Settle the eviction of a first prompt anew where its keys are not in the weights' precision, before
+        anybody asks which sequences it decides on."""
+        if isinstance(self._eviction, LayerByLayer):
+            self._eviction.measure(evidence.keys_BHTD.element_size())
 
     def _hold_back(self, evidence: Evidence, again: bool) -> None:
         """Score a layer, and leave it as it is.
@@ -147,13 +189,18 @@ class Guarded(Conversation):
         """Decide about a prompt that was held whole, and cut it.
 
         Raises:
-            CapacityError: it cannot be afforded, and nothing was cut.
+            CapacityError: it cannot be afforded. Nothing was cut, and nothing is held any more: the prompt
+                does not count as seen, so its keys and values could never be asked for.
         """
         call, moment = self._call, self._moment
         assert call is not None and moment is not None
         keeps, beside = moment.keeps(), self._beside
         self._moment, self._beside = None, []
-        self._weigh(moment)
+        try:
+            self._weigh(moment)
+        except CapacityError:
+            self.reset()
+            raise
         for layer, keep_BHT, own in zip(self.ragged, keeps, beside, strict=True):
             layer.store = self._cut_dense(layer, keep_BHT, call.mask_BT, call.positions_BS, own)
 
@@ -188,6 +235,8 @@ class Guarded(Conversation):
         if self.guard is None:
             return
         if isinstance(moment, LayerByLayer) and moment.gauge is not None:
+            if not moment.gauge.num_added:  # all that there was is kept
+                return
             lengths_B = moment.call.valid_BT.sum(-1).tolist()
             heads = sum(spec.num_kv_heads for spec in self.specs)
             capacity = moment.gauge.read()
@@ -197,7 +246,8 @@ class Guarded(Conversation):
             for whole_BHT in moment.whole:
                 counts_B = whole_BHT.sum((1, 2)).tolist()
                 entries_B = [sum(pair) for pair in zip(entries_B, counts_B, strict=True)]
-            capacity = moment.capacity.placed(moment.rows, entries_B)
+            seen_B = seen_of(moment.plan.shares.totals)
+            capacity = moment.capacity.placed(moment.rows, entries_B, seen_B)
         else:
             return
         if self.guard.action == "raise" and any(capacity.short_B):
@@ -220,7 +270,11 @@ class Guarded(Conversation):
         short = self.capacity is not None and any(self.capacity.short_B)
         if self.guard is not None and self.guard.action == "warn" and short and not self._told:
             self._told = True
-            warnings.warn(f"{self._asked()}: {self.capacity}.", CapacityWarning, stacklevel=2)
+            # The line that is shown is the user's.
+            level, frame = 1, sys._getframe()
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(INNER):
+                level, frame = level + 1, frame.f_back
+            warnings.warn(f"{self._asked()}: {self.capacity}.", CapacityWarning, stacklevel=level)
 
     def _asked(self) -> str:
         """Policy and budget, in words."""

@@ -251,11 +251,18 @@ class LayerByLayer:
         )
         self.cascade = Cascade(self.part.shares) if self.rows else None
 
-    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
-        element_size = evidence.keys_BHTD.element_size()
+    def measure(self, element_size: int) -> None:
+        """Settle it anew where keys come in another precision than weights are in (autocast), as long as no
+        layer has been decided on: bytes hold other entries then, and `rows` may be others.
+
+        Args:
+            element_size: bytes of a number of the keys.
+        """
         if element_size != self.call.element_size and (self.cascade is None or not self.cascade.num_added):
-            # Keys come in another precision than weights are in (autocast): bytes hold other entries.
             self._plan(replace(self.call, element_size=element_size))
+
+    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
+        self.measure(evidence.keys_BHTD.element_size())
         if self.cascade is None:
             return evidence.exists_BHT, ()
         part, given = _part(self.rows, evidence, self.given)

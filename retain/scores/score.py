@@ -30,6 +30,7 @@ class Score:
             a head is claimed to mean something; heads may still be told to compete by the numbers as they
             are, as released presses do).
         first_BHT: what the first of two stages ranks by (`retain.stages`), float32; None where there is one.
+        draw_BHT: what a drawn share of a budget goes by (`retain.drawing`), float32; None where none is.
         window: of the entries, the last so many are the observation window that the score was made with.
         layer_weight_B: float64, what this layer asks for of a budget that layers share (CAKE); None if the
             score does not say.
@@ -45,6 +46,7 @@ class Score:
     layer_weight_B: Float64[Tensor, " B"] | None = None
     fusion_weights: Mapping[str, Tensor] | None = None
     quotas: Mapping[str, Any] | None = None
+    draw_BHT: Float[Tensor, "B H T"] | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:

@@ -1,0 +1,73 @@
+"""A share of a budget that is drawn by lot: what keeps a little of everything that was looked at.
+
+In: a weight an entry and a number drawn for it. Out: the key that the drawn share of a budget is filled by,
+highest first. The decision taken here: the lot is *priority sampling*. Under a maximum each of two hundred
+entries that a query reads together is worth a two-hundredth of a fact, and all of them go; but a few of them,
+drawn without favour, stand for the rest, since attention is normalised anew over what is left. Keeping the
+largest would favour one kind of them: a draw in proportion to weight keeps sums right in the mean.
+
+Priority Sampling for Estimation of Arbitrary Subset Sums (Duffield, Lund, Thorup; J. ACM 54(6), 2007): of n
+weights `w_i` and uniform numbers `u_i` in (0, 1], the k largest `q_i = w_i / u_i`; entry i is among them with
+a chance of about `min(1, w_i / tau)`, `tau` being the (k+1)-th largest `q`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float32, Int
+from torch import Tensor
+
+from retain.evidence import Evidence
+from retain.scores.random import random as random_score
+from retain.scores.score import Score
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How much of a budget is drawn.
+
+    Args:
+        share: of what is left of the shared budget once every head has what it is guaranteed, in [0, 1]; the
+            others of it go by score. A part of an entry goes by score.
+    """
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"draw share lies in 0..1; got {self.share}.")
+
+
+def draw_keys(
+    weight: Score, evidence: Evidence, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None
+) -> Float32[Tensor, "B H T"]:
+    """`q[b, h, i] = w[b, h, i] / (1 - r[b, h, i])`, with `r` in [0, 1) of the score `random`.
+
+    The same entry has the same `r` however often it is asked, so that what was drawn once is drawn again
+    while its weight lasts.
+
+    Args:
+        weight: in risk or mass, non-negative where an entry exists, -inf elsewhere.
+        evidence: of the layer.
+        seeds_B: one integer a sequence; None: 0 for all, so that a sequence draws the same in any batch.
+
+    Raises:
+        ValueError: if a weight is negative, or in `rank`.
+    """
+    values_BHT = weight.values_BHT
+    if weight.unit == "rank":
+        raise ValueError(
+            "a draw goes in proportion to numbers, and the observed score is in 'rank', of which only the "
+            "order means something: take one in risk or mass."
+        )
+    # NaN is no entry that is missing: it stays, for whoever ranks to refuse by name.
+    exists_BHT = ~values_BHT.isneginf()
+    if (values_BHT[exists_BHT] < 0).any():
+        raise ValueError(
+            "a draw takes weights of at least 0, and the observed score has some below: take one in risk or "
+            "mass."
+        )
+    seeds = [0] * len(evidence.valid_BT) if seeds_B is None else seeds_B
+    lots_BHT = random_score(evidence, seeds_B=seeds).values_BHT.to(values_BHT.device)
+    keys_BHT = values_BHT / (1.0 - lots_BHT.clamp_min(0.0))
+    return keys_BHT.masked_fill(~exists_BHT, float("-inf"))
