@@ -27,12 +27,16 @@ class Parts:
         gate: Its own gate alone.
         oracle: The reference that knows the future.
         heuristics: All that the best one is chosen from.
+        also: Other lines with the policy's gates, shown beside.
+        unmeasured: Regime -> training-free presets that have no line there.
     """
 
     policy: str
     gate: str
     oracle: str
     heuristics: tuple[str, ...]
+    also: tuple[str, ...] = ()
+    unmeasured: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Condition:
 
 def write_claims(
     folder: Path,
-    manifest: Mapping[str, Any],
+    manifests: Sequence[Mapping[str, Any]],
     parts: Parts,
     claims: Sequence[FusedClaim],
     conditions: Sequence[Condition],
@@ -126,22 +130,25 @@ def write_claims(
 
     Args:
         folder: Where they go.
-        manifest: Of the run.
-        parts: Of the run.
+        manifests: Of the runs.
+        parts: Of the runs.
         claims, conditions: As checked.
         options: What the numbers depend on beside the rows.
 
     Returns:
         Path of `claims.md`.
     """
-    resolved = manifest.get("identity", {}).get("policies", {})
-    named = (parts.policy, parts.gate, parts.oracle)
+    resolved = {
+        name: own for one in manifests for name, own in one.get("identity", {}).get("policies", {}).items()
+    }
+    runs = " and ".join(str(one.get("run", "unknown")) for one in manifests)
+    named = (parts.policy, parts.gate, parts.oracle, *parts.also)
     write_json(
         folder / f"{CLAIMS}.json",
         {
             "schema": SCHEMA,
-            "run": manifest.get("run"),
-            "identity_sha": manifest.get("identity_sha"),
+            "run": runs,
+            "identity_sha": " and ".join(str(one.get("identity_sha")) for one in manifests),
             "made": now(),
             "options": {**options},
             "parts": asdict(parts),
@@ -152,7 +159,7 @@ def write_claims(
         },
     )
     path = folder / f"{CLAIMS}.md"
-    write_text(path, as_markdown(manifest, parts, claims, conditions, resolved))
+    write_text(path, as_markdown(runs, parts, claims, conditions, resolved))
     return path
 
 
@@ -163,7 +170,7 @@ def all_hold(claims: Sequence[FusedClaim], conditions: Sequence[Condition]) -> b
 
 
 def as_markdown(
-    manifest: Mapping[str, Any],
+    runs: str,
     parts: Parts,
     claims: Sequence[FusedClaim],
     conditions: Sequence[Condition],
@@ -171,14 +178,20 @@ def as_markdown(
 ) -> str:
     """The page: claims first, conditions, then every line of every claim."""
     lines = [
-        f"# Claims of `{parts.policy}` in run `{manifest.get('run', 'unknown')}`",
+        f"# Claims of `{parts.policy}` in run `{runs}`",
         "",
         f"Its gate alone: `{parts.gate}`. The oracle: `{parts.oracle}`. The best heuristic of each cell is "
         f"chosen, on the items it is compared on, from: {', '.join(parts.heuristics) or 'none'}.",
     ]
-    apart = _settings_apart(resolved.get(parts.policy, {}), resolved.get(parts.gate, {}))
-    if apart:
-        lines.append(f"`{parts.policy}` and `{parts.gate}` differ in: {', '.join(apart)}.")
+    for regime, names in parts.unmeasured.items():
+        said = ", ".join(names) or "none"
+        lines.append(f"Training-free presets that were not measured in {regime}: {said}.")
+    for other in (parts.gate, *parts.also):
+        apart = _settings_apart(resolved.get(parts.policy, {}), resolved.get(other, {}))
+        if apart:
+            lines.append(f"`{parts.policy}` and `{other}` differ in: {', '.join(apart)}.")
+    if parts.also:
+        lines.append(f"Shown beside, with the same gates: {', '.join(f'`{name}`' for name in parts.also)}.")
     lines += [
         "",
         *_table(("claim", "outcome", "lines it rests on"), [_in_short(claim) for claim in claims]),
@@ -220,7 +233,8 @@ READING = (
     "",
     "Of several heuristics that are all alike one comes out best on any set of items, so the best one's mean "
     'is too high and what is said of the policy against it too little. "Crossed" is the share closed when '
-    "the heuristic is chosen on one half of the items and compared on the other, both ways.",
+    "the heuristic is chosen on one half of the items, drawn at random, and compared on the other, both "
+    "ways, over several draws.",
 )
 
 

@@ -1,23 +1,34 @@
 """What the fused policy is claimed to do, checked on the rows of a finished comparison.
 
-    python -m retain.eval.fused_claims results/RUN [--policy fused --gate gate --oracle oracle] [--check]
+    python -m retain.eval.fused_claims results/RUN [results/RUN2 ...] [--policy fused --gate gate] [--check]
 
-In: a folder that `eval/compare.py` filled. Out: `claims.md` and `claims.json` beside its rows: four claims,
-each with one line for every regime, budget and task family that it speaks of, and the conditions under which
-they may be read as claims at all.
+In: folders that `eval/compare.py` filled, each with regimes of its own. Out: `claims.md` and `claims.json` in
+the first: four claims, each with one line for every regime, budget and task family that it speaks of, and the
+conditions under which they may be read as claims at all.
 
 - better: than the best heuristic and than the gate alone, in context_only at 0.1 and 0.2 (`BETTER_AT`);
-- not worse: than the better of these two, by `MARGIN` points, in every regime at every budget;
-- near the oracle: on seen tasks it loses at most `ORACLE_LOSS` points more than the oracle;
+- not worse: than the better of these two, by `MARGIN` points, in every regime of `WANTED_IN` at every budget
+  of `WANTED_AT`, and wherever else the policy was measured;
+- near the oracle: on seen tasks it loses at most `ORACLE_LOSS` points more than the oracle, in the regimes
+  that have one (`SHARED`);
 - gap closed: `(policy - best) / (oracle - best)`, wherever the oracle is `GAP_FROM` points or more above the
-  best heuristic, is at least `SHARES`.
+  best heuristic, is at least `SHARES`; in the same regimes.
+
+A place that a claim speaks of and that was not measured is a line of its own, *not measured*, and the claim
+does not hold. Which training-free presets were not measured is said, since the best heuristic is the best of
+those that were.
 
 The one decision taken here: a line *holds* where its interval shows it, *does not hold* where its interval
 shows the opposite, and is *undecided* otherwise, whatever the estimate. The best heuristic is the one with
 the highest mean of that very cell, chosen on the items that it is then compared on, out of every line of the
 run that reads neither gates nor head classes, under whatever protection. Its mean is therefore too high, and
-"better", "not worse" and "closed" are said too rarely. Which cells have a gap to close is read from the same
-scores and leans the other way, so the cells left out are printed with their gap.
+the differences to it are too small; "better" is said of that one, and not of each of the others. Which cells
+have a gap to close is read from the same scores and leans the other way, so the cells left out are printed
+with their gap. And the policy itself was chosen once: its items must be others (`first_item`).
+
+The gate alone is a preset with a budget and a protection of its own, so that what the policy gains on it may
+be these. Other lines with the policy's gates (`--also`; by default every one that is no control) are compared
+beside, in families of their own, and nothing is claimed of them.
 
 Better: the interval excludes 0 and the Holm-adjusted test passes; the four lines of the macro-average over
 all tasks are one Holm family, each task family's four another, all other cells of either are shown as a
@@ -27,6 +38,7 @@ budgets for each of the three macro-averages. The other two claims are conjuncti
 """
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,7 +48,8 @@ from typing import Any
 import numpy as np
 
 from retain.eval.claim_lines import Condition, FusedClaim, Line, Outcome, Parts, all_hold, write_claims
-from retain.eval.config import CONTROLS, FULL
+from retain.eval.claim_runs import gates_of, join, same_gates, unmeasured
+from retain.eval.config import CONTROLS, FULL, SHARED
 from retain.eval.not_worse import ONE_SIDED, NotWorse, not_worse, step_down
 from retain.eval.page import tasks_of
 from retain.eval.record import read_manifest, read_rows
@@ -47,6 +60,7 @@ from retain.registry import suggest
 ORACLE = "oracle"
 # Stated before any run.
 BETTER_IN, BETTER_AT = "context_only", (0.1, 0.2)
+WANTED_IN, WANTED_AT = ("context_only", "query_aware", "chunked", "decode"), (0.05, 0.1, 0.2, 0.4)
 MARGIN = 2.0
 ORACLE_LOSS: Mapping[float, float] = {0.1: 3.0, 0.2: 2.0}
 GAP_FROM = 5.0
@@ -54,16 +68,27 @@ SHARES: Mapping[str, float] = {"seen": 0.95, "held-out": 0.8}
 ITEMS_WANTED, SEEDS_WANTED = 200, 3
 # Of one budget all policies hold the same bytes, but for this share of them.
 BYTES_APART = 0.001
+# Of what is chosen on one half of the items and compared on the other.
+SPLITS = 20
 
 
-def parts_of(scores: Scores, manifest: Mapping[str, Any], *, policy: str, gate: str, oracle: str) -> Parts:
-    """Find the parts of a run.
+def parts_of(
+    scores: Scores,
+    manifests: Sequence[Mapping[str, Any]],
+    *,
+    policy: str,
+    gate: str,
+    oracle: str,
+    also: Sequence[str] | None = None,
+) -> Parts:
+    """Find the parts of a run, or of several that are read as one.
 
     Args:
-        scores: Of the run.
-        manifest: Of the run: what its policies resolved to says which of them read gates or head classes. One
-            that does not say so is taken to hold presets alone.
-        policy, gate, oracle: Lines of the run.
+        scores: Of the runs.
+        manifests: Of the runs: what their policies resolved to says which of them read gates or head classes.
+            Those that do not say so are taken to hold presets alone.
+        policy, gate, oracle: Lines of the runs.
+        also: Other lines that the policy is shown beside; None: those that take its gates and are no control.
 
     Raises:
         ValueError: If the run has no such line, or the three are not three. A run without the control
@@ -71,25 +96,38 @@ def parts_of(scores: Scores, manifest: Mapping[str, Any], *, policy: str, gate: 
     """
     problems = [
         f"{part} is {name!r}, which was not measured{suggest(name, scores.policies)}"
-        for part, name in (("policy", policy), ("gate", gate), ("oracle", oracle))
+        for part, name in (
+            *(("policy", policy), ("gate", gate), ("oracle", oracle)),
+            *(("also", name) for name in also or ()),
+        )
         if name not in scores.policies and name != ORACLE
     ]
     if len({policy, gate, oracle}) < 3:
         problems.append(f"policy, gate and oracle must be three lines, got {policy}, {gate} and {oracle}")
     if problems:
         raise ValueError(f"{'; '.join(problems)}. Measured: {', '.join(scores.policies)}.")
-    resolved = manifest.get("identity", {}).get("policies")
+    resolved = {name: own for one in manifests for name, own in _resolved(one).items()}
     found = [
         name for name in scores.policies if name not in (policy, gate, oracle) and _untrained(name, resolved)
     ]
-    return Parts(policy, gate, oracle, tuple(found))
+    beside = [
+        name
+        for name in (same_gates(manifests, policy) if also is None else also)
+        if name in scores.policies and name not in (policy, gate, oracle)
+    ]
+    return Parts(policy, gate, oracle, tuple(found), tuple(beside), unmeasured(scores))
 
 
-def _untrained(name: str, resolved: Mapping[str, Any] | None) -> bool:
+def _resolved(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = manifest.get("identity", {}).get("policies", {})
+    return found
+
+
+def _untrained(name: str, resolved: Mapping[str, Any]) -> bool:
     """Whether a line of a run needs nothing trained or measured beforehand."""
     if name == FULL or name.partition("+")[0] in CONTROLS:
         return False
-    if resolved is None or name not in resolved:
+    if name not in resolved:
         return name in heuristics()
     own = resolved[name]
     beforehand = own.get("allocation", {})
@@ -121,6 +159,12 @@ def places_of(scores: Scores, parts: Parts) -> list[tuple[str, float]]:
         for budget in scores.budgets
         if Cell(regime, parts.policy, budget) in scores.judged
     ]
+
+
+def missing_places(scores: Scores, parts: Parts, regimes: Sequence[str]) -> list[tuple[str, float]]:
+    """What is wanted of these regimes and was not measured."""
+    there = places_of(scores, parts)
+    return [place for place in itertools.product(regimes, WANTED_AT) if place not in there]
 
 
 def differences(scores: Scores, own: Cell, other: Cell, family: str) -> list[np.ndarray]:
@@ -192,11 +236,27 @@ def check_better(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
                     lines.append(Line("not measured", required, *place, group, name))
                     continue
                 lines.append(_better(scores, pair, one, required, name == "best heuristic"))
+        pairs = _beside(scores, parts, group)
+        for pair, one in zip(
+            pairs, compare_family(scores, pairs, margin=MARGIN, resamples=resamples), strict=True
+        ):
+            assert one is not None
+            lines.append(_better(scores, pair, one, False, False))
     text = (
         f"{BETTER_IN}, keep_ratio {' and '.join(f'{own:g}' for own in BETTER_AT)}: {parts.policy} is better "
         f"than the best heuristic and than {parts.gate} alone"
     )
     return FusedClaim("better", text, tuple(lines))
+
+
+def _beside(scores: Scores, parts: Parts, group: str) -> list[tuple[Cell, Cell, str]]:
+    """The policy and every other line with its gates, at every place that has both."""
+    return [
+        (Cell(regime, parts.policy, budget), Cell(regime, name, budget), group)
+        for regime, budget in places_of(scores, parts)
+        for name in parts.also
+        if Cell(regime, name, budget) in scores.judged
+    ]
 
 
 def _better(
@@ -213,8 +273,8 @@ def _better(
 
 
 def check_not_worse(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
-    """Not worse than the better of best heuristic and gate by `MARGIN` points, in every regime at every
-    budget.
+    """Not worse than the better of best heuristic and gate by `MARGIN` points, wherever it is wanted and
+    wherever it was measured.
 
     It holds where the 95 % interval lies above -`MARGIN` and the Holm-adjusted p is below 2.5 %; it does not
     where the interval, which is not adjusted, lies below.
@@ -222,52 +282,67 @@ def check_not_worse(scores: Scores, parts: Parts, *, resamples: int) -> FusedCla
     lines: list[Line] = []
     groups = groups_of(scores)
     for group in groups:
-        tests: list[NotWorse] = []
         cells: list[tuple[Cell, Cell]] = []
-        for regime, budget in places_of(scores, parts):
+        for regime, budget in (*places_of(scores, parts), *missing_places(scores, parts, WANTED_IN)):
             own = Cell(regime, parts.policy, budget)
             rivals = [
                 best_of(scores, names, regime, budget, group) for names in (parts.heuristics, (parts.gate,))
             ]
             best = best_of(scores, [name for name in rivals if name], regime, budget, group)
-            if best is None or None in rivals:
+            if best is None or None in rivals or own not in scores.judged:
                 missing = Line("not measured", group == groups[0], regime, budget, group, "the best of all")
                 lines.append(missing)
                 continue
             cells.append((own, Cell(regime, best, budget)))
-            tests.append(not_worse(differences(scores, *cells[-1], group), MARGIN))
-        for (own, other), test, step in zip(cells, tests, step_down(tests, ONE_SIDED), strict=True):
-            interval = paired_interval(differences(scores, own, other, group), resamples=resamples)
-            outcome: Outcome = "undecided"
-            if interval.low > -MARGIN and step.p < ONE_SIDED:
-                outcome = "holds"
-            elif interval.high < -MARGIN:
-                outcome = "does not hold"
-            more = {
-                "required": group == groups[0],
-                "bound": -MARGIN,
-                "p": step.p,
-                "adjusted_low": None if step.end == -np.inf else step.end,
-                "note": f"{test.method}, one of {len(tests)}",
-            }
-            lines.append(_line(scores, own, other, group, interval, outcome, **more))
+        lines += _not_worse(scores, cells, group, group == groups[0], resamples)
+        beside = [(own, other) for own, other, _ in _beside(scores, parts, group)]
+        lines += _not_worse(scores, beside, group, False, resamples)
     text = (
-        f"every regime, every budget: {parts.policy} is not worse than the better of best heuristic and "
-        f"{parts.gate}, by {MARGIN:g} points"
+        f"{_listed(WANTED_IN)} at keep_ratio {_listed([f'{own:g}' for own in WANTED_AT])}, and wherever else "
+        f"it was measured: {parts.policy} is not worse than the better of best heuristic and {parts.gate}, by "
+        f"{MARGIN:g} points"
     )
     return FusedClaim("not worse", text, tuple(lines))
 
 
+def _not_worse(
+    scores: Scores, cells: Sequence[tuple[Cell, Cell]], group: str, required: bool, resamples: int
+) -> list[Line]:
+    """The lines of one Holm family."""
+    lines = []
+    tests: list[NotWorse] = [not_worse(differences(scores, *pair, group), MARGIN) for pair in cells]
+    for (own, other), test, step in zip(cells, tests, step_down(tests, ONE_SIDED), strict=True):
+        interval = paired_interval(differences(scores, own, other, group), resamples=resamples)
+        outcome: Outcome = "undecided"
+        if interval.low > -MARGIN and step.p < ONE_SIDED:
+            outcome = "holds"
+        elif interval.high < -MARGIN:
+            outcome = "does not hold"
+        more = {
+            "required": required,
+            "bound": -MARGIN,
+            "p": step.p,
+            "adjusted_low": None if step.end == -np.inf else step.end,
+            "note": f"{test.method}, one of {len(tests)}",
+        }
+        lines.append(_line(scores, own, other, group, interval, outcome, **more))
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " and " + names[-1]
+
+
 def check_near_oracle(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
     """On seen tasks at most `ORACLE_LOSS` points below the oracle: shown by the 95 % interval and by the
-    one-sided test (`retain.eval.not_worse`), neither adjusted."""
+    one-sided test (`retain.eval.not_worse`), neither adjusted; in the regimes of `SHARED`, and wherever else
+    there is an oracle."""
     lines: list[Line] = []
     for budget, loss in ORACLE_LOSS.items():
-        regimes = [r for r in scores.regimes if Cell(r, parts.oracle, budget) in scores.judged]
-        for regime in dict.fromkeys((BETTER_IN, *regimes)):
+        for regime in dict.fromkeys((*SHARED, *scores.regimes)):
             own, other = Cell(regime, parts.policy, budget), Cell(regime, parts.oracle, budget)
             if not scores.tasks("seen") or not {own, other} <= scores.judged.keys():
-                lines.append(Line("not measured", True, regime, budget, "seen", parts.oracle, bound=-loss))
+                lines.append(_without(scores, other, "seen", parts.oracle, bound=-loss))
                 continue
             made = differences(scores, own, other, "seen")
             test, interval = not_worse(made, loss), paired_interval(made, resamples=resamples)
@@ -278,31 +353,45 @@ def check_near_oracle(scores: Scores, parts: Parts, *, resamples: int) -> FusedC
                 outcome = "does not hold"
             lines.append(_line(scores, own, other, "seen", interval, outcome, bound=-loss))
     said = " and ".join(f"{loss:g} at {budget:g}" for budget, loss in ORACLE_LOSS.items())
-    text = f"seen tasks: {parts.policy} loses at most so many points more than {parts.oracle}: {said}"
+    text = (
+        f"{_listed(SHARED)}, seen tasks: {parts.policy} loses at most so many points more than "
+        f"{parts.oracle}: {said}"
+    )
     return FusedClaim("near the oracle", text, tuple(lines))
+
+
+def _without(scores: Scores, oracle: Cell, family: str, against: str, *, bound: float) -> Line:
+    """A line of a place that was not measured. Only where a prefill is shared could there be an oracle:
+    elsewhere the claim asks nothing."""
+    required = oracle.regime in SHARED
+    note = "" if required or oracle in scores.judged else "no oracle in this regime"
+    place = (oracle.regime, oracle.budget, family)
+    return Line("not measured", required, *place, against, bound=bound, note=note)
 
 
 def check_gap_closed(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
     """The share of the gap between best heuristic and oracle that the policy closes,
     `(mean(policy) - mean(best)) / (mean(oracle) - mean(best))`, macro means, items resampled within their
-    task and the same for all three; a line for every regime and budget that has an oracle and every family of
-    `SHARES`, "no gap" where oracle - best is below `GAP_FROM`."""
+    task and the same for all three; a line for every place that is wanted or measured and every family of
+    `SHARES`, "no gap" where oracle - best is below `GAP_FROM`. Where there can be no oracle nothing is asked.
+    """
     lines: list[Line] = []
     for family, share in SHARES.items():
         if not scores.tasks(family):
             lines.append(Line("not measured", True, "any", 0.0, family, "best heuristic", bound=share))
             continue
-        for regime, budget in places_of(scores, parts):
+        there = places_of(scores, parts)
+        for regime, budget in (*there, *missing_places(scores, parts, SHARED)):
             best = best_of(scores, parts.heuristics, regime, budget, family)
             oracle = Cell(regime, parts.oracle, budget)
-            if best is not None and oracle in scores.judged:
-                lines.append(_closed(scores, parts, oracle, best, family, share, resamples))
-    if not any(line.outcome != "not measured" for line in lines):
-        lines.append(Line("not measured", True, "any", 0.0, ALL, "best heuristic"))
+            if best is None or oracle not in scores.judged or (regime, budget) not in there:
+                lines.append(_without(scores, oracle, family, "best heuristic", bound=share))
+                continue
+            lines.append(_closed(scores, parts, oracle, best, family, share, resamples))
     said = " and ".join(f"{100 * share:g} % ({family})" for family, share in SHARES.items())
     text = (
-        f"wherever {parts.oracle} - best heuristic is {GAP_FROM:g} points or more, {parts.policy} closes at "
-        f"least {said} of that gap"
+        f"{_listed(SHARED)}, wherever {parts.oracle} - best heuristic is {GAP_FROM:g} points or more: "
+        f"{parts.policy} closes at least {said} of that gap"
     )
     return FusedClaim("gap closed", text, tuple(lines))
 
@@ -347,42 +436,57 @@ def _reaches(interval: Interval, bound: float) -> Outcome:
 
 
 def _crossed(scores: Scores, parts: Parts, oracle: Cell, family: str) -> float | None:
-    """The share closed with the heuristic chosen on every other item of each task and compared on the rest,
-    summed over both ways; None where a task has one item, or no gap is left."""
+    """The share closed with the heuristic chosen on one half of each task's items and compared on the other,
+    summed over both ways of `SPLITS` splits; None where a task has one item, or no gap is left.
+
+    Halves are drawn (seed 0): kinds of questions may take turns with the items, and a choice on one kind that
+    is compared on another is no choice on other items."""
     tasks = scores.tasks(family)
-
-    def half(name: str, start: int) -> float:
-        strata = scores.strata(oracle._replace(policy=name), tasks)
-        return float(macro_mean(*(values[start::2] for values in strata)))
-
-    if any(values.size < 2 for values in scores.strata(oracle, tasks)):
-        return None
     names = [name for name in parts.heuristics if oracle._replace(policy=name) in scores.judged]
+    strata = {
+        name: scores.strata(oracle._replace(policy=name), tasks)
+        for name in (*names, parts.policy, parts.oracle)
+    }
+    if any(values.size < 2 for values in strata[parts.oracle]):
+        return None
+    rng = np.random.default_rng(0)
     won = gap = 0.0
-    for start in (0, 1):
-        best = max(names, key=lambda name: half(name, 1 - start))
-        won += half(parts.policy, start) - half(best, start)
-        gap += half(parts.oracle, start) - half(best, start)
+    for _ in range(SPLITS):
+        orders = [rng.permutation(values.size) for values in strata[parts.oracle]]
+        for start in (0, 1):
+            chosen, compared = (
+                {
+                    name: float(macro_mean(*(v[o[half::2]] for v, o in zip(own, orders, strict=True))))
+                    for name, own in strata.items()
+                }
+                for half in (1 - start, start)
+            )
+            best = max(names, key=lambda name: chosen[name])
+            won += compared[parts.policy] - compared[best]
+            gap += compared[parts.oracle] - compared[best]
     return won / gap if gap > 0 else None
 
 
-def check_conditions(scores: Scores, parts: Parts, manifest: Mapping[str, Any]) -> list[Condition]:
-    """Enough items and seeds, equal bytes, one set of gates, a finished run of clean code."""
+def check_conditions(scores: Scores, parts: Parts, manifests: Sequence[Mapping[str, Any]]) -> list[Condition]:
+    """Enough items and seeds, equal bytes, one set of gates, finished runs of clean code; of several runs in
+    each of them."""
     items = {task: scores.num_items([task]) for task in scores.families}
     fewest = min(items, key=lambda task: items[task])
     seeds = sorted({int(seed) for own in scores.seeds.values() for seed in own})
     apart, where = 0.0, ""
     for regime, budget in places_of(scores, parts):
         held = scores.memory[Cell(regime, parts.policy, budget)].bytes_held
-        for name in (*parts.heuristics, parts.gate, parts.oracle):
+        for name in (*parts.heuristics, parts.gate, parts.oracle, *parts.also):
             cell = Cell(regime, name, budget)
             off = abs(float(scores.memory[cell].bytes_held / held) - 1) if cell in scores.memory else 0.0
             if off > apart:
                 apart, where = off, f" ({name}, {regime}, {budget:g})"
-    own, alone = _gates_of(manifest, parts.policy), _gates_of(manifest, parts.gate)
-    shas = {str(one.get("sha256"))[:12] for one in own.values()}
-    states = manifest.get("code_states", [])
-    clean = bool(states) and all(state.get("clean") for state in states)
+    pairs = [[gates_of(one, name) for name in (parts.policy, parts.gate)] for one in manifests]
+    of_run = [{str(one.get("sha256"))[:12] for one in own.values()} for own, _ in pairs]
+    shas = min(of_run, key=len)
+    every = {str(one.get("sha256"))[:12] for pair in pairs for own in pair for one in own.values()}
+    states = [state for one in manifests for state in one.get("code_states", [])]
+    clean = all(one.get("code_states") for one in manifests) and all(state.get("clean") for state in states)
     return [
         Condition(
             f"at least {ITEMS_WANTED} items a task",
@@ -401,22 +505,18 @@ def check_conditions(scores: Scores, parts: Parts, manifest: Mapping[str, Any]) 
         ),
         Condition(
             f"{parts.gate} and {parts.policy} take the same gates",
-            own == alone,
-            "sha256 " + ", ".join(sorted({*shas, *(str(one.get("sha256"))[:12] for one in alone.values())})),
+            all(own == alone for own, alone in pairs),
+            "sha256 " + ", ".join(sorted(every)),
         ),
-        Condition("the run is finished", "finished" in manifest, str(manifest.get("finished", "not yet"))),
+        Condition(
+            "the run is finished",
+            all("finished" in one for one in manifests),
+            ", ".join(str(one.get("finished", "not yet")) for one in manifests),
+        ),
         Condition(
             "the code was clean", clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"
         ),
     ]
-
-
-def _gates_of(manifest: Mapping[str, Any], policy: str) -> Mapping[str, Mapping[str, Any]]:
-    """Seed by seed, what a manifest says of the gates that a line took; protections change no gates."""
-    identity = manifest.get("identity", {})
-    others: Mapping[str, Any] = identity.get("gates_of_policies", {})
-    found: Mapping[str, Mapping[str, Any]] = others.get(policy.partition("+")[0], identity.get("gates", {}))
-    return found
 
 
 def check_all(scores: Scores, parts: Parts, *, resamples: int) -> list[FusedClaim]:
@@ -430,26 +530,38 @@ def check_all(scores: Scores, parts: Parts, *, resamples: int) -> list[FusedClai
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a folder, write `claims.md` and `claims.json` there, and say how each claim came out."""
+    """Check folders, write `claims.md` and `claims.json` in the first, and say how each claim came out."""
     parser = argparse.ArgumentParser(
         description="Check what the fused policy is claimed to do on a finished run."
     )
-    parser.add_argument("folder", type=Path, help="results/<run>")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", help="results/<run>; several are read as one, each with own regimes"
+    )
     parser.add_argument("--policy", default="fused", help="what the claims are about")
     parser.add_argument("--gate", default="gate", help="its own gate alone")
+    parser.add_argument(
+        "--also",
+        action="append",
+        help="another line that the policy is shown beside; again for more; default: all with its gates",
+    )
     parser.add_argument("--oracle", default=ORACLE, help="the reference that knows the future")
     parser.add_argument("--resamples", type=int, default=5000, help="of every interval")
-    parser.add_argument("--out", type=Path, help="where claims.md and claims.json go; default: the folder")
+    parser.add_argument("--out", type=Path, help="where claims.md and claims.json go; default: the first")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     try:
-        manifest = read_manifest(given.folder)
-        scores = gather(read_rows(given.folder), tasks_of(manifest))
-        parts = parts_of(scores, manifest, policy=given.policy, gate=given.gate, oracle=given.oracle)
+        manifests = [read_manifest(folder) for folder in given.folders]
+        runs = [
+            (gather(read_rows(folder), tasks_of(manifest)), manifest)
+            for folder, manifest in zip(given.folders, manifests, strict=True)
+        ]
+        scores = join(runs)
+        names = {"policy": given.policy, "gate": given.gate, "oracle": given.oracle, "also": given.also}
+        parts = parts_of(scores, manifests, **names)
         claims = check_all(scores, parts, resamples=given.resamples)
-        conditions = check_conditions(scores, parts, manifest)
+        conditions = check_conditions(scores, parts, manifests)
         options = {"resamples": given.resamples}
-        path = write_claims(given.out or given.folder, manifest, parts, claims, conditions, options)
+        path = write_claims(given.out or given.folders[0], manifests, parts, claims, conditions, options)
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -20,6 +20,7 @@ from retain.allocation import (
     spread_evenly,
 )
 from retain.selection import select
+from tests.evictions import drawn_by_hand
 
 
 def _valid(*lengths: int, width: int = 0) -> torch.Tensor:
@@ -88,6 +89,105 @@ def test_flat_budgets_are_the_joint_top_k(seed, least, ties, data):
         rest.sort(key=lambda own, b=b: (float(score[b, own[0], own[1]]), own[1], -own[0]), reverse=True)
         wanted = guaranteed | set(rest[: int(total[b]) - len(guaranteed)])
         assert {(h, i) for h, i in keep[b].nonzero().tolist()} == wanted
+
+
+def _layers(seed: int, num_layers: int, *, ties: bool, least: int = 1):
+    """Bids of some layers, two sequences each, with two protected entries; and who bids, by hand."""
+    layers, entries = [], [[], []]
+    for idx in range(num_layers):
+        score, valid = _score(seed + idx, ties=ties)
+        key = 1 / (1 - torch.rand(score.shape, generator=torch.Generator().manual_seed(seed - 1 - idx)))
+        key = (key.floor() if ties else key).masked_fill(~valid[:, None], float("-inf"))
+        protected = (valid.cumsum(-1) <= 2)[:, None] & valid[:, None].expand_as(score)
+        layers.append(make_bids(score, score > float("-inf"), protected, [least] * 2, None, key))
+        for b, h in itertools.product(range(2), range(3)):
+            own = [i for i in range(20) if valid[b, i]]
+            own.sort(key=lambda i, b=b, h=h: (protected[b, h, i].item(), score[b, h, i].item(), i))
+            free = own[: len(own) - max(2, least)]
+            entries[b] += [(score[b, h, i].item(), i, -idx, -h, key[b, h, i].item()) for i in free]
+    return layers, entries
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    st.integers(100, 10**6),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([0.0, 0.2, 1 / 3, 0.5, 0.9, 1.0]),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_a_drawn_share_is_what_the_largest_keys_of_the_others_win(seed, num_layers, ties, share, least, data):
+    layers, entries = _layers(seed, num_layers, ties=ties, least=least)
+    sure = num_layers * 3 * max(2, least)
+    # At the end: nothing free, everything, and more than there is.
+    free = [data.draw(st.integers(0, len(own) + 3)) for own in entries]
+    won = allocate_joint(layers, [sure + own for own in free], share)
+    drawn = [math.floor(Fraction(share).limit_denominator(10**6) * own) for own in free]
+    for b in range(2):
+        wanted, got = drawn_by_hand(entries[b], free[b], share), set()
+        scored = sorted(entries[b], key=lambda bid: bid[:4], reverse=True)[: free[b] - drawn[b]]
+        for idx, (own, bids) in enumerate(zip(won, layers, strict=True)):
+            mine = own.bids.select(own.bids.row_N // 3 == b)
+            parts = (mine.value_N, mine.place_N, mine.row_N % 3, mine.draw_N)
+            got |= {(v, i, -idx, -h, q) for v, i, h, q in zip(*(p.tolist() for p in parts), strict=True)}
+            for h in range(3):
+                there = [sum(bid[2:4] == (-idx, -h) for bid in part) for part in (wanted, scored)]
+                sure_here = int(bids.guaranteed_BH[b, h])
+                assert own.budget_BH[b, h] == sure_here + there[0]
+                assert own.scored_BH[b, h] == sure_here + there[1]
+        assert got == wanted
+        assert sum(int(own.budget_BH[b].sum()) for own in won) == min(sure + free[b], sure + len(entries[b]))
+
+
+def test_no_drawn_share_is_a_plain_joint_top_k():
+    layers, _ = _layers(7, 3, ties=True)
+    plain, none = (allocate_joint(layers, [60, 41], share) for share in (None, 0.0))
+    for one, two in zip(plain, none, strict=True):
+        assert one.scored_BH is None
+        assert torch.equal(one.budget_BH, two.budget_BH) and torch.equal(two.scored_BH, two.budget_BH)
+        for name in ("value_N", "place_N", "row_N"):
+            assert torch.equal(getattr(one.bids, name), getattr(two.bids, name))
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.integers(100, 10**6), st.booleans(), st.sampled_from([0.0, 0.3, 0.7, 1.0]), st.integers(0, 120))
+def test_who_wins_neither_way_among_the_first_layers_wins_neither_way_among_all(seed, ties, share, free):
+    """What a cascade rests on: it forgets who lost."""
+    layers, _ = _layers(seed, 4, ties=ties)
+    total = [4 * 3 * 2 + free] * 2
+    once, left = allocate_joint(layers, total, share), []
+    for bids in layers:
+        left = [own.bids for own in (won := allocate_joint([*left, bids], total, share))]
+    for one, two in zip(once, won, strict=True):
+        assert torch.equal(one.budget_BH, two.budget_BH) and torch.equal(one.scored_BH, two.scored_BH)
+        assert torch.equal(one.bids.place_N, two.bids.place_N) and torch.equal(one.bids.row_N, two.bids.row_N)
+
+
+def test_equal_keys_go_to_the_later_place_then_to_the_lower_layer_then_to_the_lower_head():
+    alike = torch.ones(1, 2, 3)
+    nothing = torch.zeros_like(alike, dtype=torch.bool)
+    layers = [make_bids(alike, ~nothing, nothing, [0], None, alike) for _ in range(2)]
+    order = []
+    for total in range(13):
+        won = allocate_joint(layers, [total], 1.0)
+        held = {
+            (idx, int(row), int(place))
+            for idx, own in enumerate(won)
+            for row, place in zip(own.bids.row_N, own.bids.place_N, strict=True)
+        }
+        order += sorted(held - set(order))
+        assert len(order) == len(held) == total
+    assert order == [(idx, h, i) for i in (2, 1, 0) for idx in (0, 1) for h in (0, 1)]
+
+
+def test_a_key_that_is_no_number_is_refused():
+    score, valid = _score(0)
+    nothing = torch.zeros_like(score, dtype=torch.bool)
+    key = score.clone()
+    key[1, 2, 19] = float("nan")
+    with pytest.raises(ValueError, match="sequence 1, head 2, entry 19 is NaN"):
+        make_bids(score, score > float("-inf"), nothing, [1, 1], None, key)
 
 
 @settings(deadline=None, max_examples=20)

@@ -31,7 +31,7 @@ def make_study(folder: Path, **changes: Any) -> StudyConfig:
     )
     study = StudyConfig(
         compare=compare,
-        winner=Winner(("fused", "scope=model")),
+        winner=Winner(("fused", "fusion=max", "draw=null")),
         factors={
             "fusion": {
                 "max": Level(("fusion=max",)),
@@ -55,7 +55,7 @@ def test_a_study_is_run_and_reported_from_its_rows(tmp_path):
     assert lines == {"full", "winner", "fusion=observed", "layer=other", "recency", "oracle"}
     found = json.loads((folder / "study.json").read_text())
     assert found["lines"]["layer=other"] == {
-        "policy": ["fused", "scope=model"],
+        "policy": ["fused", "fusion=max", "draw=null"],
         "gates": "wrong",
         "levels": {"layer": "other"},
     }
@@ -102,7 +102,7 @@ def test_a_finished_study_is_only_reported_again(tmp_path):
 
 def test_missing_gates_stop_a_study_before_anything_is_written(tmp_path):
     save_stub_gates(tmp_path)
-    study = make_study(tmp_path, winner=Winner(("fused",), "absent"))
+    study = make_study(tmp_path, winner=Winner(("fused", "fusion=max", "draw=null"), "absent"))
     with pytest.raises(ValueError, match="(?s)This study cannot start.*no gates in .*absent-seed0"):
         run_study(study, STUB)
     assert not (tmp_path / "results").exists()

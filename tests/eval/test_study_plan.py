@@ -42,7 +42,7 @@ def make_study(folder: Path, **changes: Any) -> StudyConfig:
     )
     study = StudyConfig(
         compare=compare,
-        winner=Winner(("fused", "scope=model")),
+        winner=Winner(("fused", "fusion=max", "draw=null")),
         factors={"fusion": FUSIONS, "scope": SCOPES},
     )
     return replace(study, **changes)
@@ -97,7 +97,7 @@ def test_random_gates_differ_by_their_name(tmp_path):
 
 
 def test_references_take_the_winners_gates_unless_they_are_told(tmp_path):
-    study = make_study(tmp_path, winner=Winner(("fused", "scope=model"), "other"))
+    study = make_study(tmp_path, winner=Winner(("fused", "fusion=max", "draw=null"), "other"))
     compare = replace(study.compare, variants={"wrong": ("gate",)}, uses={"wrong": "same"})
     references = ("gate", "snapkv", "oracle", "wrong")
     plan = plan_of(replace(study, compare=compare, references=references), STUB)
@@ -134,7 +134,7 @@ def test_a_grid_crosses_factors_and_says_what_cannot_be(tmp_path):
 def test_all_problems_come_in_one_message(tmp_path):
     study = make_study(
         tmp_path,
-        winner=Winner(("fused", "scope=model"), "othr"),
+        winner=Winner(("fused", "draw=null"), "othr"),
         factors={
             "fusion": {"maxx": Level(("fusion=maxx",)), "a+b": Level(gates="sam")},
             "scope": {"both": Level(("allocation.layers=entropy",))},

@@ -44,7 +44,7 @@ OBSERVED = Level(("fusion=observed", "learned=false"), absent=True)
 def make_study(folder: Path, **changes: Any) -> StudyConfig:
     study = StudyConfig(
         compare=replace(stub_config(folder), gate_sets={}),
-        winner=Winner(("fused", "scope=model")),
+        winner=Winner(("fused", "fusion=max", "draw=null")),
         factors={
             "fusion": {"max": Level(), "learned": LEARNED, "observed": OBSERVED},
             "scope": {"model": Level(), "head": Level(("scope=head",), absent=True)},

@@ -197,7 +197,7 @@ def test_what_a_cache_was_made_with_comes_back_with_a_reset(model, batch):
     assert cache.guard == Guard("raise", TINY)
     with pytest.raises(CapacityError):
         cache.prefill(*batch)
-    # A forward that breaks off is begun anew.
+    # Also what was changed by hand.
     cache.guard = None
     cache.prefill(*batch)
     assert cache.entries_held < cache.entries_seen

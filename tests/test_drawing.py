@@ -1,0 +1,346 @@
+"""A share of a budget that is drawn by lot: its keys, that sums come out right in the mean, and that nothing but
+the entry, its weight and the seed decides who is drawn."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain.allocation import Allocation, allocate_joint, make_bids
+from retain.budget import Budget
+from retain.cascade import Cascade
+from retain.drawing import Draw, draw_keys
+from retain.policy import candidates_of, decide_layers, score_entries
+from retain.presets import Policy, load_policy
+from retain.scores import SCORES, Score, masked_score
+from retain.stages import FirstStage
+from tests.evictions import (
+    FIXED,
+    VARIANTS,
+    check_competition,
+    columns,
+    learned_scores,
+    made_scores,
+    make_evidence,
+    own_part,
+    plan_for,
+    ragged,
+    stock_of,
+)
+from tests.naive import random_evidence
+
+DRAWN = [name for name in VARIANTS if VARIANTS[name].draw is not None]
+RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}, "protection": FIXED}
+
+
+def _weight(layer, seed: int = 0) -> Score:
+    """Of a token's place, head and sequence alone, whatever columns stand before it."""
+    b, h = (torch.arange(size)[:, None] for size in layer.keys_BHTD.shape[:2])
+    own = (layer.places_BT[:, None] * 7 + h[None] * 3 + b[..., None] * 0 + seed) % 11
+    return masked_score(own.float(), layer.valid_BT, "risk", held_BHT=layer.held_BHT)
+
+
+def test_keys_are_weights_over_numbers_drawn():
+    (layer,) = make_evidence(0, 1, 14, (0, 5), num_layers=1)
+    weight = learned_scores([layer], 3)[0]
+    for seeds in (None, [4, 9], torch.tensor([4, 9])):
+        keys = draw_keys(weight, layer, seeds)
+        lots = SCORES["random"].function(layer, seeds_B=[0, 0] if seeds is None else [4, 9]).values_BHT
+        for b in range(2):
+            for h in range(2):
+                for i in range(14):
+                    w, r = float(weight.values_BHT[b, h, i]), float(lots[b, h, i])
+                    wanted = w / (1 - r) if layer.valid_BT[b, i] else float("-inf")
+                    assert float(keys[b, h, i]) == pytest.approx(wanted, rel=1e-6)
+        assert keys.dtype == torch.float32
+    # Never less than the weight; what weighs nothing has the lowest key that an entry can have.
+    assert (draw_keys(weight, layer) >= weight.values_BHT).all()
+    nothing = masked_score(torch.zeros(2, 2, 14), layer.valid_BT, "mass")
+    assert draw_keys(nothing, layer).unique().tolist() == [float("-inf"), 0.0]
+
+
+def test_an_entry_draws_the_same_alone_in_a_batch_under_padding_and_later():
+    layers = make_evidence(1, 1, 18, (0, 5, 2), num_layers=2)
+    later = ragged(layers, 1)
+    for layer, after in zip(layers, later, strict=True):
+        for seeds in (None, [3, 4, 5]):
+            keys = draw_keys(_weight(layer), layer, seeds)
+            again = draw_keys(_weight(after), after, seeds)
+            assert torch.equal(again, keys.masked_fill(~after.exists_BHT, float("-inf")))
+            assert (~after.exists_BHT & layer.exists_BHT).any()
+            for b, pad in enumerate((0, 5, 2)):
+                one = own_part(layer, b)
+                alone = draw_keys(_weight(one), one, None if seeds is None else seeds[b : b + 1])
+                assert torch.equal(alone[0], keys[b, :, pad:])
+            # A cache shows columns of what some head still holds.
+            token_BT, valid_BT = columns(after, [0, 1, 2], pad=2)
+            index_BHT = token_BT[:, None].expand(-1, after.num_heads, -1)
+            shown = replace(
+                after,
+                keys_BHTD=after.keys_BHTD[:, :, : token_BT.shape[1]],
+                values_BHTD=after.values_BHTD[:, :, : token_BT.shape[1]],
+                positions_BT=torch.zeros_like(token_BT),
+                valid_BT=valid_BT,
+                place_BT=after.places_BT.gather(-1, token_BT),
+                held_BHT=after.exists_BHT.gather(-1, index_BHT) & valid_BT[:, None],
+            )
+            got, want = draw_keys(_weight(shown), shown, seeds), again.gather(-1, index_BHT)
+            assert torch.equal(got, want.masked_fill(~valid_BT[:, None], float("-inf")))
+    # Another layer, head, place or seed is another lot.
+    ones = [masked_score(torch.ones(3, 2, 18), layer.valid_BT, "risk") for layer in layers]
+    keys = torch.stack([draw_keys(one, layer) for one, layer in zip(ones, layers, strict=True)])
+    assert len(keys[:, 0].unique()) == 2 * 2 * 18
+    assert not torch.equal(draw_keys(ones[0], layers[0], [1, 2, 3]), keys[0])
+
+
+def test_sums_over_what_was_drawn_are_right_in_the_mean():
+    """Priority sampling: with tau the largest key that went, `max(w, tau)` over the drawn ones of any subset has
+    the subset's sum as its mean. 4,000 draws of 8 of 30, from weights of which one has a fifth of the sum."""
+    num, entries, drawn = 2000, 15, 8
+    layer = random_evidence((0,) * num, num_tokens=entries, num_heads=2, group=1, head_width=1)
+    w_HT = torch.arange(1, 31).view(2, entries).double() ** -0.9
+    weight = masked_score(w_HT.expand(num, -1, -1), layer.valid_BT, "mass")
+    estimates = []
+    for layer_idx in (0, 1):
+        own = replace(layer, layer_idx=layer_idx)
+        keys = draw_keys(weight, own, list(range(num)))
+        flat_BHT = torch.zeros_like(keys)
+        bids = make_bids(
+            flat_BHT, layer.exists_BHT, torch.zeros_like(layer.exists_BHT), [0] * num, None, keys
+        )
+        (won,) = allocate_joint([bids], [drawn] * num, 1.0)
+        chosen = torch.zeros(num * 2, entries, dtype=torch.bool)
+        chosen[won.bids.row_N.long(), won.bids.place_N.long()] = True
+        chosen = chosen.view(num, 2, entries)
+        assert (chosen.sum((1, 2)) == drawn).all()
+        tau = keys.masked_fill(chosen, 0.0).amax((1, 2))[:, None, None].double()
+        assert (keys >= tau).eq(chosen).float().mean() > 0.96  # and tau itself
+        estimates.append(torch.where(chosen, torch.maximum(w_HT, tau), 0.0))
+    mean, spread = torch.cat(estimates).mean(0), torch.cat(estimates).std(0) / (2 * num) ** 0.5
+    # Each entry, thirty at once; then all, each head, and every third entry.
+    assert ((mean - w_HT).abs() <= 4 * spread + 1e-9).all()
+    assert (spread > 0).sum() >= 29  # the largest is drawn almost always
+    third = (torch.arange(30).view(2, entries) % 3 == 0).double()
+    for subset in (torch.ones(2, entries), third, torch.tensor([[1.0], [0.0]]).expand(2, entries)):
+        sums = (torch.cat(estimates) * subset).sum((1, 2))
+        error = float(sums.std() / len(sums) ** 0.5)
+        assert abs(float(sums.mean() - (w_HT * subset).sum())) <= 3 * error
+        assert error < 0.02 * float((w_HT * subset).sum())
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_outside_0_to_1_is_refused(share):
+    with pytest.raises(ValueError, match=f"draw share lies in 0..1; got {share}"):
+        Draw(share)
+
+
+def test_weights_of_which_no_share_can_be_drawn_are_refused():
+    (layer,) = make_evidence(0, 1, 10, (0, 3), num_layers=1)
+    weight = learned_scores([layer], 0)[0]
+    below = weight.values_BHT.clone()
+    below[1, 0, 6] = -1e-3
+    with pytest.raises(ValueError, match="weights of at least 0, and the observed score has some below"):
+        draw_keys(replace(weight, values_BHT=below), layer)
+    with pytest.raises(ValueError, match="goes in proportion to numbers, and .* in 'rank'.*risk or mass"):
+        draw_keys(replace(weight, unit="rank"), layer)
+    with pytest.raises(ValueError, match="one seed a sequence: got 1 seeds for 2"):
+        draw_keys(weight, layer, [1])
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_a_weight_that_is_no_number_is_refused_though_the_score_does_not_read_it(scope):
+    layers = make_evidence(0, 2, 12, (0, 2))
+    scores = {"observed": learned_scores(layers, 0), "learned": learned_scores(layers, 1)}
+    scores["observed"][1].values_BHT[1, 0, 7] = float("nan")
+    policy = Policy("own", learned=True, fusion="learned", scope=scope, draw=Draw(0.3), **RISK)
+    assert decide_layers(replace(policy, draw=None), layers, Budget(tokens_per_head=6), **scores)
+    with pytest.raises(ValueError, match="the score of sequence 1, head 0, entry 7 is NaN"):
+        decide_layers(policy, layers, Budget(tokens_per_head=6), **scores)
+
+
+def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
+    layers = make_evidence(0, 2, 12, (0, 2))
+    seen, learned = learned_scores(layers, 0), learned_scores(layers, 1)
+    for layer, own, gate in zip(layers, seen, learned, strict=True):
+        for fusion in ("max", "sum", "learned", "rank_blend"):
+            policy = Policy("own", learned=True, fusion=fusion, scope="model", draw=Draw(0.3), **RISK)
+            score = score_entries(policy, layer, observed=own, learned=gate, seeds_B=[7, 8])
+            assert torch.equal(score.draw_BHT, draw_keys(own, layer, [7, 8]))
+            plain = score_entries(replace(policy, draw=None), layer, observed=own, learned=gate)
+            assert torch.equal(score.values_BHT, plain.values_BHT) and plain.draw_BHT is None
+        alone = Policy("gate", learned=True, scope="model", draw=Draw(0.3))
+        assert torch.equal(score_entries(alone, layer, learned=gate).draw_BHT, draw_keys(gate, layer))
+
+
+def test_finished_scores_bring_what_they_were_drawn_by():
+    layers = make_evidence(0, 2, 12, (0, 2))
+    policy = Policy("own", scope="model", draw=Draw(0.3), **RISK)
+    with pytest.raises(ValueError, match="'own' draws a share.*nothing to draw by.*score_entries.*draw null"):
+        decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=learned_scores(layers, 0))
+
+
+CANNOT = {
+    "scope 'head' gives each its own: take scope 'layer' or 'model'": {"scope": "head"},
+    "one stage by score, with whole shares: take first_stage null": {"first_stage": FirstStage("budget")},
+    "and no safeguard 'convex'": {"scope": "layer", "allocation": Allocation(safeguard="convex")},
+    "compete by what orders each of them: take floor null": {"floor": "mean"},
+    "and allocation.compete_by 'score'": {"allocation": Allocation(compete_by="first")},
+    "proportion to numbers, and 'keydiff' is in 'rank'": {"observed": "keydiff", "observed_settings": {}},
+}
+
+
+@pytest.mark.parametrize("said", CANNOT)
+@pytest.mark.parametrize("learned", [False, True])
+def test_policies_that_cannot_be_meant_are_refused(said, learned):
+    usual = {"observed": "critical", "observed_settings": {"window": 4}, "scope": "model", "learned": learned}
+    assert Policy("own", **usual, draw=Draw())
+    assert Policy("own", **{**usual, **CANNOT[said]})
+    with pytest.raises(ValueError, match=f"policy 'own': .*draw .*{re.escape(said)}"):
+        Policy("own", **{**usual, **CANNOT[said]}, draw=Draw())
+
+
+def test_what_is_wrong_is_said_of_a_file_a_scope_and_a_threshold():
+    policy = load_policy("fused", ["draw.share=0.3"])
+    assert policy.draw == Draw(0.3) and policy.split.drawn_share == 0.3
+    assert (
+        load_policy("fused", ["draw={}"]).draw == Draw() and load_policy("fused", ["draw=null"]).draw is None
+    )
+    with pytest.raises(ValueError, match="draw: draw share lies in 0..1; got 2.0"):
+        load_policy("fused", ["draw.share=2"])
+    with pytest.raises(ValueError, match="draw: expected a section with the keys of Draw, got 0.3"):
+        load_policy("fused", ["draw=0.3"])
+    layers = make_evidence(0, 2, 12, (0, 2))
+    own = Policy("own", scope="model", draw=Draw(0.3), **RISK)
+    with pytest.raises(ValueError, match="draw would not be read, since they say how a budget is shared"):
+        decide_layers(own, layers, Budget(threshold=0.5))
+    with pytest.raises(ValueError, match="draw shares out a budget that heads share, and scope 'head'"):
+        decide_layers(own, layers, Budget(keep_ratio=0.5, scope="head"))
+
+
+def _sets(policy, layers, budget, scores=None, **given):
+    decisions = decide_layers(policy, layers, budget, scores=scores, **given)
+    return torch.stack([one.keep_BHT for one in decisions])
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_no_share_is_a_plain_top_k_and_a_larger_one_is_none(scope):
+    layers = make_evidence(2, 2, 40, (0, 6))
+    plain = Policy("own", scope=scope, **RISK)
+    wanted = _sets(plain, layers, Budget(keep_ratio=0.4))
+    assert torch.equal(_sets(replace(plain, draw=Draw(0.0)), layers, Budget(keep_ratio=0.4)), wanted)
+    before = None
+    for share in (0.2, 0.6, 1.0):
+        keeps = _sets(replace(plain, draw=Draw(share)), layers, Budget(keep_ratio=0.4))
+        assert torch.equal(keeps.sum((0, 2, 3)), wanted.sum((0, 2, 3))) and not torch.equal(keeps, wanted)
+        same = int((keeps & wanted).sum())
+        assert before is None or same < before  # the more is drawn, the less of the top stays
+        before = same
+    # Another seed draws others.
+    other = _sets(replace(plain, draw=Draw(0.6)), layers, Budget(keep_ratio=0.4), seeds_B=[5, 6])
+    assert not torch.equal(other, _sets(replace(plain, draw=Draw(0.6)), layers, Budget(keep_ratio=0.4)))
+
+
+CAKE = {
+    f"cake {safeguard} {normalise}": Policy(
+        "cake",
+        observed="cake",
+        scope="layer",
+        draw=Draw(0.4),
+        allocation=Allocation("cake", safeguard=safeguard, normalise=normalise),
+    )
+    for safeguard in (None, "guaranteed")
+    for normalise in (None, "head", "layer")
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWN, *CAKE])
+@settings(deadline=None, max_examples=4, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.booleans(),
+    st.sampled_from([0.35, 0.6, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.2, 0.75, 1.0]),
+)
+def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ties, ratio, share):
+    """Whatever the allocation, and then by the plain version."""
+    policy = VARIANTS.get(name) or CAKE[name]
+    policy = replace(policy, protection=FIXED, draw=Draw(share))
+    layers = make_evidence(seed, 1, 19, (0, 3), num_layers=4)
+    scores, budget = made_scores(layers, seed, ties=ties), Budget(keep_ratio=ratio)
+    once = _sets(policy, layers, budget, scores)
+    plan = plan_for(policy, layers, budget, None)
+    cascade, keeps, seen = Cascade(plan.shares), [], 0
+    for score in scores:
+        keep_BHT, lower = cascade.add(candidates_of(plan, score))
+        for own, keep_N in zip(keeps, lower, strict=True):
+            if keep_N is not None:
+                own[own.clone()] = keep_N
+        keeps.append(keep_BHT.clone())
+        held_B = torch.stack(keeps).sum((0, 2, 3))
+        seen += 1
+        if policy.scope == "model":
+            exists_B = layers[0].valid_BT.sum(-1) * 2 * seen
+            assert torch.equal(held_B, torch.minimum(torch.tensor(plan.shares.totals.total_B), exists_B))
+    assert torch.equal(torch.stack(keeps), once)
+    check_competition(policy, layers, scores, budget, list(once))
+    assert once.sum((0, 2, 3)).tolist() == plan.shares.totals.total_B
+
+
+def test_scores_that_their_mean_makes_equal_are_ordered_as_they_bid():
+    """Two neighbours of float32 that are one number over the head's mean: the later wins by score, and it is the
+    other one that is left for the draw."""
+    lower = torch.tensor(1.9)
+    higher = torch.nextafter(lower, torch.tensor(2.0))
+    for rest in torch.linspace(0.5, 1.4, 200):
+        values_T = torch.stack([higher, lower, rest, torch.tensor(9.0)])
+        mean = values_T.sum() / 4
+        if higher / mean == lower / mean:
+            break
+    assert higher / mean == lower / mean and higher > lower
+    (layer,) = make_evidence(0, 1, 4, (0,), num_layers=1)
+    values = torch.stack([values_T, torch.tensor([0.0, 0.0, 0.0, 9.0])])[None]
+    keys = torch.tensor([1.0, 1.0, 5.0, 1.0]).expand(1, 2, 4)
+    score = replace(masked_score(values, layer.valid_BT, "risk"), draw_BHT=keys)
+    nothing = replace(FIXED, sinks=0, recent=0)
+    policy = Policy(
+        "own",
+        observed="critical",
+        protection=nothing,
+        scope="layer",
+        draw=Draw(0.5),
+        allocation=Allocation(normalise="head"),
+    )
+    # One a head is guaranteed, one goes by score, one is drawn.
+    keeps = _sets(policy, [layer], Budget(tokens_per_head=2), [score])
+    assert keeps[0, 0].int().tolist() == [[0, 1, 1, 1], [0, 0, 0, 1]]
+    check_competition(policy, [layer], [score], Budget(tokens_per_head=2), [keeps[0]])
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_what_was_drawn_is_drawn_again_while_its_weight_lasts(scope):
+    """Evicting to a half and then, of what is left, to less, is evicting at once."""
+    policy = Policy("own", scope=scope, draw=Draw(0.5), **{**RISK, "protection": replace(FIXED, sinks=0)})
+    layers = make_evidence(3, 2, 40, (0, 6))
+    scores = [score_entries(policy, layer) for layer in layers]
+    half = _sets(policy, layers, Budget(keep_ratio=0.5), scores)
+    less = _sets(policy, layers, Budget(keep_ratio=0.25), scores)
+    assert not (less & ~half).any() and less.sum() < half.sum()
+    later = [replace(layer, held_BHT=held) for layer, held in zip(layers, half, strict=True)]
+    left = []
+    for score, held in zip(scores, half, strict=True):
+        parts = (own.masked_fill(~held, float("-inf")) for own in (score.values_BHT, score.draw_BHT))
+        left.append(replace(score, **dict(zip(("values_BHT", "draw_BHT"), parts, strict=True))))
+    again = _sets(policy, later, Budget(keep_ratio=0.25), left, stock=stock_of(later))
+    assert torch.equal(again, less)
+    # The keys of what is left are those that it had.
+    for layer, score in zip(later, left, strict=True):
+        weight = masked_score(
+            SCORES["observed_risk"].function(replace(layer, held_BHT=None), window=4).values_BHT,
+            layer.valid_BT,
+            "risk",
+            held_BHT=layer.held_BHT,
+        )
+        assert torch.equal(draw_keys(weight, layer), score.draw_BHT)
