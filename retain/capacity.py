@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from retain.apportion import apportion
+from retain.apportion import apportion, exact
 from retain.budget import Totals
 from retain.cascade import Candidates, Shares, Split, keep_sets
 from retain.registry import lookup
@@ -301,8 +301,8 @@ def needed(need_LH: Sequence[Sequence[int]], split: Split) -> tuple[int, bool]:
     With `n_lh` what head h of layer l needs and `H_l` its heads: `sum n_lh` where all heads share (`model`),
     `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do, `max n_lh * sum H_l` where none does.
     Where layers or heads get stated shares, or layers compete as layers, it is at least `sum n_lh`; and where
-    not all goes by score (a first stage takes places by other numbers, or some are drawn), at least what it
-    would be without.
+    not all goes by score (a first stage takes places by other numbers), at least what it would be without.
+    Of a budget of the model of which a share s is drawn, `ceil(sum n_lh / (1 - s))` are enough.
 
     Args:
         need_LH: entries that each head needs; at least one a head is counted.
@@ -311,10 +311,13 @@ def needed(need_LH: Sequence[Sequence[int]], split: Split) -> tuple[int, bool]:
     need_LH = [[max(1, own) for own in row] for row in need_LH]
     heads, own = sum(map(len, need_LH)), split.allocation
     by_score = own.normalise is None and own.compete_by == "score"
-    by_score = by_score and split.first_stage is None and getattr(split, "draw", None) is None
+    by_score = by_score and split.first_stage is None
+    drawn = exact(split.drawn_share or 0.0)
     if split.scope == "model":
-        return sum(map(sum, need_LH)), by_score
-    alike = own.head_classes is None and own.safeguard is None and getattr(own, "quotas", None) is None
+        need = sum(map(sum, need_LH))
+        return (math.ceil(need / (1 - drawn)), by_score) if drawn < 1 else (need, False)
+    by_score = by_score and not drawn
+    alike = own.head_classes is None and own.safeguard is None and own.quotas is None
     if own.layers != "uniform" or not alike:
         return sum(map(sum, need_LH)), False
     if split.scope == "layer":

@@ -270,7 +270,7 @@ def check_competition(
 def drawn_by_hand(bids: Sequence[tuple], free: int, share: float) -> set[tuple]:
     """Who wins of bids `(value, place, -layer, -head, key)`: most by value, and of the others, the rest by
     key; of equal ones the later place, then the lower layer, then the lower head."""
-    drawn = math.floor(exact(share) * free)
+    drawn = math.floor(exact(share).limit_denominator(10**6) * free)
     bids = sorted(bids, key=lambda bid: bid[:4], reverse=True)
     rest = sorted(bids[free - drawn :], key=lambda bid: (bid[4], *bid[1:4]), reverse=True)
     return {*bids[: free - drawn], *rest[:drawn]}
@@ -287,10 +287,9 @@ def check_draw(policy: Policy, layers: Sequence[Evidence], candidates, keeps) ->
             columns_N = (mine.value_N, mine.place_N, mine.row_N % H, mine.draw_N)
             for value, place, h, key in zip(*(own.tolist() for own in columns_N), strict=True):
                 bids.append((value, place, -idx, -h, key))
-            places = layer.places_BT[b].tolist()
-            there = {(places[t], -idx, -h) for h, t in layer.exists_BHT[b].nonzero().tolist()}
+            there = {(t, -idx, -h) for h, t in layer.exists_BHT[b].nonzero().tolist()}
             sure |= there - {bid[1:4] for bid in bids}
-            kept |= {(places[t], -idx, -h) for h, t in keep_BHT[b].nonzero().tolist()}
+            kept |= {(t, -idx, -h) for h, t in keep_BHT[b].nonzero().tolist()}
         chosen = drawn_by_hand(bids, len(kept) - len(sure), policy.draw.share)
         assert kept == sure | {bid[1:4] for bid in chosen}
 

@@ -158,7 +158,8 @@ def test_who_wins_neither_way_among_the_first_layers_wins_neither_way_among_all(
     total = [4 * 3 * 2 + free] * 2
     once, left = allocate_joint(layers, total, share), []
     for bids in layers:
-        left = [own.bids for own in (won := allocate_joint([*left, bids], total, share))]
+        won = allocate_joint([*left, bids], total, share)
+        left = [own.bids for own in won]
     for one, two in zip(once, won, strict=True):
         assert torch.equal(one.budget_BH, two.budget_BH) and torch.equal(one.scored_BH, two.scored_BH)
         assert torch.equal(one.bids.place_N, two.bids.place_N) and torch.equal(one.bids.row_N, two.bids.row_N)

@@ -22,6 +22,7 @@ from retain.capacity import (
     stored_limit,
 )
 from retain.cascade import Cascade, Split, keep_sets
+from retain.drawing import Draw
 from retain.policy import candidates_of, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
@@ -212,3 +213,10 @@ def test_wrong_guards_are_refused():
     shares, candidates = made("model", 0.3)
     with pytest.raises(ValueError, match="a threshold states no budget"):
         afford(replace(shares, threshold=1.0), candidates, 2.0)
+
+
+def test_of_a_drawn_share_the_rest_must_hold_what_is_needed():
+    split = Split("model", Allocation(), draw=Draw(0.2))
+    assert needed([[3, 1], [1, 7]], split) == (15, True)  # 12 / 0.8
+    assert needed([[3, 1], [1, 7]], Split("model", Allocation(), draw=Draw(1.0))) == (12, False)
+    assert not needed([[3, 1], [1, 7]], Split("layer", Allocation(), draw=Draw(0.2)))[1]

@@ -1,5 +1,5 @@
-"""A share of a budget that is drawn by lot: its keys, that sums come out right in the mean, and that nothing but
-the entry, its weight and the seed decides who is drawn."""
+"""A share of a budget that is drawn by lot: its keys, that sums come out right in the mean, and that nothing
+but the entry, its weight and the seed decides who is drawn."""
 
 import re
 from dataclasses import replace
@@ -36,10 +36,10 @@ DRAWN = [name for name in VARIANTS if VARIANTS[name].draw is not None]
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}, "protection": FIXED}
 
 
-def _weight(layer, seed: int = 0) -> Score:
-    """Of a token's place, head and sequence alone, whatever columns stand before it."""
-    b, h = (torch.arange(size)[:, None] for size in layer.keys_BHTD.shape[:2])
-    own = (layer.places_BT[:, None] * 7 + h[None] * 3 + b[..., None] * 0 + seed) % 11
+def _weight(layer) -> Score:
+    """Of a token's place and head alone, whatever columns stand before it."""
+    h_H1 = torch.arange(layer.num_heads)[:, None]
+    own = (layer.places_BT[:, None] * 7 + h_H1 * 3) % 11
     return masked_score(own.float(), layer.valid_BT, "risk", held_BHT=layer.held_BHT)
 
 
@@ -97,8 +97,8 @@ def test_an_entry_draws_the_same_alone_in_a_batch_under_padding_and_later():
 
 
 def test_sums_over_what_was_drawn_are_right_in_the_mean():
-    """Priority sampling: with tau the largest key that went, `max(w, tau)` over the drawn ones of any subset has
-    the subset's sum as its mean. 4,000 draws of 8 of 30, from weights of which one has a fifth of the sum."""
+    """Priority sampling: with tau the largest key that went, `max(w, tau)` over the drawn ones of any subset
+    has the subset's sum as its mean. 4,000 draws of 8 of 30, from weights of which one has a fifth of all."""
     num, entries, drawn = 2000, 15, 8
     layer = random_evidence((0,) * num, num_tokens=entries, num_heads=2, group=1, head_width=1)
     w_HT = torch.arange(1, 31).view(2, entries).double() ** -0.9
@@ -257,7 +257,7 @@ CAKE = {
 
 
 @pytest.mark.parametrize("name", [*DRAWN, *CAKE])
-@settings(deadline=None, max_examples=4, derandomize=True)
+@settings(deadline=None, max_examples=3, derandomize=True)
 @given(
     st.integers(0, 10**6),
     st.booleans(),
@@ -268,19 +268,18 @@ def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ties, ratio, share):
     """Whatever the allocation, and then by the plain version."""
     policy = VARIANTS.get(name) or CAKE[name]
     policy = replace(policy, protection=FIXED, draw=Draw(share))
-    layers = make_evidence(seed, 1, 19, (0, 3), num_layers=4)
+    layers = make_evidence(seed, 1, 19, (0, 3), num_layers=3)
     scores, budget = made_scores(layers, seed, ties=ties), Budget(keep_ratio=ratio)
     once = _sets(policy, layers, budget, scores)
     plan = plan_for(policy, layers, budget, None)
-    cascade, keeps, seen = Cascade(plan.shares), [], 0
-    for score in scores:
+    cascade, keeps = Cascade(plan.shares), []
+    for seen, score in enumerate(scores, start=1):
         keep_BHT, lower = cascade.add(candidates_of(plan, score))
         for own, keep_N in zip(keeps, lower, strict=True):
             if keep_N is not None:
                 own[own.clone()] = keep_N
         keeps.append(keep_BHT.clone())
         held_B = torch.stack(keeps).sum((0, 2, 3))
-        seen += 1
         if policy.scope == "model":
             exists_B = layers[0].valid_BT.sum(-1) * 2 * seen
             assert torch.equal(held_B, torch.minimum(torch.tensor(plan.shares.totals.total_B), exists_B))
@@ -290,8 +289,8 @@ def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ties, ratio, share):
 
 
 def test_scores_that_their_mean_makes_equal_are_ordered_as_they_bid():
-    """Two neighbours of float32 that are one number over the head's mean: the later wins by score, and it is the
-    other one that is left for the draw."""
+    """Two neighbours of float32 that are one number over the head's mean: the later wins by score, and it is
+    the other one that is left for the draw."""
     lower = torch.tensor(1.9)
     higher = torch.nextafter(lower, torch.tensor(2.0))
     for rest in torch.linspace(0.5, 1.4, 200):

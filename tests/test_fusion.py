@@ -171,7 +171,7 @@ def test_what_is_no_number_is_refused_and_not_hidden(how, side, scope, lift):
     fused = fuse(scores["observed"][1], scores["learned"][1], how).values_BHT
     assert fused.isnan().nonzero().tolist() == [[1, 0, 7]]
     lift = "null" if how == "prior" else lift
-    policy = load_policy("fused", [f"fusion={how}", f"scope={scope}", f"floor={lift}"])
+    policy = load_policy("fused", [f"fusion={how}", f"scope={scope}", f"floor={lift}", "draw=null"])
     policy = replace(policy, protection=replace(policy.protection, sinks=1, recent=1, minimum=0))
     with pytest.raises(ValueError, match="the score of sequence 1, head 0, entry 7 is NaN"):
         decide_layers(policy, layers, Budget(tokens_per_head=6), **scores)
@@ -259,7 +259,7 @@ def test_policies_that_cannot_be_meant_are_refused_with_the_next_step():
     with pytest.raises(
         ValueError, match="'prior' puts the gate in the place of the floor, and floor 'mean'.*take floor null"
     ):
-        load_policy("fused", ["fusion=prior", "floor=mean"])
+        load_policy("fused", ["fusion=prior", "floor=mean", "draw=null"])
     assert load_policy("fused", ["fusion=prior", "floor=null"]).unit == "risk"
     for name in ("keydiff", "lru"):
         with pytest.raises(

@@ -8,9 +8,11 @@ that is fuller than they are, or its budget is smaller still.
 
 That one number was read off the reference model, with one budget for all heads (`python -m
 retain.eval.capacity_study` makes the table): the limit that told failures from answers best lay near the
-threshold at it, for gates of two different targets whose risks differ by half. It holds for questions about
-what gates are trained to foresee; of the others (word counts, quotes) the price says little. For a model of
-one's own the study says whether it holds there, and `retain.capacity.Guard(limit=...)` takes another one.
+threshold at it, for gates of two different targets whose risks differ by half. It was read off before
+2026-11-22, when the policy looked at 32 queries and protected as many entries; of the one that looks at 8 it
+has not been. It holds for questions about what gates are trained to foresee; of the others (word counts,
+quotes) the price says little. For a model of one's own the study says whether it holds there, and
+`retain.capacity.Guard(limit=...)` takes another one.
 """
 
 import math

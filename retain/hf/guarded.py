@@ -43,7 +43,7 @@ AUTO = "auto"
 OWN = "own"
 # Fusions on whose scale the limit is that gates are stored with (`train/capacity_limit.py`): the learned
 # score's own.
-ON_SCALE = ("learned", "max")
+ON_SCALE = ("learned", "max", "sum")
 # Files of who calls between a user's line and a warning; the last is what a type checker wraps functions in.
 INNER = (
     *(os.path.dirname(str(own.__file__)) + os.sep for own in (retain, torch, transformers, jaxtyping)),
@@ -106,7 +106,7 @@ def _not_in_risk(rule: Rule) -> str | None:
         return "what it observes is past, and foretells no loss: take a policy with calibrated gates (fused)"
     how = request.policy.fusion_of(request.policy.observed is not None, True)
     unit = unit_of(request.gates)
-    if unit != "risk" or how not in (*ON_SCALE, "sum", *IN_RISK):
+    if unit != "risk" or how not in (*ON_SCALE, *IN_RISK):
         return (
             f"its score (fusion {how!r}, gates in {unit!r}) is not in risk: calibrate the gates to risk, and "
             "take a fusion that keeps it"
@@ -122,7 +122,7 @@ def _as_read_off(rule: Rule) -> bool:
     assert request is not None
     policy, own = request.policy, request.policy.allocation
     how = policy.fusion_of(policy.observed is not None, True)
-    shared = (request.budget.scope or policy.scope) == "model" and getattr(policy, "draw", None) is None
+    shared = (request.budget.scope or policy.scope) == "model"
     return shared and how in ON_SCALE and own.normalise is None and own.compete_by == "score"
 
 

@@ -308,7 +308,8 @@ def _check_units(
         tried, _ = try_settings(policy.observed, policy.observed_settings)
         observed = None if tried is None else tried.unit
     how = policy.fusion_of(policy.observed is not None or scorer is not None, True)
-    wanted = "risk" if how in IN_RISK else observed if how in ("max", "sum") and observed is not None else unit
+    alike = how in ("max", "sum") and observed is not None
+    wanted = "risk" if how in IN_RISK else observed if alike else unit
     if unit != wanted:
         problems.append(
             f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "

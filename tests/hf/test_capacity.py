@@ -12,6 +12,7 @@ import retain
 from retain.allocation import Allocation
 from retain.capacity import Capacity, CapacityError, CapacityWarning, Guard, capacity_of, ceiled
 from retain.cascade import keep_sets
+from retain.drawing import Draw
 from retain.gates.store import load_gates, save_gates
 from retain.hf.cache import Cache
 from retain.hf.model import fingerprint
@@ -28,7 +29,9 @@ NOTHING = Capacity(TINY, (0.0,), (0.0,), (0,), (0,), (0,))
 def fused(**settings) -> Policy:
     policy = small("fused", "")
     protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
-    return replace(policy, **{"protection": protection, "scope": "model", **settings})
+    # One budget that all goes by score, on the scale of the learned one: what a stored limit is read off for.
+    plain = {"protection": protection, "scope": "model", "fusion": "max", "draw": None}
+    return replace(policy, **{**plain, **settings})
 
 
 def gates(model):
@@ -298,7 +301,8 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
     assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None).guard is None
     assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep").guard == Guard("keep", 0.25)
     # On its own scale, where all heads share one budget: what that limit was read off for.
-    assert Cache(model, fused(fusion="learned"), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
+    for own_scale in ({"fusion": "learned"}, {"fusion": "sum"}, {"draw": Draw(0.3)}):
+        assert Cache(model, fused(**own_scale), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
     others = [{"scope": "head"}, {"scope": "layer"}, {"fusion": "prior"}, {"fusion": "log_linear"}]
     others += [{"fusion": "veto"}, {"allocation": Allocation(normalise="head")}]
     for settings in others:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import retain
+from retain.allocation import Allocation
+from retain.drawing import Draw
 from retain.fusion import FUSIONS, IN_RISK
 from retain.gates import build_gates, dims_for
 from retain.hf.cache import Cache
@@ -26,8 +28,9 @@ def fused(how: str = "max", **settings) -> Policy:
     """The preset with a short window and little protection, its heads sharing over layers."""
     policy = small("fused", "")
     protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
-    lift = None if how == "prior" else "mean"
-    changes = {"fusion": how, "floor": lift, "scope": "model", "protection": protection, **settings}
+    lift = None if how == "prior" or settings.get("draw") else "mean"
+    changes = {"fusion": how, "floor": lift, "draw": None, "scope": "model", "protection": protection}
+    changes.update(settings)
     return replace(policy, **changes)
 
 
@@ -38,6 +41,41 @@ def test_every_fusion_in_every_regime(how, regime):
     naive = agree(exact_model(), fused(how), life(3), regime=regime, keep_ratio=0.4)
     counts = {int(held[0, h].sum()) for held in naive.history[-1] for h in range(held.shape[1])}
     assert len(counts) > 1  # heads got what they bid for
+
+
+# What there is to a draw: a budget that all heads share, and one that layers ask for parts of.
+DRAWS = {
+    "model": {"how": "sum"},
+    "model, guarded, over the head's mean": {
+        "allocation": Allocation(normalise="head", safeguard="guaranteed")
+    },
+    "layer, shares by entropy": {"scope": "layer", "allocation": Allocation("entropy")},
+    "by the gate alone": {"how": "learned", "observed": None, "observed_settings": {}},
+}
+
+
+def drawn(name: str = "model", share: float = 0.4) -> Policy:
+    """The policy with a share drawn."""
+    return fused(**DRAWS[name], draw=Draw(share))
+
+
+@pytest.mark.parametrize(
+    ("name", "regime"),
+    [("model", regime) for regime in NAMES] + [(name, "chunked+decode") for name in DRAWS if name != "model"],
+)
+def test_a_share_is_drawn_in_every_regime(name, regime):
+    naive = agree(exact_model(), drawn(name), life(3), regime=regime, keep_ratio=0.4)
+    plain = agree(exact_model(), replace(drawn(name), draw=None), life(3), regime=regime, keep_ratio=0.4)
+    for own, other in zip(naive.history[-1], plain.history[-1], strict=True):
+        assert not torch.equal(own, other)
+    counts = [sum(held.sum() for held in run.history[-1]) for run in (naive, plain)]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral_window", "qwen3_next"])
+def test_a_share_is_drawn_beside_windows_and_layers_left_alone(family):
+    model = exact_model(family)
+    agree(model, drawn(), life_of(model, 3), regime="chunked+decode", tokens_per_head=11)
 
 
 FAMILY = ("llama", "qwen2", "gemma3", "mistral_window", "gpt_oss", "qwen3_next")
@@ -58,7 +96,7 @@ def test_a_threshold_admits_by_the_fused_risk(how, scope):
     assert len({int(held.sum()) for held in naive.history[-1]}) > 1
 
 
-@pytest.mark.parametrize("how", IN_RISK)
+@pytest.mark.parametrize("how", [*IN_RISK, "sum"])
 def test_gates_in_another_unit_are_refused_when_the_cache_is_made(how):
     model = tiny_model("llama")
     sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
@@ -67,7 +105,7 @@ def test_gates_in_another_unit_are_refused_when_the_cache_is_made(how):
         Cache(model, fused(how), gates=mass, keep_ratio=0.5)
 
 
-@pytest.mark.parametrize("how", ["prior", "veto", "log_linear", "rank_blend"])
+@pytest.mark.parametrize("how", ["sum", "prior", "veto", "log_linear", "rank_blend"])
 def test_a_fusion_is_no_other_one(how):
     """On the same context each keeps something that `max` does not."""
     model, (ids, mask) = exact_model(), tiny_batch((0, 5), 60)
@@ -79,12 +117,17 @@ def test_a_fusion_is_no_other_one(how):
     assert any(not torch.equal(a, b) for a, b in zip(*held, strict=True))
 
 
+def made(how: str) -> Policy:
+    """A fusion, or the policy with a share drawn."""
+    return drawn() if how == "drawn" else fused(how)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("how", ["max", "prior", "veto"])
+@pytest.mark.parametrize("how", ["max", "prior", "veto", "drawn"])
 def test_a_batch_keeps_what_each_sequence_keeps_alone_and_holds_the_exact_bytes(family, how):
     model, pads, tokens = exact_model(family), (0, 9), 60
     ids, mask = tiny_batch(pads, tokens)
-    settings = {"policy": fused(how), "gates": gates_of(model), "keep_ratio": 0.3}
+    settings = {"policy": made(how), "gates": gates_of(model), "keep_ratio": 0.3}
     with retain.attach(model):
         both = Cache(model, **settings).prefill(ids, mask)
         held = held_by(both, mask)
@@ -114,14 +157,14 @@ def answer(model, cache: Cache, mask: torch.Tensor, question: torch.Tensor, step
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("how", ["max", "prior", "veto"])
+@pytest.mark.parametrize("how", ["max", "prior", "veto", "drawn"])
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "prefill+decode"])
 def test_forks_crops_and_generate_go_on_from_the_same_context(how, regime):
     model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 7), 50)
     one, two = (tiny_batch((0, 0), 6, seed=seed)[0] for seed in (4, 5))
     settings = {"gates": gates_of(model), "keep_ratio": 0.3, "every": 32, "regime": regime}
     with retain.attach(model):
-        cache = Cache(model, fused(how), **settings).prefill(ids, mask)
+        cache = Cache(model, made(how), **settings).prefill(ids, mask)
         held, bytes_held = held_by(cache, mask), cache.bytes_held()
         forks = [cache.fork(), cache.fork()]
         # What a fork answers is what the original answers, and does not reach it.
@@ -144,6 +187,49 @@ def test_forks_crops_and_generate_go_on_from_the_same_context(how, regime):
         )
         assert torch.equal(tokens[:, 56:], first[:, 5:].argmax(-1))
     assert cache.entries_evicted > 0
+
+
+@pytest.mark.parametrize("seeds", [None, [8, 9]])
+def test_what_was_drawn_is_drawn_by_a_loaded_cache_too(seeds, tmp_path):
+    """Saved between two evictions: the lots, and the share, are those of the cache that goes on."""
+    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 7), 50)
+    (question, _) = tiny_batch((0, 0), 6, seed=4)
+    gates, held = gates_of(model), []
+    gates.metadata = {}
+    settings = {"gates": gates, "keep_ratio": 0.3, "every": 4, "regime": "prefill+decode", "seeds": seeds}
+    with retain.attach(model):
+        cache = Cache(model, drawn(), **settings).prefill(ids, mask)
+        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, gates=gates)
+        assert again.rule.request.policy == drawn()
+        logits = [answer(model, own, mask, question, 9) for own in (cache, again)]
+        whole = torch.cat([mask, mask.new_ones(2, 14)], 1)
+        held = [held_by(own, whole) for own in (cache, again)]
+    assert torch.equal(*logits) and cache.evictions == again.evictions > 2
+    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+
+
+def test_seeds_say_who_is_drawn():
+    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 7), 50)
+    settings, held = {"gates": gates_of(model), "keep_ratio": 0.3}, []
+    with retain.attach(model):
+        for seeds in (None, [0, 0], [0, 1]):
+            cache = Cache(model, drawn(), seeds=seeds, **settings).prefill(ids, mask)
+            held.append(torch.stack(held_by(cache, mask)))
+    assert torch.equal(held[0], held[1]) and torch.equal(held[1][:, 0], held[2][:, 0])
+    assert not torch.equal(held[1][:, 1], held[2][:, 1])
+
+
+def test_a_share_to_be_drawn_is_stated_for_a_cache():
+    model = tiny_model("llama")
+    given = {"gates": gates_of(model), "keep_ratio": 0.5}
+    made_by_name = Cache(model, "fused", draw={"share": 0.3}, **given)
+    assert made_by_name.rule.request.policy.draw == Draw(0.3)
+    with pytest.raises(ValueError, match="draw shares out a budget that heads share, and scope 'head'"):
+        Cache(model, "fused", draw={"share": 0.3}, scope="head", **given)
+    with pytest.raises(ValueError, match="draw share lies in 0..1; got 3.0"):
+        Cache(model, "fused", draw={"share": 3.0}, **given)
+    with pytest.raises(ValueError, match="draw would not be read"):
+        Cache(model, "fused", draw={"share": 0.3}, gates=given["gates"], threshold=1.0)
 
 
 def test_layers_left_alone_are_not_scored_and_hold_all():
