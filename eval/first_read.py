@@ -14,6 +14,7 @@ for every cell.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def show(
         cache.attention(
             step,
             *(queries, keys, values),
-            lambda queries=queries: (queries, None),
+            partial(_as_given, queries),
             scaling=layer.scaling,
             soft_cap=layer.soft_cap,
         )
@@ -126,3 +127,8 @@ def show(
 def _positions(mask_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """Of each sequence's own tokens, as `Cache.prefill` counts them."""
     return (mask_BT.long().cumsum(-1) - 1).masked_fill(mask_BT == 0, 0)
+
+
+def _as_given(queries: Tensor) -> tuple[Tensor, None]:
+    """What a layer's own attention would have come to, where nobody reads it: something of its shape."""
+    return queries, None

@@ -112,9 +112,9 @@ class Bids:
 
     def to(self, device: torch.device) -> "Bids":
         """The same on another device."""
-        tensors = (self.guaranteed_BH, self.value_N, self.place_N, self.row_N)
         draw_N = None if self.draw_N is None else self.draw_N.to(device)
-        return Bids(*(tensor.to(device) for tensor in tensors), draw_N)
+        value_N, place_N = self.value_N.to(device), self.place_N.to(device)
+        return Bids(self.guaranteed_BH.to(device), value_N, place_N, self.row_N.to(device), draw_N)
 
 
 class Won(NamedTuple):

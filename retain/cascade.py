@@ -315,8 +315,8 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
     found = head_budgets(shares, layers, first=first)
     return [
-        _keep(shares.split, layer.order_BHT, _beside(layer), layer.kept_BHT, *counts)
-        for layer, *counts in zip(layers, found.budgets, found.scored, strict=True)
+        _keep(shares.split, layer.order_BHT, _beside(layer), layer.kept_BHT, budget_BH, scored_BH)
+        for layer, budget_BH, scored_BH in zip(layers, found.budgets, found.scored, strict=True)
     ]
 
 
