@@ -395,11 +395,13 @@ def keeps_of_columns(
         token_BT, valid_BT = columns(layer, rows, pad)
         index_BHT = token_BT[:, None].expand(-1, layer.num_heads, -1)
         values, first, keys = (
-            own[idx].gather(-1, index_BHT).masked_fill(~valid_BT[:, None], float("-inf"))
+            None
+            if own is None
+            else own[idx].gather(-1, index_BHT).masked_fill(~valid_BT[:, None], -torch.inf)
             for own in (score.values_BHT, score.first_BHT, score.draw_BHT)
         )
-        own = replace(score, values_BHT=values, first_BHT=first, draw_BHT=keys)
-        own = replace(own, layer_weight_B=score.layer_weight_B[idx])
+        weight_B = score.layer_weight_B[idx]
+        own = replace(score, values_BHT=values, first_BHT=first, draw_BHT=keys, layer_weight_B=weight_B)
         protected_BT = part.protected_BT.gather(-1, token_BT) & valid_BT
         place_BT = layer.places_BT[idx].gather(-1, token_BT)
         candidates.append(candidates_of(part, own, protected_BT, place_BT=place_BT))
