@@ -330,9 +330,8 @@ def held_scores(layers: Sequence[Evidence], scores: Sequence[Score]) -> list[Sco
     answer = []
     for layer, score in zip(layers, scores, strict=True):
         gone_BHT = ~layer.exists_BHT
-        outside = ~valid_BT[:, None]
         values, first, keys = (
-            None if own is None else own[idx].gather(-1, index_BHT).masked_fill(outside, -torch.inf)
+            ((own * 256).round() / 256).masked_fill(gone_BHT, float("-inf"))
             for own in (score.values_BHT, score.first_BHT, score.draw_BHT)
         )
         answer.append(replace(score, values_BHT=values, first_BHT=first, draw_BHT=keys))

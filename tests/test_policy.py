@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import retain.policy
 from retain.budget import Budget
+from retain.drawing import Draw
 from retain.fusion import floor
 from retain.policy import Policy, decide, load_policy, score_entries
 from retain.protection import Protection
@@ -40,7 +41,8 @@ def _learned(evidence, seed: int = 5) -> Score:
 def test_a_preset_keeps_exactly_its_budget(name, scope):
     evidence = random_evidence(pads=(0, 17), num_tokens=100)
     decision = decide(
-        replace(_small(name), scope=scope),
+        # Nothing can be drawn of budgets that heads do not share.
+        replace(_small(name), scope=scope, draw=None if scope == "head" else _small(name).draw),
         evidence,
         Budget(keep_ratio=0.3),
         learned=_learned(evidence),
@@ -66,13 +68,13 @@ def test_a_budget_that_covers_everything_keeps_everything(name):
         assert torch.equal(decision.keep_BHT, evidence.valid_BT[:, None].expand_as(decision.keep_BHT))
 
 
-def test_fused_is_the_larger_of_observed_and_learned():
+def test_fused_is_the_sum_of_observed_and_learned():
     evidence = random_evidence(pads=(0, 17), num_tokens=60)
     learned = _learned(evidence)
     score = score_entries(_small("fused"), evidence, learned=learned)
     observed = SCORES["observed_risk"].function(evidence, window=8)
-    assert torch.equal(score.values_BHT, torch.maximum(observed.values_BHT, learned.values_BHT))
-    assert score.unit == "risk"
+    assert torch.equal(score.values_BHT, observed.values_BHT + learned.values_BHT)
+    assert score.unit == "risk" and score.draw_BHT is not None
 
 
 def test_a_score_made_once_serves_many_budgets():
@@ -99,7 +101,7 @@ def test_a_control_runs_through_the_same_stages():
 
 def test_the_floor_shares_the_budget_but_does_not_order_a_head():
     evidence = random_evidence(pads=(0,), num_tokens=60)
-    policy = replace(_small("fused"), scope="layer", floor="mean")
+    policy = replace(_small("fused"), scope="layer", floor="mean", draw=None)
     score = score_entries(policy, evidence, learned=_learned(evidence))
     keep = decide(policy, evidence, Budget(keep_ratio=0.4), score=score).keep_BHT
     lifted = decide(replace(policy, floor=None), evidence, Budget(keep_ratio=0.4), score=floor(score, "mean"))
@@ -125,6 +127,7 @@ def test_kept_sets_nest_when_the_protected_set_is_fixed(seed, scope):
     policy = replace(
         _small("fused"),
         scope=scope,
+        draw=None if scope == "head" else Draw(0.3),
         protection=Protection(4, prefix_fraction=0.0, suffix_fraction=0.0, recent=8),
     )
     score = score_entries(policy, evidence, learned=_learned(evidence, seed))
