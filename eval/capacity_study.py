@@ -152,7 +152,8 @@ def look(
     total = sum(float(score.values_BHT.double().sum()) for score in scores)
     forks, told = [cache.fork().evict_with([layer.exists_BHT for layer in evidence])], []
     for scope in scopes:
-        shared = load_policy(policy, [f"scope={scope}"])
+        # Nothing can be drawn of budgets that heads do not share.
+        shared = load_policy(policy, [f"scope={scope}", *(["draw=null"] if scope == "head" else [])])
         for keep_ratio in keep_ratios:
             plan = plan_of(shared, Budget(keep_ratio=keep_ratio), evidence[0].valid_BT, shapes)
             candidates = [candidates_of(plan, score) for score in scores]

@@ -54,6 +54,7 @@ from retain.eval.not_worse import ONE_SIDED, NotWorse, not_worse, step_down
 from retain.eval.page import tasks_of
 from retain.eval.record import read_manifest, read_rows
 from retain.eval.significance import Interval, macro_mean, paired_interval, ratio_interval
+from retain.eval.study_table import SAME_BYTES
 from retain.eval.summary import ALL, FAMILIES, Cell, Comparison, Scores, compare_family, gather, heuristics
 from retain.registry import suggest
 
@@ -66,8 +67,6 @@ ORACLE_LOSS: Mapping[float, float] = {0.1: 3.0, 0.2: 2.0}
 GAP_FROM = 5.0
 SHARES: Mapping[str, float] = {"seen": 0.95, "held-out": 0.8}
 ITEMS_WANTED, SEEDS_WANTED = 200, 3
-# Of one budget all policies hold the same bytes, but for this share of them.
-BYTES_APART = 0.001
 # Of what is chosen on one half of the items and compared on the other.
 SPLITS = 20
 
@@ -298,9 +297,9 @@ def check_not_worse(scores: Scores, parts: Parts, *, resamples: int) -> FusedCla
         beside = [(own, other) for own, other, _ in _beside(scores, parts, group)]
         lines += _not_worse(scores, beside, group, False, resamples)
     text = (
-        f"{_listed(WANTED_IN)} at keep_ratio {_listed([f'{own:g}' for own in WANTED_AT])}, and wherever else "
-        f"it was measured: {parts.policy} is not worse than the better of best heuristic and {parts.gate}, by "
-        f"{MARGIN:g} points"
+        f"{_listed(WANTED_IN)} at keep_ratio {_listed([f'{own:g}' for own in WANTED_AT])}, and wherever "
+        f"else it was measured: {parts.policy} is not worse than the better of best heuristic and "
+        f"{parts.gate}, by {MARGIN:g} points"
     )
     return FusedClaim("not worse", text, tuple(lines))
 
@@ -500,7 +499,7 @@ def check_conditions(scores: Scores, parts: Parts, manifests: Sequence[Mapping[s
         ),
         Condition(
             "equal achieved bytes in every cell",
-            apart <= BYTES_APART,
+            apart <= SAME_BYTES,
             f"at most {100 * apart:.2f} % apart{where}",
         ),
         Condition(

@@ -29,11 +29,11 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from retain.eval.config import OWN_GATES, CompareConfig
-from retain.eval.record import gates_identity
+from retain.eval.config import OWN_GATES, CompareConfig, all_lines, find_policy, gate_users
+from retain.eval.record import gates_identity, mapping_hash
 from retain.gates import GATES, GateSet, build_gates
 from retain.gates.calibrate import REACH, Calibrator, Scale, Shared
-from retain.gates.store import ties_of
+from retain.gates.store import read_metadata, ties_of
 from retain.hf.gates import load_gates
 
 # What the input statistics of a gate are called: they are measured on documents, without a target.
@@ -184,10 +184,29 @@ def sha_of(gates: Any) -> str:
     return str(getattr(gates, "metadata", {}).get("sha256") or "")[:12]
 
 
+def _fitted(config: CompareConfig, seed: int, name: str) -> dict[str, str]:
+    """Hashes of the fusion weights and quotas of a set, which stand beside its weights, each where any policy
+    that takes the set reads it: what was run without them is the same run whatever they say."""
+    policies = [
+        find_policy(config, line.policy, line.protection)
+        for line in all_lines(config)
+        if gate_users(config).get(line.policy) == name
+    ]
+    read = {
+        "fusion": any(one.fusion_weight == "calibrated" for one in policies),
+        "quotas": any(one.allocation.quotas == "calibrated" for one in policies),
+    }
+    if not any(read.values()):
+        return {}
+    own = read_metadata(config.gates_of(seed, name)).get("calibration") or {}
+    return {f"{part}_sha": mapping_hash({part: own.get(part)}) for part, asked in read.items() if asked}
+
+
 def source_identity(config: CompareConfig, seed: int, name: str = OWN_GATES) -> dict[str, Any]:
-    """What of a set decides its scores: the weights, and what they are read as. Where they lie and what the
-    set is called is left out; a control says that it is one."""
-    identity = gates_identity(config.gates_of(seed, name))
+    """What of a set decides its scores: the weights, what they are read as, and what was fitted beside them
+    if a policy reads it. Where they lie and what the set is called is left out; a control says that it is
+    one."""
+    identity = gates_identity(config.gates_of(seed, name)) | _fitted(config, seed, name)
     control = config.source_of(name).control
     if control == "none":
         return identity

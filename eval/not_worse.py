@@ -134,9 +134,10 @@ def not_worse(differences: Sequence[np.ndarray], margin: float) -> NotWorse:
     Where any item was lost, p is the largest of three, and the end the lowest of theirs. One is what would be
     said if the lost items had been ties, as below. One is the lower of the two tests of TOST
     (`retain.eval.paired_tests.equivalence`), `t = (m + margin) / se`, `p = P(T_df >= t)`, with the end
-    `m - t_{1-alpha} * se`. The third knows what the margin says of the spread: with w_k and l_k the shares of stratum k that were won and lost, v_k the variance seen, a true loss of the margin needs a
-    share of `l0_k` lost, and has at least the spread of so many steps of `WORST` points (the variance under
-    the hypothesis, as a score test takes it):
+    `m - t_{1-alpha} * se`. The third knows what the margin says of the spread: with w_k and l_k the shares of
+    stratum k that were won and lost, v_k the variance seen, a true loss of the margin needs a share of `l0_k`
+    lost, and has at least the spread of so many steps of `WORST` points (the variance under the hypothesis,
+    as a score test takes it):
 
         l0_k = max(l_k, w_k + margin / WORST)
         v0_k = max(v_k, WORST^2 * (w_k + l0_k - (l0_k - w_k)^2))

@@ -24,6 +24,7 @@ from retain.eval.compare import compare
 from retain.eval.config import suite_of
 from retain.eval.processes import Processes, launched
 from retain.eval.record import read_manifest, read_rows
+from retain.eval.study_gates import stale_gates
 from retain.eval.study_picture import draw_study
 from retain.eval.study_plan import Plan, StudyConfig, absent_gates, plan_of, train_commands
 from retain.eval.study_table import as_markdown, as_rows, entries_of, ingredients_of, tables_of
@@ -46,11 +47,11 @@ def run_study(study: StudyConfig, suite: Suite, processes: Processes | None = No
         Path of `study.md`.
 
     Raises:
-        ValueError: If the study or its comparison is wrong, gates are missing, or the folder holds the rows
-            of another configuration.
+        ValueError: If the study or its comparison is wrong, gates are missing or were trained otherwise than
+            the study says, or the folder holds the rows of another configuration.
     """
     plan = plan_of(study, suite)
-    missing = absent_gates(study, plan)
+    missing = absent_gates(study, plan) + stale_gates(study, plan)
     if missing:
         raise ValueError("This study cannot start:\n" + "\n".join(f"  - {one}" for one in missing))
     processes = Processes() if processes is None else processes

@@ -24,6 +24,8 @@ from retain.presets import Policy, load_policy, policies
 from retain.registry import suggest
 
 WINNER = "winner"
+# What training leaves beside gates: the resolved recipe.
+CONFIG = "config.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -279,11 +281,19 @@ def _problems(study: StudyConfig) -> list[str]:
     for name, training in study.train.items():
         if name not in sets:
             problems.append(f"train: unknown set of gates {name!r}{suggest(name, sets)}")
-        config = _resolved(study, training).config
+        config = resolved_training(study, training).config
         if config is None:
             problems.append(f"train.{name} has no config, and neither has train.{study.winner.gates}")
         elif not Path(config).is_file():
             problems.append(f"train.{name}: there is no config {config!r}")
+    by_folder: dict[str, str] = {}
+    for name in (name for name in study.train if name in sets):
+        first = by_folder.setdefault(study.compare.source_of(name).folder, name)
+        if resolved_training(study, study.train[first]) != resolved_training(study, study.train[name]):
+            problems.append(
+                f"train.{first} and train.{name} make the gates of one folder in two ways: give one of them "
+                "a folder of its own in compare.gate_sets"
+            )
     return problems
 
 
@@ -333,7 +343,7 @@ def _set_named(where: str, name: str | None, study: StudyConfig) -> list[str]:
     ]
 
 
-def _resolved(study: StudyConfig, training: Training) -> Training:
+def resolved_training(study: StudyConfig, training: Training) -> Training:
     """A training with what it has of the winner's; without a config where neither says one."""
     if training.config is not None:
         return training
@@ -353,7 +363,7 @@ def train_commands(study: StudyConfig, processes: int = 1) -> list[str]:
     Raises:
         ValueError: If gates are named that no `train` entry makes, naming all of them.
     """
-    lacking = [name for name, own in study.train.items() if _resolved(study, own).config is None]
+    lacking = [name for name, own in study.train.items() if resolved_training(study, own).config is None]
     if lacking:
         raise ValueError(
             f"train.{lacking[0]} has no config, and neither has train.{study.winner.gates}: name a YAML of "
@@ -372,7 +382,7 @@ def train_commands(study: StudyConfig, processes: int = 1) -> list[str]:
     commands: dict[str, str] = {}  # by folder: one model whose items have seeds has one set of gates
     for seed in compare.seeds:
         for name in study.train:
-            training = _resolved(study, study.train[name])
+            training = resolved_training(study, study.train[name])
             folder = compare.gates_of(seed, name)
             own = [change.replace("{seed}", str(seed)) for change in training.changes]
             model = compare.model.replace("{seed}", str(seed))
@@ -398,7 +408,10 @@ def absent_gates(study: StudyConfig, plan: Plan) -> list[str]:
         commands = train_commands(study) if lacking else []
     except ValueError:
         commands = []  # what it says is of gates that something else made
-    how = {folder: next((c for c in commands if f"output={folder}" in c.split()), "") for folder in lacking}
+    how = {
+        folder: next((c for c in commands if f"output={folder}" in shlex.split(c, comments=True)), "")
+        for folder in lacking
+    }
     step = "; train them first:\n      "
     return [
         f"there are no gates in {folder}" + (step + how[folder] if how[folder] else "") for folder in lacking

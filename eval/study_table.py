@@ -34,7 +34,7 @@ WORD_OF: Mapping[Verdict, Word] = {
 }
 GRID, REFERENCES = "grid", "references"
 # Two lines hold the same where their bytes differ by no more than this share.
-SAME_BYTES = 0.005
+SAME_BYTES = 0.001
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Entry:
         mean: Macro mean over the family's tasks, in points.
         made: Level minus winner, adjusted; None of the winner.
         seeds: Level minus winner, for each seed; empty of the winner.
+        items: Items that agreement counts for: tasks times those of the task with the fewest; 0: all.
     """
 
     table: str
@@ -60,6 +61,7 @@ class Entry:
     mean: float
     made: Comparison | None
     seeds: Mapping[int, float]
+    items: int = 0
 
     @property
     def word(self) -> Word | None:
@@ -67,14 +69,15 @@ class Entry:
         if self.made is None:
             return None
         if self.made.verdict == "identical":
-            return _of_identical(self.made.result)
+            return _of_identical(self.made.result, self.items or self.made.result.num_clusters)
         return WORD_OF[self.made.verdict]
 
 
-def _of_identical(result: PairedResult) -> Word:
+def _of_identical(result: PairedResult, items: int) -> Word:
     """Of two that agree on all of n items, true differences of up to `100 (1 - (alpha / m)^(1 / n))` points
-    are left open at level alpha in a family of m: with few items that is as good as anything."""
-    left_open = 100 * (1 - (result.alpha / (result.family_size or 1)) ** (1 / result.num_clusters))
+    are left open at level alpha in a family of m: with few items that is as good as anything. Of a mean over
+    K tasks n is K times the items of the task with the fewest (`retain.eval.not_worse`)."""
+    left_open = 100 * (1 - (result.alpha / (result.family_size or 1)) ** (1 / items))
     return "does not pay" if left_open < result.margin else "not known"
 
 
@@ -107,6 +110,20 @@ class Ingredient:
         if "pays" in found:
             return "pays"
         return "not known" if "not known" in found else "does not pay"
+
+    @property
+    def said(self) -> str:
+        """The verdict, and of how many places it is; without a level that leaves the ingredient out, that
+        there is none."""
+        if not self.absent:
+            return "not asked: its levels are alternatives, and none leaves it out"
+        if not self.places:
+            return "not asked: the winner leaves it out"
+        word: str = self.verdict
+        places: list[str] = [*self.places.values()]
+        if word not in ("pays", "harms") or places.count(word) == len(places):
+            return word
+        return f"{word} at {places.count(word)} of {len(places)} places"
 
 
 def tables_of(study: StudyConfig, plan: Plan) -> dict[str, dict[str, str]]:
@@ -171,8 +188,9 @@ def _one_family(
         base = scores.seed_means(winner, tasks)
         seeds = {} if cell == winner else {seed: own[seed] - base[seed] for seed in own}
         mean = scores.mean(cell, tasks)
+        fewest = len(tasks) * min(scores.num_items([task]) for task in tasks)
         one = settled.get((cell, winner, family))
-        made.append(Entry(table, level, cell.policy, regime, cell.budget, family, mean, one, seeds))
+        made.append(Entry(table, level, cell.policy, regime, cell.budget, family, mean, one, seeds, fewest))
     return made
 
 
@@ -286,7 +304,7 @@ def as_markdown(
         "",
         "A winner that was chosen on these very items leads by too much: state its lead on others.",
     ]
-    lines += _ingredients(ingredients_of(study, plan, entries))
+    lines += _ingredients(study, ingredients_of(study, plan, entries))
     for table in dict.fromkeys(one.table for one in entries):
         own = [one for one in entries if one.table == table]
         lines += ["", f"## {table}", ""]
@@ -296,7 +314,7 @@ def as_markdown(
             lines += _table([one for one in own if one.regime == regime])
     lines += _marginals(study, plan, entries)
     lines += _full(scores)
-    notes = untouched(scores) + unequal(scores, [*plan.lines])
+    notes = untouched(scores) + unequal(scores, [*plan.lines, *study.references])
     notes += [
         f"left out of the grid, since it cannot be: {name}: {why}" for name, why in plan.skipped.items()
     ]
@@ -305,14 +323,16 @@ def as_markdown(
     return "\n".join(lines) + "\n"
 
 
-def _ingredients(found: Sequence[Ingredient]) -> list[str]:
+def _ingredients(study: StudyConfig, found: Sequence[Ingredient]) -> list[str]:
     if not found:
         return []
     lines = [
         "",
         "## Ingredients",
         "",
-        "Of the places (regime and budget) where an ingredient was left out:",
+        "Of the places (regime and budget) where an ingredient was left out. The places of one regime are "
+        "adjusted together; regimes, and the three averages over tasks, are not, so that one place alone "
+        "that pays, among many, may be chance:",
         "",
     ]
     lines += [
@@ -321,18 +341,31 @@ def _ingredients(found: Sequence[Ingredient]) -> list[str]:
     ]
     for one in found:
         count = [sum(word == own for own in one.places.values()) for word in WORDS]
-        missing = ", ".join(one.absent) or "no level is marked `absent`"
+        levels = study.factors.get(one.factor, {})
+        both = {name for name in one.absent if levels[name].changes and levels[name].gates}
+        missing = ", ".join(
+            f"{name} (policy and gates at once)" if name in both else name for name in one.absent
+        )
+        missing = missing or "no level is marked `absent`"
         cells = [one.factor, one.family, one.chosen or "none of its levels", missing, *map(str, count)]
-        lines.append(f"| {' | '.join(cells)} | {one.verdict} |")
+        lines.append(f"| {' | '.join(cells)} | {one.said} |")
     return lines
 
 
 def _levels(study: StudyConfig, plan: Plan, table: str) -> list[str]:
     """What the levels of a factor are."""
     lines = []
-    for name, level in study.factors.get(table, {}).items():
+    levels = study.factors.get(table, {})
+    if levels and not any(level.absent for level in levels.values()):
+        lines += [
+            "These are alternatives: none of them leaves the ingredient out, so that whether it pays at all "
+            "is not asked here. Each is compared with the winner's.",
+            "",
+        ]
+    for name, level in levels.items():
         what = ", ".join([*level.changes, *([f"gates {level.gates}"] if level.gates else [])]) or "no change"
         line = plan.place.get((table, name))
+        two = "; two changes at once: policy and gates" if level.changes and level.gates else ""
         same = ""
         if level.elsewhere:
             same = f"; not measured here: {level.elsewhere}"
@@ -340,7 +373,7 @@ def _levels(study: StudyConfig, plan: Plan, table: str) -> list[str]:
             same = "; the winner"
         elif line != f"{table}={name}":
             same = f"; the same line as {line}"
-        lines.append(f"- {name}: `{what}`{same}{'; the ingredient left out' if level.absent else ''}")
+        lines.append(f"- {name}: `{what}`{same}{'; the ingredient left out' if level.absent else ''}{two}")
     return lines
 
 

@@ -38,7 +38,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    names = ["demo", "fused", "methods", "reference", "report", "shift", "text"]
+    names = ["demo", "fused", "fused_again", "methods", "reference", "report", "shift", "text"]
     assert [path.stem for path in paths] == names
     for path in paths:
         config = load(path, CompareConfig)
@@ -272,7 +272,7 @@ def test_the_report_measures_regimes_with_and_without_protection():
     assert config.gates_of(0) == "runs/gates-seed0" and "oracle" in config.policies
 
 
-@pytest.mark.parametrize("name", ["demo", "fused", "methods", "reference", "report", "text"])
+@pytest.mark.parametrize("name", ["demo", "fused", "fused_again", "methods", "reference", "report", "text"])
 def test_every_config_passes_its_checks_on_its_shortest_items(name, monkeypatch):
     monkeypatch.setattr(checks, "_gates", lambda *_: [])
     monkeypatch.setattr(checks, "_caches", lambda *_: [])  # they load gates

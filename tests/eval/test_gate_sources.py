@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ from retain.eval.runner import run_all, run_unit
 from retain.eval.subject import Subjects, Unit, load_subject, plan
 from retain.gates import GATES, GateSet, build_gates, dims_for, settings_of
 from retain.gates.calibrate import CALIBRATORS, Remap, build_calibrator
-from retain.gates.store import load_gates, save_gates
+from retain.gates.store import METADATA_FILE, load_gates, save_gates
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.lookahead import lookahead_gates
@@ -305,6 +306,37 @@ def test_the_run_is_its_weights_and_not_their_names(there, tmp_path):
     plain = replace(config, policies=("gate",), uses={})
     assert "gates_of_policies" not in describe_run(plain, STUB)["identity"]
     assert not {"gate_sets", "uses"} & set(describe_run(plain, STUB)["identity"]["config"])
+
+
+def test_what_was_fitted_beside_the_weights_is_part_of_the_run_where_it_is_read(there, tmp_path):
+    """Fusion weights and quotas are numbers of gates.json, and the weights' sha256 says nothing of them."""
+    for name in ("one", "two"):
+        shutil.copytree(there / "gates-seed0", tmp_path / name)
+    path = tmp_path / "two" / METADATA_FILE
+    metadata = json.loads(path.read_text())
+    calibration = dict.fromkeys(("fusion", "quotas"), {"fitted": "again"})
+    path.write_text(
+        json.dumps({**metadata, "calibration": {**(metadata.get("calibration") or {}), **calibration}})
+    )
+    plain = {"mine": ("fused",)}
+    reads = {
+        "fusion_sha": {"mine": ("fused", "draw=null", "fusion=log_linear", "fusion_weight=calibrated")},
+        "quotas_sha": {"mine": ("fused", "draw=null", "scope=head", "allocation.quotas=calibrated")},
+    }
+
+    def identity(name, variants):
+        sets = {"own": GateSource(str(tmp_path / name))}
+        config = stub_config(
+            tmp_path, policies=("mine",), variants=variants, uses={"mine": "own"}, gate_sets=sets
+        )
+        return source_identity(config, 0, "own")
+
+    # Who does not read them is the same run, and the one that it was before anything was said of them.
+    assert identity("one", plain) == identity("two", plain) == gates_identity(tmp_path / "one")
+    for part, variants in reads.items():
+        one, two = identity("one", variants), identity("two", variants)
+        assert one != two and {**one, part: ""} == {**two, part: ""}
+        assert {*one} - {*gates_identity(tmp_path / "one")} == {part}
 
 
 def test_seeds_that_share_a_model_share_folders_and_draw_their_own(there):

@@ -37,13 +37,17 @@ def gates_folder(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Path:
     root = tmp_path_factory.mktemp("gates")
     model.save_pretrained(root / "model")
     dims = {spec.layer_idx: {"E": E, "H": H, "F": F} for spec in describe(model)}
+    heads = len(dims) * H
+    even = {str(layer): [[1_000_000 // heads] * H for _ in range(2)] for layer in dims}
+    for row in even[str(min(dims))]:
+        row[0] += 1_000_000 % heads  # of exact sum
     metadata = {
         "base_model": str(root / "model"),
         "protected_window": 8,
         "target": {"sources": {"own": 1.0}, "horizon": 8},
         "calibration": {
             "curve": {"keep_ratio": [0.1, 0.5, 0.9], "threshold": [3.0, 2.0, 1.0]},
-            "quotas": {"keep_ratio": [0.02, 0.95], "parts": {}},
+            "quotas": {"keep_ratio": [0.02, 0.95], "parts": even},
             "capacity": {"limit": 469.8758, "keep_ratio": 0.02, "unit": "risk"},
         },
         "training": {"steps": 7, "held_out": {"loss": 1.25}},

@@ -116,7 +116,10 @@ def _evicted_after_looking(subject, policy, gates, seeds, before, whole):
         first_BHT = None if score.first_BHT is None else score.first_BHT[..., : len(before)]
         window = score.window - 1 if score.window else 0
         values_BHT = score.values_BHT[..., : len(before)]
-        scores.append(Score(values_BHT, score.unit, first_BHT, window, score.layer_weight_B))
+        keys_BHT = None if score.draw_BHT is None else score.draw_BHT[..., : len(before)]
+        scores.append(
+            Score(values_BHT, score.unit, first_BHT, window, score.layer_weight_B, draw_BHT=keys_BHT)
+        )
     made = decide_layers(policy, cache.evidence, Budget(keep_ratio=0.45), scores=scores)
     return cache.evict_with([one.keep_BHT for one in made])
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retain.eval.config import GateSource
 from retain.eval.study_picture import draw_study
 from retain.eval.study_plan import Level, StudyConfig, Winner, plan_of
 from retain.eval.study_table import (
@@ -250,6 +251,7 @@ def test_an_ingredient_pays_against_all_that_leave_it_out(made):
     ],
 )
 def test_over_all_places(words, verdict):
+    """And in words, how many of them it is said of."""
     places = {("context_only", float(number)): word for number, word in enumerate(words)}
     assert Ingredient("f", "all", "x", ("y",), places).verdict == verdict
 
@@ -265,12 +267,12 @@ def test_a_winner_without_the_ingredient_has_nothing_to_defend(tmp_path, made):
 def test_the_report_says_what_was_found_and_what_was_not_asked(made):
     study, plan, scores, entries = made
     text = as_markdown(study, plan, scores, entries, head=("Made up.",))
-    assert "| fusion | all | max | learned, observed | 1 | 1 | 0 | 0 | pays |" in text
+    assert "| fusion | all | max | learned, observed | 1 | 1 | 0 | 0 | pays at 1 of 2 places |" in text
     assert "- far: `no change`; not measured here: on the moon" in text
     assert "- head: `scope=head`; the same line as scope=head" in text
     assert "- max: `no change`; the winner" in text
     assert "- context_only: all 100.0, seen 100.0, held-out 100.0" in text
-    assert "- snapkv holds" not in text  # no ingredient: a reference may hold what it likes
+    assert "- snapkv holds +10.0 % of the winner's bytes (context_only, " in text  # a reference too
     (row,) = [line for line in text.splitlines() if line.startswith("| 0.1 | learned |")]
     one = at(entries, "learned", 0.1)
     said = f"pays, p = {one.made.result.holm_p:.3f}"
@@ -357,3 +359,60 @@ def test_a_grid_has_one_table_and_averages(tmp_path):
     assert f"| fusion | max | {first:.1f} | {second:.1f} |" in text
     assert f"| scope | quotas | {16 / 0.4:.1f} | {16 / 0.4:.1f} |" in text
     assert "left out of the grid, since it cannot be: fusion=observed,scope=quotas" in text
+
+
+def test_words_say_of_how_many_places(made):
+    places = {("context_only", 0.1): "pays", ("context_only", 0.2): "not known", ("decode", 0.1): "pays"}
+    one = Ingredient("f", "all", "x", ("y",), places)
+    assert (one.verdict, one.said) == ("pays", "pays at 2 of 3 places")
+    assert replace(one, places={("decode", 0.1): "pays"}).said == "pays"
+    assert replace(one, places={("decode", 0.1): "not known"}).said == "not known"
+    assert replace(one, places={}).said == "not asked: the winner leaves it out"
+    assert replace(one, absent=(), places={}).said.startswith("not asked: its levels are alternatives")
+
+
+def test_a_factor_without_an_absent_level_says_so_and_two_changes_are_told(tmp_path):
+    gates = {"other": GateSource(str(tmp_path / "other-seed{seed}"))}
+    factors = {
+        "scope": {"model": Level(), "head": Level(("scope=head",))},
+        "fusion": {"max": Level(), "learned": replace(LEARNED, gates="other")},
+    }
+    study = make_study(tmp_path, factors=factors, references=())
+    study = replace(study, compare=replace(study.compare, gate_sets=gates))
+    plan = plan_of(study, STUB)
+    scores = scores_of(("winner", "scope=head", "fusion=learned"))
+    entries = entries_of(scores, tables_of(study, plan), **OPTIONS)
+    text = as_markdown(study, plan, scores, entries, head=["head"])
+    scope, fusion = text.partition("## scope")[2].partition("## fusion")[::2]
+    assert "These are alternatives: none of them leaves the ingredient out" in scope
+    assert "These are alternatives" not in fusion
+    assert "the ingredient left out; two changes at once: policy and gates" in fusion
+    assert "| scope | all | model | no level is marked `absent` |" in text
+    assert "not asked: its levels are alternatives, and none leaves it out |" in text
+    assert "| learned (policy and gates at once) |" in text
+    assert "one place alone that pays, among many, may be chance" in text
+
+
+def test_agreement_counts_for_as_many_items_as_the_smallest_task_has():
+    """600 items of one task and 60 of another that are all alike: the second says little of its own."""
+    lines = ("winner", "fusion=learned")
+    rows = [
+        _row("context_only", line, budget, task, "seen", 0, item, True)
+        for task, items in (("copy", 600), ("pair", 60))
+        for line in lines
+        for budget in BUDGETS
+        for item in range(items)
+    ]
+    tables = {"fusion": {"max": "winner", "learned": "fusion=learned"}}
+    entries = entries_of(gather(rows, ["copy", "pair"]), tables, **OPTIONS)
+    one = at(entries, "learned", 0.1)
+    assert (one.items, one.made.result.num_clusters) == (120, 660)
+    # 100 (1 - (0.05 / 2)^(1 / 120)) = 3.0 points are left open; of 660 equal items it would be 0.6.
+    assert (one.made.verdict, one.word) == ("identical", "not known")
+    equal = [row for row in rows if row["task"] == "copy"]
+    (known,) = [
+        one
+        for one in entries_of(gather(equal, ["copy"]), tables, **OPTIONS)
+        if one.level == "learned" and one.budget == 0.1 and one.family == "all"
+    ]
+    assert (known.items, known.word) == (600, "does not pay")
