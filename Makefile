@@ -43,7 +43,7 @@ methods: $(INSTALLED)
 fused: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates
 	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
-	$(BIN)/python -m retain.eval.fused_claims results/fused
+	$(BIN)/python -m retain.eval.fused_claims results/fused --oracle oracle+joint
 
 # Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
 # `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.

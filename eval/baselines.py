@@ -7,7 +7,7 @@ gates are trained on (`retain.future`). What a gate falls short of it is what co
 the score's own faults: the largest attention is not the best score for counting words, say).
 
 The one decision taken here: both give a `Score` in units of risk and go through the policy pipeline in the
-place of the fused policy's score, under its protection and budget.
+gate's place, under the gate's protection and budget (a comparison may measure them under others too).
 """
 
 import json

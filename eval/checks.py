@@ -100,7 +100,7 @@ def _names(config: CompareConfig, suite: Suite) -> list[str]:
     ]
     problems += _uses(config, presets)
     problems += _variants(config, {preset.name: preset.variants for preset in policies()})
-    problems += _protections(config)
+    problems += _protections(config, known)
     if FULL in config.policies:
         problems.append(f"{FULL!r} is always measured: leave it out of `policies`")
     repeatable = ("seeds", "tasks", "regimes", "keep_ratios", "tokens_per_head", "policies")
@@ -182,23 +182,38 @@ def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> 
     return problems
 
 
-def _protections(config: CompareConfig) -> list[str]:
-    """What is wrong with protections: tried on a policy, since every one has the same fields."""
+def _protections(config: CompareConfig, known: Sequence[str]) -> list[str]:
+    """What is wrong with protections, and with whom they are for: tried on every policy that is measured
+    under one."""
     problems = []
     for name, changes in config.protections.items():
-        others = [change for change in changes if not change.startswith("protection.")]
+        others = [change for change in changes if not change.startswith(("protection.", "scope="))]
         if name == PRESET or "+" in name:
             problems.append(f"protection {name!r}: take a name that is not {PRESET!r} and has no '+' in it")
         elif others or not changes:
             problems.append(
-                f"protection {name!r} is a list of `protection.field=value`, got {list(changes)}; what else "
-                "a policy changes belongs in a variant"
+                f"protection {name!r} is a list of `protection.field=value` and `scope=value`, got "
+                f"{list(changes)}; what else a policy changes belongs in a variant"
             )
         else:
-            try:
-                find_policy(config, "random", name)
-            except ValueError as error:
-                problems.append(f"protection {name!r}: {error}")
+            for policy in dict.fromkeys(config.under.get(name, config.policies)):
+                if policy not in known:
+                    continue  # said elsewhere, with what it may have meant
+                try:
+                    find_policy(config, policy, name)
+                except ValueError as error:
+                    problems.append(f"protection {name!r}: {error}")
+    for name, measured in config.under.items():
+        if name not in config.protections:
+            hint = suggest(name, config.protections)
+            problems.append(f"`under` names the protection {name!r}{hint}, which is not in `protections`")
+        for policy in measured:
+            if policy not in config.policies:
+                hint = suggest(policy, config.policies)
+                problems.append(
+                    f"`under` asks for {policy!r} under {name!r}{hint}, and it is not among the policies: "
+                    "add it there, or leave it out"
+                )
     if not config.protections and not config.preset_protection:
         problems.append("`preset_protection` is false and `protections` is empty: nothing would be measured")
     return problems

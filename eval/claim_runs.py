@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from retain.eval.comparisons import is_bound
 from retain.eval.summary import Cell, Scores, heuristics, preset_of
 
 
@@ -114,7 +115,7 @@ def gates_of(manifest: Mapping[str, Any], policy: str) -> Mapping[str, Mapping[s
 
 def same_gates(manifests: Sequence[Mapping[str, Any]], policy: str) -> list[str]:
     """Lines, beside the policy, that are learned and take the policy's gates in every run that has both:
-    controls, whose gates are said to be such, are none."""
+    controls, by their name or by what is said of their gates, are none."""
     found = []
     for line in dict.fromkeys(
         name for one in manifests for name in one.get("identity", {}).get("policies", {}) if name != policy
@@ -122,7 +123,7 @@ def same_gates(manifests: Sequence[Mapping[str, Any]], policy: str) -> list[str]
         there = [one for one in manifests if line in one.get("identity", {}).get("policies", {})]
         learned = all(one["identity"]["policies"][line].get("learned") for one in there)
         own = all(gates_of(one, line) == gates_of(one, policy) for one in there)
-        if learned and own and not any(_is_control(one, line) for one in there):
+        if learned and own and not is_bound(line) and not any(_is_control(one, line) for one in there):
             found.append(line)
     return found
 

@@ -108,8 +108,9 @@ class CompareConfig:
             stand in the regimes "context_only" and "query_aware" alone.
         variants: Policies of this comparison alone: name -> a preset, or one of a preset's own variants as in
             `"defensivekv:released"`, then `key=value` changes to it, e.g. `[snapkv, protection.sinks=0]`.
-        protections: Other protections that every policy is measured under: name -> `key=value` changes, e.g.
-            `none: [protection.sinks=0, protection.prefix_fraction=0, protection.suffix_fraction=0]`.
+        protections: Other protections (or scopes of a budget) that policies are measured under: name ->
+            `key=value` changes, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
+        under: Name of a protection -> the policies that are measured under it; all, where it is not named.
         preset_protection: Whether every policy is measured under its preset's protection too.
         every: Tokens between evictions, in the regimes that evict while decoding.
         chunk_tokens: Tokens of a chunk, in the regimes that evict behind every chunk.
@@ -157,6 +158,7 @@ class CompareConfig:
     )
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    under: dict[str, tuple[str, ...]] = field(default_factory=dict)
     preset_protection: bool = True
     every: int = 32
     chunk_tokens: int = 256
@@ -211,7 +213,7 @@ def asks_shipped(config: Mapping[str, Any]) -> bool:
 # their weights, wherever they lie, and variants and protections by the policies that they come to. How many
 # items are read together is what one lowers when memory runs out, and then goes on.
 NOT_IDENTITY = (
-    *("results", "gates", "gate_sets", "uses", "variants", "protections"),
+    *("results", "gates", "gate_sets", "uses", "variants", "protections", "under"),
     *("workers", "batch_items", "max_sequences", "margin_points", "resamples"),
 )
 
@@ -236,7 +238,10 @@ def lines_of(config: CompareConfig, regime: str) -> tuple[Line, ...]:
     names = [name for name in config.policies if regime in SHARED or name not in CONTROLS]
     preset = [Line(name, name) for name in names if config.preset_protection]
     others = [
-        Line(f"{name}+{protection}", name, protection) for protection in config.protections for name in names
+        Line(f"{name}+{protection}", name, protection)
+        for protection in config.protections
+        for name in names
+        if name in config.under.get(protection, names)
     ]
     return (*preset, *others)
 
@@ -276,8 +281,8 @@ def suite_of(config: CompareConfig) -> Suite:
 
 
 def find_policy(config: CompareConfig, name: str, protection: str = PRESET) -> Policy:
-    """The policy of that name: a variant of this comparison, or a preset; a control is the fused policy's
-    protection and budget with the control's score in the place of its own, and nothing drawn."""
+    """The policy of that name: a variant of this comparison, or a preset; a control is the gate's pipeline
+    with the control's score in the gate's place."""
     changes = () if protection == PRESET else config.protections[protection]
     label = name if protection == PRESET else f"{name}+{protection}"
     return _resolved(name, label, config.variants.get(name), changes)
@@ -295,16 +300,13 @@ def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection
 
 
 def control_policy(label: str, changes: Sequence[str] = ()) -> Policy:
-    """The fused policy's protection and budget, for a score that is handed in; nothing is drawn.
+    """The gate's pipeline, for a score that is handed in.
 
     Args:
         label: Its name.
-        changes: `key=value` changes to the fused policy.
+        changes: `key=value` changes to the preset `gate`: of its protection, of the scope of its budget.
     """
-    fused = load_policy("fused", changes)
-    return replace(
-        fused, name=label, observed=None, observed_settings={}, fusion="learned", draw=None, variants={}
-    )
+    return replace(load_policy("gate", changes), name=label, variants={})
 
 
 def gate_users(config: CompareConfig) -> dict[str, str]:

@@ -134,6 +134,7 @@ def test_admitting_again_and_again_is_admitting_once_what_left_the_window():
                 score,
                 values_BHT=score.values_BHT[..., :stop].masked_fill(~part.exists_BHT, float("-inf")),
                 first_BHT=None,
+                draw_BHT=None,
             )
             for score, part in zip(scores, parts, strict=True)
         ]

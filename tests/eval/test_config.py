@@ -17,6 +17,7 @@ from retain.eval.config import (
     REGIMES,
     CompareConfig,
     TextOptions,
+    all_lines,
     budget_of,
     find_policy,
     needs_gates,
@@ -363,7 +364,7 @@ def test_what_the_grid_says_wrong_is_all_found(tmp_path):
         protections={
             "preset": ("protection.sinks=0",),
             "empty": (),
-            "else": ("scope=layer",),
+            "else": ("floor=mean",),
             "misspelt": ("protection.sink=0",),
         },
         device="gpu",
@@ -379,8 +380,8 @@ def test_what_the_grid_says_wrong_is_all_found(tmp_path):
         "tokens_per_head is from 2 up to below context_tokens (100); got 100",
         "`tokens_per_head` names something twice",
         "protection 'preset': take a name that is not 'preset'",
-        "protection 'empty' is a list of `protection.field=value`, got []",
-        "protection 'else' is a list of `protection.field=value`, got ['scope=layer']",
+        "protection 'empty' is a list of `protection.field=value` and `scope=value`, got []",
+        "protection 'else' is a list of `protection.field=value` and `scope=value`, got ['floor=mean']",
         "protection 'misspelt': ",
         "unknown key 'protection.sink'",
         "device is 'gpu', and must be 'cpu', 'cuda', 'cuda:1', or 'auto'",
@@ -564,3 +565,20 @@ def test_a_model_that_is_spread_over_devices_is_moved_nowhere_and_one_is_held(mo
     assert loaded("other/model-{seed}", None, 1).name == "other/model-1"
     assert asked == [("some/model", "auto"), ("some/model", None), ("other/model-1", None)]
     assert held == [0, 0, 0] and len(text._loaded) == 1  # the last one was let go before
+
+
+def test_a_protection_may_be_for_some_policies_and_for_the_scope_of_their_budget(tmp_path):
+    given = {"protections": {"joint": ("scope=model",), "bare": ("protection.sinks=0",)}}
+    config = stub_config(tmp_path, policies=("random", "oracle"), under={"joint": ("oracle",)}, **given)
+    assert [line.name for line in all_lines(config)] == [
+        *("random", "oracle", "oracle+joint", "random+bare", "oracle+bare"),
+    ]
+    assert find_policy(config, "oracle", "joint").scope == "model"
+    check(config, STUB)
+    with pytest.raises(ValueError, match="`under` names the protection 'joit' .did you mean 'joint'"):
+        check(replace(config, under={"joit": ("oracle",)}), STUB)
+    with pytest.raises(ValueError, match="asks for 'gate' under 'joint'.*not among the policies"):
+        check(replace(config, under={"joint": ("gate",)}), STUB)
+    fixed = replace(config, policies=("cake",), under={})
+    with pytest.raises(ValueError, match=r"(?s)protection 'joint': .*scope 'model' lets layers compete"):
+        check(fixed, STUB)

@@ -140,11 +140,13 @@ def test_token_f1_is_the_formula(prediction: str) -> None:
 
 
 def naive_classification(prediction: str, truth: str, classes: Sequence[str]) -> float:
-    """As the released code runs: it removes from the list that it walks through."""
-    matches = [name for name in classes if name in prediction]
-    for name in matches:
-        if name in truth and name != truth:
-            matches.remove(name)  # noqa: B909 - the released code does, and its scores depend on it
+    """As the released code runs: it removes from the list that it walks through, so that whatever follows
+    what was removed is passed over. (`remove` takes the first of equal names; here all differ.)"""
+    matches, place = [name for name in classes if name in prediction], 0
+    while place < len(matches):
+        if matches[place] in truth and matches[place] != truth:
+            del matches[place]
+        place += 1
     return 1 / len(matches) if truth in matches else 0.0
 
 

@@ -1,6 +1,7 @@
 """Units of work on a tiny random model: equal memory, answers as of one cache at a time, resuming."""
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -281,12 +282,12 @@ def test_the_oracle_sees_the_queries_that_generation_makes_and_no_other(
     assert teacher[0].num_seen == 100 + len(item.question_ids) + generate - 1 > document_tokens
 
 
-def test_controls_share_the_fused_policys_protection_and_scope(tmp_path):
-    config = stub_config(tmp_path)
-    fused = find_policy(config, "fused")
-    for name in ("token_identity", "oracle"):
-        control = find_policy(config, name)
-        assert (control.protection, control.scope, control.learned) == (fused.protection, fused.scope, True)
+def test_controls_share_the_gates_protection_and_scope(tmp_path):
+    config = stub_config(tmp_path, protections={"joint": ("scope=model", "protection.recent=8")})
+    for name, kind in itertools.product(("token_identity", "oracle"), ("preset", "joint")):
+        gate, control = find_policy(config, "gate", kind), find_policy(config, name, kind)
+        assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
+        assert control.scope == ("model" if kind == "joint" else "head") and control.draw is None
         # Nothing but the control's own score orders entries.
         assert (control.observed, control.fusion, control.floor) == (None, "learned", None)
 
