@@ -121,7 +121,7 @@ def _levels(trained: nn.Module) -> Calibrator:
 
 def other_layer(gates: GateSet) -> GateSet:
     """Each layer scored by the gate, the calibrator and the fitted fusion weights of the next layer that has
-    gates; the last one by the first one's.
+    gates; the last one by the first one's. Calibrated quotas stay with the layer that they are a budget of.
 
     Args:
         gates: Trained; not changed.

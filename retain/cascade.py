@@ -15,7 +15,8 @@ When a cache that has evicted evicts again, all its layers are there at once: `k
 what they hold (`Candidates.capacity_BH`), and no cascade runs.
 
 Of a layer that was cut a cascade remembers, an entry held, its rank in its head and row (8 bytes), and what
-it bids where heads compete (12 bytes): a few hundredths of the keys and values themselves.
+it bids where heads compete (12 bytes); where a share is drawn, score and key in the place of the rank (13
+bytes) and a key with each bid (16): a few hundredths of the keys and values themselves.
 """
 
 import math

@@ -3,7 +3,8 @@
 In: task, seed, index, length. Out: items in the model's own vocabulary, all of them held out. The one
 decision taken here: every context states everything (facts, keys of several values, chains, lists, frequent
 words), any of which may be asked, and each task changes one thing more, so that a loss names its cause;
-`everything` changes all of it at once.
+`everything` changes all of it at once. Needles are first statements: where facts are said again, what stays
+of them is understated by their count.
 
 What gates are trained on: contexts of 256 to 768 tokens, code as filler, three formats of a fact, no lists,
 half of the statements facts, everything stated asked once. What differs here:

@@ -143,10 +143,20 @@ class Curve:
         self._clear()
 
     def go_on_after(self, step: int) -> None:
-        """Take up the rows of the file up to `step`, drop later ones, and count on from there."""
+        """Take up the rows of the file up to `step`, drop later ones, and count on from there.
+
+        A last line that a kill cut short is a later one. Raises ValueError if the file is gone or has no row
+        of `step`.
+        """
         assert self.path is not None
-        head, *lines = self.path.read_text().splitlines()
+        text = self.path.read_text() if self.path.exists() else ""
+        head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
         self.rows = [row for row in map(json.loads, lines) if row["step"] <= step]
+        if not self.rows:
+            raise ValueError(
+                f"{self.path} is gone or has no row up to step {step}, where the unfinished run beside it "
+                "goes on: give another output, or remove what is unfinished to start anew."
+            )
         self.path.write_text("\n".join([head, *map(json.dumps, self.rows)]) + "\n")
         self.tokens = int(self.rows[-1]["tokens"])
         self.started -= 60 * self.rows[-1]["minutes"]

@@ -42,6 +42,14 @@ def test_a_curve_goes_on_where_the_first_phase_ended(tmp_path) -> None:
     assert curve.rows == rows[:2]
     assert curve.tokens == 1000
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"seed": 0}, *rows[:2]]
+    # Killed while it wrote a row.
+    with path.open("a") as file:
+        file.write('{"step": 150, "to')
+    curve.go_on_after(100)
+    assert curve.rows == rows[:2]
+    path.unlink()
+    with pytest.raises(ValueError, match="is gone or has no row up to step 100"):
+        curve.go_on_after(100)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
