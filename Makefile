@@ -22,7 +22,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
 
-.PHONY: demo compare methods fused study report test bench builds sanitize quantised lint format reference install gates reference-gates gates-seed0 gates-seed1 gates-seed2 $(addprefix family-,$(FAMILIES))
+.PHONY: demo compare methods fused fused-again study report test bench builds sanitize quantised lint format reference install gates reference-gates gates-seed0 gates-seed1 gates-seed2 $(addprefix family-,$(FAMILIES))
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -44,6 +44,11 @@ fused: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates
 	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
 	$(BIN)/python -m retain.eval.fused_claims results/fused --oracle oracle+joint
+
+# Then where entries go again and again (an hour of two cores): only both runs together say "not worse in any regime".
+fused-again: fused
+	$(BIN)/python eval/compare.py --config configs/compare/fused_again.yaml
+	$(BIN)/python -m retain.eval.fused_claims results/fused results/fused_again --oracle oracle+joint
 
 # Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
 # `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.

@@ -95,6 +95,8 @@ class Bids:
         place_N: their places in the sequence.
         row_N: their rows, `b * H + h`.
         draw_N: what a drawn share goes by; None where nothing is drawn.
+        free_BHT: which entries bid, row after row in the order of the others' fields; None where only some of
+            those bids are left.
     """
 
     guaranteed_BH: Int64[Tensor, "B H"]
@@ -102,6 +104,7 @@ class Bids:
     place_N: Int32[Tensor, " N"]
     row_N: Int32[Tensor, " N"]
     draw_N: Float[Tensor, " N"] | None = None
+    free_BHT: Bool[Tensor, "B H T"] | None = None
 
     def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
         """Some of them."""
@@ -123,12 +126,12 @@ class Won(NamedTuple):
     Attributes:
         budget_BH: entries of each head, guaranteed ones included.
         bids: those that won.
-        scored_BH: of the budget, the entries that go by score; the others are drawn. None: all of them.
+        won_N: which of the bids that were made these are.
     """
 
     budget_BH: Int64[Tensor, "B H"]
     bids: Bids
-    scored_BH: Int64[Tensor, "B H"] | None = None
+    won_N: Bool[Tensor, " N"]
 
 
 def make_bids(
@@ -155,11 +158,13 @@ def make_bids(
     compete_BHT = compete_BHT.masked_fill(~exists_BHT, float("-inf"))
     least_B11 = torch.tensor(least_B, device=compete_BHT.device)[:, None, None]
     guaranteed_BHT = kept_BHT | ((rank_kept_first(compete_BHT, kept_BHT) < least_B11) & exists_BHT)
-    b, h, t = (exists_BHT & ~guaranteed_BHT).nonzero(as_tuple=True)
+    free_BHT = exists_BHT & ~guaranteed_BHT
+    b, h, t = free_BHT.nonzero(as_tuple=True)
     row_N = b * compete_BHT.shape[1] + h
     place_N = t if place_BT is None else place_BT.to(t.device)[b, t]
     draw_N = None if draw_BHT is None else draw_BHT[b, h, t]
-    return Bids(guaranteed_BHT.sum(-1), compete_BHT[b, h, t], place_N.int(), row_N.int(), draw_N)
+    parts = guaranteed_BHT.sum(-1), compete_BHT[b, h, t], place_N.int(), row_N.int()
+    return Bids(*parts, draw_N, free_BHT)
 
 
 def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Tensor, "B H T"]:
@@ -274,9 +279,8 @@ def allocate_joint(
         here = slice(start, start + len(own.value_N))
         start += len(own.value_N)
         home = bids.value_N.device
-        budget_BH = _with_won(own, chosen_N[here]).to(home)
-        scored_BH = None if drawn_share is None else _with_won(own, scored_N[here]).to(home)
-        answer.append(Won(budget_BH, bids.select(chosen_N[here].to(home)), scored_BH))
+        won_N = chosen_N[here].to(home)
+        answer.append(Won(_with_won(own, chosen_N[here]).to(home), bids.select(won_N), won_N))
     return answer
 
 

@@ -3,8 +3,9 @@
 In: one layer after another, its scores in risk, what is kept in any case, and what is kept. Out: a `Capacity`
 for the batch: the *price* that its budget was bought at (the largest risk that went), and how many entries a
 budget needs so that nothing above the limit goes. The decision taken here: the signal is the price. With one
-budget for the whole model, `price > limit` and `need > kept` say the same, so that one number warns, and its
-inverse says which budget would do; and it does not change with the length of a context, as sums do.
+budget for the whole model, all of it by score, `price > limit` and `need > kept` say the same, so that one
+number warns, and its inverse says which budget would do; and it does not change with the length of a context,
+as sums do. Where a share is drawn, `need` is what does whatever is drawn; with luck less would.
 
 Contexts that are full of facts (retrieval among many keys) are beyond every method at small budgets, and none
 says so: KVzip (arXiv 2505.23416) and KVzap (arXiv 2601.07891) lose there silently. Calibrated risk is
@@ -16,10 +17,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeGuard
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from retain.apportion import apportion, exact
@@ -68,9 +70,9 @@ class Guard:
 
     def __post_init__(self) -> None:
         lookup(self.action, ACTIONS, what="what capacity does")
-        if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
+        if self.limit is not None and not _is_limit(self.limit):
             raise ValueError(
-                f"capacity: limit is a risk, above 0 and finite; got {self.limit}: take one that "
+                f"capacity: limit is a risk, above 0 and finite; got {self.limit!r}: take one that "
                 "python -m retain.eval.capacity_study shows, or None for the one stored with the gates."
             )
 
@@ -209,10 +211,11 @@ class Gauge:
 
     def __init__(self, limit: float, split: Split, *, follows: bool = False):
         self.limit, self.split, self.follows = limit, split, follows
-        self._needs: list[Tensor] = []
-        self._counts: list[Tensor] = []
-        self._risks: list[Tensor] = []
-        self._prices: list[Tensor] = []
+        # Layer by layer, on the layer's own device: nothing is asked for before all have come.
+        self._needs: list[Int64[Tensor, "2 B H"]] = []
+        self._counts: list[Int64[Tensor, "2 B"]] = []
+        self._risks: list[Float64[Tensor, "2 B"]] = []
+        self._prices: list[Float64[Tensor, " B"]] = []
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def add(
@@ -234,88 +237,111 @@ class Gauge:
         gone_BHT = exists_BHT & ~keep_BHT
         risk_BHT = score_BHT.double().masked_fill(~exists_BHT, 0.0)
         gone_risk_BHT = risk_BHT.masked_fill(~gone_BHT, 0.0)
-        self._needs.append(self._needed(layer, exists_BHT).cpu())
-        self._counts.append(torch.stack([(exists_BHT & keep_BHT).sum((1, 2)), exists_BHT.sum((1, 2))]).cpu())
-        self._risks.append(torch.stack([gone_risk_BHT.sum((1, 2)), risk_BHT.sum((1, 2))]).cpu())
-        self._prices.append(gone_risk_BHT.amax((1, 2)).cpu())
+        self._needs.append(self._needed(layer, exists_BHT))
+        self._counts.append(torch.stack([(exists_BHT & keep_BHT).sum((1, 2)), exists_BHT.sum((1, 2))]))
+        self._risks.append(torch.stack([gone_risk_BHT.sum((1, 2)), risk_BHT.sum((1, 2))]))
+        self._prices.append(gone_risk_BHT.amax((1, 2)))
         for place, keep_N in enumerate(lower):
             if keep_N is not None and self.follows:
                 self._shrink(place, keep_N)
         if self.follows:
-            b_N = keep_BHT.nonzero()[:, 0]
-            self._held.append((b_N, score_BHT[keep_BHT]))
+            b_N, h_N, t_N = keep_BHT.nonzero(as_tuple=True)
+            self._held.append((b_N, score_BHT[b_N, h_N, t_N]))
 
     @property
     def num_added(self) -> int:
         """Layers that have come."""
         return len(self._needs)
 
-    def _needed(self, layer: Candidates, exists_BHT: Bool[Tensor, "B H T"]) -> Int64[Tensor, "B H"]:
-        """Entries that each head must be left so that nothing above the limit goes.
+    def _needed(self, layer: Candidates, exists_BHT: Bool[Tensor, "B H T"]) -> Int64[Tensor, "2 B H"]:
+        """Entries that each head must be left so that nothing above the limit goes: those that it keeps in
+        any case, and the others.
 
         Where heads compete it is what they are guaranteed and what bids above the limit, which is more than
         what lies above it where a policy lifts entries to their head's mean (`floor`).
         """
         own = self.split.allocation
         if layer.bids is None or own.normalise is not None or own.compete_by != "score":
-            return (exists_BHT & (layer.kept_BHT | (layer.score_BHT > self.limit))).sum(-1)
-        above_N = layer.bids.row_N[layer.bids.value_N > self.limit].long()
-        guaranteed_BH = layer.bids.guaranteed_BH
-        return guaranteed_BH + torch.bincount(above_N, minlength=guaranteed_BH.numel()).view_as(guaranteed_BH)
+            above_BHT = exists_BHT & ~layer.kept_BHT & (layer.score_BHT > self.limit)
+            return torch.stack([(exists_BHT & layer.kept_BHT).sum(-1), above_BHT.sum(-1)])
+        sure_BH, above_N = layer.bids.guaranteed_BH, layer.bids.value_N > self.limit
+        above_R = torch.zeros_like(sure_BH).flatten()
+        above_R.scatter_add_(0, layer.bids.row_N.long(), above_N.long())
+        return torch.stack([sure_BH, above_R.view_as(sure_BH)])
 
     def _shrink(self, place: int, keep_N: Bool[Tensor, " N"]) -> None:
         """A lower layer lets go of entries."""
         b_N, score_N = self._held[place]
         keep_N = keep_N.to(score_N.device)
-        self._held[place] = b_N[keep_N], score_N[keep_N]
-        b_N, gone_N = b_N[~keep_N].cpu(), score_N[~keep_N].double().cpu()
-        self._prices[place] = self._prices[place].scatter_reduce(0, b_N, gone_N, "amax")
+        gone_N = score_N.double().masked_fill(keep_N, 0.0)
+        self._prices[place].scatter_reduce_(0, b_N, gone_N, "amax")
         self._risks[place][0].scatter_add_(0, b_N, gone_N)
-        self._counts[place][0].scatter_add_(0, b_N, -torch.ones_like(b_N))
+        self._counts[place][0].scatter_add_(0, b_N, -(~keep_N).long())
+        left_N = keep_N.nonzero()[:, 0]
+        self._held[place] = b_N[left_N], score_N[left_N]
 
     def read(self) -> Capacity:
         """What all layers together say."""
-        kept_B, entries_B = torch.stack(self._counts).sum(0)
-        lost_B, total_B = torch.stack(self._risks).sum(0)
-        price_B = torch.stack(self._prices).amax(0)
-        needs = [need_BH.tolist() for need_BH in self._needs]
+        counts, risks, prices = (_together(parts) for parts in (self._counts, self._risks, self._prices))
+        kept_B, entries_B = counts.sum(0).tolist()
+        lost_B, total_B = risks.sum(0)
+        # Layers may have unlike numbers of heads.
+        needs = torch.cat([need.to(self._needs[0].device) for need in self._needs], -1).tolist()
+        splits = [0]
+        for need in self._needs:
+            splits.append(splits[-1] + need.shape[-1])
         enough, need_B = True, []
-        for row in range(len(price_B)):
-            need, enough = needed([own[row] for own in needs], self.split)
-            need_B.append(min(need, int(entries_B[row])))
+        for row, entries in enumerate(entries_B):
+            sure, above = ([part[row][i:j] for i, j in pairwise(splits)] for part in needs)
+            need, enough = needed(sure, above, self.split)
+            need_B.append(min(need, entries))
+        tiny = torch.finfo(torch.float64).tiny
         return Capacity(
             self.limit,
-            tuple(price_B.tolist()),
-            tuple((lost_B / total_B.clamp_min(torch.finfo(torch.float64).tiny)).tolist()),
+            tuple(prices.amax(0).tolist()),
+            tuple((lost_B / total_B.clamp_min(tiny)).tolist()),
             tuple(need_B),
-            tuple(kept_B.tolist()),
-            tuple(entries_B.tolist()),
+            tuple(kept_B),
+            tuple(entries_B),
             enough=enough,
         )
 
 
-def needed(need_LH: Sequence[Sequence[int]], split: Split) -> tuple[int, bool]:
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """Of all layers, on the device of the first."""
+    return torch.stack([part.to(parts[0].device) for part in parts])
+
+
+def needed(
+    sure_LH: Sequence[Sequence[int]], above_LH: Sequence[Sequence[int]], split: Split
+) -> tuple[int, bool]:
     """Entries that a budget for all layers must hold so that every head gets what it needs, and whether so
     many are enough.
 
-    With `n_lh` what head h of layer l needs and `H_l` its heads: `sum n_lh` where all heads share (`model`),
-    `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do, `max n_lh * sum H_l` where none does.
-    Where layers or heads get stated shares, or layers compete as layers, it is at least `sum n_lh`; and where
-    not all goes by score (a first stage takes places by other numbers), at least what it would be without.
-    Of a budget of the model of which a share s is drawn, `ceil(sum n_lh / (1 - s))` are enough.
+    With `n_lh = sure_lh + above_lh` what head h of layer l needs and `H_l` its heads: `sum n_lh` where all
+    heads share (`model`), `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do,
+    `max n_lh * sum H_l` where none does. Where layers or heads get stated shares, or layers compete as
+    layers, it is at least `sum n_lh`; and where not all goes by score (a first stage takes places by other
+    numbers), at least what it would be without. Of a budget of the model of which a share s is drawn, so many
+    are enough whatever is drawn: `sum sure_lh + f`, with f the least for which
+    `f - floor(s f) >= sum above_lh`.
 
     Args:
-        need_LH: entries that each head needs; at least one a head is counted.
+        sure_LH: entries that each head keeps in any case; at least one a head is counted.
+        above_LH: the others that it needs.
         split: how the budget is shared.
     """
-    need_LH = [[max(1, own) for own in row] for row in need_LH]
+    sure_LH = [[max(1, own) for own in row] for row in sure_LH]
+    need_LH = [list(map(sum, zip(*rows, strict=True))) for rows in zip(sure_LH, above_LH, strict=True)]
     heads, own = sum(map(len, need_LH)), split.allocation
     by_score = own.normalise is None and own.compete_by == "score"
     by_score = by_score and split.first_stage is None
     drawn = exact(split.drawn_share or 0.0)
     if split.scope == "model":
-        need = sum(map(sum, need_LH))
-        return (math.ceil(need / (1 - drawn)), by_score) if drawn < 1 else (need, False)
+        sure, above = sum(map(sum, sure_LH)), sum(map(sum, above_LH))
+        if drawn == 1:
+            return sure + above, False
+        return sure + (math.floor((above - 1) / (1 - drawn)) + 1 if above else 0), by_score
     by_score = by_score and not drawn
     alike = own.head_classes is None and own.safeguard is None and own.quotas is None
     if own.layers != "uniform" or not alike:
@@ -362,8 +388,9 @@ def afford(
 ) -> tuple[Shares, list[Tensor], Capacity]:
     """The least budget, at least the stated one, at which nothing above the limit goes.
 
-    Each sequence gets its own: what the counts say (`needed`), where that is enough; else one found by
-    halving, to `1 / FINEST` of what there is. What is protected stays as the stated budget has it.
+    Each sequence gets its own: what the counts say (`needed`), where that is enough (and where a share is
+    drawn, enough whatever is drawn); else one found by halving, to `1 / FINEST` of what there is. What is
+    protected stays as the stated budget has it.
 
     Args:
         shares: what was settled.
@@ -412,6 +439,11 @@ def afford(
     return best[0], best[1], replace(best[2], raised=True)
 
 
+def _is_limit(value: object) -> TypeGuard[float]:
+    """Whether a number can be the largest risk that may go."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 def stored_limit(gates: Any) -> float | None:
     """The limit that gates were stored with (`train/capacity_limit.py`); None without one.
 
@@ -423,7 +455,7 @@ def stored_limit(gates: Any) -> float | None:
     if record is None:
         return None
     limit = record.get("limit") if isinstance(record, Mapping) else None
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not (0 < limit < math.inf):
+    if not _is_limit(limit):
         raise ValueError(
             f"calibration.capacity of these gates is {record!r:.80}: wanted a limit above 0: calibrate them "
             "again (train/distill.py, calibration.capacity true), or pass capacity=None."

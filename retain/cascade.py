@@ -15,7 +15,7 @@ When a cache that has evicted evicts again, all its layers are there at once: `k
 what they hold (`Candidates.capacity_BH`), and no cascade runs.
 
 Of a layer that was cut a cascade remembers, an entry held, its rank in its head and row (8 bytes), and what
-it bids where heads compete (12 bytes); where a share is drawn, score and key in the place of the rank (13
+it bids where heads compete (12 bytes); where a share is drawn, whether it bids in the place of the rank (5
 bytes) and a key with each bid (16): a few hundredths of the keys and values themselves.
 """
 
@@ -245,9 +245,6 @@ class Candidates:
         first_BHT: what a first stage by budget ranks by; None without one.
         bids: what the heads compete with; None where they do not.
         weight_B: what the layer asks for, per sequence; None where layers get fixed shares.
-        draw_BHT: what a drawn share goes by; None where nothing is drawn.
-        bid_BHT: what orders each head where a share is drawn: what its entries bid, so that what a head has
-            by score is what it won by score, to the entry; None for `score_BHT`.
     """
 
     score_BHT: Float[Tensor, "B H T"]
@@ -257,13 +254,6 @@ class Candidates:
     first_BHT: Float[Tensor, "B H T"] | None = None
     bids: Bids | None = None
     weight_B: tuple[Fraction, ...] | None = None
-    draw_BHT: Float[Tensor, "B H T"] | None = None
-    bid_BHT: Float[Tensor, "B H T"] | None = None
-
-    @property
-    def order_BHT(self) -> Float[Tensor, "B H T"]:
-        """What orders each head."""
-        return self.score_BHT if self.bid_BHT is None else self.bid_BHT
 
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:
@@ -278,8 +268,9 @@ class Held:
     Args:
         rows: `(B, H)`.
         row_N: `b * H + h`.
-        rank_N: rank in the head; None where a second stage ranks anew at every budget, or a share is drawn.
-        stages_N: score, first-stage score (or key of the draw) and kept, where one does.
+        rank_N: rank in the head; None where what is kept does not go by it.
+        stages_N: score, first-stage score and kept, where a second stage ranks anew at every budget.
+        free_N: which entries bid, where a share is drawn: those that win a bid stay, and who made none.
         held_B, guaranteed_B, bids, weight_B: as in `Candidates`.
         capacity_BH: entries that each head had when the layer came.
     """
@@ -288,6 +279,7 @@ class Held:
     row_N: Int32[Tensor, " N"]
     rank_N: Int32[Tensor, " N"] | None
     stages_N: tuple[Tensor, Tensor, Tensor] | None
+    free_N: Bool[Tensor, " N"] | None
     held_B: tuple[int, ...]
     guaranteed_B: tuple[int, ...]
     bids: Bids | None
@@ -316,8 +308,8 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
     found = head_budgets(shares, layers, first=first)
     return [
-        _keep(shares.split, layer.order_BHT, _beside(layer), layer.kept_BHT, budget_BH, scored_BH)
-        for layer, budget_BH, scored_BH in zip(layers, found.budgets, found.scored, strict=True)
+        _keep(shares.split, layer, budget_BH, won_N)
+        for layer, budget_BH, won_N in zip(layers, found.budgets, found.won, strict=True)
     ]
 
 
@@ -327,12 +319,12 @@ class Found(NamedTuple):
     Attributes:
         budgets: entries of each head.
         bids: those that may still win when more layers come; None where heads do not bid.
-        scored: of the entries of each head, those that go by score; None: all of them.
+        won: which bids of each layer these are; None where heads do not bid.
     """
 
     budgets: list[Int64[Tensor, "B H"]]
     bids: list[Bids | None]
-    scored: list[Int64[Tensor, "B H"] | None]
+    won: list[Bool[Tensor, " N"] | None]
 
 
 def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> Found:
@@ -392,7 +384,7 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
 
 
 def _found(won: Sequence[Won]) -> Found:
-    return Found([own.budget_BH for own in won], [own.bids for own in won], [own.scored_BH for own in won])
+    return Found([own.budget_BH for own in won], [own.bids for own in won], [own.won_N for own in won])
 
 
 def _bids(layer: Layer) -> Bids:
@@ -435,23 +427,27 @@ def _weight(layer: Layer, row: int) -> Fraction:
     return layer.weight_B[row]
 
 
-def _beside(layer: Candidates) -> Tensor | None:
-    """What ranks beside the score: of a first stage, or of a draw."""
-    return layer.first_BHT if layer.draw_BHT is None else layer.draw_BHT
-
-
 def _keep(
-    split: Split,
-    score: Tensor,
-    first: Tensor | None,
-    kept: Tensor,
-    budget_BH: Int64[Tensor, "B H"],
-    scored_BH: Int64[Tensor, "B H"] | None = None,
+    split: Split, layer: Candidates, budget_BH: Int64[Tensor, "B H"], won_N: Bool[Tensor, " bids"] | None
 ) -> Bool[Tensor, "B H T"]:
-    """The top of each head, in one stage or two; or its top by score, and what it drew beside."""
-    if scored_BH is not None:
-        assert first is not None
-        return select(first, select(score, kept, scored_BH), budget_BH)
+    """What a layer that shows everything keeps."""
+    if split.draw is None:
+        return _keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
+    # No order of a head says what it drew.
+    free_BHT = _bids(layer).free_BHT
+    assert free_BHT is not None and won_N is not None, "where a share is drawn, all entries bid"
+    return _won_or_sure(free_BHT, won_N) & (layer.score_BHT > float("-inf"))
+
+
+def _won_or_sure(free: Bool[Tensor, "..."], won_N: Bool[Tensor, " bids"]) -> Bool[Tensor, "..."]:
+    """Of entries, those that won a bid, and those that made none."""
+    return (~free).masked_scatter(free, won_N)
+
+
+def _keep_first(
+    split: Split, score: Tensor, first: Tensor | None, kept: Tensor, budget_BH: Int64[Tensor, "B H"]
+) -> Bool[Tensor, "B H T"]:
+    """The top of each head, in one stage or two."""
     if split.two_stages:
         assert split.first_stage is not None and first is not None
         kept = kept | stage_by_budget(first, kept, budget_BH, split.first_stage.share)
@@ -485,7 +481,7 @@ class Cascade:
         if not split.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
-        budgets, bids, scored = head_budgets(self.shares, [*self.held, layer])
+        budgets, bids, won = head_budgets(self.shares, [*self.held, layer])
         # What is left of each sequence in each layer, in one transfer.
         device = budgets[0].device
         counts_LB = torch.stack([budget_BH.sum(-1).to(device) for budget_BH in budgets]).tolist()
@@ -493,10 +489,10 @@ class Cascade:
         for idx, held in enumerate(self.held):
             keep_N = None
             if tuple(counts_LB[idx]) != held.held_B:  # budgets only shrink: the same sum is the same budgets
-                keep_N = _keep_held(split, held, budgets[idx], scored[idx])
+                keep_N = _keep_held(split, held, budgets[idx], won[idx])
                 self.held[idx] = _cut(held, keep_N, tuple(counts_LB[idx]), bids[idx])
             lower.append(keep_N)
-        keep_BHT = _keep(split, layer.order_BHT, _beside(layer), layer.kept_BHT, budgets[-1], scored[-1])
+        keep_BHT = _keep(split, layer, budgets[-1], won[-1])
         if self.num_added == len(self.shares.totals.heads_L):
             self.held = []
         else:
@@ -514,27 +510,30 @@ def _held(
     """What to remember of a layer that was just cut."""
     B, H, _ = keep_BHT.shape
     row_BHT = torch.arange(B * H, dtype=torch.int32, device=keep_BHT.device).view(B, H, 1)
-    rank_N = stages_N = None
-    if split.two_stages or split.draw is not None:
-        beside_BHT = _beside(layer)
-        assert beside_BHT is not None
-        parts = (layer.order_BHT, beside_BHT, layer.kept_BHT)
-        stages_N = (parts[0][keep_BHT], parts[1][keep_BHT], parts[2][keep_BHT])
+    rank_N = stages_N = free_N = None
+    if split.draw is not None:
+        free_BHT = _bids(layer).free_BHT
+        assert free_BHT is not None
+        free_N = free_BHT[keep_BHT]
+    elif split.two_stages:
+        assert layer.first_BHT is not None
+        stages_N = (layer.score_BHT[keep_BHT], layer.first_BHT[keep_BHT], layer.kept_BHT[keep_BHT])
     else:
         rank_N = rank_kept_first(layer.score_BHT, layer.kept_BHT)[keep_BHT].int()
-    row_N = row_BHT.expand(keep_BHT.shape)[keep_BHT]
-    return Held(
-        (B, H), row_N, rank_N, stages_N, held_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH
-    )
+    parts = row_BHT.expand(keep_BHT.shape)[keep_BHT], rank_N, stages_N, free_N
+    return Held((B, H), *parts, held_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH)
 
 
 def _keep_held(
     split: Split,
     held: Held,
     budget_BH: Int64[Tensor, "B H"],
-    scored_BH: Int64[Tensor, "B H"] | None = None,
+    won_N: Bool[Tensor, " bids"] | None,
 ) -> Bool[Tensor, " N"]:
     """Which of the entries that a layer holds it still keeps."""
+    if held.free_N is not None:
+        assert won_N is not None
+        return _won_or_sure(held.free_N, won_N)
     rows = held.row_N.long()
     if held.rank_N is not None:
         return held.rank_N < budget_BH.flatten()[rows]
@@ -552,7 +551,7 @@ def _keep_held(
     score_N, first_N, kept_N = held.stages_N
     lowest = float("-inf")
     parts = padded(score_N, lowest), padded(first_N, lowest), padded(kept_N, False)
-    keep = _keep(split, *parts, budget_BH, scored_BH)
+    keep = _keep_first(split, *parts, budget_BH)
     return keep.view(shape)[rows, place_N]
 
 
@@ -565,6 +564,7 @@ def _cut(held: Held, keep_N: Bool[Tensor, " N"], held_B: tuple[int, ...], bids: 
         stages_N=None
         if held.stages_N is None
         else (held.stages_N[0][keep_N], held.stages_N[1][keep_N], held.stages_N[2][keep_N]),
+        free_N=None if held.free_N is None else held.free_N[keep_N],
         held_B=held_B,
         bids=bids,
     )

@@ -62,7 +62,7 @@ def draw_keys(
         )
     # NaN is no entry that is missing: it stays, for whoever ranks to refuse by name.
     exists_BHT = ~values_BHT.isneginf()
-    if (values_BHT[exists_BHT] < 0).any():
+    if ((values_BHT < 0) & exists_BHT).any():
         raise ValueError(
             "a draw takes weights of at least 0, and the observed score has some below: take one in risk or "
             "mass."

@@ -397,7 +397,7 @@ def candidates_of(
         )
         # Heads with equal budgets all get what the fullest of them needs.
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
-    bids = weight_B = draw_BHT = bid_BHT = None
+    bids = weight_B = None
     if policy.scope != "head":
         compete = score if own.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if own.normalise is not None and score.unit == "rank":
@@ -406,17 +406,14 @@ def candidates_of(
                 "only the order means something: take allocation.normalise null, or another score."
             )
         compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
-        if policy.draw is not None:
-            # Scores over their mean may be equal where scores are not.
-            draw_BHT, bid_BHT = _drawn_by(policy, score), None if own.normalise is None else compete_BHT
+        draw_BHT = None if policy.draw is None else _drawn_by(policy, score)
         bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
     if own.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
-    parts = tuple(held_B), tuple(guaranteed_B), first_BHT, bids, weight_B, draw_BHT, bid_BHT
-    return Candidates(score_BHT, kept_BHT, *parts)
+    return Candidates(score_BHT, kept_BHT, tuple(held_B), tuple(guaranteed_B), first_BHT, bids, weight_B)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:

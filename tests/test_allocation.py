@@ -123,19 +123,15 @@ def test_a_drawn_share_is_what_the_largest_keys_of_the_others_win(seed, num_laye
     # At the end: nothing free, everything, and more than there is.
     free = [data.draw(st.integers(0, len(own) + 3)) for own in entries]
     won = allocate_joint(layers, [sure + own for own in free], share)
-    drawn = [math.floor(Fraction(share).limit_denominator(10**6) * own) for own in free]
     for b in range(2):
         wanted, got = drawn_by_hand(entries[b], free[b], share), set()
-        scored = sorted(entries[b], key=lambda bid: bid[:4], reverse=True)[: free[b] - drawn[b]]
         for idx, (own, bids) in enumerate(zip(won, layers, strict=True)):
             mine = own.bids.select(own.bids.row_N // 3 == b)
             parts = (mine.value_N, mine.place_N, mine.row_N % 3, mine.draw_N)
             got |= {(v, i, -idx, -h, q) for v, i, h, q in zip(*(p.tolist() for p in parts), strict=True)}
             for h in range(3):
-                there = [sum(bid[2:4] == (-idx, -h) for bid in part) for part in (wanted, scored)]
-                sure_here = int(bids.guaranteed_BH[b, h])
-                assert own.budget_BH[b, h] == sure_here + there[0]
-                assert own.scored_BH[b, h] == sure_here + there[1]
+                there = sum(bid[2:4] == (-idx, -h) for bid in wanted)
+                assert own.budget_BH[b, h] == int(bids.guaranteed_BH[b, h]) + there
         assert got == wanted
         assert sum(int(own.budget_BH[b].sum()) for own in won) == min(sure + free[b], sure + len(entries[b]))
 
@@ -144,8 +140,7 @@ def test_no_drawn_share_is_a_plain_joint_top_k():
     layers, _ = _layers(7, 3, ties=True)
     plain, none = (allocate_joint(layers, [60, 41], share) for share in (None, 0.0))
     for one, two in zip(plain, none, strict=True):
-        assert one.scored_BH is None
-        assert torch.equal(one.budget_BH, two.budget_BH) and torch.equal(two.scored_BH, two.budget_BH)
+        assert torch.equal(one.budget_BH, two.budget_BH) and torch.equal(one.won_N, two.won_N)
         for name in ("value_N", "place_N", "row_N"):
             assert torch.equal(getattr(one.bids, name), getattr(two.bids, name))
 
@@ -161,7 +156,7 @@ def test_who_wins_neither_way_among_the_first_layers_wins_neither_way_among_all(
         won = allocate_joint([*left, bids], total, share)
         left = [own.bids for own in won]
     for one, two in zip(once, won, strict=True):
-        assert torch.equal(one.budget_BH, two.budget_BH) and torch.equal(one.scored_BH, two.scored_BH)
+        assert torch.equal(one.budget_BH, two.budget_BH)
         assert torch.equal(one.bids.place_N, two.bids.place_N) and torch.equal(one.bids.row_N, two.bids.row_N)
 
 

@@ -39,11 +39,14 @@ SPLITS = {
     "entropy": {"scope": "layer", "allocation": Allocation(layers="entropy")},
     "pyramid": {"scope": "head", "allocation": Allocation(layers="pyramid", beta=2.0)},
     "normalised": {"scope": "model", "allocation": Allocation(normalise="head")},
+    "drawn": {"scope": "model", "draw": Draw(0.2)},
+    "drawn in layers": {"scope": "layer", "draw": Draw(0.2)},
 }
 
 
-def made(split: str, ratio: float, *, seed: int = 0, pads: tuple[int, ...] = (0, 7)):
-    """Shares and candidates of random risks over three layers, heavy-tailed as risks are."""
+def made(split: str, ratio: float, *, seed: int = 0, pads: tuple[int, ...] = (0, 7), adverse: bool = False):
+    """Shares and candidates of random risks over three layers, heavy-tailed as risks are. What is drawn is
+    drawn at random, or, adverse, the smallest risks first."""
     policy = Policy("own", learned=True, protection=FEW, **SPLITS[split])
     layers = make_evidence(seed, 2, 40, pads)
     draw = torch.Generator().manual_seed(seed)
@@ -53,7 +56,11 @@ def made(split: str, ratio: float, *, seed: int = 0, pads: tuple[int, ...] = (0,
     for place, layer in enumerate(layers):
         risk_BHT = torch.randn(layer.keys_BHTD.shape[:3], generator=draw).mul(1.5).exp() * (1 + place)
         score_BHT = risk_BHT.masked_fill(~valid_BT[:, None], float("-inf"))
-        candidates.append(candidates_of(plan, Score(score_BHT, "risk")))
+        lots_BHT = torch.rand(risk_BHT.shape, generator=torch.Generator().manual_seed(place))
+        key_BHT = (1 / risk_BHT if adverse else risk_BHT / lots_BHT).masked_fill(
+            ~valid_BT[:, None], float("-inf")
+        )
+        candidates.append(candidates_of(plan, Score(score_BHT, "risk", draw_BHT=key_BHT)))
     return plan.shares, candidates
 
 
@@ -131,8 +138,9 @@ def test_what_can_be_afforded_is_the_least_budget_that_keeps_all_above_the_limit
             heads = 1 if split == "model" else sum(shares.totals.heads_L)
             less = list(own.totals.stated_B)
             less[b] -= heads
-        elif split == "lifted":
-            # What heads lift above the limit competes with what lies above it: enough, and perhaps more.
+        elif split in ("lifted", "drawn"):
+            # What heads lift above the limit competes with what lies above it, and a draw may find some of
+            # that: enough, and perhaps more.
             assert own.totals.stated_B[b] == stated.need_B[b]
             continue
         else:
@@ -144,19 +152,33 @@ def test_what_can_be_afforded_is_the_least_budget_that_keeps_all_above_the_limit
         assert capacity_of(fewer, candidates, keep_sets(fewer, candidates), limit).short_B[b]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
+def test_where_a_share_is_drawn_what_is_needed_is_the_least_that_does_whatever_is_drawn(share, monkeypatch):
+    monkeypatch.setitem(SPLITS, "drawn", {"scope": "model", "draw": Draw(share)})
+    shares, candidates = made("drawn", 0.2, seed=5, pads=(0,), adverse=True)
+    for limit in (2.0, 4.0, 12.0):
+        stated = capacity_of(shares, candidates, keep_sets(shares, candidates), limit)
+        (need,), (entries,) = stated.need_B, stated.entries_B
+        for total, short in ((need, False), (need + 1, False), (need - 1, True)):
+            if total < entries:
+                own = enlarged(shares, [total])
+                got = capacity_of(own, candidates, keep_sets(own, candidates), limit)
+                assert got.short_B == [short] and got.pressure_B[0] == need / total
+
+
 def test_what_is_needed_by_hand():
-    need_LH = [[3, 1], [0, 7]]
+    sure_LH, above_LH = [[1, 1], [0, 4]], [[2, 0], [0, 3]]  # a head that holds nothing counts for one
     usual = Allocation()
-    assert needed(need_LH, Split("model", usual)) == (3 + 1 + 1 + 7, True)
-    assert needed(need_LH, Split("layer", usual)) == (4 * 4, True)
-    assert needed(need_LH, Split("head", usual)) == (7 * 4, True)
-    assert needed(need_LH, Split("layer", Allocation(layers="entropy"))) == (12, False)
-    assert needed(need_LH, Split("head", replace(usual, layers="pyramid"))) == (12, False)
+    assert needed(sure_LH, above_LH, Split("model", usual)) == (3 + 1 + 1 + 7, True)
+    assert needed(sure_LH, above_LH, Split("layer", usual)) == (4 * 4, True)
+    assert needed(sure_LH, above_LH, Split("head", usual)) == (7 * 4, True)
+    assert needed(sure_LH, above_LH, Split("layer", Allocation(layers="entropy"))) == (12, False)
+    assert needed(sure_LH, above_LH, Split("head", replace(usual, layers="pyramid"))) == (12, False)
     # A first stage takes places by other numbers, so that many may not do.
     for by in ("budget", "mass"):
-        assert needed(need_LH, Split("model", usual, FirstStage(by))) == (12, False)
-        assert needed(need_LH, Split("layer", usual, FirstStage(by))) == (16, False)
-        assert needed(need_LH, Split("head", usual, FirstStage(by))) == (28, False)
+        assert needed(sure_LH, above_LH, Split("model", usual, FirstStage(by))) == (12, False)
+        assert needed(sure_LH, above_LH, Split("layer", usual, FirstStage(by))) == (16, False)
+        assert needed(sure_LH, above_LH, Split("head", usual, FirstStage(by))) == (28, False)
 
 
 def test_rows_that_were_not_decided_on_lost_nothing():
@@ -208,15 +230,19 @@ def test_the_limit_that_gates_were_stored_with():
 def test_wrong_guards_are_refused():
     with pytest.raises(ValueError, match="did you mean 'warn'"):
         Guard("wran")
-    with pytest.raises(ValueError, match="above 0 and finite; got -1"):
-        Guard("warn", -1.0)
+    for limit in (-1.0, 0.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"above 0 and finite; got {limit}"):
+            Guard("warn", limit)
     shares, candidates = made("model", 0.3)
     with pytest.raises(ValueError, match="a threshold states no budget"):
         afford(replace(shares, threshold=1.0), candidates, 2.0)
 
 
 def test_of_a_drawn_share_the_rest_must_hold_what_is_needed():
+    sure_LH, above_LH = [[3, 1], [1, 1]], [[0, 0], [0, 6]]
     split = Split("model", Allocation(), draw=Draw(0.2))
-    assert needed([[3, 1], [1, 7]], split) == (15, True)  # 12 / 0.8
-    assert needed([[3, 1], [1, 7]], Split("model", Allocation(), draw=Draw(1.0))) == (12, False)
-    assert not needed([[3, 1], [1, 7]], Split("layer", Allocation(), draw=Draw(0.2)))[1]
+    # Of seven, one is drawn and six go by score; of what is sure nothing is drawn.
+    assert needed(sure_LH, above_LH, split) == (6 + 7, True)
+    assert needed(sure_LH, [[0, 0], [0, 0]], split) == (6, True)
+    assert needed(sure_LH, above_LH, Split("model", Allocation(), draw=Draw(1.0))) == (12, False)
+    assert not needed(sure_LH, above_LH, Split("layer", Allocation(), draw=Draw(0.2)))[1]

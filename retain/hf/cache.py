@@ -71,7 +71,7 @@ class Cache(Engine):
             `raise` a `CapacityError` before anything goes; `keep` as much more as is needed (both hold the
             whole first prompt until all layers have come); a `Guard` with a limit of its own; None for
             nothing. `auto` warns where the gates are stored with a limit and the policy is such as that was
-            read off for (scope `model`, fusion `max` or `learned`).
+            read off for (scope `model`, fusion `sum`, `max` or `learned`).
         **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.press` makes one of a foreign scorer).

@@ -242,10 +242,8 @@ class Guarded(Conversation):
             capacity = moment.gauge.read()
             capacity = capacity.placed(moment.rows, [length * heads for length in lengths_B])
         elif isinstance(moment, Again) and moment.capacity is not None:
-            entries_B = [0] * len(moment.whole[0])
-            for whole_BHT in moment.whole:
-                counts_B = whole_BHT.sum((1, 2)).tolist()
-                entries_B = [sum(pair) for pair in zip(entries_B, counts_B, strict=True)]
+            home = moment.whole[0].device
+            entries_B = torch.stack([own.sum((1, 2)).to(home) for own in moment.whole]).sum(0).tolist()
             seen_B = seen_of(moment.plan.shares.totals)
             capacity = moment.capacity.placed(moment.rows, entries_B, seen_B)
         else:

@@ -32,6 +32,7 @@ from retain import config
 from retain.cache import RaggedStore
 from retain.capacity import Guard
 from retain.hf import foreign
+from retain.hf.guarded import AUTO
 from retain.hf.history import History
 from retain.hf.model import base_model, describe, fingerprint
 from retain.hf.recent import Recent
@@ -119,8 +120,11 @@ def load(
         gates=gates,
         tokenizer=tokenizer,
         slack=header["slack"],
-        **_guard(header),
+        # Files that do not say leave it to the gates.
+        capacity=_guard(header.get("given_capacity", header.get("capacity", AUTO))),
     )
+    if "capacity" in header:
+        cache.guard = _guard(header["capacity"])
     if rule["kind"] == EVERYTHING:
         cache.rule = Rule(rule["name"])
     _check_gates(rule, cache.rule, path)
@@ -170,7 +174,8 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "rule": _described(cache.rule),
         "regime": {"regime": cache.regime.name, "every": cache.regime.every},
         "slack": cache.slack,
-        "capacity": None if cache.guard is None else config.to_mapping(cache.guard),
+        "capacity": _as_stated(cache.guard),
+        "given_capacity": _as_stated(cache._given_guard[0]),
         "seeds": seeds,
         "pinned": _spans(cache._pins),
         **{name.lstrip("_"): getattr(cache, name) for name in COUNTERS},
@@ -192,12 +197,14 @@ def _described(rule: Rule) -> dict[str, Any]:
     }
 
 
-def _guard(header: Mapping[str, Any]) -> dict[str, Any]:
-    """What is done where an eviction cannot be afforded; files that do not say leave it to the gates."""
-    if "capacity" not in header:
-        return {}
-    saved = header["capacity"]
-    return {"capacity": None if saved is None else Guard(**saved)}
+def _as_stated(capacity: Any) -> Any:
+    """What is done where an eviction cannot be afforded, as a file holds it."""
+    return config.to_mapping(capacity) if isinstance(capacity, Guard) else capacity
+
+
+def _guard(stated: Any) -> Any:
+    """The same, back from a file."""
+    return Guard(**stated) if isinstance(stated, Mapping) else stated
 
 
 def _spans(pins: Any) -> Any:

@@ -23,6 +23,10 @@ from tests.hf.test_calibrated import curve
 from tests.tiny import tiny_batch
 
 TINY, HUGE = 1e-6, 1e6
+SHARED = {
+    **{scope: {"scope": scope} for scope in ("head", "layer", "model")},
+    "as shipped": {"scope": "model", "fusion": "sum", "draw": Draw(0.2)},
+}
 NOTHING = Capacity(TINY, (0.0,), (0.0,), (0,), (0,), (0,))
 
 
@@ -63,9 +67,9 @@ def price_of(model, batch, policy, **settings) -> float:
     return min(cache.prefill(*batch).capacity.price_B)
 
 
-@pytest.mark.parametrize("scope", ["head", "layer", "model"])
-def test_a_warning_tells_the_price_and_changes_nothing(model, batch, scope):
-    policy, own = fused(scope=scope), gates(model)
+@pytest.mark.parametrize("shared", SHARED)
+def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
+    policy, own = fused(**SHARED[shared]), gates(model)
     plain = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None).prefill(*batch)
     cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("warn", TINY))
     with pytest.warns(
@@ -99,10 +103,10 @@ def test_it_is_quiet_where_all_can_be_afforded_and_speaks_once(model, batch):
     assert cache.evictions > 1 and len(said) == 1
 
 
-@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+@pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("how", ["prefill", "evict", "chunks"])
-def test_it_keeps_what_is_needed(model, batch, scope, how):
-    policy, own = fused(scope=scope), gates(model)
+def test_it_keeps_what_is_needed(model, batch, shared, how):
+    policy, own = fused(**SHARED[shared]), gates(model)
     limit = price_of(model, batch, policy) * 0.6
     cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("keep", limit))
     with silent():
@@ -313,10 +317,23 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
     assert Cache(model, fused(), gates=own, threshold=2.0).guard is None
     assert Cache(model, fused(), gates=gates(model), keep_ratio=0.3).guard is None
     assert Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6).guard is None
-    for capacity in (None, "keep"):
-        cache = Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=capacity).prefill(*batch)
+    other = {"policy": "snapkv", "keep_ratio": 0.9, "observed_settings": {"window": 4}}
+    for capacity in (None, "keep", "auto", Guard("warn", HUGE)):
+        cache = Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=capacity)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CapacityWarning)
+            cache.prefill(*batch, evict=False, hold_evidence=True).evict()
         again = Cache.load(cache.save(tmp_path / "cache.safetensors"), model, gates=own)
         assert again.guard == cache.guard
+        # What was stated comes back too, for policies that are named later.
+        for one in (cache, again):
+            one.reset()
+            one.prefill(*batch, evict=False, hold_evidence=True)
+            if capacity in (None, "auto"):
+                assert one.evict(**other).guard is None
+            else:
+                with pytest.raises(ValueError, match="what it observes is past"):
+                    one.evict(**other)
 
 
 def test_what_no_limit_means_anything_for_is_refused(model):
