@@ -288,8 +288,8 @@ class Gauge:
         # Layers may have unlike numbers of heads.
         needs = torch.cat([need.to(self._needs[0].device) for need in self._needs], -1).tolist()
         splits = [0]
-        for need in self._needs:
-            splits.append(splits[-1] + need.shape[-1])
+        for own in self._needs:
+            splits.append(splits[-1] + own.shape[-1])
         enough, need_B = True, []
         for row, entries in enumerate(entries_B):
             sure, above = ([part[row][i:j] for i, j in pairwise(splits)] for part in needs)
