@@ -108,10 +108,10 @@ class Bids:
 
     def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
         """Some of them."""
-        draw_N = None if self.draw_N is None else self.draw_N[which_N]
-        return Bids(
-            self.guaranteed_BH, self.value_N[which_N], self.place_N[which_N], self.row_N[which_N], draw_N
-        )
+        # Counted once, for all of their fields: a mask is waited for each time that it indexes.
+        at_N = which_N.nonzero()[:, 0]
+        draw_N = None if self.draw_N is None else self.draw_N[at_N]
+        return Bids(self.guaranteed_BH, self.value_N[at_N], self.place_N[at_N], self.row_N[at_N], draw_N)
 
     def to(self, device: torch.device) -> "Bids":
         """The same on another device."""
@@ -303,9 +303,8 @@ def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B
 
 def _with_won(bids: Bids, won_N: Bool[Tensor, " N"]) -> Int64[Tensor, "B H"]:
     """What is guaranteed to each head, and what it won."""
-    rows_N = bids.row_N[won_N].long()
     extra_R = torch.zeros_like(bids.guaranteed_BH).flatten()
-    extra_R.scatter_add_(0, rows_N, torch.ones_like(rows_N))
+    extra_R.scatter_add_(0, bids.row_N.long(), won_N.long())
     return bids.guaranteed_BH + extra_R.view(bids.guaranteed_BH.shape)
 
 
