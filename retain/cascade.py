@@ -558,10 +558,15 @@ def _keep_held(
 def _cut(held: Held, keep_N: Bool[Tensor, " N"], held_B: tuple[int, ...], bids: Bids | None) -> Held:
     """The same after some entries have gone."""
     at_N = keep_N.nonzero()[:, 0]  # counted once, for all of its fields
-    rank_N = None if held.rank_N is None else held.rank_N[at_N]
-    free_N = None if held.free_N is None else held.free_N[at_N]
     stages_N = held.stages_N
     if stages_N is not None:
         stages_N = stages_N[0][at_N], stages_N[1][at_N], stages_N[2][at_N]
-    parts = {"rank_N": rank_N, "stages_N": stages_N, "free_N": free_N}
-    return replace(held, row_N=held.row_N[at_N], held_B=held_B, bids=bids, **parts)
+    return replace(
+        held,
+        row_N=held.row_N[at_N],
+        rank_N=None if held.rank_N is None else held.rank_N[at_N],
+        stages_N=stages_N,
+        free_N=None if held.free_N is None else held.free_N[at_N],
+        held_B=held_B,
+        bids=bids,
+    )
