@@ -12,6 +12,8 @@ python -m retain.eval.capacity_study --gates runs/gates/reference-0 --seed 0 --o
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +25,9 @@ import torch
 from retain.budget import Budget
 from retain.capacity import Capacity, capacity_of, stored_limit
 from retain.eval.answers import padded, respond
-from retain.eval.tasks import Asked, Item, Suite, load_suite
+from retain.eval.tasks import Item, Suite, load_suite
 from retain.eval.tasks.reference import item_writer
+from retain.eval.tasks.reference_shift import crowd_item
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
@@ -98,28 +101,6 @@ def auroc_within(values: Sequence[float], wrong: Sequence[bool], cells: Sequence
             total += weight * auroc([values[place] for place in own], failed)
             pairs += weight
     return total / pairs if pairs else float("nan")
-
-
-def crowd_item(facts: int, seed: int, index: int, context_tokens: int) -> Item:
-    """A context of the reference model's that states so many facts, and asks for any one of them.
-
-    Raises:
-        ValueError: the facts do not fit.
-    """
-    from retain.reference.documents import FACT_FORMATS, Content, taken_words
-    from retain.reference.items import Item as Written
-
-    writer = item_writer(f"crowd{facts}", seed, index)
-    pool = writer.draw(2 * facts)
-    content = Content([(pool.pop(), pool.pop()) for _ in range(facts)], [], [], [])
-    question = writer.ask_get(*content.facts[int(writer.rng.integers(facts))])
-    groups = writer.groups(content, 0, FACT_FORMATS)
-    ids, _, _ = writer.weave(groups, context_tokens, taken_words(content), ())
-    scored = tuple(place for place, kind in enumerate(question.kinds) if kind not in ("key", "eos"))
-    answers = tuple(question.gold_ids[place] for place in scored)
-    context_ids = tuple(ids.tolist())
-    own = Written("multikey", context_ids, question.ids, answers, scored, True, question.gold_ids)
-    return Item(context_ids, (Asked(own.question_ids, own.gold_ids, own.generate, own.score),))
 
 
 @torch.inference_mode()
@@ -295,7 +276,8 @@ def items_of(
     """Contexts with so many facts, and items of the suite's tasks."""
     for number in facts:
         for index in range(count):
-            yield "crowd", number, index, crowd_item(number, seed, index, context_tokens)
+            writer = item_writer(f"crowd{number}", seed, index)
+            yield "crowd", number, index, crowd_item(writer, number, context_tokens)
     for task in tasks:
         for index in range(count):
             yield task, 0, index, suite.item(task, seed, index, context_tokens)
@@ -316,7 +298,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context-tokens", type=int, default=1000)
     parser.add_argument("--limits", nargs="*", type=float, default=[], help="on the price, to be judged")
     parser.add_argument("--output", required=True, help="folder for capacity.json and capacity.md")
-    given = parser.parse_args(argv)
+    typed = [*(sys.argv[1:] if argv is None else argv)]
+    given = parser.parse_args(typed)
     suite = load_suite("reference")
     model = suite.load_model(given.seed)
     attach(model)
@@ -340,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     made, folder = tables(cases, limits), Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
-    command = f"python -m retain.eval.capacity_study --gates {given.gates} --seed {given.seed}"
+    command = shlex.join(["python", "-m", "retain.eval.capacity_study", *typed])
     record = {
         "settings": vars(given),
         "stored_limit": stored,

@@ -3,11 +3,11 @@
     python eval/compare.py --config configs/compare/reference.yaml [key=value ...]
     accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 
-In: a config, trained gates. Out: `results/<run>/` with `items.jsonl`, `references.jsonl`, `cells.json`,
-`manifest.json`, `report.md`, `report.html`, `items.parquet` and `exports/`. A run that was stopped goes on
-where it was when the same command is given again; a finished one is only reported again. The one decision
-taken here: everything that can be wrong is found before the first model runs, and one run at a time is in a
-folder.
+In: a config, trained gates. Out: `results/<run>/` with `compare.yaml` (the config, resolved), `items.jsonl`,
+`references.jsonl`, `cells.json`, `manifest.json`, `report.md`, `report.html`, `items.parquet` and `exports/`.
+A run that was stopped goes on where it was when the same command is given again; a finished one is only
+reported again. The one decision taken here: everything that can be wrong is found before the first model
+runs, and one run at a time is in a folder.
 """
 
 import argparse
@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retain.config import load, to_mapping
+from retain.config import load, save, to_mapping
 from retain.eval.ceilings import write_cells
 from retain.eval.checks import check
 from retain.eval.config import (
     NOT_IDENTITY,
     OWN_GATES,
+    RESOLVED,
     CompareConfig,
     all_lines,
     find_policy,
@@ -53,6 +54,8 @@ from retain.hf.model import fingerprint
 from retain.lock import lock_folder
 from retain.provenance import code_state, environment, now, write_json
 
+# As a script this file has another name.
+MODULE = "retain.eval.compare"
 # Of a task, how many items say what its items are; and how many numbers say what a weight is.
 FIRST_ITEMS = 3
 SAMPLED = 1024
@@ -135,17 +138,15 @@ def _gates_of_run(config: CompareConfig) -> dict[str, Any]:
     return own | ({"gates_of_policies": others} if others else {})
 
 
-def _entry() -> list[str]:
-    """How this process was started: a module that makes comparisons of its own (a study) is its own entry."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    name = "" if spec is None else spec.name
-    other = name.startswith("retain.eval.") and name != __name__
-    return ["python", "-m", name] if other else ["python", "eval/compare.py"]
-
-
-def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
+def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict[str, Any]:
     """The manifest of a run: `identity` is what two runs must share for their rows to stand in one file. It
-    holds what decides a score, never where that came from."""
+    holds what decides a score, never where that came from.
+
+    Args:
+        config: Of the comparison.
+        suite: That it names.
+        command: That makes the run; empty: the one that makes it from the config in its folder.
+    """
     tasks = {name: suite.tasks[name] for name in with_all_tasks(config, suite)}
     mapping = to_mapping(config) | {"tasks": [*tasks]}
     apart = config if suite.seeds is not None else replace(config, seeds=config.seeds[:1])
@@ -171,7 +172,7 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
     }
     return {
         "run": config.run,
-        "command": shlex.join([*_entry(), *sys.argv[1:]]),
+        "command": command or command_of(MODULE, ["--config", str(config.folder / RESOLVED)]),
         "config": mapping,
         "identity": identity,
         "tasks": {
@@ -199,7 +200,7 @@ def describe_run(config: CompareConfig, suite: Suite) -> dict[str, Any]:
 
 
 def compare(
-    config: CompareConfig, suite: Suite, processes: Processes | None = None
+    config: CompareConfig, suite: Suite, processes: Processes | None = None, *, command: str = ""
 ) -> tuple[Path, list[Claim]]:
     """Run a comparison to its end, and report it.
 
@@ -207,6 +208,7 @@ def compare(
         config: Of the comparison.
         suite: That it names.
         processes: Of the launch; the first of them checks, locks the folder and reports.
+        command: That was typed, for the manifest; empty: see `describe_run`.
 
     Returns:
         Path of the report, and the claims that were checked; of the processes beside the first, no claims.
@@ -224,7 +226,8 @@ def compare(
         print(f"note: {note}", file=sys.stderr)
     with lock_folder(config.folder, otherwise="another name (run=...)"):
         units = [unit.key for unit in plan(config, suite)]
-        manifest = open_run(config.folder, describe_run(config, suite), units)
+        manifest = open_run(config.folder, describe_run(config, suite, command), units)
+        save(config, config.folder / RESOLVED)
         processes.wait()
         if run_all(config, suite, processes=processes) or "finished" not in manifest:
             manifest |= {"finished": now(), "processes": processes.count}
@@ -236,6 +239,11 @@ def compare(
         return report, claims
 
 
+def command_of(module: str, typed: Sequence[str]) -> str:
+    """What starts a module with these arguments, whichever way they came to it: a script, `-m`, `retain`."""
+    return shlex.join(["python", "-m", module, *typed])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run, and say where the report is."""
     parser = argparse.ArgumentParser(
@@ -244,11 +252,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True, help="YAML, e.g. configs/compare/reference.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
-    given = parser.parse_args(arguments)
+    typed = [*(sys.argv[1:] if arguments is None else arguments)]
+    given = parser.parse_args(typed)
     try:
         config = load(given.config, CompareConfig, given.overrides)
         processes = launched()
-        report, claims = compare(config, suite_of(config), processes)
+        report, claims = compare(config, suite_of(config), processes, command=command_of(MODULE, typed))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

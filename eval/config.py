@@ -34,6 +34,9 @@ PRESET = "preset"
 # The gates that a policy takes where `uses` says nothing of it: those of the folder `gates`.
 OWN_GATES = "gates"
 GateControl = Literal["none", "random", "other_layer"]
+# The resolved config of a run, in its folder: for every command that takes the config of a comparison, also
+# where a study or a program made it.
+RESOLVED = "compare.yaml"
 
 
 @dataclass(frozen=True)

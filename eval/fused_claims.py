@@ -24,7 +24,7 @@ the highest mean of that very cell, chosen on the items that it is then compared
 run that reads neither gates nor head classes, under whatever protection. Its mean is therefore too high, and
 the differences to it are too small; "better" is said of that one, and not of each of the others. Which cells
 have a gap to close is read from the same scores and leans the other way, so the cells left out are printed
-with their gap. And the policy itself was chosen once: its items must be others (`first_item`).
+with their gap. And the policy itself was chosen once: its items must be others (`FRESH_FROM`).
 
 The gate alone is a preset with a budget and a protection of its own, so that what the policy gains on it may
 be these. Other lines with the policy's gates (`--also`; by default every one that is no control) are compared
@@ -54,8 +54,18 @@ from retain.eval.not_worse import ONE_SIDED, NotWorse, not_worse, step_down
 from retain.eval.page import tasks_of
 from retain.eval.record import read_manifest, read_rows
 from retain.eval.significance import Interval, macro_mean, paired_interval, ratio_interval
-from retain.eval.study_table import SAME_BYTES
-from retain.eval.summary import ALL, FAMILIES, Cell, Comparison, Scores, compare_family, gather, heuristics
+from retain.eval.summary import (
+    ALL,
+    FAMILIES,
+    SAME_BYTES,
+    Cell,
+    Comparison,
+    Scores,
+    best_of,
+    compare_family,
+    gather,
+    heuristics,
+)
 from retain.registry import suggest
 
 ORACLE = "oracle"
@@ -67,6 +77,8 @@ ORACLE_LOSS: Mapping[float, float] = {0.1: 3.0, 0.2: 2.0}
 GAP_FROM = 5.0
 SHARES: Mapping[str, float] = {"seen": 0.95, "held-out": 0.8}
 ITEMS_WANTED, SEEDS_WANTED = 200, 3
+# Studies, and the scratch before them, chose the policy on items of lower indices.
+FRESH_FROM = 2000
 # Of what is chosen on one half of the items and compared on the other.
 SPLITS = 20
 
@@ -139,15 +151,6 @@ def groups_of(scores: Scores) -> list[str]:
     family; of a run with one family only that."""
     families = [family for family in FAMILIES if scores.tasks(family)]
     return [ALL, *families] if len(families) > 1 else families
-
-
-def best_of(scores: Scores, names: Sequence[str], regime: str, budget: float, family: str) -> str | None:
-    """Of these policies the one with the highest mean over a family's tasks, the first of several; None where
-    none was measured."""
-    tasks = scores.tasks(family)
-    cells = [Cell(regime, name, budget) for name in names]
-    found = [cell for cell in cells if tasks and cell in scores.judged]
-    return max(found, key=lambda cell: scores.mean(cell, tasks)).policy if found else None
 
 
 def places_of(scores: Scores, parts: Parts) -> list[tuple[str, float]]:
@@ -467,23 +470,24 @@ def _crossed(scores: Scores, parts: Parts, oracle: Cell, family: str) -> float |
 
 
 def check_conditions(scores: Scores, parts: Parts, manifests: Sequence[Mapping[str, Any]]) -> list[Condition]:
-    """Enough items and seeds, equal bytes, one set of gates, finished runs of clean code; of several runs in
-    each of them."""
+    """Enough items and seeds, items that nothing was chosen on, equal bytes, one set of gates, finished runs
+    of clean code; of several runs in each of them."""
     items = {task: scores.num_items([task]) for task in scores.families}
     fewest = min(items, key=lambda task: items[task])
     seeds = sorted({int(seed) for own in scores.seeds.values() for seed in own})
     apart, where = 0.0, ""
     for regime, budget in places_of(scores, parts):
-        held = scores.memory[Cell(regime, parts.policy, budget)].bytes_held
+        own = Cell(regime, parts.policy, budget)
         for name in (*parts.heuristics, parts.gate, parts.oracle, *parts.also):
-            cell = Cell(regime, name, budget)
-            off = abs(float(scores.memory[cell].bytes_held / held) - 1) if cell in scores.memory else 0.0
+            off = abs(scores.bytes_apart(own._replace(policy=name), own) or 0.0)
             if off > apart:
                 apart, where = off, f" ({name}, {regime}, {budget:g})"
     pairs = [[gates_of(one, name) for name in (parts.policy, parts.gate)] for one in manifests]
     of_run = [{str(one.get("sha256"))[:12] for one in own.values()} for own, _ in pairs]
     shas = min(of_run, key=len)
     every = {str(one.get("sha256"))[:12] for pair in pairs for own in pair for one in own.values()}
+    # A run that does not say where its items begin is one of those that began at 0.
+    firsts = [(one.get("run", "unknown"), one.get("config", {}).get("first_item", 0)) for one in manifests]
     states = [state for one in manifests for state in one.get("code_states", [])]
     clean = all(one.get("code_states") for one in manifests) and all(state.get("clean") for state in states)
     return [
@@ -496,6 +500,11 @@ def check_conditions(scores: Scores, parts: Parts, manifests: Sequence[Mapping[s
             f"at least {SEEDS_WANTED} seeds, each with gates of its own",
             min(len(seeds), len(shas)) >= SEEDS_WANTED,
             f"seeds {', '.join(map(str, seeds))}; {len(shas)} sets of gates",
+        ),
+        Condition(
+            f"items that nothing was chosen on: from index {FRESH_FROM} on",
+            all(first >= FRESH_FROM for _, first in firsts),
+            ", ".join(f"{run} from {first} on" for run, first in firsts),
         ),
         Condition(
             "equal achieved bytes in every cell",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from retain.eval.comparisons import apart, budget_name, judge, paragraphs
-from retain.eval.config import asks_shipped
+from retain.eval.config import OWN_GATES, RESOLVED, asks_shipped
 from retain.eval.document_view import STEPS, from_diagnostics, view
 from retain.eval.page_measured import (
     Missing,
@@ -122,7 +122,7 @@ def context(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]
     margin = float(config["margin_points"])
     judged = judge(scores, margin=margin, resamples=int(config["resamples"]))
     ceilings, unclear = _ceilings(scores)
-    diagnose, where = _commands(manifest)
+    diagnose, where = _commands(folder, manifest)
     needles = heat_maps(rows, scores.budgets, command)
     document = view(kept) if kept else view(from_diagnostics(diagnostics)) if diagnostics else None
     nulls = null_table(rows)
@@ -193,32 +193,52 @@ def _folder(manifest: Mapping[str, Any]) -> str:
     return f"{config.get('results', 'results')}/{config['run']}"
 
 
-def _commands(manifest: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Commands that make what other files hold, for this run's own model, policies and a middle budget."""
+def _commands(folder: Path, manifest: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Commands that make what other files hold, for this run's own model, policies and a middle budget.
+
+    Args:
+        folder: Where the rows lie now.
+        manifest: Of the run.
+    """
     config = manifest["config"]
-    folder = shlex.quote(_folder(manifest))
+    out = shlex.quote(_folder(manifest))
     seed = config["seeds"][0]
     model = str(config.get("model") or "reference:{seed}").replace("{seed}", str(seed))
-    asked = [name for name in config.get("policies", ()) if name not in config.get("variants", {})]
-    policies = [name for name in asked if name != "token_identity"]
+    variants, asked = config.get("variants", {}), config.get("policies", ())
+    policies = [name for name in asked if name not in (*variants, "token_identity")]
+    # Where there are only variants, as in a study without references: the first, which is its winner.
+    some = policies or [name for name in asked if name in variants][:1]
     ratios = list(config.get("keep_ratios") or (0.2,))
-    gates = str(config.get("gates", "")).replace("{seed}", str(seed))
     diagnose = (
-        f"python -m retain.eval.diagnose --model {shlex.quote(model)} --policies {' '.join(policies)} "
-        f"--keep-ratio {ratios[len(ratios) // 2]:g}"
-        + (f" --gates {shlex.quote(gates)}" if with_gates() & {*policies} else "")
-        + f" --out {folder}"
+        f"python -m retain.eval.diagnose --model {shlex.quote(model)} --policies "
+        f"{shlex.join(','.join(variants.get(name, (name,))) for name in some)} "
+        f"--keep-ratio {ratios[len(ratios) // 2]:g}{_gates(config, some)} --out {out}"
     )
-    base = run_command(manifest)
-    arguments = base.partition("--config")[2].strip() or f"configs/compare/{config['run']}.yaml"
+    # The resolved config that the run left: what was typed may be the config of a study, or of nothing. Runs
+    # of earlier versions left none.
+    arguments = run_command(manifest).partition("--config")[2].strip()
+    arguments = arguments or f"configs/compare/{config['run']}.yaml"
+    if (folder / RESOLVED).is_file():
+        arguments = shlex.quote(f"{_folder(manifest)}/{RESOLVED}")
     alone = [name for name in policies if name in heuristics()]
+    timed = f" --policies {','.join(alone)}" if alone else ""
     return diagnose, {
         "kept": f"python -m retain.eval.kept --config {arguments}",
         "needles": f"python eval/compare.py --config {arguments} suite=text tasks=[niah] "
         f"run={config['run']}-niah",
-        "speed": f"python -m retain.eval.speed_serving --policies {','.join(alone)} "
-        f"--output {folder}/speed.json",
+        "speed": f"python -m retain.eval.speed_serving{timed} --output {out}/speed.json",
     }
+
+
+def _gates(config: Mapping[str, Any], policies: Sequence[str]) -> str:
+    """The argument that names the gates of the first of these policies that takes some; empty: none does."""
+    variants = config.get("variants", {})
+    needy = [name for name in policies if variants.get(name, (name,))[0].partition(":")[0] in with_gates()]
+    if not needy:
+        return ""
+    of_set = config.get("gate_sets", {}).get(config.get("uses", {}).get(needy[0], OWN_GATES), {})
+    gates = str(of_set.get("folder") or config.get("gates", ""))
+    return f" --gates {shlex.quote(gates.replace('{seed}', str(config['seeds'][0])))}"
 
 
 def _load(path: Path) -> dict[str, Any] | None:

@@ -5,14 +5,13 @@
     accelerate launch --num_processes 8 -m retain.eval.study --config FILE compare.device=cuda [key=value ...]
 
 In: a study (`retain.eval.study_plan`), trained gates. Out: what a comparison leaves in
-`<compare.results>/<compare.run>/`, and beside it `study.md`, `study.json`, `study.png`, `study.yaml`. The one
-decision taken here: a study is one comparison and nothing beside it. It is run, resumed, spread over workers
-and devices as any other, and its tables are made from the rows alone, so that a finished study is only
-reported again.
+`<compare.results>/<compare.run>/` (its `compare.yaml` is the comparison that the study comes to), and beside
+it `study.md`, `study.json`, `study.png`, `study.yaml`. The one decision taken here: a study is one comparison
+and nothing beside it. It is run, resumed, spread over workers and devices as any other, and its tables are
+made from the rows alone, so that a finished study is only reported again.
 """
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from retain.config import load, save, to_mapping
-from retain.eval.compare import compare
+from retain.eval.compare import command_of, compare
 from retain.eval.config import suite_of
 from retain.eval.processes import Processes, launched
 from retain.eval.record import read_manifest, read_rows
@@ -32,16 +31,20 @@ from retain.eval.summary import gather
 from retain.eval.tasks import Suite
 from retain.provenance import write_json, write_text
 
+MODULE = "retain.eval.study"
 REPORT, NUMBERS, PICTURE, CONFIG = "study.md", "study.json", "study.png", "study.yaml"
 
 
-def run_study(study: StudyConfig, suite: Suite, processes: Processes | None = None) -> Path:
+def run_study(
+    study: StudyConfig, suite: Suite, processes: Processes | None = None, *, command: str = ""
+) -> Path:
     """Run a study to its end, and report it.
 
     Args:
         study: As read.
         suite: That its comparison names.
         processes: Of the launch; the first of them reports.
+        command: That was typed, for the manifest; empty: the one that makes the comparison alone.
 
     Returns:
         Path of `study.md`.
@@ -55,7 +58,7 @@ def run_study(study: StudyConfig, suite: Suite, processes: Processes | None = No
     if missing:
         raise ValueError("This study cannot start:\n" + "\n".join(f"  - {one}" for one in missing))
     processes = Processes() if processes is None else processes
-    compare(plan.compare, suite, processes)
+    compare(plan.compare, suite, processes, command=command)
     if processes.first:
         report(study, plan, suite)
     return plan.compare.folder / REPORT
@@ -123,7 +126,7 @@ def _head(study: StudyConfig, suite: Suite, manifest: dict[str, Any]) -> list[st
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run, and say where the report is."""
     parser = argparse.ArgumentParser(
-        prog="python -m retain.eval.study",
+        prog=f"python -m {MODULE}",
         description="Which ingredient of an eviction policy pays.",
         epilog="Keys: " + ", ".join(field.name for field in fields(StudyConfig)),
     )
@@ -133,14 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=1, help="of each training, for --train-commands")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
-    given = parser.parse_args(arguments)
+    typed = [*(sys.argv[1:] if arguments is None else arguments)]
+    given, command = parser.parse_args(typed), command_of(MODULE, typed)
     try:
         study = load(given.config, StudyConfig, given.overrides)
         if given.train_commands:
             print("\n".join(train_commands(study, given.processes)))
             return 0
         processes = launched()
-        path = run_study(study, suite_of(study.compare), processes)
+        path = run_study(study, suite_of(study.compare), processes, command=command)
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -148,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             path.read_text(encoding="utf-8").partition("\n## Ingredients\n")[2].partition("\n## ")[0].strip()
         )
-        print(f"\nStudy: {path}; again: {shlex.join(['python', '-m', 'retain.eval.study', *sys.argv[1:]])}")
+        print(f"\nStudy: {path}; again: {command}")
     return 0
 
 

@@ -21,7 +21,7 @@ from retain.eval.config import FULL
 from retain.eval.paired_result import PairedResult
 from retain.eval.significance import Verdict
 from retain.eval.study_plan import WINNER, Plan, StudyConfig
-from retain.eval.summary import ALL, FAMILIES, Cell, Comparison, Scores, compare_family
+from retain.eval.summary import ALL, FAMILIES, SAME_BYTES, Cell, Comparison, Scores, compare_family
 
 Word = Literal["pays", "does not pay", "harms", "not known"]
 WORDS: tuple[Word, ...] = ("pays", "does not pay", "harms", "not known")
@@ -33,8 +33,6 @@ WORD_OF: Mapping[Verdict, Word] = {
     "inconclusive": "not known",
 }
 GRID, REFERENCES = "grid", "references"
-# Two lines hold the same where their bytes differ by no more than this share.
-SAME_BYTES = 0.001
 
 
 @dataclass(frozen=True)
@@ -231,12 +229,9 @@ def _joined(words: Sequence[Word]) -> Word:
 def unequal(scores: Scores, lines: Sequence[str]) -> list[str]:
     """Lines that hold other bytes than the winner, at the same place: a comparison of unequals."""
     said = []
-    for cell, memory in scores.memory.items():
-        winner = scores.memory.get(Cell(cell.regime, WINNER, cell.budget))
-        if cell.policy not in lines or winner is None:
-            continue
-        share = memory.bytes_held / winner.bytes_held - 1
-        if abs(share) > SAME_BYTES:
+    for cell in scores.memory:
+        share = scores.bytes_apart(cell, cell._replace(policy=WINNER))
+        if cell.policy in lines and share is not None and abs(share) > SAME_BYTES:
             where = f"{cell.regime}, {budget_name(cell.budget)}"
             said.append(f"{cell.policy} holds {100 * share:+.1f} % of the winner's bytes ({where})")
     return said

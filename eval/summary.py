@@ -28,6 +28,8 @@ from retain.presets import policies
 FAMILIES = ("seen", "held-out")
 ALL = "all"  # tasks of both families
 ALPHA = 0.05
+# Two cells hold the same where their bytes differ by no more than this share.
+SAME_BYTES = 0.001
 
 
 @cache
@@ -157,6 +159,13 @@ class Scores:
         seeds = sorted({int(seed) for task in tasks for seed in self.seeds[task]})
         parts = {s: [self.judged[cell][task][self.seeds[task] == s] for task in tasks] for s in seeds}
         return {s: float(macro_mean(*strata)) for s, strata in parts.items() if all(len(x) for x in strata)}
+
+    def bytes_apart(self, cell: Cell, other: Cell) -> float | None:
+        """Share by which a cell holds more bytes than another, `held / other's held - 1`; below 0 where it
+        holds fewer, None where one of the two was not measured."""
+        if cell not in self.memory or other not in self.memory:
+            return None
+        return float(self.memory[cell].bytes_held / self.memory[other].bytes_held - 1)
 
 
 @dataclass(frozen=True)
@@ -351,12 +360,20 @@ def _budget_of(cell: Cell, baseline: Cell) -> float:
     return baseline.budget if cell.budget == 1 else cell.budget
 
 
-def best_heuristic(scores: Scores, regime: str, keep_ratio: float, family: str) -> str | None:
-    """The heuristic with the highest mean over a family's tasks; None without heuristics or tasks."""
+def best_of(scores: Scores, names: Iterable[str], regime: str, budget: float, family: str) -> str | None:
+    """Of these policies the one with the highest mean over a family's tasks, the first of several; None where
+    none was measured."""
     tasks = scores.tasks(family)
-    cells = [Cell(regime, name, keep_ratio) for name in heuristics() if name not in scores.trained]
-    measured = [cell for cell in cells if tasks and cell in scores.exact]
+    cells = [Cell(regime, name, budget) for name in names]
+    # What means are made of: a cell may have no other score.
+    measured = [cell for cell in cells if tasks and cell in scores.judged]
     return max(measured, key=lambda cell: scores.mean(cell, tasks)).policy if measured else None
+
+
+def best_heuristic(scores: Scores, regime: str, keep_ratio: float, family: str) -> str | None:
+    """The best of the presets that need nothing trained; None without heuristics or tasks."""
+    names = [name for name in heuristics() if name not in scores.trained]
+    return best_of(scores, names, regime, keep_ratio, family)
 
 
 def learned_against_each(

@@ -7,10 +7,8 @@ file of the training split is left out. (`pydoc_data/topics.py`, the manual's te
 split.) As everywhere in the reference suites, another version of Python is another text.
 """
 
-import ast
 import importlib
 import inspect
-import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
 from types import ModuleType
@@ -28,23 +26,8 @@ COMPILED = (
     *("_socket", "_sre", "_ssl", "_statistics", "_string", "_struct", "_symtable", "_thread"),
     *("_tracemalloc", "_uuid", "_warnings", "_weakref", "_zoneinfo"),
 )
-# A paragraph of fewer words is a heading, or an argument's name.
-LEAST_WORDS = 8
 # A shorter line that two files share ("Return True if successful.") proves nothing.
 LEAST_LINE = 25
-
-
-def source_docstrings(text: str) -> Iterator[str]:
-    """Docstrings of a module's source text, of the module and of all that it defines."""
-    with warnings.catch_warnings():
-        # Of odd escapes in other people's strings.
-        warnings.simplefilter("ignore")
-        tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            said = ast.get_docstring(node)
-            if said:
-                yield said
 
 
 def compiled_docstrings(module: ModuleType) -> Iterator[str]:
@@ -65,23 +48,26 @@ def paragraphs(said: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
         said: The docstring.
         seen: Lines of the training text, without the blanks around them.
     """
+    from retain.reference.text import PROSE_WORDS
+
     for block in said.split("\n\n"):
         lines = [line.strip() for line in block.strip().splitlines()]
         one = " ".join(lines)
         sentence = one[:1].isupper() and one.endswith((".", ":", "!", "?")) and ">>>" not in one
         known = any(len(line) >= LEAST_LINE and line in seen for line in lines)
-        if sentence and not known and len(one.split()) >= LEAST_WORDS:
+        if sentence and not known and len(one.split()) >= PROSE_WORDS:
             yield one
 
 
 @cache
 def prose_text() -> tuple[str, ...]:
     """All paragraphs, each once, in a fixed shuffled order."""
-    from retain.reference.text import sources
+    from retain.reference.text import docstrings, sources
 
     seen = frozenset(line.strip() for _, text in sources("train") for line in text.splitlines())
     found: dict[str, None] = {}
-    for said in (*_of_sources(text for _, text in sources("eval")), *_of_modules(COMPILED)):
+    of_sources = (said for _, text in sources("eval") for said in docstrings(text))
+    for said in (*of_sources, *_of_modules(COMPILED)):
         found |= dict.fromkeys(paragraphs(said, seen))
     kept = [*found]
     return tuple(kept[place] for place in np.random.default_rng(0).permutation(len(kept)))
@@ -94,11 +80,6 @@ def prose() -> np.ndarray:
 
     encoded = load_tokenizer().backend_tokenizer.encode_batch([f"\n{one}" for one in prose_text()])
     return np.concatenate([np.asarray(one.ids, dtype=np.int64) for one in encoded])
-
-
-def _of_sources(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield from source_docstrings(text)
 
 
 def _of_modules(names: Iterable[str]) -> Iterator[str]:

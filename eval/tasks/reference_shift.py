@@ -116,7 +116,7 @@ def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) 
     lookup(task, ABOUT, what="task")
     writer = item_writer(f"shift/{task}", seed, index)
     if task == "crowd":
-        return _crowd(writer, CROWD[index % len(CROWD)], context_tokens)
+        return crowd_item(writer, CROWD[index % len(CROWD)], context_tokens)
     shift = SHIFTS[task]
     kind = shift.kinds[index % len(shift.kinds)]
     # Lengths and fillers turn more slowly than kinds, so that every kind meets every one of them.
@@ -264,7 +264,17 @@ def _ask(
     return writer.ask_common(content.topics), []
 
 
-def _crowd(writer: "Writer", count: int, length: int) -> Item:
+def crowd_item(writer: "Writer", count: int, length: int) -> Item:
+    """A context that states so many facts and nothing else, and asks for any one of them.
+
+    Args:
+        writer: Of the item.
+        count: Facts that are stated, each once.
+        length: Tokens of the context.
+
+    Raises:
+        ValueError: the facts do not fit.
+    """
     from retain.reference.documents import Content, taken_words
 
     pool = writer.draw(2 * count)

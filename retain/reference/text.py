@@ -14,7 +14,7 @@ import hashlib
 import re
 import sysconfig
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,7 @@ _SKIPPED_FOLDERS = {
     "turtledemo",
 }
 NUM_WORDS = 512
+# A docstring, or a paragraph of one, of fewer words is a heading or a name, and no prose.
 PROSE_WORDS = 8
 
 
@@ -68,6 +69,25 @@ def _encoded(texts: Sequence[str]) -> np.ndarray:
     return np.concatenate([np.asarray(encoded[i].ids, dtype=np.int64) for i in order])
 
 
+def docstrings(text: str) -> Iterator[str]:
+    """Docstrings of a module's source text, of the module and of all that it defines.
+
+    Text that this Python cannot parse has none: an installation may carry files of another version.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Of odd escapes in other people's strings.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            said = ast.get_docstring(node)
+            if said:
+                yield said
+
+
 def prose_texts(split: Split) -> list[str]:
     """English of the standard library: the docstrings of a split's modules, and topics of `help()`.
 
@@ -78,16 +98,7 @@ def prose_texts(split: Split) -> list[str]:
 
     found = [text for name, text in sorted(topics.items()) if _split_of(f"topic {name}") == split]
     for _, text in sources(split):
-        try:
-            with warnings.catch_warnings():
-                # Of odd escapes in other people's strings.
-                warnings.simplefilter("ignore")
-                tree = ast.parse(text)
-        except SyntaxError:
-            continue
-        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
-        found += [own + "\n\n" for own in docstrings if own and len(own.split()) >= PROSE_WORDS]
+        found += [said + "\n\n" for said in docstrings(text) if len(said.split()) >= PROSE_WORDS]
     return found
 
 

@@ -1,25 +1,37 @@
 """The study of what foretells a wrong answer: its areas against plain pairs, items under all budgets."""
 
 import math
+import shlex
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import retain
+from retain.eval import capacity_study
 from retain.eval.capacity_study import (
     SIGNALS,
     auroc,
     auroc_within,
     best_limit,
-    crowd_item,
+    items_of,
+    main,
     said,
     study,
     tables,
     written,
 )
+from retain.eval.tasks import load_suite
+from retain.eval.tasks.reference import item_writer
+from retain.eval.tasks.reference_shift import CROWD, crowd_item, reference_shift_item
 from retain.reference import load_model
+from tests.eval.stub import STUB
 from tests.hf.regime_runs import gates_of
 from tests.hf.test_calibrated import curve
+
+
+def crowd(facts, context_tokens):
+    return crowd_item(item_writer(f"crowd{facts}", 0, 0), facts, context_tokens)
 
 
 def pairs(values, wrong):
@@ -74,19 +86,55 @@ def test_what_a_limit_says():
 
 
 def test_a_crowd_is_as_long_as_asked_and_states_what_it_asks_for():
-    item = crowd_item(20, 0, 3, 400)
-    assert len(item.context_ids) == 400 and item.context_ids == crowd_item(20, 0, 3, 400).context_ids
+    crowds = [item for *_, item in items_of(load_suite("reference"), 0, [20], [], 5, 400)]
+    again = [item for *_, item in items_of(load_suite("reference"), 0, [20], [], 5, 400)]
+    item = crowds[3]
+    assert len(item.context_ids) == 400 and item.context_ids == again[3].context_ids
     value = item.asked[0].gold_ids[0]
     assert item.context_ids.count(value) == 1 and item.asked[0].score([value])[0] == 1
-    assert item.context_ids != crowd_item(20, 0, 4, 400).context_ids
+    assert item.context_ids != crowds[4].context_ids
     with pytest.raises(ValueError, match="do not fit into a context of 100"):
-        crowd_item(60, 0, 0, 100)
+        crowd(60, 100)
+
+
+def test_a_crowd_is_written_as_that_of_the_shifted_tasks():
+    """By one function: what differs is the writer, which follows from the task's name."""
+    (made,) = [item for *_, item in items_of(load_suite("reference"), 0, [20], [], 1, 400)]
+    assert made.about == {"facts": 20, "length": 400}
+    ((start, stop),) = made.needles
+    assert made.asked[0].gold_ids[0] in made.context_ids[start:stop]
+    ladder = crowd_item(item_writer("shift/crowd", 0, 1), CROWD[1], 1000)
+    shifted = reference_shift_item("crowd", 0, 1, 1000)
+    assert (ladder.context_ids, ladder.question_ids) == (shifted.context_ids, shifted.question_ids)
+
+
+def test_the_page_says_the_whole_command(tmp_path, monkeypatch, capsys):
+    """Every argument, as it came: `retain capacity` hands them on, and the process's own are others."""
+    monkeypatch.setattr("sys.argv", ["retain", "capacity", "--seed", "9"])
+    stand_ins = {
+        "load_suite": lambda name: STUB,
+        "attach": lambda model: None,
+        "load_gates": lambda folder, model: SimpleNamespace(unit="risk"),
+        "stored_limit": lambda gates: 5.0,
+        "study": lambda *_, **__: [],
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(capacity_study, name, stand_in)
+    typed = ["--gates", "of mine", "--items", "3", "--facts", "8", "16", "--output", str(tmp_path / "out")]
+    main(typed)
+    page = (tmp_path / "out" / "capacity.md").read_text()
+    (command,) = [line.strip("`") for line in page.splitlines() if line.startswith("`python")]
+    assert shlex.split(command) == ["python", "-m", "retain.eval.capacity_study", *typed]
+    assert command in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["capacity_study.py", *typed[:-1], str(tmp_path / "own")])
+    main()
+    assert f"--facts 8 16 --output {tmp_path / 'own'}`" in (tmp_path / "own" / "capacity.md").read_text()
 
 
 def test_items_under_all_budgets():
     model = load_model(0)
     gates, ratios = curve(gates_of(model)), (0.3, 0.6)
-    items = [("crowd", facts, 0, crowd_item(facts, 0, 0, 260)) for facts in (4, 12)]
+    items = [("crowd", facts, 0, crowd(facts, 260)) for facts in (4, 12)]
     with retain.attach(model):
         cases = study(
             model,

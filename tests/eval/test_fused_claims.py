@@ -12,10 +12,10 @@ import pytest
 
 from retain.eval.claim_lines import Condition, FusedClaim, Line, Outcome, all_hold
 from retain.eval.fused_claims import (
+    FRESH_FROM,
     MARGIN,
     WANTED_AT,
     WANTED_IN,
-    best_of,
     check_better,
     check_conditions,
     check_gap_closed,
@@ -27,7 +27,7 @@ from retain.eval.fused_claims import (
 )
 from retain.eval.paired_result import compare_paired
 from retain.eval.paired_tests import holm
-from retain.eval.summary import Cell, Scores, gather
+from retain.eval.summary import Cell, Scores, best_of, gather
 
 FAMILY = {"copy": "seen", "pair": "seen", "odd": "held-out"}
 SEEDS = (0, 1, 2)
@@ -490,7 +490,7 @@ def make_manifest(**changes: Any) -> dict[str, Any]:
     }
     return {
         "run": "made",
-        "config": {"suite": "stub"},
+        "config": {"suite": "stub", "first_item": FRESH_FROM},
         "tasks": tasks,
         "identity": {"gates": {str(seed): {"sha256": f"{seed}" * 64} for seed in SEEDS}},
         "code_states": [{"commit": "a" * 40, "clean": True}],
@@ -518,6 +518,15 @@ def test_conditions_say_what_a_run_lacks() -> None:
     assert unmet(dirty, enough) == ["the run is finished", "the code was clean"]
 
 
+def test_items_that_something_was_chosen_on_are_found() -> None:
+    enough, _ = check_of(changed(), items=80)
+    configs = {"low": {"suite": "stub", "first_item": 1999}, "older": {"suite": "stub"}}
+    runs = [make_manifest(), *(make_manifest(run=run, config=own) for run, own in configs.items())]
+    assert [len(unmet(run, enough)) for run in runs] == [0, 1, 1]
+    (found,) = [one for one in check_conditions(enough, PARTS, runs) if not one.holds]
+    assert found.numbers == "made from 2000 on, low from 1999 on, older from 0 on"
+
+
 def test_unequal_bytes_are_found() -> None:
     rows = make_rows(changed(), items=80)
     for row in rows:
@@ -525,8 +534,8 @@ def test_unequal_bytes_are_found() -> None:
             row["bytes_held"] = round(1.01 * row["bytes_held"])
     scores = gather(rows, list(FAMILY))
     assert unmet(make_manifest(), scores) == ["equal achieved bytes in every cell"]
-    (found,) = [one for one in check_conditions(scores, PARTS, [make_manifest()]) if not one.holds]
-    assert found.numbers == "at most 1.00 % apart (keydiff, context_only, 0.2)"
+    numbers = [one.numbers for one in check_conditions(scores, PARTS, [make_manifest()])]
+    assert "at most 1.00 % apart (keydiff, context_only, 0.2)" in numbers
 
 
 def write_run(folder: Path, manifest: dict[str, Any], rates: Rates, items: int) -> Path:

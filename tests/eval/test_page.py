@@ -11,7 +11,7 @@ import pytest
 from retain.eval.comparisons import ALPHA, Place, budget_name, is_judged, judge, paragraphs, word_of
 from retain.eval.document_view import STEPS, from_diagnostics, step_of, view
 from retain.eval.figures import Difference, Panel, Series, draw_forest, draw_lines, look, ticks
-from retain.eval.page import PARTS, inert, main, tasks_of, write_page
+from retain.eval.page import PARTS, context, inert, main, tasks_of, write_page
 from retain.eval.page_scores import heat_maps, styles_of
 from retain.eval.record import ITEMS
 from retain.eval.summary import Cell, gather
@@ -271,6 +271,25 @@ def test_what_is_missing_is_a_sentence_with_its_command(bare):
         assert command in said(bare.by_id(ident))
     assert {one["id"] for one in bare.all("figure")} == {"fig-scores", "fig-forest", "fig-needles"}
     assert not [one for one in bare.elements if one.get("id") in ("view-data", "tab-speed")]
+
+
+def test_the_gates_that_are_named_are_those_that_the_policy_took(tmp_path):
+    """A study gives the presets beside it its winner's gates, which may be others than `gates`."""
+    manifest = make_manifest()
+    manifest["config"] |= {
+        "gate_sets": {"mine": {"folder": "runs/mine-seed{seed}"}},
+        "uses": {"gate": "mine"},
+    }
+
+    def diagnosed():
+        return {**context(make_run(tmp_path, measured=False), manifest, TASKS)}["commands"][2][1]
+
+    assert " oracle --keep-ratio 0.2 --gates runs/mine-seed0 --out" in diagnosed()
+    # A control has the gates' own folder, and nobody is asked for any whose policies take none.
+    manifest["config"]["gate_sets"] = {"mine": {"folder": "", "control": "random"}}
+    assert " --gates runs/gates-seed0 --out" in diagnosed()
+    manifest["config"]["policies"] = ["recency", "snapkv"]
+    assert "--gates" not in diagnosed()
 
 
 def test_an_unclean_tree_is_said_first(bare, page):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from retain.eval.tasks import load_suite
-from retain.eval.tasks.prose import compiled_docstrings, paragraphs, prose, prose_text, source_docstrings
+from retain.eval.tasks.prose import compiled_docstrings, paragraphs, prose, prose_text
 from retain.eval.tasks.reference_shift import (
     ABOUT,
     CROWD,
@@ -232,16 +232,20 @@ def test_paragraphs():
     assert [*paragraphs("no capital letter stands in front of this one.")] == []
 
 
-def test_docstrings_of_source_and_of_modules():
-    text = (
-        '"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        """Three."""\n\ndef g():\n    pass\n'
-    )
-    assert sorted(source_docstrings(text)) == ["One.", "Three.", "Two."]
+def test_docstrings_of_modules():
     module = types.ModuleType("made", "Of the module.")
     module.number = 3
     module.method = str.upper
     assert [*compiled_docstrings(module)][:2] == ["Of the module.", str.upper.__doc__]
     assert int.__doc__.splitlines()[0] not in "".join(compiled_docstrings(module))
+
+
+def test_a_source_that_this_python_cannot_read_says_nothing(monkeypatch):
+    whole = "Return all of the entries that were kept by it here."
+    held = {"train": [("a.py", "")], "eval": [("broken.py", "def (:"), ("b.py", f'"""{whole}"""')]}
+    monkeypatch.setattr("retain.reference.text.sources", lambda split: held[split])
+    monkeypatch.setattr("retain.eval.tasks.prose.COMPILED", ())
+    assert prose_text.__wrapped__() == (whole,)
 
 
 def test_prose_was_in_no_training():

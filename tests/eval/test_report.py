@@ -34,6 +34,7 @@ from retain.eval.summary import (
     Cell,
     Comparison,
     best_heuristic,
+    best_of,
     check_claims,
     compare,
     gather,
@@ -124,6 +125,11 @@ def test_the_best_heuristic_is_chosen_for_each_family(scores):
     assert best_heuristic(scores, "query_aware", 0.4, "seen") is None
     seen_only = gather(row for row in rows() if row["family"] == "seen")
     assert best_heuristic(seen_only, "context_only", 0.2, "held-out") is None
+    # One rule for whatever policies: the first of equals, none that was not measured or not scored.
+    assert best_of(scores, ["snapkv", "defensive", "h2o"], "context_only", 0.2, "seen") == "defensive"
+    assert best_of(scores, ["h2o"], "context_only", 0.2, "seen") is None
+    unscored = {cell: own for cell, own in scores.judged.items() if cell.policy != "defensive"}
+    assert best_heuristic(replace(scores, judged=unscored), "context_only", 0.2, "seen") == "snapkv"
     made = judge(scores, **OPTIONS)
     pairs = {
         (one.policy, one.place.family): one.baseline for one in made if one.place.regime == "context_only"

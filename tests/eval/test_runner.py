@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from retain.budget import Budget
-from retain.config import save
+from retain.config import load, save
+from retain.eval import cli, runner, shared_prefill
 from retain.eval import compare as entry
-from retain.eval import runner, shared_prefill
 from retain.eval import subject as subjects
 from retain.eval.answers import read_back
 from retain.eval.baselines import oracle
 from retain.eval.compare import compare, describe_run
-from retain.eval.config import find_policy, fits_tables
+from retain.eval.config import CompareConfig, find_policy, fits_tables
 from retain.eval.head_classes import measure_head_classes
 from retain.eval.processes import Processes
 from retain.eval.record import ITEMS, MANIFEST, REFERENCES, open_run, read_references, read_rows
@@ -183,13 +183,18 @@ def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
 
 def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch, capsys):
     monkeypatch.setattr(entry, "suite_of", lambda _: STUB)
-    save(stub_config(gated, policies=("recency",), keep_ratios=(0.6,)), gated / "compare.yaml")
-    assert entry.main(["--config", str(gated / "compare.yaml"), "run=shown"]) == 0
+    save(config := stub_config(gated, policies=("recency",), keep_ratios=(0.6,)), gated / "compare.yaml")
+    typed = ["--config", str(gated / "compare.yaml"), "run=shown"]
+    assert cli.main(["compare", *typed]) == 0  # whatever this process itself was given
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("| recency |") for line in lines)
-    assert "Claims checked" in lines
+    assert any(line.startswith("| recency |") for line in lines) and "Claims checked" in lines
     folder = gated / "results" / "shown"
     assert lines[-1] == f"Report: {folder / 'report.md'}, {folder / 'report.html'}"
+    made = json.loads((folder / MANIFEST).read_text())
+    assert made["command"].split() == ["python", "-m", "retain.eval.compare", *typed]
+    assert load(folder / "compare.yaml", CompareConfig) == replace(config, run="shown")
+    # Of a program that typed nothing, the config that the run left says it all.
+    assert describe_run(config, STUB)["command"].endswith(f"--config {config.folder / 'compare.yaml'}")
 
 
 def test_the_same_weights_elsewhere_are_the_same_run(gated):

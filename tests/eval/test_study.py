@@ -1,20 +1,23 @@
 """A study end to end on the stub suite: run, reported, resumed; and what its command line says."""
 
+import html
 import json
+import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from retain.config import load, save
+from retain.eval import cli, diagnose, kept
 from retain.eval import study as entry
-from retain.eval.config import GateSource
+from retain.eval.config import CompareConfig, GateSource
 from retain.eval.record import ITEMS, read_manifest, read_rows
 from retain.eval.study import main, run_study
-from retain.eval.study_plan import Level, StudyConfig, Training, Winner
+from retain.eval.study_plan import Level, StudyConfig, Training, Winner, plan_of
 from tests.eval.stub import STUB, save_stub_gates, stub_config
 
 
@@ -112,14 +115,35 @@ def test_the_command_runs_what_the_file_says(tmp_path, monkeypatch, capsys):
     save_stub_gates(tmp_path)
     save(make_study(tmp_path, references=()), tmp_path / "study.yaml")
     monkeypatch.setattr(entry, "suite_of", lambda config: STUB)
-    # As `python -m retain.eval.study` starts it.
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=entry.__name__))
-    assert main(["--config", str(tmp_path / "study.yaml"), "compare.run=other"]) == 0
+    # As `retain study` hands it on: the process's own arguments are others.
+    monkeypatch.setattr(sys, "argv", ["retain", "study", "--config", "another.yaml"])
+    typed = ["--config", str(tmp_path / "study.yaml"), "compare.run=other"]
+    assert cli.main(["study", *typed]) == 0
     said = capsys.readouterr().out
     assert "| ingredient | tasks |" in said and str(tmp_path / "results" / "other" / "study.md") in said
     assert (tmp_path / "results" / "other" / "study.md").is_file()
     command = read_manifest(tmp_path / "results" / "other")["command"]
-    assert command.split()[:3] == ["python", "-m", "retain.eval.study"]
+    assert shlex.split(command) == ["python", "-m", "retain.eval.study", *typed]
+    assert said.endswith(f"; again: {command}\n")
+
+
+def test_the_page_of_a_study_names_commands_that_work(tmp_path, monkeypatch):
+    """A study's own config is none of a comparison: the comparison it came to lies beside its rows."""
+    save_stub_gates(tmp_path)
+    study = make_study(tmp_path, references=())
+    folder = run_study(study, STUB, command="python -m retain.eval.study --config study.yaml").parent
+    assert load(folder / "compare.yaml", CompareConfig) == plan_of(study, STUB).compare
+    page = (folder / "report.html").read_text()
+    shown = [html.unescape(one) for one in re.findall("<code>(python [^<]*)</code>", page)]
+    commands = {part[2]: part[3:] for part in map(shlex.split, shown) if part[1] == "-m"}
+    assert commands["retain.eval.kept"] == ["--config", str(folder / "compare.yaml")]
+    monkeypatch.setattr(kept, "suite_of", lambda config: STUB)
+    assert kept.main(commands["retain.eval.kept"]) == 0 and (folder / "kept.json").is_file()
+    # All its policies are variants: the winner is what is diagnosed.
+    given = diagnose.parser().parse_args(commands["retain.eval.diagnose"])
+    assert given.policies == ["fused,fusion=max,draw=null"] and given.gates == str(tmp_path / "gates-seed0")
+    assert [diagnose.policy_of(typed).fusion for typed in given.policies] == ["max"]
+    assert commands["retain.eval.speed_serving"] == ["--output", str(folder / "speed.json")]
 
 
 def test_the_command_prints_what_trains_the_gates(tmp_path, capsys):

@@ -319,7 +319,10 @@ def test_lines_that_hold_more_than_the_winner_are_told(made):
         "snapkv holds +10.0 % of the winner's bytes (context_only, keep_ratio 0.1)",
         "snapkv holds +10.0 % of the winner's bytes (context_only, keep_ratio 0.2)",
     ]
-    assert Cell("context_only", "snapkv", 0.1) in scores.memory
+    more, winner = (Cell("context_only", name, 0.1) for name in ("snapkv", "winner"))
+    assert scores.bytes_apart(more, winner) == pytest.approx(0.1)
+    assert scores.bytes_apart(winner, more) == pytest.approx(1 / 1.1 - 1)
+    assert scores.bytes_apart(more._replace(budget=0.7), winner) is None
 
 
 def test_answers_that_were_given_before_anything_had_gone_are_told():

@@ -48,6 +48,14 @@ def test_prose_is_docstrings_and_topics(two_files: None) -> None:
     assert len(found) - len(docstrings) > 40
 
 
+def test_docstrings_are_those_of_a_module_and_of_all_that_it_defines() -> None:
+    source = (
+        '"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        """Three."""\n\ndef g():\n    pass\n'
+    )
+    assert sorted(text.docstrings(source)) == ["One.", "Three.", "Two."]
+    assert [*text.docstrings("def (:")] == []
+
+
 def test_splits_of_prose_share_no_text(two_files: None) -> None:
     train, held = (text.prose_texts(split) for split in ("train", "eval"))
     assert f"{LONG} Held out.\n\n" in held and not {*train} & {*held}
