@@ -10,7 +10,7 @@ from retain.gates import GateSet, LinearGate
 from retain.train.calibration import CalibrationSettings, LayerLook, calibrate_
 from retain.train.capacity_limit import AFFORDABLE, limit_record
 
-CURVE = {"keep_ratio": [0.02, 0.04, 0.06], "threshold": [400.0, 100.0, 25.0]}
+CURVE = {"keep_ratio": [0.02, 0.04, 0.08], "threshold": [400.0, 100.0, 25.0]}
 
 
 class Gates:
@@ -20,8 +20,8 @@ class Gates:
 
 def test_it_is_the_price_of_usual_documents_and_a_cache_reads_it():
     record = limit_record(CURVE, "risk")
-    assert record == {"limit": pytest.approx(400.0), "keep_ratio": AFFORDABLE, "unit": "risk"}
-    assert stored_limit(Gates(record)) == pytest.approx(400.0)
+    assert record == {"limit": pytest.approx(100.0), "keep_ratio": AFFORDABLE, "unit": "risk"}
+    assert stored_limit(Gates(record)) == pytest.approx(100.0)
     between = limit_record(CURVE, "risk", affordable=0.03)
     assert between["limit"] == pytest.approx(math.sqrt(400 * 100)) and between["keep_ratio"] == 0.03
 
@@ -42,7 +42,7 @@ def test_it_is_stored_whether_or_not_the_curve_is(curve):
         looks.append({0: LayerLook(target_HT.clone(), target_HT, torch.ones(200, dtype=torch.bool))})
     settings = CalibrationSettings(kind="none", fusion_weights=False, quotas=True, curve=curve)
     record = calibrate_(gates, looks, settings)
-    # Of the documents that are fitted, two hundredths of the entries are above it.
+    # Of the documents that are fitted, four hundredths of the entries are above it.
     fitted = torch.cat([own[0].target_HT.flatten() for own in looks[0::2]])
     limit = stored_limit(gates)
     assert ("curve" in record) == curve and record["capacity"]["limit"] == limit
