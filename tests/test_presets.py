@@ -29,7 +29,9 @@ def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by
         lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
         assert all(line.startswith("# ") for line in lines[:3]) and not lines[3].startswith("#")
         assert lines[1].startswith("# Needs: ")
-        start = f"# python eval/compare.py --config configs/compare/reference.yaml run={name} 'policies=["
+        # A comparison of that name has the folder to itself.
+        run = f"{name}-preset" if (FOLDER.parent / "compare" / f"{name}.yaml").exists() else name
+        start = f"# python eval/compare.py --config configs/compare/reference.yaml run={run} 'policies=["
         assert lines[2].startswith(start)
         assert name == "full" or lines[2] == f"{start}{name}]'"
         assert load_policy(name).name == name
