@@ -96,7 +96,7 @@ class Bids:
         row_N: their rows, `b * H + h`.
         draw_N: what a drawn share goes by; None where nothing is drawn.
         free_BHT: which entries bid, row after row in the order of the others' fields; None where only some of
-            those bids are left.
+            those bids are left, or they are elsewhere than the entries.
     """
 
     guaranteed_BH: Int64[Tensor, "B H"]
@@ -114,7 +114,7 @@ class Bids:
         return Bids(self.guaranteed_BH, self.value_N[at_N], self.place_N[at_N], self.row_N[at_N], draw_N)
 
     def to(self, device: torch.device) -> "Bids":
-        """The same on another device."""
+        """The same on another device; what `free_BHT` marks are entries there, and it stays with them."""
         draw_N = None if self.draw_N is None else self.draw_N.to(device)
         value_N, place_N = self.value_N.to(device), self.place_N.to(device)
         return Bids(self.guaranteed_BH.to(device), value_N, place_N, self.row_N.to(device), draw_N)

@@ -145,17 +145,18 @@ class Curve:
     def go_on_after(self, step: int) -> None:
         """Take up the rows of the file up to `step`, drop later ones, and count on from there.
 
-        A last line that a kill cut short is a later one. Raises ValueError if the file is gone or has no row
-        of `step`.
+        A last line that a kill cut short is a later one. Raises ValueError if the file is gone or its rows do
+        not reach the step: one is written at every step that is saved.
         """
         assert self.path is not None
         text = self.path.read_text() if self.path.exists() else ""
         head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
         self.rows = [row for row in map(json.loads, lines) if row["step"] <= step]
-        if not self.rows:
+        last = self.rows[-1]["step"] if self.rows else 0
+        if last != step:
             raise ValueError(
-                f"{self.path} is gone or has no row up to step {step}, where the unfinished run beside it "
-                "goes on: give another output, or remove what is unfinished to start anew."
+                f"{self.path} is gone or cut: its rows end at step {last}, and the unfinished run beside it "
+                f"goes on from step {step}. Give another output, or remove what is unfinished to start anew."
             )
         self.path.write_text("\n".join([head, *map(json.dumps, self.rows)]) + "\n")
         self.tokens = int(self.rows[-1]["tokens"])

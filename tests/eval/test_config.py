@@ -39,7 +39,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    names = ["demo", "fused", "fused_again", "methods", "reference", "report", "shift", "text"]
+    names = ["candidates", "demo", "fused", "fused_again", "methods", "reference", "report", "shift", "text"]
     assert [path.stem for path in paths] == names
     for path in paths:
         config = load(path, CompareConfig)
@@ -273,7 +273,7 @@ def test_the_report_measures_regimes_with_and_without_protection():
     assert config.gates_of(0) == "runs/gates-seed0" and "oracle" in config.policies
 
 
-@pytest.mark.parametrize("name", ["demo", "fused", "fused_again", "methods", "reference", "report", "text"])
+@pytest.mark.parametrize("name", [path.stem for path in sorted(CONFIGS.glob("*.yaml"))])
 def test_every_config_passes_its_checks_on_its_shortest_items(name, monkeypatch):
     monkeypatch.setattr(checks, "_gates", lambda *_: [])
     monkeypatch.setattr(checks, "_caches", lambda *_: [])  # they load gates

@@ -394,8 +394,8 @@ def test_the_crossed_share_chooses_on_one_half_and_compares_on_the_other() -> No
             row["score"] = max(row["score"], float(row["policy"] == "snapkv" and row["item"] == 0))
     scores = gather(rows, list(FAMILY))
     line = line_of(check_gap_closed(scores, PARTS, **OPTIONS), "context_only", 0.1, "seen")
-    # On the items themselves snapkv leads by one of 120; on a half, either may, and its lead is luck: on the
-    # other half its mean is what both have on average, less what the luck took from there.
+    # On the items themselves snapkv leads by six of 240; on a half either may, and what of its lead is luck
+    # is missing on the other half: there its mean is below what it has on all.
     means = {
         name: mean_of(scores, Cell("context_only", name, 0.1))
         for name in ("fused", "oracle", "snapkv", "keydiff")
@@ -405,8 +405,11 @@ def test_the_crossed_share_chooses_on_one_half_and_compares_on_the_other() -> No
         (means["fused"] - means["snapkv"]) / (means["oracle"] - means["snapkv"])
     )
     assert line.crossed is not None
-    lowest = (means["fused"] - both) / (means["oracle"] - both)
-    assert lowest - 0.005 < line.crossed < lowest + 0.1
+    # Half of a lead by luck is taken from the other half. Of differences of +-1, 120 drawn of 240, three
+    # standard deviations of the mean are 3 sqrt(1 / 240).
+    unlucky = both - 100 * 3 * (1 / 240) ** 0.5 / 2
+    highest = (means["fused"] - unlucky) / (means["oracle"] - unlucky)
+    assert line.estimate < line.crossed < highest < 0.8
     assert abs(line.crossed - line.estimate) > 0.001
 
 

@@ -47,8 +47,10 @@ def test_a_curve_goes_on_where_the_first_phase_ended(tmp_path) -> None:
         file.write('{"step": 150, "to')
     curve.go_on_after(100)
     assert curve.rows == rows[:2]
+    with pytest.raises(ValueError, match="its rows end at step 100, .* goes on from step 150"):
+        curve.go_on_after(150)
     path.unlink()
-    with pytest.raises(ValueError, match="is gone or has no row up to step 100"):
+    with pytest.raises(ValueError, match="is gone or cut: its rows end at step 0"):
         curve.go_on_after(100)
 
 
