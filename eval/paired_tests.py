@@ -1,10 +1,10 @@
 """Paired differences in, a test's statistic and p out: what stands beside an interval in a table.
 
 Every function takes differences per cluster (policy minus baseline, `eval/clusters.py`) and wraps one call of
-scipy or statsmodels. The tests do not ask the same question. The sign-flip test is about the mean difference,
-which is what the interval shows and what a verdict rests on. Wilcoxon's is about ranks: it can be significant
-where the mean difference is nil. TOST asks whether the mean difference is small, and is the only one whose
-small p says "the same".
+scipy or statsmodels; drawn sign flips are our own, since scipy tosses them item by item. The tests do not ask
+the same question. The sign-flip test is about the mean difference, which is what the interval shows and what
+a verdict rests on. Wilcoxon's is about ranks: it can be significant where the mean difference is nil. TOST
+asks whether the mean difference is small, and is the only one whose small p says "the same".
 
 The one decision taken here: differences that are all zero are no reason for a nan. Two policies that answer
 alike on every item do happen, so each test then says p = 1 ("nothing to test") under its own name. TOST does
@@ -24,6 +24,9 @@ import numpy as np
 from scipy import stats
 
 from retain.eval.significance import macro_mean, standard_error
+
+# Of the sum of all absolute differences: drawn sums that are no further apart are one.
+TIE = 1e-10
 
 
 @contextmanager
@@ -133,8 +136,8 @@ def sign_flip(differences: Sequence[np.ndarray], *, resamples: int = 9999, seed:
     `p = 2 * min(P(m* >= m), P(m* <= m))`, `m = (1/K) * sum_k mean_i d_ki`.
 
     It assumes that, were the policies alike, each difference would be as likely to have the other sign.
-    Through `scipy.stats.permutation_test(permutation_type="samples")`; all patterns are counted when they are
-    no more than `resamples`, otherwise `resamples` are drawn and `(count + 1) / (resamples + 1)` is used.
+    All patterns are counted, through `scipy.stats.permutation_test(permutation_type="samples")`, when they
+    are no more than `resamples`; otherwise `resamples` are drawn and `(count + 1) / (resamples + 1)` is used.
 
     Args:
         differences: One array per stratum, one number per cluster.
@@ -161,16 +164,34 @@ def sign_flip(differences: Sequence[np.ndarray], *, resamples: int = 9999, seed:
         # Patterns with the same mean count as such, whatever the order of their sum did to the last bits.
         return np.asarray(np.round(values.sum(axis=axis) / spread, 12))
 
-    found = stats.permutation_test(
+    if not exact:
+        drawn = _drawn_sums(shares / spread, resamples, np.random.default_rng(seed))
+        found = shares.sum() / spread
+        tails = [int(np.count_nonzero(drawn >= found - TIE)), int(np.count_nonzero(drawn <= found + TIE))]
+        return SignFlip(min(1.0, 2 * (min(tails) + 1) / (resamples + 1)), False, int(shares.size), resamples)
+    counted = stats.permutation_test(
         (shares,),
         flipped_mean,
         permutation_type="samples",
         vectorized=True,
         n_resamples=resamples,
         batch=1000,
-        rng=np.random.default_rng(seed),
     )
-    return SignFlip(float(found.pvalue), exact, int(shares.size), 2**shares.size if exact else resamples)
+    return SignFlip(float(counted.pvalue), True, int(shares.size), 2**shares.size)
+
+
+def _drawn_sums(shares: np.ndarray, resamples: int, rng: np.random.Generator) -> np.ndarray:
+    """Sums of shares, of absolute values that sum to 1, whose signs were flipped by coin; `[resamples]`.
+
+    Of the n shares of one size as many come out positive as heads of n coins, so that no coin is tossed for
+    each: right or wrong answers have one size a task.
+    """
+    sizes = np.abs(shares)
+    _, first, counts = np.unique(np.round(sizes, 15), return_index=True, return_counts=True)
+    sums = np.zeros(resamples)
+    for size, count in zip(sizes[first], counts, strict=True):
+        sums += size * (2.0 * rng.binomial(count, 0.5, resamples) - count)
+    return sums
 
 
 @dataclass(frozen=True)

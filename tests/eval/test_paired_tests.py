@@ -109,6 +109,32 @@ def test_drawn_sign_flips_are_near_the_counted_ones():
     assert sign_flip([np.full(40, 1.0)], resamples=99).p == pytest.approx(0.02)  # never 0
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])
+def test_shares_of_one_size_are_drawn_together(scale):
+    """Two strata of unlike sizes, so that there are two sizes of shares, each of several items."""
+    few = [np.array([1.0, 1, -1, 1, 0, 1]) * scale, np.array([1.0, -1, 1, 1, 1, 0, -1, 1, 1, -1]) * scale]
+    counted, drawn = sign_flip(few, resamples=2**14), sign_flip(few, resamples=4000, seed=3)
+    assert (counted.exact, drawn.exact) == (True, False)
+    assert drawn.p == pytest.approx(counted.p, abs=4 * math.sqrt(counted.p / 4000))
+    many = np.repeat([1.0, -1.0, 0.0], [330, 270, 400]) * scale
+    right, wrong = (many > 0).astype(float), (many < 0).astype(float)
+    wanted = exact_mcnemar(right, wrong).p
+    assert 0.005 < wanted < 0.05
+    found = sign_flip([many], resamples=100_000).p
+    assert found == pytest.approx(wanted, abs=4 * math.sqrt(2 * wanted / 100_000))
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(168, 130), (117, 79), (960, 930), (400, 310)])
+def test_drawn_patterns_as_extreme_as_the_found_one_are_counted(right, wrong):
+    """Ties are common where differences have one size: left out, they take up to a quarter off p."""
+    only, other = np.repeat([1.0, 0.0], [right, wrong]), np.repeat([0.0, 1.0], [right, wrong])
+    wanted = exact_mcnemar(only, other).p
+    # A share that no float holds exactly, in a stratum of three.
+    strata = [(only - other) * 100, np.zeros(7), np.zeros(11)]
+    found = sign_flip(strata, resamples=200_000).p
+    assert found == pytest.approx(wanted, abs=4 * math.sqrt(2 * wanted / 200_000))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-4, 4), min_size=2, max_size=8), st.integers(1, 3))
 def test_counted_sign_flips_are_the_naive_ones(numbers, first):
