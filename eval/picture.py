@@ -1,23 +1,30 @@
 """The picture of a run: score against budget, one line a policy, the full cache dashed; or, of many
-policies, a ranking.
+policies, a ranking. Of chosen ones, for a page or a paper:
+
+    python -m retain.eval.picture results/RUN --policies NAME [NAME ...] [--out FILE.png]
 
 Lines: one panel per regime and family. Ranking: one panel per regime. The one decision taken here: the ratios
 are spaced evenly on a log axis, since a cache half the size is one step whatever the size was; and where
 there are more policies than colours, their names do the telling apart.
 """
 
+import argparse
 import math
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
+from retain.eval.config import FULL
+from retain.eval.record import read_manifest, read_rows
 from retain.eval.significance import standard_error
-from retain.eval.summary import ALL, FAMILIES, Cell, Scores
+from retain.eval.summary import ALL, FAMILIES, Cell, Scores, gather, preset_of
+from retain.registry import suggest
 
-# Learned policies stand out; heuristics are cool, controls grey. Policies not named here take matplotlib's
-# own.
+# Learned policies stand out; heuristics are cool, controls grey. A policy under another protection looks as
+# under its own, but hollow and dashed; policies not named here take matplotlib's own.
 LOOKS: dict[str, dict[str, Any]] = {
     "fused": {"color": "#c1272d", "linewidth": 2.4, "marker": "o"},
     "gate": {"color": "#f28e2b", "linewidth": 2.4, "marker": "s"},
@@ -26,11 +33,16 @@ LOOKS: dict[str, dict[str, Any]] = {
     "defensivekv": {"color": "#98df8a", "marker": "<"},
     "defensive_layer": {"color": "#bcbd22", "linestyle": "--", "marker": ">"},
     "h2o": {"color": "#17becf", "marker": "D"},
+    "keydiff": {"color": "#e377c2", "marker": "P"},
+    "cake": {"color": "#006d2c", "marker": "h"},
+    "lava": {"color": "#8c564b", "marker": "d"},
     "recency": {"color": "#9467bd", "marker": "x"},
     "random": {"color": "#8c6d31", "marker": "+"},
     "token_identity": {"color": "#7f7f7f", "linestyle": ":", "marker": "."},
     "oracle": {"color": "#444444", "linestyle": "-.", "marker": "*"},
 }
+
+DASHES = ("--", (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 
 
 def draw(scores: Scores, path: Path, *, title: str) -> None:
@@ -53,6 +65,7 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
         *shape, figsize=(5.2 * shape[1] + 1.8, 3.6 * shape[0] + 0.6), sharey=True, squeeze=False
     )
     ratios = scores.budgets
+    others = [*dict.fromkeys(name.partition("+")[2] for name in scores.policies if "+" in name)]
     for row, regime in enumerate(scores.regimes):
         for column, family in enumerate(families):
             axis, tasks = axes[row, column], scores.tasks(family)
@@ -64,7 +77,7 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
                 means = [scores.mean(cell, tasks) for cell in cells]
                 halves = [1.96 * standard_error(scores.strata(cell, tasks)) for cell in cells]
                 places = [cell.budget for cell in cells]
-                look: dict[str, Any] = {"linewidth": 1.5, "markersize": 5, **LOOKS.get(policy, {})}
+                look: dict[str, Any] = {"linewidth": 1.5, "markersize": 5, **_look(policy, others)}
                 (line,) = axis.plot(places, means, label=policy, **look)
                 low = [max(0.0, mean - half) for mean, half in zip(means, halves, strict=True)]
                 high = [min(100.0, mean + half) for mean, half in zip(means, halves, strict=True)]
@@ -92,8 +105,17 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="center right", fontsize=9, frameon=False)
     figure.suptitle(title, fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1 - 1.6 / figure.get_figwidth(), 1))
+    beside = max(1.6, 0.5 + 0.075 * max(len(label) for label in labels))  # inches
+    figure.tight_layout(rect=(0, 0, 1 - beside / figure.get_figwidth(), 1))
     _save(figure, path)
+
+
+def _look(policy: str, others: Sequence[str]) -> Mapping[str, Any]:
+    """As in `LOOKS`; dashed in a way of its own under each of the other protections."""
+    own, protection = LOOKS.get(preset_of(policy), {}), policy.partition("+")[2]
+    if not protection:
+        return own
+    return own | {"linestyle": DASHES[others.index(protection) % len(DASHES)], "markerfacecolor": "white"}
 
 
 def draw_ranking(scores: Scores, path: Path, *, title: str, variants: Collection[str] = ()) -> None:
@@ -167,3 +189,34 @@ def _save(figure: Any, path: Path) -> None:
     figure.savefig(beside, dpi=120)
     pyplot.close(figure)
     beside.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw chosen policies of a run, each a line, in the order in which they are named."""
+    parser = argparse.ArgumentParser(description="Draw score against budget for some policies of a run.")
+    parser.add_argument("folder", type=Path, help="results/<run>")
+    parser.add_argument("--policies", nargs="+", required=True, help="lines of the run")
+    parser.add_argument("--out", type=Path, help="a PNG; default: chosen.png in the folder")
+    given = parser.parse_args(arguments)
+    out = given.out or given.folder / "chosen.png"
+    try:
+        manifest, rows = read_manifest(given.folder), read_rows(given.folder)
+        there = {row["policy"] for row in rows}
+        unknown = [f"{name!r}{suggest(name, sorted(there))}" for name in given.policies if name not in there]
+        if unknown:
+            raise ValueError(
+                f"not measured in {given.folder}: {'; '.join(unknown)}. Measured: {', '.join(sorted(there))}."
+            )
+        drawn = {name: place for place, name in enumerate((FULL, *given.policies))}
+        rows = sorted((row for row in rows if row["policy"] in drawn), key=lambda row: drawn[row["policy"]])
+        title = f"{manifest['config']['run']}: score at equal memory, mean over tasks"
+        draw(gather(rows), out, title=title)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"Picture: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
