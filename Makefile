@@ -22,7 +22,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
 
-.PHONY: demo compare methods fused fused-again study report test bench builds sanitize quantised lint format reference install gates reference-gates gates-seed0 gates-seed1 gates-seed2 $(addprefix family-,$(FAMILIES))
+.PHONY: demo compare methods fused fused-again study report test bench builds sanitize quantised lint format reference install gates reference-gates remap-gates gates-seed0 gates-seed1 gates-seed2 remap-seed0 remap-seed1 remap-seed2 $(addprefix family-,$(FAMILIES))
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -39,16 +39,18 @@ methods: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates
 	$(BIN)/python eval/compare.py --config configs/compare/methods.yaml
 
+# The lines of that comparison that are the fused policy with one thing otherwise.
+ALSO := $(addprefix --also ,gate+joint each_head added recent32 curves observed_model)
 # The fused policy against everything, then its claims, checked on the rows: results/fused/claims.md.
 fused: $(INSTALLED)
-	$(MAKE) -j 2 reference-gates
+	$(MAKE) -j 2 reference-gates remap-gates
 	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
-	$(BIN)/python -m retain.eval.fused_claims results/fused --oracle oracle+joint
+	$(BIN)/python -m retain.eval.fused_claims results/fused --oracle oracle+joint $(ALSO)
 
 # Then where entries go again and again (an hour of two cores): only both runs together say "not worse in any regime".
 fused-again: fused
 	$(BIN)/python eval/compare.py --config configs/compare/fused_again.yaml
-	$(BIN)/python -m retain.eval.fused_claims results/fused results/fused_again --oracle oracle+joint
+	$(BIN)/python -m retain.eval.fused_claims results/fused results/fused_again --oracle oracle+joint $(ALSO)
 
 # Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
 # `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.
@@ -75,6 +77,12 @@ reference-gates: gates-seed0 gates-seed1 gates-seed2
 
 gates-seed0 gates-seed1 gates-seed2: gates-seed%: $(INSTALLED)
 	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* output=runs/gates-seed$*
+
+# The same with a curve for each head, which the fused policy's gates are compared with.
+remap-gates: remap-seed0 remap-seed1 remap-seed2
+
+remap-seed0 remap-seed1 remap-seed2: remap-seed%: $(INSTALLED)
+	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* calibration.kind=remap output=runs/study/remap-seed$*
 
 # Every family of gates by its own recipe, and one table of them: overlap, score, parameters, seconds.
 gates: $(INSTALLED)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from retain.eval.claim_runs import gates_of
 from retain.provenance import now, write_json, write_text
 
 CLAIMS = "claims"
@@ -139,7 +140,9 @@ def write_claims(
         Path of `claims.md`.
     """
     resolved = {
-        name: own for one in manifests for name, own in one.get("identity", {}).get("policies", {}).items()
+        name: {**own, **_gates_said(one, name, own)}
+        for one in manifests
+        for name, own in one.get("identity", {}).get("policies", {}).items()
     }
     runs = " and ".join(str(one.get("run", "unknown")) for one in manifests)
     named = (parts.policy, parts.gate, parts.oracle, *parts.also)
@@ -161,6 +164,13 @@ def write_claims(
     path = folder / f"{CLAIMS}.md"
     write_text(path, as_markdown(runs, parts, claims, conditions, resolved))
     return path
+
+
+def _gates_said(manifest: Mapping[str, Any], name: str, resolved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a policy that reads gates: which, seed by seed."""
+    if not resolved.get("learned"):
+        return {}
+    return {"gates": " ".join(str(own.get("sha256"))[:8] for own in gates_of(manifest, name).values())}
 
 
 def all_hold(claims: Sequence[FusedClaim], conditions: Sequence[Condition]) -> bool:
@@ -191,7 +201,7 @@ def as_markdown(
         if apart:
             lines.append(f"`{parts.policy}` and `{other}` differ in: {', '.join(apart)}.")
     if parts.also:
-        lines.append(f"Shown beside, with the same gates: {', '.join(f'`{name}`' for name in parts.also)}.")
+        lines.append(f"Shown beside: {', '.join(f'`{name}`' for name in parts.also)}.")
     lines += [
         "",
         *_table(("claim", "outcome", "lines it rests on"), [_in_short(claim) for claim in claims]),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import retain.policy
 from retain.budget import Budget
-from retain.drawing import Draw
+from retain.drawing import Draw, draw_keys
 from retain.fusion import floor
 from retain.policy import Policy, decide, load_policy, score_entries
 from retain.protection import Protection
@@ -68,13 +68,16 @@ def test_a_budget_that_covers_everything_keeps_everything(name):
         assert torch.equal(decision.keep_BHT, evidence.valid_BT[:, None].expand_as(decision.keep_BHT))
 
 
-def test_fused_is_the_sum_of_observed_and_learned():
+def test_fused_ranks_by_the_gate_and_draws_by_what_was_observed():
     evidence = random_evidence(pads=(0, 17), num_tokens=60)
     learned = _learned(evidence)
-    score = score_entries(_small("fused"), evidence, learned=learned)
     observed = SCORES["observed_risk"].function(evidence, window=8)
-    assert torch.equal(score.values_BHT, observed.values_BHT + learned.values_BHT)
-    assert score.unit == "risk" and score.draw_BHT is not None
+    score = score_entries(_small("fused"), evidence, learned=learned)
+    assert torch.equal(score.values_BHT, learned.values_BHT)
+    assert score.unit == "risk" and torch.equal(score.draw_BHT, draw_keys(observed, evidence))
+    added = score_entries(replace(_small("fused"), fusion="sum"), evidence, learned=learned)
+    assert torch.equal(added.values_BHT, observed.values_BHT + learned.values_BHT)
+    assert torch.equal(added.draw_BHT, score.draw_BHT)
 
 
 def test_a_score_made_once_serves_many_budgets():
@@ -162,7 +165,7 @@ def test_what_is_missing_is_said():
         decide(load_policy("recency"), evidence, Budget(keep_ratio=0.1))
     mass = Score(_learned(evidence).values_BHT, "mass")
     with pytest.raises(ValueError, match="observed score is in 'risk' while the learned one is in 'mass'"):
-        decide(_small("fused"), evidence, Budget(keep_ratio=0.5), learned=mass)
+        decide(replace(_small("fused"), fusion="sum"), evidence, Budget(keep_ratio=0.5), learned=mass)
 
 
 def test_unknown_names_are_told_with_a_suggestion(tmp_path):

@@ -6,11 +6,12 @@ can be afforded is the price that usual documents pay where they begin to fail: 
 held-out documents keep `AFFORDABLE` of the entries that are not protected. A document that pays more than
 that is fuller than they are, or its budget is smaller still.
 
-That one number was read off the shipped policy on one reference model, and holds on the other two (`python
--m retain.eval.capacity_study --scopes model`, 2026-11-22): warnings and failures agree best at limits near
-the threshold at it, and 70 to 74 % of the wrong answers to usual tasks, 93 to 100 % of those in contexts that
-fill up with facts, came with a warning, where 28 to 38 % of all did. Most of that the keep_ratio alone would
-have said; of failures for another reason (one key among many values, a count of words) the price says little.
+That one number was read off an earlier form of the shipped policy on one reference model, where warnings and
+failures agreed best at limits near the threshold at it. With the shipped policy, on three models (`python -m
+retain.eval.capacity_study --scopes model`, 2026-11-22), 57 to 69 % of the wrong answers to usual tasks and 87
+to 100 % of those in contexts that fill up with facts came with a warning, where 22 to 38 % of all did. Much
+of that the keep_ratio alone would have said; of failures for another reason (one key among many values, a
+count of words) the price says little.
 For a model of one's own the study says whether it holds there, and `retain.capacity.Guard(limit=...)` takes
 another one.
 """

@@ -41,8 +41,8 @@ from retain.registry import lookup
 AUTO = "auto"
 # To `evict`: what the cache was made with.
 OWN = "own"
-# Fusions with which the limit that gates are stored with means something (`train/capacity_limit.py`): `sum`,
-# with which it was read off, and those whose prices are no higher, so that they are warned of later.
+# Fusions on whose scale the limit is that gates are stored with (`train/capacity_limit.py`): the learned
+# score's own, which `max` and `sum` only raise.
 ON_SCALE = ("learned", "max", "sum")
 # Files of who calls between a user's line and a warning; the last is what a type checker wraps functions in.
 INNER = (

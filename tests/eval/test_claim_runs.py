@@ -10,7 +10,7 @@ import pytest
 from retain.eval.claim_runs import join
 from retain.eval.fused_claims import WANTED_AT, WANTED_IN, check_better, check_not_worse, main, parts_of
 from retain.eval.summary import Cell, gather
-from tests.eval.test_fused_claims import (
+from tests.eval.made_claims import (
     FAMILY,
     OPTIONS,
     PARTS,

@@ -25,6 +25,7 @@ from retain.eval.config import (
     suite_of,
     with_all_tasks,
 )
+from retain.eval.fused_claims import FRESH_FROM
 from retain.eval.orderings import ORDERINGS
 from retain.eval.study_plan import StudyConfig
 from retain.eval.subject import plan
@@ -494,10 +495,11 @@ def test_where_items_begin_is_checked(tmp_path):
 
 
 def test_what_is_confirmed_is_asked_items_that_nothing_was_chosen_on():
-    """The studies and the scratch before them took items from 0 on, some hundreds a task and seed."""
-    assert load(CONFIGS / "fused.yaml", CompareConfig).first_item == 2000
+    """Scratch took items from 0 on, the first study those from 2,000 on, some hundreds a task and seed."""
+    for name in ("fused", "fused_again", "shift"):
+        assert load(CONFIGS / f"{name}.yaml", CompareConfig).first_item >= FRESH_FROM, name
     for path in sorted((CONFIGS.parent / "study").glob("*.yaml")):
-        assert load(path, StudyConfig).compare.first_item == 2000, path
+        assert load(path, StudyConfig).compare.first_item == 4000, path
 
 
 def test_tasks_in_text_are_those_of_a_model(monkeypatch):

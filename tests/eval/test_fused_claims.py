@@ -1,122 +1,38 @@
 """Claims of the fused policy on runs that nobody ran, whose numbers can be worked out by hand."""
 
-import json
 import math
-from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from retain.eval.claim_lines import Condition, FusedClaim, Line, Outcome, all_hold
 from retain.eval.fused_claims import (
-    FRESH_FROM,
     MARGIN,
-    WANTED_AT,
-    WANTED_IN,
     check_better,
-    check_conditions,
     check_gap_closed,
     check_near_oracle,
     check_not_worse,
     groups_of,
-    main,
     parts_of,
 )
 from retain.eval.paired_result import compare_paired
 from retain.eval.paired_tests import holm
 from retain.eval.summary import Cell, Scores, best_of, gather
-
-FAMILY = {"copy": "seen", "pair": "seen", "odd": "held-out"}
-SEEDS = (0, 1, 2)
-# (regime, policy, budget) -> share of right answers on each task, in steps of 1 / 40.
-Rates = Mapping[tuple[str, str, float], tuple[float, float, float]]
-RATES: Rates = {
-    ("context_only", "full", 1.0): (1.0, 1.0, 1.0),
-    **{
-        ("context_only", policy, budget): rates
-        for budget in (0.1, 0.2)
-        for policy, rates in {
-            "snapkv": (0.2, 0.4, 0.5),
-            "keydiff": (0.4, 0.3, 0.1),
-            "gate": (0.5, 0.6, 0.3),
-            "fused": (0.9, 0.8, 0.7),
-            "oracle": (0.9, 0.9, 0.8),
-        }.items()
-    },
-    ("query_aware", "full", 1.0): (1.0, 1.0, 1.0),
-    ("query_aware", "snapkv", 0.4): (0.9, 0.9, 0.9),
-    ("query_aware", "keydiff", 0.4): (0.4, 0.9, 0.9),
-    ("query_aware", "gate", 0.4): (0.5, 0.9, 0.9),
-    ("query_aware", "fused", 0.4): (0.9, 0.9, 0.9),
-    ("query_aware", "oracle", 0.4): (1.0, 0.9, 0.9),
-}
-SIDES = ("fused", "gate", "oracle")
-OPTIONS = {"resamples": 500}
-
-
-def make_rows(rates: Rates, items: int = 40, seeds: tuple[int, ...] = SEEDS) -> list[dict[str, Any]]:
-    """Item i is right for whoever has a rate above `((7 i + 3 seed) mod items) / items`: skills nest."""
-    rows = []
-    for (regime, policy, budget), own in rates.items():
-        for (task, family), rate in zip(FAMILY.items(), own, strict=True):
-            for seed in seeds:
-                for item in range(items):
-                    place = (7 * item + 3 * seed) % items
-                    right = float(place < rate * items - 1e-9)
-                    rows.append(
-                        {
-                            "unit": f"{task}/{seed}",
-                            **{"regime": regime, "policy": policy, "budget": budget, "keep_ratio": budget},
-                            **{"task": task, "family": family, "seed": seed, "item": item, "question": 0},
-                            **{"score": right, "exact": right, "partial": right},
-                            **{"kept_entries": round(1000 * budget), "seen_entries": 1000},
-                            **{"bytes_held": round(64000 * budget), "bytes_full": 64000},
-                        }
-                    )
-    return rows
-
-
-def changed(
-    **policies: tuple[float, float, float],
-) -> dict[tuple[str, str, float], tuple[float, float, float]]:
-    """The rates of context_only alone, with those of some policies replaced."""
-    kept = {cell: own for cell, own in RATES.items() if cell[0] == "context_only"}
-    return {cell: policies.get(cell[1], own) for cell, own in kept.items()}
-
-
-def check_of(rates: Rates, **options: Any) -> tuple[Scores, Any]:
-    scores = gather(make_rows(rates, **options), list(FAMILY))
-    return scores, parts_of(scores, [{}], policy="fused", gate="gate", oracle="oracle")
-
-
-def complete(rates: Rates) -> Rates:
-    """With what is wanted and is not there: places where everybody answers alike, without an oracle where
-    there can be none."""
-    found = {}
-    for regime in WANTED_IN:
-        found[regime, "full", 1.0] = (1.0, 1.0, 1.0)
-        for budget in WANTED_AT:
-            for name in ("snapkv", "keydiff", "gate", "fused", "oracle"):
-                if name != "oracle" or regime in ("context_only", "query_aware"):
-                    found[regime, name, budget] = (0.9, 0.9, 0.9)
-    return {**found, **rates}
-
-
-def line_of(claim: FusedClaim, *place: Any) -> Line:
-    """The line of a regime, budget, task family and, where there are several, opponent."""
-    found = [
-        line
-        for line in claim.lines
-        if (line.regime, line.budget, line.family, line.against)[: len(place)] == place
-    ]
-    assert len(found) == 1, found
-    return found[0]
-
-
-SCORES, PARTS = check_of(RATES)
+from tests.eval.made_claims import (
+    FAMILY,
+    OPTIONS,
+    PARTS,
+    RATES,
+    SCORES,
+    SEEDS,
+    SIDES,
+    changed,
+    check_of,
+    complete,
+    line_of,
+    make_rows,
+)
 
 
 @cache
@@ -484,120 +400,3 @@ def test_a_claim_is_as_strong_as_its_weakest_line(outcomes: list[Outcome], whole
     assert claim.outcome == whole
     assert all_hold([claim], [Condition("met", True, "")]) == (whole in ("holds", "no gap"))
     assert not all_hold([claim], [Condition("not met", False, "")])
-
-
-def make_manifest(**changes: Any) -> dict[str, Any]:
-    tasks = {
-        name: {"family": family, "metric": "exact match", "primary": "exact", "version": 1}
-        for name, family in FAMILY.items()
-    }
-    return {
-        "run": "made",
-        "config": {"suite": "stub", "first_item": FRESH_FROM},
-        "tasks": tasks,
-        "identity": {"gates": {str(seed): {"sha256": f"{seed}" * 64} for seed in SEEDS}},
-        "code_states": [{"commit": "a" * 40, "clean": True}],
-        "finished": "2026-01-02T03:04:05+00:00",
-        **changes,
-    }
-
-
-def unmet(manifest: dict[str, Any], scores: Scores = SCORES) -> list[str]:
-    return [one.text for one in check_conditions(scores, PARTS, [manifest]) if not one.holds]
-
-
-def test_conditions_say_what_a_run_lacks() -> None:
-    assert unmet(make_manifest()) == ["at least 200 items a task"]
-    enough, _ = check_of(changed(), items=80)
-    assert unmet(make_manifest(), enough) == []
-    # Three seeds that answer with one set of gates are one.
-    same = {"gates": {str(seed): {"sha256": "0" * 64} for seed in SEEDS}}
-    assert unmet(make_manifest(identity=same), enough) == ["at least 3 seeds, each with gates of its own"]
-    other = make_manifest()
-    other["identity"]["gates_of_policies"] = {"fused": {str(s): {"sha256": f"f{s}" * 32} for s in SEEDS}}
-    assert unmet(other, enough) == ["gate and fused take the same gates"]
-    dirty = make_manifest(code_states=[{"commit": "a" * 40, "clean": False}])
-    del dirty["finished"]
-    assert unmet(dirty, enough) == ["the run is finished", "the code was clean"]
-
-
-def test_items_that_something_was_chosen_on_are_found() -> None:
-    enough, _ = check_of(changed(), items=80)
-    configs = {"low": {"suite": "stub", "first_item": 1999}, "older": {"suite": "stub"}}
-    runs = [make_manifest(), *(make_manifest(run=run, config=own) for run, own in configs.items())]
-    assert [len(unmet(run, enough)) for run in runs] == [0, 1, 1]
-    (found,) = [one for one in check_conditions(enough, PARTS, runs) if not one.holds]
-    assert found.numbers == "made from 2000 on, low from 1999 on, older from 0 on"
-
-
-def test_unequal_bytes_are_found() -> None:
-    rows = make_rows(changed(), items=80)
-    for row in rows:
-        if row["policy"] == "keydiff" and row["budget"] == 0.2:
-            row["bytes_held"] = round(1.01 * row["bytes_held"])
-    scores = gather(rows, list(FAMILY))
-    assert unmet(make_manifest(), scores) == ["equal achieved bytes in every cell"]
-    numbers = [one.numbers for one in check_conditions(scores, PARTS, [make_manifest()])]
-    assert "at most 1.00 % apart (keydiff, context_only, 0.2)" in numbers
-
-
-def write_run(folder: Path, manifest: dict[str, Any], rates: Rates, items: int) -> Path:
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    lines = [json.dumps(row) for row in make_rows(rates, items)]
-    (folder / "items.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
-    return folder
-
-
-def refuse(word: str) -> float:
-    raise AssertionError(f"{word} is no JSON")
-
-
-def test_the_command_writes_both_files_and_says_how_it_went(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = {"learned": True, "allocation": {"head_classes": None}, "scope": "model"}
-    manifest = make_manifest()
-    manifest["identity"]["policies"] = {"fused": settings, "gate": {**settings, "scope": "head"}}
-    folder = write_run(tmp_path, manifest, complete(RATES), 20)
-    assert main([str(folder), "--resamples", "300"]) == 0
-    printed = capsys.readouterr().out
-    assert "condition not met: at least 200 items a task: 60 (copy)" in printed
-    assert "holds: context_only, keep_ratio 0.1 and 0.2: fused is better than" in printed
-    found = json.loads((folder / "claims.json").read_text(encoding="utf-8"), parse_constant=refuse)
-    assert [claim["name"] for claim in found["claims"]] == [
-        "better",
-        "not worse",
-        "near the oracle",
-        "gap closed",
-    ]
-    assert (found["run"], found["holds"], found["parts"]["gate"]) == ("made", False, "gate")
-    assert found["claims"][0]["outcome"] == "holds"
-    first = found["claims"][0]["lines"][0]
-    assert (first["outcome"], first["against"], first["num_items"], len(first["by_seed"])) == (
-        *("holds", "snapkv", 180, 3),
-    )
-    page = (folder / "claims.md").read_text(encoding="utf-8")
-    assert "`fused` and `gate` differ in: scope (model / head)." in page
-    assert "| holds | context_only | 0.1 | all | snapkv | 80.0 | 36.7 | 100.0 | +43.3 |" in page
-    assert " | context_only | 0.1 | seen | keydiff | 85.0 | 35.0 | 100.0 | +90.9 | [+" in page
-    heads = {line.count("|") for line in page.splitlines() if line.startswith("|")}
-    assert heads == {4, 18}
-    assert main([str(folder), "--resamples", "300", "--check"]) == 1
-
-
-def test_the_command_is_content_where_everything_holds(tmp_path: Path) -> None:
-    rates = complete(changed(oracle=(0.9, 0.8, 0.7)))
-    folder = write_run(tmp_path, make_manifest(), rates, 80)
-    out = tmp_path / "beside"
-    out.mkdir()
-    assert main([str(folder), "--resamples", "300", "--check", "--out", str(out)]) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["claims.json", "claims.md"]
-    assert not (folder / "claims.md").exists()
-
-
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "nowhere")]) == 2
-    assert "is no run of eval/compare.py" in capsys.readouterr().err
-    folder = write_run(tmp_path, make_manifest(), RATES, 2)
-    assert main([str(folder), "--gate", "gat"]) == 2
-    assert "did you mean 'gate'" in capsys.readouterr().err

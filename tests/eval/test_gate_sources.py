@@ -392,12 +392,16 @@ def test_a_set_that_a_policy_cannot_take_is_refused_before_work_starts(there, tm
     save_gates(rank, tmp_path / "rank", fingerprint=fingerprint(own))
     sets = {"rank": GateSource(str(tmp_path / "rank"))}
     for regime in ("context_only", "decode"):
-        config = config_of(there, tmp_path, policies=("fused",), variants={}, regimes=(regime,))
-        config = replace(config, gate_sets=sets, uses={"fused": "rank"}, tasks=("pair",))
-        with pytest.raises(ValueError, match="policy 'fused' .*wants a gate in 'risk', .* are in 'rank'"):
+        added = {"added": ("fused", "fusion=sum")}
+        config = config_of(there, tmp_path, policies=("added",), variants=added, regimes=(regime,))
+        config = replace(config, gate_sets=sets, uses={"added": "rank"}, tasks=("pair",))
+        with pytest.raises(ValueError, match="policy 'added' .*wants a gate in 'risk', .* are in 'rank'"):
             check(config, STUB)
     check(
-        replace(config, policies=("snapkv", "gate"), regimes=("context_only",), uses={"gate": "rank"}), STUB
+        replace(
+            config, policies=("snapkv", "gate"), variants={}, regimes=("context_only",), uses={"gate": "rank"}
+        ),
+        STUB,
     )
 
 

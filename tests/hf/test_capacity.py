@@ -25,7 +25,7 @@ from tests.tiny import tiny_batch
 TINY, HUGE = 1e-6, 1e6
 SHARED = {
     **{scope: {"scope": scope} for scope in ("head", "layer", "model")},
-    "as shipped": {"scope": "model", "fusion": "sum", "draw": Draw(0.2)},
+    "as shipped": {"scope": "model", "fusion": "learned", "draw": Draw(0.2)},
 }
 NOTHING = Capacity(TINY, (0.0,), (0.0,), (0,), (0,), (0,))
 

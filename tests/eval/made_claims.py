@@ -1,0 +1,122 @@
+"""Runs that nobody ran, for claims: rates of right answers in, rows, manifests and parts out."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from retain.eval.claim_lines import FusedClaim, Line
+from retain.eval.fused_claims import FRESH_FROM, WANTED_AT, WANTED_IN, parts_of
+from retain.eval.summary import Scores, gather
+
+FAMILY = {"copy": "seen", "pair": "seen", "odd": "held-out"}
+SEEDS = (0, 1, 2)
+# (regime, policy, budget) -> share of right answers on each task, in steps of 1 / 40.
+Rates = Mapping[tuple[str, str, float], tuple[float, float, float]]
+RATES: Rates = {
+    ("context_only", "full", 1.0): (1.0, 1.0, 1.0),
+    **{
+        ("context_only", policy, budget): rates
+        for budget in (0.1, 0.2)
+        for policy, rates in {
+            "snapkv": (0.2, 0.4, 0.5),
+            "keydiff": (0.4, 0.3, 0.1),
+            "gate": (0.5, 0.6, 0.3),
+            "fused": (0.9, 0.8, 0.7),
+            "oracle": (0.9, 0.9, 0.8),
+        }.items()
+    },
+    ("query_aware", "full", 1.0): (1.0, 1.0, 1.0),
+    ("query_aware", "snapkv", 0.4): (0.9, 0.9, 0.9),
+    ("query_aware", "keydiff", 0.4): (0.4, 0.9, 0.9),
+    ("query_aware", "gate", 0.4): (0.5, 0.9, 0.9),
+    ("query_aware", "fused", 0.4): (0.9, 0.9, 0.9),
+    ("query_aware", "oracle", 0.4): (1.0, 0.9, 0.9),
+}
+SIDES = ("fused", "gate", "oracle")
+OPTIONS = {"resamples": 500}
+
+
+def make_rows(rates: Rates, items: int = 40, seeds: tuple[int, ...] = SEEDS) -> list[dict[str, Any]]:
+    """Item i is right for whoever has a rate above `((7 i + 3 seed) mod items) / items`: skills nest."""
+    rows = []
+    for (regime, policy, budget), own in rates.items():
+        for (task, family), rate in zip(FAMILY.items(), own, strict=True):
+            for seed in seeds:
+                for item in range(items):
+                    place = (7 * item + 3 * seed) % items
+                    right = float(place < rate * items - 1e-9)
+                    rows.append(
+                        {
+                            "unit": f"{task}/{seed}",
+                            **{"regime": regime, "policy": policy, "budget": budget, "keep_ratio": budget},
+                            **{"task": task, "family": family, "seed": seed, "item": item, "question": 0},
+                            **{"score": right, "exact": right, "partial": right},
+                            **{"kept_entries": round(1000 * budget), "seen_entries": 1000},
+                            **{"bytes_held": round(64000 * budget), "bytes_full": 64000},
+                        }
+                    )
+    return rows
+
+
+def changed(
+    **policies: tuple[float, float, float],
+) -> dict[tuple[str, str, float], tuple[float, float, float]]:
+    """The rates of context_only alone, with those of some policies replaced."""
+    kept = {cell: own for cell, own in RATES.items() if cell[0] == "context_only"}
+    return {cell: policies.get(cell[1], own) for cell, own in kept.items()}
+
+
+def check_of(rates: Rates, **options: Any) -> tuple[Scores, Any]:
+    scores = gather(make_rows(rates, **options), list(FAMILY))
+    return scores, parts_of(scores, [{}], policy="fused", gate="gate", oracle="oracle")
+
+
+def complete(rates: Rates) -> Rates:
+    """With what is wanted and is not there: places where everybody answers alike, without an oracle where
+    there can be none."""
+    found = {}
+    for regime in WANTED_IN:
+        found[regime, "full", 1.0] = (1.0, 1.0, 1.0)
+        for budget in WANTED_AT:
+            for name in ("snapkv", "keydiff", "gate", "fused", "oracle"):
+                if name != "oracle" or regime in ("context_only", "query_aware"):
+                    found[regime, name, budget] = (0.9, 0.9, 0.9)
+    return {**found, **rates}
+
+
+def line_of(claim: FusedClaim, *place: Any) -> Line:
+    """The line of a regime, budget, task family and, where there are several, opponent."""
+    found = [
+        line
+        for line in claim.lines
+        if (line.regime, line.budget, line.family, line.against)[: len(place)] == place
+    ]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def make_manifest(**changes: Any) -> dict[str, Any]:
+    tasks = {
+        name: {"family": family, "metric": "exact match", "primary": "exact", "version": 1}
+        for name, family in FAMILY.items()
+    }
+    return {
+        "run": "made",
+        "config": {"suite": "stub", "first_item": FRESH_FROM},
+        "tasks": tasks,
+        "identity": {"gates": {str(seed): {"sha256": f"{seed}" * 64} for seed in SEEDS}},
+        "code_states": [{"commit": "a" * 40, "clean": True}],
+        "finished": "2026-01-02T03:04:05+00:00",
+        **changes,
+    }
+
+
+def write_run(folder: Path, manifest: dict[str, Any], rates: Rates, items: int) -> Path:
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    lines = [json.dumps(row) for row in make_rows(rates, items)]
+    (folder / "items.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return folder
+
+
+SCORES, PARTS = check_of(RATES)
