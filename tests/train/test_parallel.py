@@ -58,7 +58,7 @@ def accelerator() -> Accelerator:
 def launched(folder: Path, arguments: list[str], **environment: str) -> Results:
     env = launch_environment(**environment)
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -216,7 +216,7 @@ def test_the_cpu_launch_file_runs_a_distillation(make_config: Make, tmp_path: Pa
         env=launch_environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [record["step"] for record in read_log(tmp_path / "run") if "loss" in record] == [1, 2]
@@ -238,7 +238,7 @@ def test_two_processes_distil_from_a_model_in_parts_what_one_does_from_a_whole_o
         env=launch_environment(ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     wanted = load_file(whole / "gates.safetensors")
@@ -274,7 +274,7 @@ def test_the_deepspeed_launch_files_run_a_distillation(make_config: Make, tmp_pa
         env=launch_environment(DS_ACCELERATOR="cpu"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     whole = distill(make_config(output=str(tmp_path / "whole"), **{"training.steps": 2}))
