@@ -226,8 +226,9 @@ def test_fusion(folders, trained, capsys) -> None:
     assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
     policy = scope["cache"].rule.request.policy
     assert policy == retain.load_policy("fused") and scope["gates"].unit == "risk"
-    assert (policy.fusion, policy.scope, policy.floor) == ("sum", "model", None)
-    assert policy.draw == Draw(0.2) and "until four fifths of the budget are full" in page("fusion")
+    assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
+    assert policy.draw == Draw(0.2)
+    assert "until four fifths of what the protected leave of the budget are full" in page("fusion")
     said = re.search(r"The first (\d+) and the last (\d+) entries stay", page("fusion"))
     kept = policy.protection
     assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]
