@@ -261,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    processes.leave()
     if not processes.first:
         return 0
     print("\n" + section(report, "At a glance"))

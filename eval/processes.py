@@ -42,6 +42,12 @@ class Processes:
         if self.state is not None:
             self.state.wait_for_everyone()
 
+    def leave(self) -> None:
+        """Leave the others, at the very end: the interpreter's end may abort what has not
+        (https://github.com/pytorch/pytorch/pull/179291)."""
+        if self.state is not None:
+            self.state.destroy_process_group()
+
 
 def launched() -> Processes:
     """This process among those that `accelerate launch` started."""

@@ -148,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    processes.leave()
     if processes.first:
         print(
             path.read_text(encoding="utf-8").partition("\n## Ingredients\n")[2].partition("\n## ")[0].strip()

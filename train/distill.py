@@ -47,11 +47,18 @@ from retain.train.lookahead import Lookahead
 from retain.train.loop import Lesson, Objective, train
 from retain.train.model_shape import lookahead_on_meta, meta_model, model_shape
 from retain.train.opening import check_shift, regressed
-from retain.train.parallel import Sharding, check_alike, is_sharded, shard_frozen_, sharding_of
+from retain.train.parallel import (
+    Sharding,
+    check_alike,
+    is_sharded,
+    leave_together_,
+    shard_frozen_,
+    sharding_of,
+)
 from retain.train.plan import Plan, plan_of
 from retain.train.progress import check_tracker, tracker_options
 from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
-from retain.train.signals import forget_
+from retain.train.signals import StopRequested, forget_
 from retain.train.soft import EndToEnd
 from retain.train.teacher import Frozen, load_frozen
 from retain.train.work import work_of
@@ -140,12 +147,18 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     """
     accelerator = accelerator or make_accelerator(config.tracker, config.output)
     check(config, accelerator.num_processes)
-    with locked(Path(config.output), accelerator):
-        # Now, and never later: whoever asks while the model loads asks this run.
-        if accelerator.is_main_process:
-            forget_(Path(config.output))
-        accelerator.wait_for_everyone()
-        return _distill(config, accelerator)
+    try:
+        with locked(Path(config.output), accelerator):
+            # Now, and never later: whoever asks while the model loads asks this run.
+            if accelerator.is_main_process:
+                forget_(Path(config.output))
+            accelerator.wait_for_everyone()
+            folder = _distill(config, accelerator)
+    except StopRequested:  # every process stops after the same step
+        leave_together_(accelerator)
+        raise
+    leave_together_(accelerator)
+    return folder
 
 
 def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
@@ -249,8 +262,6 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
             write_card(folder, command=command_line(), say=tqdm.write)
         finish_(folder)
         tqdm.write(f"gates: {folder} (retain.load_gates({str(folder)!r}, model))", file=sys.stdout)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
     return folder
 
 
@@ -378,6 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             accelerator = make_accelerator("none")
             check(config, accelerator.num_processes)
             accelerator.print(plan_run(config, accelerator).text())
+            leave_together_(accelerator)
         else:
             distill(config)
     except (ValueError, OSError, FloatingPointError) as error:

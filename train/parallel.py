@@ -344,6 +344,17 @@ def check_alike(found: Mapping[str, str]) -> None:
         )
 
 
+def leave_together_(accelerator: Accelerator) -> None:
+    """End trackers and the process group, once every process has come here: what a run does last, however it
+    ends, so that its exit code is its own.
+
+    A group that is left to the interpreter's end has threads that may still hold a tensor by then, and the
+    process aborts (SIGABRT), now and then, on a busy machine (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
 def _deepspeed_engine(module: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> Any:
     if find_spec("deepspeed") is None:
         raise ValueError(NO_DEEPSPEED)

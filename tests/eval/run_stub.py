@@ -70,6 +70,7 @@ def several(folder: Path, doomed: int | None) -> None:
     processes, config = launched(), config_of(folder, "several")
     if doomed is None:
         compare(config, MORE_STUB, processes)
+        processes.leave()
         return
 
     def die(_: object) -> None:

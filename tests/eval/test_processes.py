@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,6 +84,13 @@ def test_two_processes_of_a_launcher_share_the_units(tmp_path, whole):
 def test_one_process_is_alone():
     assert launched() == Processes() and Processes().writes_as is None and Processes().first
     assert Processes(rank=1, count=2).writes_as == 1
+    Processes().leave()
+
+
+def test_a_process_leaves_its_group():
+    state = Mock()
+    Processes(rank=1, count=2, state=state).leave()
+    state.destroy_process_group.assert_called_once_with()
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, whole):

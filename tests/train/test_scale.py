@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -306,6 +307,33 @@ def test_asked_to_stop_a_run_saves_and_goes_on_to_the_same_gates(
     asked = distill(config)
     one, two = (load_file(folder / "gates.safetensors") for folder in (whole, asked))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_however_it_ends_a_run_leaves_its_process_group(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the interpreter's end aborts it now and then, and its exit code is SIGABRT's."""
+    left: list[str] = []
+    monkeypatch.setattr(Accelerator, "end_training", lambda self: left.append("left"))
+    config = make_config(output=str(tmp_path / "run"))
+    append = checkpoint.append_log
+
+    def asking(folder: Path, record: Any) -> None:
+        append(folder, record)
+        if record.get("step") == 3 and "loss" in record:
+            (folder / STOP_FILE).touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("retain.train.loop.append_log", asking)
+        with pytest.raises(StopRequested):
+            distill(config)
+    assert len(left) == 1, "stopped"
+    distill(config)
+    assert len(left) == 2, "trained"
+    distill(config)
+    assert len(left) == 3, "nothing to do"
+    main(["--config", str(written(config, tmp_path / "c.yaml")), "--plan"])
+    assert len(left) == 4, "planned"
 
 
 def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path: Path) -> None:
