@@ -22,7 +22,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
 
-.PHONY: demo compare methods fused fused-again study report test bench builds sanitize quantised lint format reference install gates reference-gates remap-gates gates-seed0 gates-seed1 gates-seed2 remap-seed0 remap-seed1 remap-seed2 $(addprefix family-,$(FAMILIES))
+.PHONY: demo compare methods fused fused-again study study-shift report test bench builds sanitize quantised lint format reference install gates reference-gates remap-gates gates-seed0 gates-seed1 gates-seed2 remap-seed0 remap-seed1 remap-seed2 $(addprefix family-,$(FAMILIES))
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -55,10 +55,16 @@ fused-again: fused
 # Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
 # `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.
 STUDY := configs/study/fusion.yaml
+CHANGES :=
 study: $(INSTALLED)
 	set -e; commands=$$($(BIN)/python -m retain.eval.study --config $(STUDY) --train-commands); \
 		PATH="$(BIN):$$PATH"; eval "$$commands"
-	$(BIN)/python -m retain.eval.study --config $(STUDY)
+	$(BIN)/python -m retain.eval.study --config $(STUDY) $(CHANGES)
+
+# The same on documents unlike those of gate training: results/study-shift/study.md. At 0.05 `short` holds less than some levels protect.
+study-shift: $(INSTALLED)
+	$(MAKE) study CHANGES="compare.run=study-shift compare.suite=reference_shift compare.items_per_task=144 \
+		compare.tasks=[mixed,long,longest,prose,words,unfamiliar,rare,everything]"
 
 # The grid that fits in twenty minutes of two cores, and its page: results/report/report.html.
 REPORT := results/report
