@@ -89,7 +89,7 @@ def report(study: StudyConfig, plan: Plan, suite: Suite) -> None:
                     "factor": one.factor,
                     "family": one.family,
                     "winner": one.chosen,
-                    "absent": [*one.absent],
+                    "absent": one.absent,
                     "verdict": one.verdict,
                     "places": [
                         {"regime": regime, "budget": budget, "word": word}

@@ -49,8 +49,8 @@ class Level:
     Attributes:
         changes: `key=value` changes of the winner's policy, behind its own.
         gates: Name in `compare.gate_sets`, or "gates"; null: the winner's.
-        absent: Whether this is the winner without the ingredient: an ingredient pays where the winner is
-            better than each of these.
+        absent: Whether this is the winner without something: what it leaves out pays where the winner is
+            better than this.
         elsewhere: Why this level is not measured here and which command measures it; empty: it is measured.
     """
 

@@ -81,20 +81,23 @@ def _of_identical(result: PairedResult, items: int) -> Word:
 
 @dataclass(frozen=True)
 class Ingredient:
-    """What is known of one factor over one task family.
+    """What is known over one task family of one level that leaves something of the winner out.
+
+    A factor whose levels leave out different things (queries of one source, then those of another) has one
+    of these for each.
 
     Attributes:
         factor: Its name.
         family: Of tasks.
         chosen: The winner's level; None where no level is the winner's.
-        absent: Levels without the ingredient.
+        absent: The level without the ingredient; None where the factor has none.
         places: (regime, budget) -> word.
     """
 
     factor: str
     family: str
     chosen: str | None
-    absent: tuple[str, ...]
+    absent: str | None
     places: Mapping[tuple[str, float], Word]
 
     @property
@@ -113,7 +116,7 @@ class Ingredient:
     def said(self) -> str:
         """The verdict, and of how many places it is; without a level that leaves the ingredient out, that
         there is none."""
-        if not self.absent:
+        if self.absent is None:
             return "not asked: its levels are alternatives, and none leaves it out"
         if not self.places:
             return "not asked: the winner leaves it out"
@@ -193,37 +196,29 @@ def _one_family(
 
 
 def ingredients_of(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> list[Ingredient]:
-    """Whether each ingredient pays, at every place: against all levels that leave it out.
+    """Whether each ingredient pays, at every place: against each level that leaves something out.
 
-    It pays where the winner is better than each of them, and harms where one is better than the winner; it
-    does not pay where one of them is as good, and otherwise nothing is known.
+    It pays where the winner is better, harms where the winner is worse and does not pay where they are
+    equivalent; otherwise nothing is known.
     """
     if study.plan == "grid":
         return []
     made = []
     for factor, levels in study.factors.items():
         chosen = next((name for name in levels if plan.place.get((factor, name)) == WINNER), None)
-        absent = tuple(name for name, level in levels.items() if level.absent and not level.elsewhere)
-        # A winner that leaves the ingredient out has nothing to defend.
-        asked = bool(absent) and all(plan.place[factor, name] != WINNER for name in absent)
-        for family in (ALL, *FAMILIES):
-            own = [one for one in entries if (one.table, one.family) == (factor, family)]
-            places: dict[tuple[str, float], Word] = {}
-            for where in dict.fromkeys((one.regime, one.budget) for one in own):
-                words = [one.word for one in own if (one.regime, one.budget) == where and one.level in absent]
-                if words and asked:
-                    places[where] = _joined([word for word in words if word is not None])
-            if own:
-                made.append(Ingredient(factor, family, chosen, absent, places))
+        absent = [name for name, level in levels.items() if level.absent and not level.elsewhere]
+        asking: list[str | None] = [*absent] or [None]
+        for left_out in asking:
+            # A winner that leaves the ingredient out has nothing to defend.
+            asked = left_out is not None and plan.place[factor, left_out] != WINNER
+            for family in (ALL, *FAMILIES):
+                own = [one for one in entries if (one.table, one.family) == (factor, family)]
+                if not own:
+                    continue
+                found = [one for one in own if asked and one.level == left_out]
+                places = {(one.regime, one.budget): one.word for one in found if one.word is not None}
+                made.append(Ingredient(factor, family, chosen, left_out, places))
     return made
-
-
-def _joined(words: Sequence[Word]) -> Word:
-    """What several comparisons say together."""
-    for word in ("harms", "does not pay", "not known"):
-        if word in words:
-            return word
-    return "pays"
 
 
 def unequal(scores: Scores, lines: Sequence[str]) -> list[str]:
@@ -336,12 +331,10 @@ def _ingredients(study: StudyConfig, found: Sequence[Ingredient]) -> list[str]:
     ]
     for one in found:
         count = [sum(word == own for own in one.places.values()) for word in WORDS]
-        levels = study.factors.get(one.factor, {})
-        both = {name for name in one.absent if levels[name].changes and levels[name].gates}
-        missing = ", ".join(
-            f"{name} (policy and gates at once)" if name in both else name for name in one.absent
-        )
-        missing = missing or "no level is marked `absent`"
+        missing = "no level is marked `absent`"
+        if one.absent is not None:
+            level = study.factors[one.factor][one.absent]
+            missing = one.absent + " (policy and gates at once)" * bool(level.changes and level.gates)
         cells = [one.factor, one.family, one.chosen or "none of its levels", missing, *map(str, count)]
         lines.append(f"| {' | '.join(cells)} | {one.said} |")
     return lines

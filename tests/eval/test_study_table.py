@@ -217,26 +217,30 @@ def test_two_levels_of_one_line_are_tested_once(made):
     assert at(entries, "a", 0.1, table="t").made.result.family_size == 2
 
 
-def ingredient(made: Any, factor: str, family: str = "all") -> Ingredient:
+def ingredients(made: Any, factor: str, family: str = "all") -> list[Ingredient]:
     study, plan, _, entries = made
-    (one,) = [
-        one for one in ingredients_of(study, plan, entries) if (one.factor, one.family) == (factor, family)
-    ]
-    return one
+    found = ingredients_of(study, plan, entries)
+    return [one for one in found if (one.factor, one.family) == (factor, family)]
 
 
-def test_an_ingredient_pays_against_all_that_leave_it_out(made):
-    fusion = ingredient(made, "fusion")
-    # At 0.1 both alone are worse; at 0.2 one of them is as good.
-    assert fusion.places == {("context_only", 0.1): "pays", ("context_only", 0.2): "does not pay"}
-    assert (fusion.chosen, fusion.absent, fusion.verdict) == ("max", ("learned", "observed"), "pays")
-    scope = ingredient(made, "scope", "held-out")
+def test_what_each_level_leaves_out_is_asked_for_itself(made):
+    alone, other = ingredients(made, "fusion")
+    # At 0.1 both are worse than the winner; at 0.2 one of them is as good.
+    assert alone.places == {("context_only", 0.1): "pays", ("context_only", 0.2): "does not pay"}
+    assert other.places == {("context_only", 0.1): "pays", ("context_only", 0.2): "pays"}
+    assert (alone.chosen, alone.absent, alone.said) == ("max", "learned", "pays at 1 of 2 places")
+    assert (other.chosen, other.absent, other.said) == ("max", "observed", "pays")
+
+
+def test_an_ingredient_may_harm_and_may_not_be_known(made):
+    (scope,) = ingredients(made, "scope", "held-out")
     # The same 80 answers leave more than two points open; the same 240 do not.
     assert scope.places == {("context_only", 0.1): "harms", ("context_only", 0.2): "not known"}
-    assert ingredient(made, "scope").places["context_only", 0.2] == "does not pay"
     assert scope.verdict == "harms"
-    again = ingredient(made, "again")
-    assert (again.chosen, again.absent, again.verdict) == (None, (), "not asked")
+    (over_all,) = ingredients(made, "scope")
+    assert over_all.places["context_only", 0.2] == "does not pay"
+    (again,) = ingredients(made, "again")
+    assert (again.chosen, again.absent, again.verdict) == (None, None, "not asked")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +257,7 @@ def test_an_ingredient_pays_against_all_that_leave_it_out(made):
 def test_over_all_places(words, verdict):
     """And in words, how many of them it is said of."""
     places = {("context_only", float(number)): word for number, word in enumerate(words)}
-    assert Ingredient("f", "all", "x", ("y",), places).verdict == verdict
+    assert Ingredient("f", "all", "x", "y", places).verdict == verdict
 
 
 def test_a_winner_without_the_ingredient_has_nothing_to_defend(tmp_path, made):
@@ -267,7 +271,8 @@ def test_a_winner_without_the_ingredient_has_nothing_to_defend(tmp_path, made):
 def test_the_report_says_what_was_found_and_what_was_not_asked(made):
     study, plan, scores, entries = made
     text = as_markdown(study, plan, scores, entries, head=("Made up.",))
-    assert "| fusion | all | max | learned, observed | 1 | 1 | 0 | 0 | pays at 1 of 2 places |" in text
+    assert "| fusion | all | max | learned | 1 | 1 | 0 | 0 | pays at 1 of 2 places |" in text
+    assert "| fusion | all | max | observed | 2 | 0 | 0 | 0 | pays |" in text
     assert "- far: `no change`; not measured here: on the moon" in text
     assert "- head: `scope=head`; the same line as scope=head" in text
     assert "- max: `no change`; the winner" in text
@@ -366,12 +371,12 @@ def test_a_grid_has_one_table_and_averages(tmp_path):
 
 def test_words_say_of_how_many_places(made):
     places = {("context_only", 0.1): "pays", ("context_only", 0.2): "not known", ("decode", 0.1): "pays"}
-    one = Ingredient("f", "all", "x", ("y",), places)
+    one = Ingredient("f", "all", "x", "y", places)
     assert (one.verdict, one.said) == ("pays", "pays at 2 of 3 places")
     assert replace(one, places={("decode", 0.1): "pays"}).said == "pays"
     assert replace(one, places={("decode", 0.1): "not known"}).said == "not known"
     assert replace(one, places={}).said == "not asked: the winner leaves it out"
-    assert replace(one, absent=(), places={}).said.startswith("not asked: its levels are alternatives")
+    assert replace(one, absent=None, places={}).said.startswith("not asked: its levels are alternatives")
 
 
 def test_a_factor_without_an_absent_level_says_so_and_two_changes_are_told(tmp_path):
