@@ -101,7 +101,7 @@ $(addprefix family-,$(FAMILIES)): family-%: $(INSTALLED)
 	$(DISTILL) --config configs/distill/families/$*.yaml
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
 bench: $(INSTALLED)

@@ -1,7 +1,7 @@
 """What a study says: each ingredient of a policy against what could stand in its place, as tables.
 
 In: the scores of a run and the plan it followed. Out: an `Entry` for every level, regime, budget and task
-family; an `Ingredient` for every factor; `study.md` and what `study.json` holds.
+family; an `Ingredient` for every level that leaves something out; `study.md` and what `study.json` holds.
 
 The one decision taken here: everything is "level minus winner" on the same items, and the words are about the
 winner's choice. It *pays* against a level that is worse, *harms* against one that is better, *does not pay*
