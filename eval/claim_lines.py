@@ -28,7 +28,7 @@ class Parts:
         gate: Its own gate alone.
         oracle: The reference that knows the future.
         heuristics: All that the best one is chosen from.
-        also: Other lines with the policy's gates, shown beside.
+        also: Other lines that are shown beside.
         unmeasured: Regime -> training-free presets that have no line there.
     """
 

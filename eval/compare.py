@@ -254,12 +254,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
     given = parser.parse_args(typed)
+    processes = Processes()
     try:
         config = load(given.config, CompareConfig, given.overrides)
         processes = launched()
         report, claims = compare(config, suite_of(config), processes, command=command_of(MODULE, typed))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        processes.leave()
         return 2
     processes.leave()
     if not processes.first:

@@ -27,7 +27,7 @@ have a gap to close is read from the same scores and leans the other way, so the
 with their gap. And the policy itself was chosen once: its items must be others (`FRESH_FROM`).
 
 The gate alone is a preset with a budget and a protection of its own, so that what the policy gains on it may
-be these. Other lines with the policy's gates (`--also`; by default every one that is no control) are compared
+be these. Other lines (`--also`; by default every one with the policy's gates that is no control) are compared
 beside, in families of their own, and nothing is claimed of them.
 
 Better: the interval excludes 0 and the Holm-adjusted test passes; the four lines of the macro-average over
@@ -253,7 +253,7 @@ def check_better(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
 
 
 def _beside(scores: Scores, parts: Parts, group: str) -> list[tuple[Cell, Cell, str]]:
-    """The policy and every other line with its gates, at every place that has both."""
+    """The policy and every line to be shown beside it, at every place that has both."""
     return [
         (Cell(regime, parts.policy, budget), Cell(regime, name, budget), group)
         for regime, budget in places_of(scores, parts)

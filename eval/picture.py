@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib
 
 from retain.eval.config import FULL
+from retain.eval.page import tasks_of
 from retain.eval.record import read_manifest, read_rows
 from retain.eval.significance import standard_error
 from retain.eval.summary import ALL, FAMILIES, Cell, Scores, gather, preset_of
@@ -61,8 +62,9 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
 
     families = [family for family in FAMILIES if scores.tasks(family)]
     shape = (len(scores.regimes), len(families))
+    beside = max(1.6, 0.5 + 0.075 * max(map(len, scores.policies)))  # inches for the legend
     figure, axes = pyplot.subplots(
-        *shape, figsize=(5.2 * shape[1] + 1.8, 3.6 * shape[0] + 0.6), sharey=True, squeeze=False
+        *shape, figsize=(5.2 * shape[1] + beside + 0.2, 3.6 * shape[0] + 0.6), sharey=True, squeeze=False
     )
     ratios = scores.budgets
     others = [*dict.fromkeys(name.partition("+")[2] for name in scores.policies if "+" in name)]
@@ -102,10 +104,11 @@ def draw(scores: Scores, path: Path, *, title: str) -> None:
                 )
             if column == 0:
                 axis.set_ylabel("score, %")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="center right", fontsize=9, frameon=False)
+    # A control has a line only where prefills are shared: no panel alone knows all.
+    lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    labels = [name for name in (*scores.policies, "full cache") if name in lines]
+    figure.legend([lines[name] for name in labels], labels, loc="center right", fontsize=9, frameon=False)
     figure.suptitle(title, fontsize=11)
-    beside = max(1.6, 0.5 + 0.075 * max(len(label) for label in labels))  # inches
     figure.tight_layout(rect=(0, 0, 1 - beside / figure.get_figwidth(), 1))
     _save(figure, path)
 
@@ -210,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn = {name: place for place, name in enumerate((FULL, *given.policies))}
         rows = sorted((row for row in rows if row["policy"] in drawn), key=lambda row: drawn[row["policy"]])
         title = f"{manifest['config']['run']}: score at equal memory, mean over tasks"
-        draw(gather(rows), out, title=title)
+        draw(gather(rows, tasks_of(manifest)), out, title=title)
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

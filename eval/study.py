@@ -138,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
     given, command = parser.parse_args(typed), command_of(MODULE, typed)
+    processes = Processes()
     try:
         study = load(given.config, StudyConfig, given.overrides)
         if given.train_commands:
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = run_study(study, suite_of(study.compare), processes, command=command)
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        processes.leave()
         return 2
     processes.leave()
     if processes.first:

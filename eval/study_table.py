@@ -155,9 +155,15 @@ def entries_of(
     made = []
     for table, levels in tables.items():
         for regime in scores.regimes:
-            for family in (ALL, *FAMILIES):
+            for family in families_of(scores):
                 made += _one_family(scores, table, levels, regime, family, margin, resamples)
     return made
+
+
+def families_of(scores: Scores) -> list[str]:
+    """Averages over tasks that differ: over all of them, and over each family where there are several."""
+    families = [family for family in FAMILIES if scores.tasks(family)]
+    return [ALL, *families] if len(families) > 1 else [ALL]
 
 
 def _one_family(
@@ -171,8 +177,6 @@ def _one_family(
 ) -> list[Entry]:
     """The entries of one declared Holm family, and the winner's."""
     tasks = scores.tasks(family)
-    if not tasks:
-        return []
     found = [
         (level, Cell(regime, line, budget), Cell(regime, WINNER, budget))
         for level, line in levels.items()
@@ -211,7 +215,7 @@ def ingredients_of(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> 
         for left_out in asking:
             # A winner that leaves the ingredient out has nothing to defend.
             asked = left_out is not None and plan.place[factor, left_out] != WINNER
-            for family in (ALL, *FAMILIES):
+            for family in dict.fromkeys(one.family for one in entries):
                 own = [one for one in entries if (one.table, one.family) == (factor, family)]
                 if not own:
                     continue
@@ -321,7 +325,7 @@ def _ingredients(study: StudyConfig, found: Sequence[Ingredient]) -> list[str]:
         "## Ingredients",
         "",
         "Of the places (regime and budget) where an ingredient was left out. The places of one regime are "
-        "adjusted together; regimes, and the three averages over tasks, are not, so that one place alone "
+        "adjusted together; regimes, and averages over tasks, are not, so that one place alone "
         "that pays, among many, may be chance:",
         "",
     ]
@@ -423,9 +427,7 @@ def _full(scores: Scores) -> list[str]:
     cells = [Cell(regime, FULL, 1.0) for regime in scores.regimes]
     found = [
         f"- {cell.regime}: "
-        + ", ".join(
-            f"{f} {scores.mean(cell, scores.tasks(f)):.1f}" for f in (ALL, *FAMILIES) if scores.tasks(f)
-        )
+        + ", ".join(f"{f} {scores.mean(cell, scores.tasks(f)):.1f}" for f in families_of(scores))
         for cell in cells
         if cell in scores.exact
     ]

@@ -51,6 +51,7 @@ from retain.train.parallel import (
     Sharding,
     check_alike,
     is_sharded,
+    leave_alone_,
     leave_together_,
     shard_frozen_,
     sharding_of,
@@ -393,6 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             distill(config)
     except (ValueError, OSError, FloatingPointError) as error:
+        leave_alone_()
         raise SystemExit(f"error: {error}") from None
 
 

@@ -345,14 +345,25 @@ def check_alike(found: Mapping[str, str]) -> None:
 
 
 def leave_together_(accelerator: Accelerator) -> None:
-    """End trackers and the process group, once every process has come here: what a run does last, however it
-    ends, so that its exit code is its own.
+    """End trackers and the process group, once every process has come here: what a run does last where it is
+    done or was told to stop, so that its exit code is its own.
 
     A group that is left to the interpreter's end has threads that may still hold a tensor by then, and the
     process aborts (SIGABRT), now and then, on a busy machine (https://github.com/pytorch/pytorch/pull/179291).
     """
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def leave_alone_() -> None:
+    """The same where a run is refused or broken off by this process, and the others may not come: waits for
+    none of them.
+
+    Only gloo has threads that abort, and only it is left at once; NCCL would wait for what is under way.
+    """
+    own = torch.distributed
+    if own.is_available() and own.is_initialized() and own.get_backend() == "gloo":
+        own.destroy_process_group()
 
 
 def _deepspeed_engine(module: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> Any:

@@ -6,19 +6,13 @@ only warns reads along while layers are cut, at next to no cost, and one that ma
 the whole prompt until all layers have come, since what a budget costs is not known before.
 """
 
-import os
-import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jaxtyping
 import torch
-import transformers
 from torch import Tensor
 
-import retain
 from retain.capacity import (
     ACTIONS,
     Capacity,
@@ -36,6 +30,7 @@ from retain.hf.given import Given
 from retain.hf.later import beside_of
 from retain.hf.request import Again, LayerByLayer, OneByOne, unit_of
 from retain.hf.rule import Rule
+from retain.hf.told import warn
 from retain.registry import lookup
 
 AUTO = "auto"
@@ -44,11 +39,6 @@ OWN = "own"
 # Fusions on whose scale the limit is that gates are stored with (`train/capacity_limit.py`): the learned
 # score's own, which `max` and `sum` only raise.
 ON_SCALE = ("learned", "max", "sum")
-# Files of who calls between a user's line and a warning; the last is what a type checker wraps functions in.
-INNER = (
-    *(os.path.dirname(str(own.__file__)) + os.sep for own in (retain, torch, transformers, jaxtyping)),
-    "<@beartype",
-)
 
 
 def make_guard(capacity: Any, rule: Rule) -> Guard | None:
@@ -268,11 +258,7 @@ class Guarded(Conversation):
         short = self.capacity is not None and any(self.capacity.short_B)
         if self.guard is not None and self.guard.action == "warn" and short and not self._told:
             self._told = True
-            # The line that is shown is the user's.
-            level, frame = 1, sys._getframe()
-            while frame.f_back is not None and frame.f_code.co_filename.startswith(INNER):
-                level, frame = level + 1, frame.f_back
-            warnings.warn(f"{self._asked()}: {self.capacity}.", CapacityWarning, stacklevel=level)
+            warn(f"{self._asked()}: {self.capacity}.", CapacityWarning)
 
     def _asked(self) -> str:
         """Policy and budget, in words."""

@@ -25,6 +25,7 @@ from retain.hf.layout import LayerSpec
 from retain.hf.model import rotary_of
 from retain.hf.regime import Regime
 from retain.hf.request import Again, Keep, LayerByLayer, OneByOne, Request, Scorer, Wants, unit_of
+from retain.hf.told import warn
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.protection import spans_by_sequence
@@ -296,7 +297,7 @@ def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
 def _check_units(
     policy: Policy, budget: Budget, gates: Any, scorer: Scorer | None, layers: Sequence[LayerSpec]
 ) -> None:
-    """Refuse gates whose unit the policy cannot use, before anything is read.
+    """Refuse gates whose unit the policy cannot use, before anything is read; warn where it may.
 
     Raises:
         ValueError: a fusion of unlike units, numbers wanted of a gate of which only the order means
@@ -337,6 +338,13 @@ def _check_units(
         raise ValueError(f"policy {policy.name!r} does not go with these gates: {'; '.join(problems)}.")
     if how not in ("observed", "learned"):
         check_budget(policy, budget, made)
+    if how == "learned" and unit == "rank" and policy.scope != "head" and budget.threshold is None:
+        warn(
+            f"policy {policy.name!r} lets heads compete by the numbers of these gates, which are in 'rank': "
+            "only their order inside a head is promised. That is right where one cut for all heads was "
+            "trained; otherwise calibrate them to risk (train/distill.py, calibration.kind shared or remap), "
+            "or take scope='head', draw=None."
+        )
 
 
 def _weight_problems(how: str, weights: Any, layers: Sequence[LayerSpec]) -> list[str]:

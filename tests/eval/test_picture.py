@@ -1,11 +1,14 @@
 """A figure of chosen policies has these lines, and no others."""
 
+from dataclasses import asdict
+
 import pytest
 
 from retain.eval import picture
-from retain.eval.record import read_rows
+from retain.eval.record import MANIFEST, read_manifest, read_rows
 from retain.eval.summary import Cell, gather
-from tests.eval.made_run import BUDGETS, make_run
+from retain.provenance import write_json
+from tests.eval.made_run import BUDGETS, make_rows, make_run
 
 
 def test_a_figure_of_chosen_policies_has_their_lines(tmp_path, monkeypatch, capsys):
@@ -35,6 +38,34 @@ def test_a_figure_of_chosen_policies_has_their_lines(tmp_path, monkeypatch, caps
             assert means.tolist() == pytest.approx(wanted)
     assert (folder / "chosen.png").stat().st_size > 10_000
     assert capsys.readouterr().out == f"Picture: {folder / 'chosen.png'}\n"
+
+
+def test_items_that_seeds_share_count_once(tmp_path, monkeypatch):
+    """As in the report: three seeds of a task that is the same for all are three answers to one item."""
+    seen = []
+    monkeypatch.setattr(picture, "draw", lambda scores, path, *, title: seen.append(scores))
+    for seeded in (True, False):
+        folder = make_run(tmp_path / str(seeded))
+        manifest = read_manifest(folder)
+        manifest["config"]["suite"] = "made"
+        manifest["tasks"] = {name: own | {"seeded": seeded} for name, own in manifest["tasks"].items()}
+        write_json(folder / MANIFEST, manifest)
+        assert picture.main([str(folder), "--policies", "gate"]) == 0
+    own, shared = (len(scores.strata(Cell("context_only", "gate", 0.2), ["copy"])[0]) for scores in seen)
+    assert own == 2 * shared
+
+
+def test_a_line_of_one_regime_is_in_the_legend(tmp_path, monkeypatch):
+    rows = [
+        asdict(row) | {"regime": {"context_only": "chunked", "query_aware": "context_only"}[row.regime]}
+        for row in make_rows(("gate", "oracle"))
+        if (row.regime, row.policy) != ("context_only", "oracle")
+    ]
+    legends = []
+    monkeypatch.setattr(picture, "_save", lambda figure, path: legends.extend(figure.legends))
+    picture.draw(gather(rows), tmp_path / "a.png", title="made")
+    (legend,) = legends
+    assert {text.get_text() for text in legend.get_texts()} == {"gate", "oracle", "full cache"}
 
 
 def test_a_policy_that_was_not_measured_is_refused_by_name(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """A run that is killed, and a run of several processes, end in the rows of one that was left alone."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -90,6 +91,19 @@ def test_one_process_is_alone():
 def test_a_process_leaves_its_group():
     state = Mock()
     Processes(rank=1, count=2, state=state).leave()
+    state.destroy_process_group.assert_called_once_with()
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no")])
+@pytest.mark.parametrize(
+    ("module", "call", "path"),
+    [("compare", "compare", "compare/demo.yaml"), ("study", "run_study", "study/again.yaml")],
+)
+def test_a_command_of_several_leaves_them_done_or_refused(monkeypatch, error, module, call, path):
+    state, own = Mock(), importlib.import_module(f"retain.eval.{module}")
+    monkeypatch.setattr(own, "launched", lambda: Processes(rank=1, count=2, state=state))
+    monkeypatch.setattr(own, call, Mock(side_effect=error, return_value=(ROOT / path, ())))
+    assert own.main(["--config", str(ROOT / "configs" / path)]) == (0 if error is None else 2)
     state.destroy_process_group.assert_called_once_with()
 
 

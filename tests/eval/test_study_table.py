@@ -243,6 +243,16 @@ def test_an_ingredient_may_harm_and_may_not_be_known(made):
     assert (again.chosen, again.absent, again.verdict) == (None, None, "not asked")
 
 
+def test_where_all_tasks_are_of_one_family_nothing_is_said_twice(made):
+    study, plan, *_ = made
+    rows = [row for row in make_rows(("winner", "fusion=learned")) if row["family"] == "held-out"]
+    scores = gather(rows, ["odd"])
+    entries = entries_of(scores, {"fusion": {"max": "winner", "learned": "fusion=learned"}}, **OPTIONS)
+    assert {one.family for one in entries} == {"all"} and len(entries) == 2 * len(BUDGETS)
+    assert [one.family for one in ingredients_of(study, plan, entries)] == ["all", "all"]
+    assert "- context_only: all 100.0\n" in as_markdown(study, plan, scores, entries, head=())
+
+
 @pytest.mark.parametrize(
     ("words", "verdict"),
     [

@@ -1,5 +1,8 @@
 """Calibrated gates in a cache and in an artifact: curves, weights of fusion and thresholds."""
 
+import re
+import warnings
+
 import pytest
 import torch
 
@@ -199,6 +202,26 @@ def test_weights_that_are_not_for_every_head_are_found_when_the_cache_is_made(we
     with pytest.raises(ValueError, match=f"for fusion 'log_linear' these gates have {said}"):
         Cache(model, fused, gates=gates, keep_ratio=0.5)
     Cache(model, policy(**RISK, fusion="log_linear", fusion_weight=0.5), gates=gates, keep_ratio=0.5)
+
+
+def test_heads_that_compete_by_ranks_are_warned_of():
+    """Order inside a head is all that such a gate promises, and one budget for all compares numbers."""
+    model, told = (
+        tiny_model("qwen3"),
+        r"policy 'fused' lets heads compete .* in 'rank'.*calibrate them to risk",
+    )
+    gates = gates_of(model)
+    for unit, warned in (("rank", True), ("mass", False), ("log_risk", False)):
+        for layer in gates.layers:
+            gates[layer].unit = unit
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            Cache(model, gates=gates, keep_ratio=0.5)
+            Cache(model, "gate", gates=gates, keep_ratio=0.5)
+            Cache(model, gates=gates, keep_ratio=0.5, scope="head", draw=None)
+        assert len(said) == warned, unit
+        for one in said:
+            assert re.search(told, str(one.message)) and one.filename == __file__
 
 
 def test_a_calibrated_gate_of_another_unit_goes_with_risk():

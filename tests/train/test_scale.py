@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -309,7 +310,7 @@ def test_asked_to_stop_a_run_saves_and_goes_on_to_the_same_gates(
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-def test_however_it_ends_a_run_leaves_its_process_group(
+def test_done_or_stopped_a_run_leaves_its_process_group(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the interpreter's end aborts it now and then, and its exit code is SIGABRT's."""
@@ -334,6 +335,19 @@ def test_however_it_ends_a_run_leaves_its_process_group(
     assert len(left) == 3, "nothing to do"
     main(["--config", str(written(config, tmp_path / "c.yaml")), "--plan"])
     assert len(left) == 4, "planned"
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), OSError("full"), FloatingPointError("diverged")])
+def test_refused_or_broken_off_a_run_leaves_its_process_group(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    path = written(make_config(output=str(tmp_path / "run")), tmp_path / "c.yaml")
+    monkeypatch.setattr(distill_module, "distill", Mock(side_effect=error))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    for _ in range(2):  # with a group, and without
+        with pytest.raises(SystemExit, match=f"error: {error}"):
+            main(["--config", str(path)])
+        assert not torch.distributed.is_initialized()
 
 
 def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path: Path) -> None:
