@@ -22,7 +22,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
 
-.PHONY: demo compare methods fused fused-again study study-shift report test bench builds sanitize quantised lint format reference install gates reference-gates remap-gates gates-seed0 gates-seed1 gates-seed2 remap-seed0 remap-seed1 remap-seed2 $(addprefix family-,$(FAMILIES))
+.PHONY: demo compare methods fused fused-again study study-shift report test bench builds sanitize quantised lint format reference install gates reference-gates remap-gates alike-gates gates-seed0 gates-seed1 gates-seed2 remap-seed0 remap-seed1 remap-seed2 alike-seed0 alike-seed1 alike-seed2 $(addprefix family-,$(FAMILIES))
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -40,10 +40,10 @@ methods: $(INSTALLED)
 	$(BIN)/python eval/compare.py --config configs/compare/methods.yaml
 
 # The lines of that comparison that are the fused policy with one thing otherwise.
-ALSO := $(addprefix --also ,gate+joint each_head added recent32 curves observed_model)
+ALSO := $(addprefix --also ,gate+joint each_head added recent32 curves alike observed_model)
 # The fused policy against everything, then its claims, checked on the rows: results/fused/claims.md.
 fused: $(INSTALLED)
-	$(MAKE) -j 2 reference-gates remap-gates
+	$(MAKE) -j 2 reference-gates remap-gates alike-gates
 	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
 	$(BIN)/python -m retain.eval.fused_claims results/fused --oracle oracle+joint $(ALSO)
 
@@ -91,6 +91,13 @@ remap-gates: remap-seed0 remap-seed1 remap-seed2
 
 remap-seed0 remap-seed1 remap-seed2: remap-seed%: $(INSTALLED)
 	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* calibration.kind=remap output=runs/study/remap-seed$*
+
+# The same with a repetition of the context that counts as much as a question behind it.
+alike-gates: alike-seed0 alike-seed1 alike-seed2
+
+alike-seed0 alike-seed1 alike-seed2: alike-seed%: $(INSTALLED)
+	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* "target.sources={appendix: 1.0, repeat: 1.0}" \
+		output=runs/study/alike-seed$*
 
 # Every family of gates by its own recipe, and one table of them: overlap, score, parameters, seconds.
 gates: $(INSTALLED)

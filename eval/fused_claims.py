@@ -77,9 +77,9 @@ ORACLE_LOSS: Mapping[float, float] = {0.1: 3.0, 0.2: 2.0}
 GAP_FROM = 5.0
 SHARES: Mapping[str, float] = {"seen": 0.95, "held-out": 0.8}
 ITEMS_WANTED, SEEDS_WANTED = 200, 3
-# The policy was chosen on items of lower indices: scratch from 0 on, a study from 2,000 on. Whoever chooses
-# another by items from here on (configs/study begin beyond) moves this beyond them.
-FRESH_FROM = 3000
+# The policy was chosen on items of lower indices: scratch from 0 on, studies from 2,000 and from 4,000 on.
+# Whoever chooses another by items from here on (configs/study begin beyond) moves this beyond them.
+FRESH_FROM = 5000
 # Of what is chosen on one half of the items and compared on the other.
 SPLITS = 20
 
