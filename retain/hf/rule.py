@@ -338,7 +338,8 @@ def _check_units(
         raise ValueError(f"policy {policy.name!r} does not go with these gates: {'; '.join(problems)}.")
     if how not in ("observed", "learned"):
         check_budget(policy, budget, made)
-    if how == "learned" and unit == "rank" and policy.scope != "head" and budget.threshold is None:
+    # Whoever names a gate alone and a scope has chosen to compare; what is made for risk is taken unawares.
+    if how == "learned" and policy.draw is not None and unit == "rank" and policy.scope != "head":
         warn(
             f"policy {policy.name!r} lets heads compete by the numbers of these gates, which are in 'rank': "
             "only their order inside a head is promised. That is right where one cut for all heads was "

@@ -219,6 +219,7 @@ def test_heads_that_compete_by_ranks_are_warned_of():
             Cache(model, gates=gates, keep_ratio=0.5)
             Cache(model, "gate", gates=gates, keep_ratio=0.5)
             Cache(model, gates=gates, keep_ratio=0.5, scope="head", draw=None)
+            Cache(model, "gate", gates=gates, keep_ratio=0.5, scope="model")
         assert len(said) == warned, unit
         for one in said:
             assert re.search(told, str(one.message)) and one.filename == __file__
