@@ -21,8 +21,17 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
+# What recipes that the fused policy's gates are compared with have otherwise: a curve for each head; a repetition of the context that counts as
+# much as a question, or half as much.
+OTHERS := remap alike half
+remap := calibration.kind=remap
+alike := "target.sources={appendix: 1.0, repeat: 1.0}"
+half := "target.sources={appendix: 1.0, repeat: 0.5}"
+OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again study study-shift report test bench builds sanitize quantised lint format reference install gates reference-gates remap-gates alike-gates gates-seed0 gates-seed1 gates-seed2 remap-seed0 remap-seed1 remap-seed2 alike-seed0 alike-seed1 alike-seed2 $(addprefix family-,$(FAMILIES))
+.PHONY: demo compare methods fused fused-again study study-shift report test bench builds sanitize quantised lint format reference install \
+	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
+	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
 # Trains anew each time; `compare` goes on with what an earlier run has finished.
 demo: $(INSTALLED)
@@ -86,18 +95,13 @@ reference-gates: gates-seed0 gates-seed1 gates-seed2
 gates-seed0 gates-seed1 gates-seed2: gates-seed%: $(INSTALLED)
 	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* output=runs/gates-seed$*
 
-# The same with a curve for each head, which the fused policy's gates are compared with.
-remap-gates: remap-seed0 remap-seed1 remap-seed2
+# What the fused policy's gates are compared with, of every seed.
+$(addsuffix -gates,$(OTHERS)): %-gates: %-seed0 %-seed1 %-seed2
 
-remap-seed0 remap-seed1 remap-seed2: remap-seed%: $(INSTALLED)
-	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* calibration.kind=remap output=runs/study/remap-seed$*
-
-# The same with a repetition of the context that counts as much as a question behind it.
-alike-gates: alike-seed0 alike-seed1 alike-seed2
-
-alike-seed0 alike-seed1 alike-seed2: alike-seed%: $(INSTALLED)
-	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* "target.sources={appendix: 1.0, repeat: 1.0}" \
-		output=runs/study/alike-seed$*
+$(OTHER_SEEDS): SEED = $(lastword $(subst -seed, ,$@))
+$(OTHER_SEEDS): $(INSTALLED)
+	$(DISTILL) --config configs/distill/reference.yaml model=reference:$(SEED) seed=$(SEED) \
+		$($(firstword $(subst -seed, ,$@))) output=runs/study/$@
 
 # Every family of gates by its own recipe, and one table of them: overlap, score, parameters, seconds.
 gates: $(INSTALLED)
