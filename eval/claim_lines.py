@@ -50,6 +50,7 @@ class Line:
         regime, budget, family: Of which cell, and over which tasks.
         against: What the policy is compared with.
         estimate: Macro-mean difference in points, or the share of the gap that is closed; None: not measured.
+        of_gap: Whether estimate, interval and bound are shares of a gap, in [0, 1], and not points.
         low, high: Its 95 % interval, not adjusted; None: there is none.
         bound: What the interval must lie above for the line to hold.
         p: Holm-adjusted, of the test that the outcome rests on; None: none is adjusted.
@@ -72,6 +73,7 @@ class Line:
     family: str
     against: str
     estimate: float | None = None
+    of_gap: bool = False
     low: float | None = None
     high: float | None = None
     bound: float = 0.0
@@ -257,11 +259,11 @@ def _in_short(claim: FusedClaim) -> tuple[str, ...]:
 
 
 def _row(line: Line) -> tuple[str, ...]:
-    share = line.gap is not None
     own = [line.estimate, line.low, line.high, line.bound, *line.by_seed.values()]
-    estimate, low, high, bound, *seeds = [None if one is None else one * (100 if share else 1) for one in own]
+    unit = 100 if line.of_gap else 1
+    estimate, low, high, bound, *seeds = [None if one is None else one * unit for one in own]
     notes = [line.note]
-    if share:
+    if line.gap is not None:
         notes.append(f"gap {line.gap:.1f} points")
     if line.crossed is not None:
         notes.append(f"crossed {100 * line.crossed:.0f} %")

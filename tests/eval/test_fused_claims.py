@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from retain.eval.claim_lines import Condition, FusedClaim, Line, Outcome, all_hold
+from retain.eval.claim_lines import HEADS, Condition, FusedClaim, Line, Outcome, all_hold, as_markdown
 from retain.eval.fused_claims import (
     MARGIN,
     check_better,
@@ -370,6 +370,16 @@ def test_a_run_without_an_oracle_measures_neither_claim_about_it() -> None:
     scores, parts = check_of({cell: own for cell, own in RATES.items() if cell[1] != "oracle"})
     assert check_gap_closed(scores, parts, **OPTIONS).outcome == "not measured"
     assert check_near_oracle(scores, parts, **OPTIONS).outcome == "not measured"
+
+
+def test_what_must_be_closed_is_in_percent_on_every_line() -> None:
+    """Measured or not, with a gap or without."""
+    claim = check_gap_closed(SCORES, PARTS, **OPTIONS)
+    page = as_markdown("made", PARTS, [claim], [], {})
+    rows = [row.split(" | ") for row in page.splitlines() if row.count(" | ") == len(HEADS) - 1]
+    bounds = {(row[3], row[HEADS.index("must exceed")]) for row in rows[2:]}
+    assert bounds == {("seen", "+95.0"), ("held-out", "+80.0")}
+    assert {row[0].strip("| ()") for row in rows[2:]} > {"not measured"}
 
 
 def test_a_run_of_one_family_has_one_average() -> None:
