@@ -353,4 +353,7 @@ def _preset_files() -> dict[str, Path]:
     """Presets by name: beside this file in an installed package, in `configs/policy` of a checkout."""
     here = Path(__file__).parent
     folder = here / "policies" if (here / "policies").is_dir() else here.parent / "configs" / "policy"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    if not found:
+        raise FileNotFoundError(f"the package's presets are not where they should be: no *.yaml in {folder}.")
+    return found

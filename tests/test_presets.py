@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from retain import presets
 from retain.allocation import Allocation
 from retain.budget import Budget
 from retain.policy import (
@@ -199,3 +200,11 @@ def test_where_paper_and_released_code_differ_both_are_variants():
 def test_what_cannot_be_meant_is_found_when_a_policy_is_made(settings_, message):
     with pytest.raises(ValueError, match=message):
         Policy("mine", **settings_)
+
+
+def test_a_package_without_its_presets_says_so(tmp_path, monkeypatch):
+    """Rather than that there are none, which a report would take for an answer."""
+    monkeypatch.setattr(presets, "__file__", str(tmp_path / "retain" / "presets.py"))
+    for ask in (presets.policies, lambda: presets.load_policy("snapkv")):
+        with pytest.raises(FileNotFoundError, match=r"not where they should be: .*configs/policy"):
+            ask()
