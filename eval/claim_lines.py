@@ -50,7 +50,6 @@ class Line:
         regime, budget, family: Of which cell, and over which tasks.
         against: What the policy is compared with.
         estimate: Macro-mean difference in points, or the share of the gap that is closed; None: not measured.
-        of_gap: Whether estimate, interval and bound are shares of a gap, in [0, 1], and not points.
         low, high: Its 95 % interval, not adjusted; None: there is none.
         bound: What the interval must lie above for the line to hold.
         p: Holm-adjusted, of the test that the outcome rests on; None: none is adjusted.
@@ -73,7 +72,6 @@ class Line:
     family: str
     against: str
     estimate: float | None = None
-    of_gap: bool = False
     low: float | None = None
     high: float | None = None
     bound: float = 0.0
@@ -93,11 +91,18 @@ class Line:
 
 @dataclass(frozen=True)
 class FusedClaim:
-    """A claim with its lines; it holds where all that it rests on do, and fails where any fails."""
+    """A claim with its lines; it holds where all that it rests on do, and fails where any fails.
+
+    Attributes:
+        name, text: What it is called, and what it says.
+        lines: What it rests on, and what is shown beside.
+        of_gap: Whether its estimates, intervals and bounds are shares of a gap, in [0, 1], and not points.
+    """
 
     name: str
     text: str
     lines: tuple[Line, ...]
+    of_gap: bool = False
 
     @property
     def outcome(self) -> Outcome:
@@ -215,7 +220,7 @@ def as_markdown(
     for claim in claims:
         lines += ["", f"## {claim.name.capitalize()}: {claim.outcome}", "", f"{claim.text}.", ""]
         shown = sorted(claim.lines, key=lambda line: not line.required)
-        lines += _table(HEADS, [_row(line) for line in shown])
+        lines += _table(HEADS, [_row(line, 100 if claim.of_gap else 1) for line in shown])
     return "\n".join([*lines, "", *READING, ""])
 
 
@@ -258,9 +263,8 @@ def _in_short(claim: FusedClaim) -> tuple[str, ...]:
     return claim.text, f"**{claim.outcome}**", ", ".join(f"{count} {word}" for word, count in counts.items())
 
 
-def _row(line: Line) -> tuple[str, ...]:
+def _row(line: Line, unit: int) -> tuple[str, ...]:
     own = [line.estimate, line.low, line.high, line.bound, *line.by_seed.values()]
-    unit = 100 if line.of_gap else 1
     estimate, low, high, bound, *seeds = [None if one is None else one * unit for one in own]
     notes = [line.note]
     if line.gap is not None:

@@ -363,15 +363,13 @@ def check_near_oracle(scores: Scores, parts: Parts, *, resamples: int) -> FusedC
     return FusedClaim("near the oracle", text, tuple(lines))
 
 
-def _without(
-    scores: Scores, oracle: Cell, family: str, against: str, *, bound: float, of_gap: bool = False
-) -> Line:
+def _without(scores: Scores, oracle: Cell, family: str, against: str, *, bound: float) -> Line:
     """A line of a place that was not measured. Only where a prefill is shared could there be an oracle:
     elsewhere the claim asks nothing."""
     required = oracle.regime in SHARED
     note = "" if required or oracle in scores.judged else "no oracle in this regime"
     place = (oracle.regime, oracle.budget, family)
-    return Line("not measured", required, *place, against, bound=bound, of_gap=of_gap, note=note)
+    return Line("not measured", required, *place, against, bound=bound, note=note)
 
 
 def check_gap_closed(scores: Scores, parts: Parts, *, resamples: int) -> FusedClaim:
@@ -383,15 +381,14 @@ def check_gap_closed(scores: Scores, parts: Parts, *, resamples: int) -> FusedCl
     lines: list[Line] = []
     for family, share in SHARES.items():
         if not scores.tasks(family):
-            nowhere = ("any", 0.0, family)
-            lines.append(Line("not measured", True, *nowhere, "best heuristic", bound=share, of_gap=True))
+            lines.append(Line("not measured", True, "any", 0.0, family, "best heuristic", bound=share))
             continue
         there = places_of(scores, parts)
         for regime, budget in (*there, *missing_places(scores, parts, SHARED)):
             best = best_of(scores, parts.heuristics, regime, budget, family)
             oracle = Cell(regime, parts.oracle, budget)
             if best is None or oracle not in scores.judged or (regime, budget) not in there:
-                lines.append(_without(scores, oracle, family, "best heuristic", bound=share, of_gap=True))
+                lines.append(_without(scores, oracle, family, "best heuristic", bound=share))
                 continue
             lines.append(_closed(scores, parts, oracle, best, family, share, resamples))
     said = " and ".join(f"{100 * share:g} % ({family})" for family, share in SHARES.items())
@@ -399,7 +396,7 @@ def check_gap_closed(scores: Scores, parts: Parts, *, resamples: int) -> FusedCl
         f"{_listed(SHARED)}, wherever {parts.oracle} - best heuristic is {GAP_FROM:g} points or more: "
         f"{parts.policy} closes at least {said} of that gap"
     )
-    return FusedClaim("gap closed", text, tuple(lines))
+    return FusedClaim("gap closed", text, tuple(lines), of_gap=True)
 
 
 def _closed(
@@ -408,7 +405,7 @@ def _closed(
     own, base = oracle._replace(policy=parts.policy), oracle._replace(policy=best)
     won, gap = differences(scores, own, base, family), differences(scores, oracle, base, family)
     size = float(macro_mean(*gap))
-    more: dict[str, Any] = {"bound": share, "of_gap": True, "gap": size}
+    more: dict[str, Any] = {"bound": share, "gap": size}
     if size < GAP_FROM:
         nothing = Interval(0.0, -math.inf, math.inf, 0.95, "undefined", 0, 0)
         more |= {"required": False, "estimate": None, "by_seed": {}}
