@@ -28,9 +28,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from retain.kernels.backend import which
 from retain.kernels.compact import append_, move_, planned
 from retain.kernels.compact.reference import copy_, spans, write_
 from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, pages_for
+from retain.runs import Run, Steps
 
 # Free entries given to each row, at least, when a store is made.
 SLACK = 32
@@ -268,10 +270,30 @@ class RaggedStore:
         if self.free < S:
             self._grow_(S)
         new = (keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S))
+        if S == 1 and valid_BS is None and not keys_BHSD.is_cuda and which(self.lengths_R) == "reference":
+            return self._append_step_(new)
+        self._steps = None
         # It raises the lengths last: had a write failed, free slots would have been written to.
         seen_RS = append_(list(self._entries.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
         self.free -= S
         return seen_RS
+
+    def _append_step_(self, new: Sequence[Tensor]) -> Int[Tensor, "R 1"]:
+        """Append one token to every row on a CPU: what such a step cannot change is found out once."""
+        if self._steps is None:
+            with normal_tensors():
+                next_R = self.offsets_R1[:-1] + self.lengths_R
+                self._steps = Steps(self.pages, self.keys_CD, self.values_CD, next_R, self.lengths_R)
+        write_(zip(self._entries.values(), new, strict=True), self._steps.next_R, None)
+        self._steps.advance_()
+        self.lengths_R += 1
+        self.free -= 1
+        return self.lengths_R[:, None]
+
+    @property
+    def runs(self) -> list[Run] | None:
+        """The rows as runs for dense calls, where a decoding step on a CPU came last; else None."""
+        return None if self._steps is None else self._steps.runs
 
     def tail_index_RS(
         self, tail: Bool[Tensor, "B S"] | int
@@ -334,6 +356,7 @@ class RaggedStore:
         with self._no_way_back():
             move_(plan)
             self.lengths_R.copy_(plan.kept_R)
+            self._steps = None
             self.free = _count_free(self.pages, self.lengths_R.tolist())
 
     @normal_tensors()
@@ -463,6 +486,7 @@ class RaggedStore:
         """This is where rows lie from now on; the columns are somebody else's business."""
         self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
         self.lengths_R, self.free = layout.lengths_R, layout.free
+        self._steps: Steps | None = None
 
     def _lay_out_anew_(self, layout: _Layout, moved: Callable[[Tensor], Tensor]) -> None:
         """Another layout, and each column as `moved` gives it, one after another: an old one is let go before

@@ -6,8 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retain.attend import attend
 from retain.cache import RaggedStore
-from retain.kernels.ragged_attention import reference
+from retain.kernels.ragged_attention import ragged_attention, reference
 from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
+from retain.runs import find_runs
 from tests.close import assert_close
 
 # name -> (B, H, G, S, D, kept lengths per row); covers an empty row, one entry, odd lengths, several pages,
@@ -81,10 +82,23 @@ def filled(keys, values, keep, new_keys, new_values, valid, slack=2):
     return store, store.append_(new_keys, new_values, torch.arange(T, T + S).expand(B, S), padded)
 
 
-def query(store, seen, queries, first, *, scaling=0.3, soft_cap=None, window=None, sinks=None, layout=True):
-    """Attention of queries at positions `first`, `first + 1`, ..."""
+def query(
+    store,
+    seen,
+    queries,
+    first,
+    *,
+    scaling=0.3,
+    soft_cap=None,
+    window=None,
+    sinks=None,
+    layout=True,
+    run=attend,
+):
+    """Attention of queries at positions `first`, `first + 1`, ...; `run=ragged_attention`: the op alone,
+    which `attend` leaves for dense calls where it can."""
     B, _, S, _ = queries.shape
-    return attend(
+    return run(
         queries,
         store.keys_CD,
         store.values_CD,
@@ -110,13 +124,23 @@ def sinks_of(case):
     return torch.linspace(-3.0, 3.0, H * G)
 
 
-@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
-@pytest.mark.parametrize(
-    "options", [{}, {"soft_cap": 5.0, "window": 6, "sinks": True}], ids=["plain", "all options"]
-)
+# The op's two ways, by the number of queries up to which pages go as one batch; and dense calls, which take
+# no options.
+OPTIONS = {"soft_cap": 5.0, "window": 6, "sinks": True}
+WAYS = {
+    "by rows": (0, ragged_attention, {}),
+    "by rows, all options": (0, ragged_attention, OPTIONS),
+    "by pages": (10**6, ragged_attention, {}),
+    "by pages, all options": (10**6, ragged_attention, OPTIONS),
+    "dense calls": (0, attend, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_ragged_equals_masked_dense(monkeypatch, case, dtype, options, few):
+def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
+    few, run, options = WAYS[way]
     monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case, dtype)
     options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
@@ -124,7 +148,7 @@ def test_ragged_equals_masked_dense(monkeypatch, case, dtype, options, few):
     wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
     exact = dense(*wide, scaling, **options)
     plain = dense(queries, *inputs, scaling, **options)
-    actual = ragged(queries, *inputs, scaling=scaling, **options)
+    actual = ragged(queries, *inputs, scaling=scaling, **options, run=run)
     assert actual.dtype == dtype
     assert_close(actual, exact, plain)
 
@@ -142,7 +166,7 @@ def test_every_option_alone(option):
 def test_layout_read_from_offsets_is_the_same(case):
     queries, *inputs = make(case)
     read = ragged(queries, *inputs, layout=False)
-    assert torch.equal(ragged(queries, *inputs), read)
+    assert torch.equal(ragged(queries, *inputs, run=ragged_attention), read)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}], ids=str)
@@ -151,6 +175,8 @@ def test_rooms_that_are_no_whole_pages(case, options):
     """Given only offsets and lengths, with rooms of any size."""
     queries, *inputs = make(case)
     options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
+    wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
+    exact = dense(*wide, 0.3, **options)
     store, seen = filled(*inputs)
     keys, values, positions, _ = store.flat()
     lengths = store.lengths_R.tolist()
@@ -167,7 +193,7 @@ def test_rooms_that_are_no_whole_pages(case, options):
     whole = query(store, seen, queries, first, **options)
     store._entries = {"keys": odd[0], "values": odd[1], "positions": odd[2]}
     store.offsets_R1 = offsets
-    assert_close(query(store, seen, queries, first, **options, layout=False), whole)
+    assert_close(query(store, seen, queries, first, **options, layout=False), exact, whole)
 
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
@@ -212,7 +238,7 @@ def test_temporaries_are_bounded(monkeypatch, width, entries, dtype, few):
         keys, values, torch.arange(entries)[None], torch.ones(1, 2, entries, dtype=torch.bool)
     )
     with Largest() as largest:
-        query(store, torch.full((2, 64), entries), queries, 0)
+        query(store, torch.full((2, 64), entries), queries, 0, run=ragged_attention)
     assert 0 < largest.product <= bound
     # Row by row a row's keys are upcast once; queries are upcast as they are.
     assert largest.upcast <= (max(bound, queries.numel()) if few else max(queries.numel(), entries * width))
@@ -223,9 +249,9 @@ def test_where_pages_are_known_nothing_is_asked_of_the_device(monkeypatch):
     monkeypatch.setattr(reference, "FEW", 0)
     queries, *inputs = make("many queries")
     store, seen = filled(*inputs)
-    want = query(store, seen, queries, 0)
+    want = query(store, seen, queries, 0, run=ragged_attention)
     store.offsets_R1 = torch.full_like(store.offsets_R1, -(10**6))
-    assert torch.equal(query(store, seen, queries, 0), want)
+    assert torch.equal(query(store, seen, queries, 0, run=ragged_attention), want)
 
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
@@ -277,9 +303,49 @@ def test_decoding_keeps_its_shapes_until_the_store_is_laid_out_anew():
             seen = store.append_(new, new, torch.full((2, 1), 1000 + step))
             query(store, seen, queries, 1000 + step, window=600)
         assert store.pages is pages
-    assert all(step == steps[0] for step in steps)
+    assert all(step == steps[1] for step in steps[1:])  # the first finds out what the others know
     waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item"}
-    assert not waits & {name for name, _ in steps[0]}
+    assert not waits & {name for name, _ in steps[1]}
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (9, 8, 9, 7), (9, 9, 200, 3), (0, 5, 0, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_over_runs_equal_the_op(lengths, dtype):
+    """Steps of decoding that build on one another, in place, then an eviction, and steps behind it."""
+    B, H, G, D, T = 2, 2, 3, 16, max(lengths) + 1
+    draw = torch.Generator().manual_seed(0)
+    keep = (torch.arange(T) < torch.tensor(lengths)[:, None]).view(B, H, T)
+    dense = torch.randn(2, B, H, T, D, generator=draw).to(dtype)
+    store = RaggedStore.from_dense(*dense, torch.arange(T).expand(B, T), keep, slack=3)
+    for step in range(90):  # through a growth of the store
+        keys, values = torch.randn(2, B, H, 1, D, generator=draw).to(dtype)
+        seen = store.append_(keys, values, torch.full((B, 1), T + step))
+        queries = torch.randn(B, H * G, 1, D, generator=draw).to(dtype)
+        want = query(store, seen.long(), queries, T + step, run=ragged_attention)
+        options = {"scaling": 0.3, "pages": store.pages, "runs": store.runs}
+        tensors = (store.keys_CD, store.values_CD, store.offsets_R1, store.lengths_R, seen)
+        assert store.runs is not None and seen.flatten().tolist() == store.lengths_R.tolist()
+        assert_close(attend(queries, *tensors, **options), want.float(), want)
+        if step == 40:
+            store.compact_(torch.rand(store.entries_held, generator=draw) < 0.7)
+            assert store.runs is None  # rows may have become unequal
+
+
+def test_rows_of_one_room_are_one_run():
+    def runs(*lengths, slack=0):
+        T = max(lengths)
+        keep = torch.arange(T) < torch.tensor(lengths)[:, None]
+        dense = torch.randn(2, 1, len(lengths), T, 8)
+        store = RaggedStore.from_dense(*dense, torch.arange(T)[None], keep[None], slack)
+        return find_runs(store.pages, store.keys_CD, store.values_CD, store.lengths_R[:, None], 1)
+
+    def found(*lengths):
+        return [(run.row, len(run.keys), run.fewest, run.most) for run in runs(*lengths)]
+
+    assert found(9, 9, 9) == [(0, 3, 9, 9)]
+    assert found(10, 9, 9) == [(0, 3, 9, 10)]
+    assert found(64, 65, 1) == [(0, 1, 64, 64), (1, 1, 65, 65), (2, 1, 1, 1)]  # rooms of 1, 2 and 1 pages
+    assert runs(*[1, 65] * 40) is None  # too many calls: the op
 
 
 def test_a_window_needs_positions():

@@ -180,7 +180,7 @@ def write_(
         real = valid_RS.flatten().nonzero()[:, 0]
         index_N = index_N.index_select(0, real)
     for column, values in columns:
-        values = values.detach().flatten(0, 2)
+        values = (values.detach() if values.requires_grad else values).flatten(0, 2)
         if valid_RS is not None:
             values = values.index_select(0, real)
         values = values.to(column.dtype)

@@ -114,6 +114,10 @@ def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | N
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
     def retain_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        # Of a later forward on our cache: a square over the new tokens alone, behind those that were seen
+        # (`Layer.get_mask_sizes`), which nothing reads.
+        if kwargs.get("kv_offset") and kwargs.get("q_length") == kwargs["kv_length"]:
+            return None
         return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)
 
     return retain_mask

@@ -152,7 +152,13 @@ def read_call(
             rotary=rotary,
             doubt=Doubt({name: wrong.any() for name, wrong in found.items()}),
         )
-    valid_BS, forgotten_BT = mask_BT[:, seen:], past_BT & ~mask_BT[:, :seen]
+    valid_BS = mask_BT[:, seen:]
+    if another and S == 1 and last_B is not None:
+        # A step like the one before it: nothing padded, nothing taken back, positions that go on.
+        same = attention_mask is None or (bool(valid_BS.all()) and torch.equal(mask_BT[:, :seen], past_BT))
+        if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
+            return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
+    forgotten_BT = past_BT & ~mask_BT[:, :seen]
     disordered = ((positions_BS[:, 1:] <= positions_BS[:, :-1]) & valid_BS[:, :-1]).any()
     backwards = disordered.new_zeros(())
     if last_B is not None:

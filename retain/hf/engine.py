@@ -306,6 +306,7 @@ class Engine(Guarded):
             positions_C=None if spec.window is None else store.positions_C,
             query_positions_BS=None if spec.window is None else positions_BS,
             pages=store.pages,
+            runs=store.runs,
         )
         if self._looks_again:
             wants = self.rule.wants
