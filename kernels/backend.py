@@ -11,16 +11,17 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache
-from typing import Literal
+from functools import cache, wraps
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Path = Literal["triton", "reference"]
+Given, Found = ParamSpec("Given"), TypeVar("Found")
 
 # Versions of Triton that the kernels are written for, as pyproject.toml has them: from, and below.
 OLDEST, TOO_NEW = (3, 6), (3, 9)
@@ -147,6 +148,24 @@ def _missing() -> str | None:
             f"{'.'.join(map(str, OLDEST))} or later, below {'.'.join(map(str, TOO_NEW))}"
         )
     return None
+
+
+def without_autocast(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Run a function outside of `torch.autocast`: it says itself in which precision it multiplies.
+
+    Under autocast products of float32 tensors come back in half precision, which is neither what a score is
+    defined by nor what the tensors beside them are of.
+    """
+
+    @wraps(function)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        with ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
 
 
 def architecture(tensor: Tensor) -> int:

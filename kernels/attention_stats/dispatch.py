@@ -53,6 +53,7 @@ def run(call: Call) -> dict[str, Tensor]:
     return dict(zip(call.wanted, found, strict=True))
 
 
+@backend.without_autocast
 def _run(call: Call) -> dict[str, Tensor]:
     path = backend.path_for(
         "attention_stats", call.queries_BQSD, call.keys_BHTD, unsupported=_unsupported(call)

@@ -222,6 +222,7 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
+@backend.without_autocast
 def _run(
     queries_BQSD: Tensor,
     keys_CD: Tensor,

@@ -33,7 +33,8 @@ from retain.hf.layout import LayerSpec
 from retain.hf.lookahead import ReadCache, look_ahead
 from retain.hf.recent import Recent
 from retain.hf.request import Again
-from retain.hf.rule import Moment
+from retain.hf.rule import Eviction, Moment
+from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.rotary import Rotary
@@ -286,6 +287,21 @@ class Engine(Guarded):
             output = dense()
             self._first(layer, spec, step, queries_BQSD, keys_BHSD, values_BHSD)
             return output
+        return self._attend(layer, spec, step, queries_BQSD, keys_BHSD, values_BHSD), None
+
+    @without_autocast
+    def _attend(
+        self,
+        layer: Layer,
+        spec: LayerSpec,
+        step: Step,
+        queries_BQSD: Tensor,
+        keys_BHSD: Tensor,
+        values_BHSD: Tensor,
+    ) -> Tensor:
+        """A layer that holds entries takes in the new tokens, and their queries attend to all of them."""
+        call = self._call
+        assert call is not None and layer.scaling is not None
         if layer.store is None:  # a prefill that was not evicted goes on with everything
             layer.store = self._cut_dense(layer, None, self.valid_BT, self.positions_BT)
         store, device = layer.store, keys_BHSD.device
@@ -300,7 +316,7 @@ class Engine(Guarded):
             store.lengths_R,
             seen_RS,
             scaling=layer.scaling,
-            soft_cap=soft_cap,
+            soft_cap=layer.soft_cap,
             sinks_Q=spec.sinks_Q,
             window=spec.window,
             positions_C=None if spec.window is None else store.positions_C,
@@ -318,8 +334,9 @@ class Engine(Guarded):
                 layer.recent.stream.append(step.stream_BSE.detach())
             if self._is_read(call):
                 self._note(layer, spec, self._after(call))
-        return out_BQSD.transpose(1, 2).contiguous(), None
+        return out_BQSD.transpose(1, 2).contiguous()
 
+    @without_autocast
     def _first(
         self,
         layer: Layer,
@@ -424,6 +441,11 @@ class Engine(Guarded):
         request, eviction = self.rule.request, self._eviction
         assert request is not None and eviction is not None
         held, self._held = look_ahead(self.model, request.gates, self.read_only(), self._held), []
+        self._cut_ahead(eviction, held)
+
+    @without_autocast
+    def _cut_ahead(self, eviction: Eviction, held: list[Evidence]) -> None:
+        """Cut layer after layer, letting go of what each has shown."""
         for layer in self.ragged:
             evidence = held.pop(0)
             if self._holds_back:
@@ -489,6 +511,7 @@ class Engine(Guarded):
             self._from = (history.num_seen, int(last_tokens(history.valid_BT, queries).min()))
         return self._from[1]
 
+    @without_autocast
     def _note(self, layer: Layer, spec: LayerSpec, history: History) -> None:
         """Note what later evictions want of a layer's last tokens, and let go of what they were made from."""
         num_tokens = history.num_seen - self._noted
@@ -502,6 +525,7 @@ class Engine(Guarded):
         queries = self.rule.wants.queries
         layer.recent.keep_queries(wanted if queries is None else min(wanted, queries + MOST_UNNOTED))
 
+    @without_autocast
     def _evict_again(self, *, release: bool) -> None:
         """Cut every layer back to the budget.
 

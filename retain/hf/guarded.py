@@ -31,6 +31,7 @@ from retain.hf.later import beside_of
 from retain.hf.request import Again, LayerByLayer, OneByOne, unit_of
 from retain.hf.rule import Rule
 from retain.hf.told import warn
+from retain.kernels.backend import without_autocast
 from retain.registry import lookup
 
 AUTO = "auto"
@@ -194,6 +195,7 @@ class Guarded(Conversation):
         for layer, keep_BHT, own in zip(self.ragged, keeps, beside, strict=True):
             layer.store = self._cut_dense(layer, keep_BHT, call.mask_BT, call.positions_BS, own)
 
+    @without_autocast
     def _decide(
         self, rule: Rule, guard: Guard | None, evidence: Sequence[Evidence], given: Given
     ) -> Sequence[Tensor | None] | None:

@@ -1,0 +1,79 @@
+"""A cache under `torch.autocast`: the model multiplies in half precision, scores and attention do not."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import retain
+from retain.hf.attach import attach
+from retain.kernels.attention_stats import attention_stats
+from retain.kernels.ragged_attention import ragged_attention
+from tests.tiny import tiny_batch, tiny_model
+
+HALF = torch.bfloat16
+LEAST = {"prefix_fraction": 0, "suffix_fraction": 0, "minimum": 0, "recent": 8}
+DTYPES = [(torch.float32, HALF), (torch.float32, torch.float16), (HALF, torch.float16), (torch.float16, HALF)]
+
+
+def generated(model, cache, autocast):
+    ids, mask = tiny_batch((0, 5))
+    with torch.autocast("cpu", dtype=autocast):
+        return model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen3"])
+@pytest.mark.parametrize(("weights", "autocast"), DTYPES, ids=str)
+def test_generate_runs_and_a_whole_cache_gives_the_plain_tokens(family, weights, autocast):
+    model = tiny_model(family).to(weights)
+    plain = generated(model, DynamicCache(), autocast)
+    with attach(model):
+        cache = retain.Cache(model, policy="snapkv", keep_ratio=1.0)
+        assert torch.equal(generated(model, cache, autocast), plain)
+        for policy in ("adakv", "h2o", "criticalkv"):
+            again = {"regime": "prefill+decode", "every": 3, "protection": LEAST}
+            cache = retain.Cache(model, policy=policy, keep_ratio=0.6, **again)
+            generated(model, cache, autocast)
+            assert cache.evictions > 1
+            assert {layer.store.keys_CD.dtype for layer in cache.layers} == {cache.layers[0].dtype}
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "criticalkv", "keydiff", "defensivekv"])
+def test_autocast_decides_nothing(policy):
+    """One prompt, read under autocast; the same entries are kept whether it is on at the eviction or not,
+    and a policy never sees it on."""
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 5))
+    with attach(model):
+        kept = []
+        for on in (False, True):
+            with torch.autocast("cpu", dtype=HALF):
+                cache = retain.Cache(model, policy=policy, keep_ratio=0.6, protection=LEAST)
+                cache.prefill(ids, mask, evict=False, hold_evidence=True)
+            with torch.autocast("cpu", dtype=HALF, enabled=on):
+                cache.evict()
+            kept.append([layer.store.positions_C for layer in cache.layers])
+        assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
+
+        states = []
+
+        def seen(evidence):
+            states.append(torch.is_autocast_enabled("cpu"))
+            return torch.ones(evidence.keys_BHTD.shape[:3], dtype=torch.bool)
+
+        generated(model, retain.Cache(model, policy=seen, regime="prefill+decode", every=3), HALF)
+        assert len(states) > len(model.model.layers) and not any(states)
+
+
+def test_ops_say_their_own_precision():
+    queries, keys, values = torch.randn(3, 1, 2, 64, 16).unbind()
+    lengths, offsets = torch.tensor([64, 64], dtype=torch.int32), torch.tensor([0, 64, 128])
+    rows = (keys[0].flatten(0, 1), values[0].flatten(0, 1), offsets, lengths, torch.full((2, 64), 64))
+    ops = (
+        lambda: ragged_attention(queries, *rows, scaling=0.25),
+        lambda: attention_stats(queries, keys, scaling=0.25, wanted=("max",)).max,
+    )
+    for op in ops:
+        want = op()
+        with torch.autocast("cpu", dtype=HALF):
+            assert torch.equal(op(), want)
