@@ -29,12 +29,22 @@ from typing import Any
 from retain import resident
 from retain.eval.peer import INSTALL, LIBRARY, PRESSES, Peer, write_exchange
 from retain.eval.speed_long import PLAIN
-from retain.eval.speed_serving import Bench, Setting, Side, round_of, watched
+from retain.eval.speed_serving import (
+    DENSE,
+    Bench,
+    Setting,
+    Side,
+    over_dense,
+    round_of,
+    watched,
+)
 from retain.eval.speed_table import show_median, show_mib, show_spread, spread_and_all
 from retain.hf.attach import attach
 from retain.stopwatch import Started, add_settings, heading, publish, quiet, record_of
 
 OURS, TRANSFORMERS = "retain", "transformers"
+# What the sides that are transformers' own are called.
+NAMED = {PLAIN: "DynamicCache, here", DENSE: "DynamicCache of as many"}
 # Storage of so much of what all entries would take: nothing was freed to speak of.
 SIMULATED = 0.95
 # Storage of at most so much of what was asked for: freed, with room for what is decoded and for tables.
@@ -75,7 +85,7 @@ def known(setting: Setting) -> Setting:
         names = {own.name: getattr(setting, own.name) for own in fields(Setting)}
         return Setting(**{**names, "policies": ",".join(PRESSES)})
     for entry in setting.entries():
-        if entry.policy not in PRESSES or entry.overrides:
+        if entry.policy != DENSE and (entry.policy not in PRESSES or entry.overrides):
             raise ValueError(
                 f"benchmark: policy {entry.typed!r} has no counterpart in {LIBRARY} here: take, as it ships, "
                 f"one of {', '.join(PRESSES)}."
@@ -144,7 +154,7 @@ def measure(bench: Bench, python: str | None, folder: Path, *, memory: bool) -> 
                 Foreign(entry.policy, ratio, str(PRESSES[entry.policy]))
                 for ratio in setting.ratios
                 for entry in setting.entries()
-                if peer is not None
+                if peer is not None and entry.policy != DENSE
             ]
             for turn in range(-setting.warmup, setting.rounds):
                 round_of(bench, sides, batch, turn, stages=False)
@@ -162,7 +172,7 @@ def measure(bench: Bench, python: str | None, folder: Path, *, memory: bool) -> 
             if foreign:
                 lives = [life for one in foreign for life in one.beside.values()]
                 rows.append(_row(theirs, lives, full, batch, None))
-            rows += [_own_row(side, batch) for side in others]
+            rows += [_own_row(side, batch) | over_dense(side, sides) for side in others]
             ours = {(side.policy, side.keep_ratio): side for side in others}
             rows += [
                 _row(one, list(one.lives.values()), full, batch, ours[one.policy, one.keep_ratio])
@@ -189,9 +199,9 @@ def memory_of(allocated: int, full: int, keep_ratio: float) -> str:
 
 def _own_row(side: Side, batch: int) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "library": TRANSFORMERS if side.policy == PLAIN else OURS,
+        "library": TRANSFORMERS if side.policy in NAMED else OURS,
         "policy": side.policy,
-        "name": "DynamicCache, here" if side.policy == PLAIN else side.policy,
+        "name": NAMED.get(side.policy, side.policy),
         "keep_ratio": side.keep_ratio,
         "batch": batch,
         "failed": side.failed,
@@ -309,8 +319,8 @@ def table(record: dict[str, Any]) -> str:
     width = max(len("method"), *(len(row["name"]) for row in rows))
     head = (
         f"{'library':<12} {'method':<{width}} {'keep':>5} {'first token ms':>25} {'/ plain':>8} "
-        f"{'token ms':>22} {'/ plain':>8} {'peak MiB':>9} {'held MiB':>9} {'allocated':>9} {'of full':>8} "
-        f"{'memory':>12} "
+        f"{'token ms':>22} {'/ plain':>8} {'/ dense':>7} {'peak MiB':>9} {'held MiB':>9} "
+        f"{'allocated':>9} {'of full':>8} {'memory':>12} "
         f"{'ours/theirs: first':>18} {'token':>7}"
     )
     for batch in dict.fromkeys(row["batch"] for row in rows):
@@ -318,7 +328,7 @@ def table(record: dict[str, Any]) -> str:
         lines += [_line(row, width) for row in rows if row["batch"] == batch] + [""]
     lines += [
         "median (20 % .. 80 %) over rounds; / plain: of ratios to transformers' own cache next to it, in the "
-        "same process.",
+        "same process; / dense: within a round, to transformers' own cache of as many entries, here.",
         "held: MiB of keys and values behind the prompt, as the cache counts them; allocated: of the storage",
         "behind them, each counted once, and over what all keys and values take. simulated: evicted entries",
         f"stay, at least {SIMULATED:.0%} is allocated; freed: at most {FREED:g} times what was asked for",
@@ -336,6 +346,7 @@ def _line(row: dict[str, Any], width: int) -> str:
     return (
         f"{start} {show_spread(row['ttft_ms'], 1):>25} {show_median(row['ttft_over_plain']):>8} "
         f"{show_spread(row['token_ms'], 2):>22} {show_median(row['token_over_plain']):>8} "
+        f"{show_median(row.get('token_over_dense')):>7} "
         f"{show_mib(peak):>9} {held / 2**20:>9.2f} {allocated / 2**20:>9.2f} {allocated / full:>8.1%} "
         f"{row['memory']:>12} {show_median(row.get('ttft_ours_over_theirs')):>18} "
         f"{show_median(row.get('token_ours_over_theirs')):>7}"

@@ -9,7 +9,8 @@ In: a model, policies (default: every preset that needs nothing trained or measu
 JSON: time to first token (the prompt read, evicted from, and the next token chosen), milliseconds a decoded
 token, tokens a second, peak memory beyond what was held before (on CUDA what torch allocated; on a CPU the
 resident set's high-water mark, in a process of its own), bytes of the cache, and which share of a prefill is
-scoring and which evicting. `plain` is transformers' own `DynamicCache`; `full` is our cache that keeps all.
+scoring and which evicting. `plain` is transformers' own `DynamicCache`; `full` is our cache that keeps all;
+`dense`, if it is among the policies, is a `DynamicCache` that holds as many entries as the budget allows.
 
 The one decision taken here, as in `retain.eval.speed`: a cost is a ratio of neighbours. Each life of a policy
 (a prompt, then some tokens) has a life of `plain` next to it, which of them comes first alternates, the
@@ -35,6 +36,7 @@ from transformers import DynamicCache, PreTrainedModel
 import retain
 from retain import resident
 from retain.eval import speed
+from retain.eval.cache_bytes import cache_bytes
 from retain.eval.speed_long import FULL, PLAIN, random_gates
 from retain.eval.speed_stages import EVICTION, SCORING, staged
 from retain.eval.speed_table import serving as table
@@ -56,6 +58,8 @@ from retain.stopwatch import (
     whole_numbers,
 )
 
+# Transformers' own cache again, of which as many entries are left behind the prompt as a policy would keep.
+DENSE = "dense"
 # What a preset may need that somebody has to train or measure first.
 MADE = ("gates", "head_classes")
 RANDOM, REFERENCE = "random", "reference"
@@ -142,7 +146,11 @@ class Setting:
         if not typed:
             made = {"gates"} if self.gates else set()
             typed = [name for name, own in needs.items() if not (own & set(MADE)) - made and name != FULL]
-        entries = [speed.parse_entry(name) for name in dict.fromkeys(typed) if name != FULL]
+        entries = [
+            speed.Entry(DENSE, DENSE, {}) if name == DENSE else speed.parse_entry(name)
+            for name in dict.fromkeys(typed)
+            if name != FULL
+        ]
         for entry in entries:
             if "gates" in needs.get(entry.policy, ()) and not self.gates:
                 raise ValueError(
@@ -175,6 +183,8 @@ class Side:
         keep_ratio: kept / seen; 1.0 for the full caches.
         model: that it runs on.
         empty: makes an empty cache.
+        entries: of a `dense` one: entries of each head that are left behind the prompt (the last ones: which
+            they are does not matter to a time).
         turns: of each life: the round that it was lived in (`plain` lives several times in each).
         ttft_ms: of each life: prompt, eviction, and the choice of the next token.
         token_ms: of each life: a decoded token of the whole batch.
@@ -194,6 +204,7 @@ class Side:
     keep_ratio: float
     model: PreTrainedModel
     empty: Callable[[], Any]
+    entries: int | None = None
     turns: list[int] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     token_ms: list[float] = field(default_factory=list)
@@ -213,6 +224,10 @@ class Side:
             input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits
         logits_BSV[:, -1].argmax(-1)
+        if self.entries is not None:
+            for layer in cache.layers:
+                layer.keys = layer.keys[:, :, -self.entries :].clone()
+                layer.values = layer.values[:, :, -self.entries :].clone()
         return cache
 
     def decode(self, cache: Any, seen: int, ids_BS: Tensor) -> None:
@@ -309,7 +324,13 @@ class Bench:
         full = Side(FULL, 1.0, self.model, lambda: Cache(self.model, FULL))
         sides = [plain, full]
         for ratio in self.setting.ratios:
-            sides += [Side(e.typed, ratio, self.model, cut(e, ratio)) for e in self.setting.entries()]
+            entries = max(1, int(ratio * self.setting.tokens))
+            sides += [
+                Side(DENSE, ratio, self.twin, plain.empty, entries)
+                if entry.policy == DENSE
+                else Side(entry.typed, ratio, self.model, cut(entry, ratio))
+                for entry in self.setting.entries()
+            ]
         for side in sides:
             side.empty()  # what is wrong with a policy's name or settings shows here
         return sides
@@ -336,33 +357,6 @@ class Bench:
                 raise ValueError(
                     f"benchmark: policy {side.policy!r} at keep_ratio {side.keep_ratio}: {error}"
                 ) from error
-
-
-def cache_bytes(cache: Any) -> dict[str, int]:
-    """Bytes of a cache: held, allocated behind that, and what all that was seen would take."""
-    if isinstance(cache, Cache):
-        report = cache.report()
-        alone = sum(left.bytes_held for left in report.alone)
-        room = sum(left.bytes_allocated for left in report.alone)
-        total = report.total
-        return {
-            "held": total.bytes_held + alone,
-            "allocated": total.bytes_allocated + room,
-            "full": total.bytes_full + alone,
-        }
-    found = [leaf for layer in cache.layers for leaf in _tensors(vars(layer))]
-    held = sum(tensor.nbytes for tensor in found)
-    # Several tensors may be views of one storage, which is there once.
-    storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in found)}
-    return {"held": held, "allocated": sum(storages.values()), "full": held}
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [leaf for one in value for leaf in _tensors(one)] if isinstance(value, list | tuple) else []
 
 
 def live(bench: Bench, side: Side, batch: int) -> tuple[float, float] | None:
@@ -439,15 +433,24 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
             for turn in range(-setting.warmup, setting.rounds):
                 round_of(bench, sides, batch, turn)
             full = sides[1]
-            rows += [row_of(side, full, batch, setting) for side in sides]
+            rows += [row_of(side, full, batch, setting) | over_dense(side, sides) for side in sides]
     return rows
+
+
+def over_dense(side: Side, sides: Sequence[Side]) -> dict[str, Any]:
+    """Of a policy: a decoded token's time over that of a plain cache of as many entries, within a round."""
+    there = [one for one in sides if one.policy == DENSE and one.keep_ratio == side.keep_ratio]
+    if not there or there[0].failed or side.failed or side.policy in (PLAIN, FULL, DENSE):
+        return {}
+    pairs = zip(side.token_ms, there[0].token_ms, strict=True)
+    return {"token_over_dense": spread_and_all([own / its for own, its in pairs])}
 
 
 def row_of(side: Side, full: Side, batch: int, setting: Setting) -> dict[str, Any]:
     """One side's row of the record."""
     row: dict[str, Any] = {
         "policy": side.policy,
-        "kind": "full" if side.policy in (PLAIN, FULL) else "policy",
+        "kind": "full" if side.policy in (PLAIN, FULL, DENSE) else "policy",
         "keep_ratio": side.keep_ratio,
         "batch": batch,
         "failed": side.failed,

@@ -31,15 +31,16 @@ def serving(record: dict[str, Any]) -> str:
     width = max(len("policy"), *(len(row["policy"]) for row in rows))
     head = (
         f"{'policy':<{width}} {'keep':>5} {'first token ms':>25} {'/ plain':>8} {'/ full':>7} "
-        f"{'token ms':>22} {'/ plain':>8} {'/ full':>7} {'tokens/s':>9} {'scoring':>8} {'evicting':>8} "
-        f"{'peak MiB':>9} {'held MiB':>9} {'of full':>8}"
+        f"{'token ms':>22} {'/ plain':>8} {'/ full':>7} {'/ dense':>7} {'tokens/s':>9} "
+        f"{'scoring':>8} {'evicting':>8} {'peak MiB':>9} {'held MiB':>9} {'of full':>8}"
     )
     for batch in dict.fromkeys(row["batch"] for row in rows):
         lines += [f"batch {batch}", head]
         lines += [_line(row, width) for row in rows if row["batch"] == batch] + [""]
     lines += [
-        "median (20 % .. 80 %) over lives; / plain: median of neighbours' ratios; / full: of those within a "
-        "round.",
+        "median (20 % .. 80 %) over lives; / plain: median of neighbours' ratios; / full, / dense: of those "
+        "within a round;",
+        "dense: transformers' own cache of as many entries.",
         "scoring, evicting: share of a prefill that was clocked stage by stage. peak: up to the first token.",
         "held: keys and values behind the prompt, as the cache counts them; of full: over those of all seen.",
     ]
@@ -55,8 +56,8 @@ def _line(row: dict[str, Any], width: int) -> str:
         f"{start} {show_spread(row['ttft_ms'], 1):>25} {show_median(row['ttft_over_plain']):>8} "
         f"{show_median(row['ttft_over_full']):>7} {show_spread(row['token_ms'], 2):>22} "
         f"{show_median(row['token_over_plain']):>8} {show_median(row['token_over_full']):>7} "
-        f"{row['tokens_per_s']['median']:>9,.1f} {show_share(row['scoring_share']):>8} "
-        f"{show_share(row['eviction_share']):>8} {show_mib(peak):>9} "
+        f"{show_median(row.get('token_over_dense')):>7} {row['tokens_per_s']['median']:>9,.1f} "
+        f"{show_share(row['scoring_share']):>8} {show_share(row['eviction_share']):>8} {show_mib(peak):>9} "
         f"{held / 2**20:>9.2f} {held / full:>8.1%}"
     )
 

@@ -8,7 +8,8 @@ import torch
 
 from retain import resident
 from retain.eval import speed, speed_serving, speed_stages
-from retain.eval.speed_serving import Bench, Setting, Side, cache_bytes, main, measure, round_of, row_of
+from retain.eval.cache_bytes import cache_bytes
+from retain.eval.speed_serving import Bench, Setting, Side, main, measure, round_of, row_of
 from retain.eval.speed_stages import EVICTION, SCORING, staged
 from retain.eval.speed_table import serving, show_median, show_mib, show_share, show_spread, spread_and_all
 from retain.gates.store import save_gates
@@ -84,6 +85,19 @@ def test_one_run_tells_of_every_policy_and_the_full_caches(record):
     }
     for part in ("python -m retain.eval.speed_serving", "batch 2", "peak: not measured", "50.0%", "75.0%"):
         assert part in text
+
+
+def test_a_dense_cache_of_as_many_entries(tmp_path):
+    output = tmp_path / "serving.json"
+    own = {"policies": "dense;snapkv", "keep_ratios": "0.5", "batches": "2"}
+    assert main([*typed(**own), "--no-memory", "--output", str(output)]) == 0
+    plain, full, dense, snapkv = json.loads(output.read_text())["rows"]
+    assert (dense["policy"], dense["kind"]) == ("dense", "full")
+    assert dense["cache_bytes"]["held"] == snapkv["cache_bytes"]["held"] == 2 * 2 * 48 * ENTRY
+    assert dense["cache_bytes"]["held_at_end"] == dense["cache_bytes"]["held"] + 2 * 2 * 3 * ENTRY
+    ratios = [a / b for a, b in zip(snapkv["token_ms"]["all"], dense["token_ms"]["all"], strict=True)]
+    assert snapkv["token_over_dense"]["all"] == ratios
+    assert not any("token_over_dense" in row for row in (plain, full, dense))
 
 
 def test_neighbours_alternate_and_sides_take_turns(monkeypatch):
