@@ -259,8 +259,8 @@ class Cache(Engine):
         else:
             guard = make_guard(capacity, rule)
         chosen = self.seeds if seeds is None else seeds_of(seeds, self.batch_size)
-        pinned_BT = pinned_of(self._pins if pinned is None else pinned, self.valid_BT)
         evidence: Sequence[Evidence] = self.evidence
+        pinned_BT = pinned_of(self._pins if pinned is None else pinned, evidence[0].valid_BT)
         if rule.looks_ahead and rule.request is not None:
             from retain.hf.attach import attached  # which knows this class
 
@@ -274,9 +274,8 @@ class Cache(Engine):
         return self
 
     def evict_with(self, keep: Sequence[Tensor]) -> "Cache":
-        """Evict what a `prefill(evict=False)` held, by keep masks `[B, H, T]`, one per layer.
-
-        Padding is never kept.
+        """Evict what a `prefill(evict=False)` held, by keep masks `[B, H, T]`, one per layer, of the tokens
+        as evidence shows them: padding first, which is never kept.
 
         Returns:
             this cache, whose evidence is released.
@@ -319,8 +318,8 @@ class Cache(Engine):
         other.history = None if self.history is None else self.history.fork()
         other._moments = list(self._moments)
         # Whoever generates, it is not the copy.
-        other._generates, other._ends, other._ended_B = False, (), None
-        other._doubts, other._steps = [], False
+        other._generates, other._ended_B, other._filled_B = False, None, None
+        other._doubts, other._steps, other._opens = [], False, False
         return other
 
     def __deepcopy__(self, memo: dict) -> "Cache":
@@ -439,6 +438,9 @@ class Cache(Engine):
                 "the cache before it reads or decodes what may have to be forgotten."
             )
         with self.changing():
+            for layer in self.ragged if self._gaps else ():  # a column there is not the token of that number
+                if layer.store is None:
+                    layer.store = self._cut_dense(layer, None, self.valid_BT, self.positions_BT)
             self.evidence, self.history, self._from = None, cut, (-1, 0)
             for layer in self._foreign:
                 foreign.crop(layer, removed)
@@ -493,8 +495,9 @@ class Cache(Engine):
             self._pins = [self._pins[row] for row in rows]
         if self._prompt_B is not None:
             self._prompt_B = [self._prompt_B[row] for row in rows]
-        if self._ended_B is not None:
-            self._ended_B = self._ended_B[indices.to(self._ended_B.device)]
+        for name in ("_ended_B", "_filled_B"):
+            if (told_B := getattr(self, name)) is not None:
+                setattr(self, name, told_B[indices.to(told_B.device)])
         if self.capacity is not None:
             self.capacity = self.capacity.select_batch(rows)
         self.history, self._from = self.history.select_batch(indices), (-1, 0)
