@@ -246,11 +246,12 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         width = ids.shape[1]
     before, criteria = cache.num_seen, given.get("stopping_criteria")
     if fills(stated("eos_token_id")[1], criteria):
-        place, criteria = names.index("stopping_criteria"), [*(criteria or ()), Ended(cache.hear_ends)]
-        if place < len(args):
-            args = (*args[:place], StoppingCriteriaList(criteria), *args[place + 1 :])
+        criteria, at = StoppingCriteriaList([*(criteria or ()), Ended(cache.hear_ends)]), len(args)
+        if "stopping_criteria" in names[:at]:
+            at = names.index("stopping_criteria")
+            args = (*args[:at], criteria, *args[at + 1 :])
         else:
-            kwargs = {**kwargs, "stopping_criteria": StoppingCriteriaList(criteria)}
+            kwargs = {**kwargs, "stopping_criteria": criteria}
     with cache.generating(width, given.get("attention_mask")):
         output = own(model, *args, **kwargs)
     if cache.num_seen == before:

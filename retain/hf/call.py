@@ -178,16 +178,20 @@ def read_call(
             doubt=Doubt({name: wrong.any() for name, wrong in found.items()}),
         )
     valid_BS, forgotten_BT = mask_BT[:, seen:], past_BT & ~mask_BT[:, :seen]
-    before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
-    disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
-    backwards = disordered.new_zeros(())
+    no = valid_BS.new_zeros(())
+    between, behind, disordered, backwards = no, no, no, no
+    if S > 1:
+        before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
+        disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
+        between = (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any()
+        behind = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
     if last_B is not None:
         backwards = ((positions_BS <= last_B.to(device)[:, None]) & valid_BS).any()
     answers = torch.stack(
         [
             ~valid_BS.all(),
-            (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any(),
-            (valid_BS.any(1) & ~valid_BS[:, -1]).any(),
+            between,
+            behind,
             ~valid_BS.any(1).all(),
             forgotten_BT.any(),
             (mask_BT[:, :seen] & ~past_BT).any(),

@@ -90,6 +90,7 @@ class Conversation(TransformersCache):
         self._broken = False  # a change broke off midway
         self.evictions = 0  # moments at which something went
         self.evicted_at = 0  # tokens seen at the last of them
+        self.held_whole: list[int] = []  # short sequences that the last of its policy's moments left whole
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:

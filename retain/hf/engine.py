@@ -394,6 +394,7 @@ class Engine(Guarded):
             heads = sum(spec.num_kv_heads for spec in self.specs)
             self._count(heads * sum(self.history.lengths_B))
             self._weigh(cut)
+            self._note_whole(cut)
         elif due and self._evict_at_prefill:
             self._settle(wait=True)
             self._evict_again(release=read)
@@ -520,6 +521,11 @@ class Engine(Guarded):
         spared = self._without_queries(history, first) if first > wanted else []
         try:
             moment = self.rule.again(self._batch_given(history.valid_BT), call, stock, spared)
+        except ValueError as error:
+            self._refused = error  # of a short sequence, say, that has grown too long to be held whole
+            return
+        try:
+            self._note_whole(moment)
             if isinstance(moment, Again):
                 moment.guard = self.guard
             if moment is not None and not moment.idle:
