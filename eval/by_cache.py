@@ -168,8 +168,9 @@ def open_cache(
         every=config.every,
         gates=gates if policy.learned else None,
         seeds=seeds,
-        # Comparisons measure what is lost; they are not to be told.
+        # Comparisons measure what is lost, at equal memory; they are not to be told.
         capacity=None,
+        short="raise",
     )
 
 

@@ -276,6 +276,7 @@ def make_cache(
         seeds=list(indices),
         gates=gates,
         capacity=None,
+        short="raise",
     )
 
 

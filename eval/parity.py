@@ -261,7 +261,7 @@ def kept_here(model: Any, ids_BT: Tensor, policy: str, kept: int, **overrides: A
         overrides: of the policy.
     """
     with torch.no_grad(), attached(model):
-        cache = Cache(model, policy, tokens_per_head=kept, **overrides).prefill(ids_BT)
+        cache = Cache(model, policy, tokens_per_head=kept, short="raise", **overrides).prefill(ids_BT)
     masks = []
     for layer in cache.ragged:
         store = layer.store

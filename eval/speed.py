@@ -207,7 +207,7 @@ def measure_scoring(setting: Setting, entries: Sequence[Entry]) -> list[Timing]:
     input_ids = torch.randint(VOCABULARY, (setting.batch, setting.tokens), generator=draw).to(setting.device)
 
     def cut(entry: Entry) -> Cache:
-        return Cache(model, entry.policy, keep_ratio=setting.keep_ratio, **entry.overrides)
+        return Cache(model, entry.policy, keep_ratio=setting.keep_ratio, short="raise", **entry.overrides)
 
     def plain() -> Any:
         cache = DynamicCache(config=twin.config)

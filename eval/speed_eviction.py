@@ -421,9 +421,14 @@ def measure(model: LlamaForCausalLM, name: str, setting: Setting) -> dict[str, A
     kept, scope = setting.tokens_per_head, load_policy(name).scope
     caches = {
         "evicting": Cache(
-            model, policy=name, tokens_per_head=kept, regime="prefill+decode", every=setting.every
+            model,
+            policy=name,
+            tokens_per_head=kept,
+            regime="prefill+decode",
+            every=setting.every,
+            short="raise",
         ),
-        "appending": Cache(model, policy=name, tokens_per_head=kept),
+        "appending": Cache(model, policy=name, tokens_per_head=kept, short="raise"),
     }
     ids = torch.randint(VOCABULARY, (setting.batch, setting.read), generator=draw).to(setting.device)
     masks = rows_held(setting, scope)

@@ -205,7 +205,10 @@ def sides_of(setting: Setting, model: PreTrainedModel, twin: PreTrainedModel, ga
 
     def cut(entry: speed.Entry) -> Callable[[], Cache]:
         own = gates if "gates" in needs.get(entry.policy, ()) else None
-        return lambda: Cache(model, entry.policy, keep_ratio=setting.keep_ratio, gates=own, **entry.overrides)
+        ratio = setting.keep_ratio
+        return lambda: Cache(
+            model, entry.policy, keep_ratio=ratio, gates=own, short="raise", **entry.overrides
+        )
 
     policies = [Side(entry.typed, model, cut(entry)) for entry in setting.entries()]
     for side in policies:

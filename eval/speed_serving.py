@@ -317,7 +317,7 @@ class Bench:
         def cut(entry: speed.Entry, keep_ratio: float) -> Callable[[], Cache]:
             own = self.gates if "gates" in needs.get(entry.policy, ()) else None
             return lambda: Cache(
-                self.model, entry.policy, keep_ratio=keep_ratio, gates=own, **entry.overrides
+                self.model, entry.policy, keep_ratio=keep_ratio, gates=own, short="raise", **entry.overrides
             )
 
         plain = Side(PLAIN, 1.0, self.twin, lambda: DynamicCache(config=self.twin.config))

@@ -14,7 +14,7 @@ A threshold states no budget at all: what is kept follows from the scores (`reta
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -145,12 +145,15 @@ class Totals:
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
         held_BL: entries that are still there; None for all, `length * H` each.
+        whole_B: short sequences that are held whole, since what was stated is too little for them; then
+            `equal_BL` is all that they have. None: there are none.
     """
 
     lengths_B: tuple[int, ...]
     heads_L: tuple[int, ...]
     equal_BL: tuple[tuple[int, ...], ...]
     held_BL: tuple[tuple[int, ...], ...] | None = None
+    whole_B: tuple[bool, ...] | None = None
 
     @property
     def stated_B(self) -> list[int]:
@@ -176,6 +179,21 @@ class Totals:
             return [list(row) for row in self.held_BL]
         return [[length * heads for heads in self.heads_L] for length in self.lengths_B]
 
+    @property
+    def whole(self) -> list[int]:
+        """Short sequences that are held whole, by number."""
+        return [row for row, whole in enumerate(self.whole_B or ()) if whole]
+
+    def hold_whole(self, rows: Sequence[int]) -> "Totals":
+        """The same with these sequences held whole too."""
+        chosen = {*self.whole, *rows}
+        lengths = [(row in chosen, length) for row, length in enumerate(self.lengths_B)]
+        equal_BL = tuple(
+            tuple(length * heads for heads in self.heads_L) if whole else own
+            for (whole, length), own in zip(lengths, self.equal_BL, strict=True)
+        )
+        return replace(self, equal_BL=equal_BL, whole_B=tuple(whole for whole, _ in lengths))
+
     def select_batch(self, rows: Sequence[int]) -> "Totals":
         """Of some of the sequences."""
         return Totals(
@@ -183,6 +201,7 @@ class Totals:
             self.heads_L,
             tuple(self.equal_BL[row] for row in rows),
             None if self.held_BL is None else tuple(self.held_BL[row] for row in rows),
+            None if self.whole_B is None else tuple(self.whole_B[row] for row in rows),
         )
 
 
@@ -191,6 +210,8 @@ def spread(
     lengths_B: Sequence[int],
     layers: Sequence[LayerShape],
     held_BL: Sequence[Sequence[int]] | None = None,
+    *,
+    short_tokens: int = 0,
 ) -> Totals:
     """Entries of each sequence and layer when all heads get the same.
 
@@ -204,13 +225,14 @@ def spread(
         lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
         layers: those that evict, in order.
         held_BL: entries that each layer of each sequence still holds; None for all, `n_b * H_l`.
+        short_tokens: sequences of at most so many tokens are held whole rather than refused.
 
     Raises:
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
     """
     entry_bytes = layers[0].entry_bytes
     bytes_B = _bytes_of(budget, lengths_B, entry_bytes)
-    equal_BL = []
+    equal_BL, short = [], []
     for row, length in enumerate(lengths_B):
         all_of = [length * layer.num_heads for layer in layers]
         held = all_of if held_BL is None else held_BL[row]
@@ -236,6 +258,9 @@ def spread(
         equal = [min(own, most) for own, most in zip(equal, all_of, strict=True)]
         for idx, (own, layer) in enumerate(zip(equal, layers, strict=True)):
             if own < min(held[idx], layer.num_heads):
+                if length <= short_tokens:
+                    short.append(row)
+                    break
                 least = sum(other.num_heads * other.entry_bytes for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
@@ -245,7 +270,8 @@ def spread(
         equal_BL.append(tuple(equal))
     heads_L = tuple(layer.num_heads for layer in layers)
     still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
-    return Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still)
+    totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still)
+    return totals.hold_whole(short) if short else totals
 
 
 def _bytes_of(budget: Budget, lengths_B: Sequence[int], entry_bytes: int) -> list[int]:

@@ -91,6 +91,14 @@ class Plan:
         """Whether all sequences keep all that they have, so that nothing needs a score."""
         return all(self.covers_B)
 
+    def hold_whole(self, rows: Sequence[int], valid_BT: Bool[Tensor, "B T"]) -> "Plan":
+        """The same with these sequences held whole: all that they have is protected, and in the budget."""
+        protected_BT, shares = self.protected_BT.clone(), self.shares
+        protected_BT[list(rows)] = valid_BT[list(rows)]
+        protected_B, totals = tuple(protected_BT.sum(-1).tolist()), shares.totals.hold_whole(rows)
+        shares = replace(shares, totals=totals, protected_B=protected_B)
+        return replace(self, shares=shares, protected_BT=protected_BT)
+
     def select_batch(self, rows: Sequence[int]) -> "Plan":
         """Of some of the sequences: once totals are known, none depends on another."""
         idx = torch.tensor(list(rows), dtype=torch.int64, device=self.protected_BT.device)
@@ -254,6 +262,7 @@ def plan_of(
     *,
     stock: Stock | None = None,
     quotas: Quotas | None = None,
+    short_tokens: int = 0,
 ) -> Plan:
     """Totals, protection and fixed shares, before any layer is scored.
 
@@ -271,6 +280,8 @@ def plan_of(
         markers: of the tokenizer's chat template, for a protection of turns.
         stock: what there is to choose from, and what a ratio is a ratio of; None for all that was seen.
         quotas: of the layers that evict, for an allocation by quotas.
+        short_tokens: a sequence of at most so many tokens is held whole where this is what would be raised
+            (`Totals.whole_B`). Of a prompt that is still being read, all that are announced count.
 
     Raises:
         ValueError: if the budget cannot hold what is protected, leaves a head empty that has entries, or is a
@@ -281,9 +292,9 @@ def plan_of(
     policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
     seen_B = valid_BT.sum(-1).tolist()
     if stock is None:
-        totals = spread(budget, seen_B, shapes)
+        totals = spread(budget, seen_B, shapes, short_tokens=short_tokens)
     else:
-        totals = spread(budget, stock.lengths_B, shapes, stock.held_BL)
+        totals = spread(budget, stock.lengths_B, shapes, stock.held_BL, short_tokens=short_tokens)
     protection = policy.protection
     if protection.reads_turns:
         if markers is None:
@@ -311,8 +322,13 @@ def plan_of(
         pinned_BT=pinned_BT,
         prompt_lengths_B=prompts_B,
         intact_BT=None if stock is None else stock.intact_BT,
+        short_B=[length <= short_tokens for length in totals.lengths_B],
     )
     protected_B = tuple(protected_BT.sum(-1).tolist())
+    if budget.threshold is None:
+        pairs = zip(protected_B, totals.per_head_B, strict=True)
+        short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
+        totals = totals.hold_whole(short) if short else totals
     shares = Shares(policy.split, totals, protected_B, budget.threshold, tuple(seen_B), quotas)
     return Plan(policy, budget, shares, protected_BT)
 

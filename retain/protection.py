@@ -93,6 +93,7 @@ def protected_mask(
     pinned_BT: Tensor | None = None,
     prompt_lengths_B: Sequence[int] | Tensor | None = None,
     intact_BT: Bool[Tensor, "B T"] | None = None,
+    short_B: Sequence[bool] | None = None,
 ) -> Bool[Tensor, "B T"]:
     """Entries of each sequence that every head keeps.
 
@@ -119,14 +120,15 @@ def protected_mask(
             suffix only.
         intact_BT: False where some head no longer holds the entry, after earlier evictions: there is nothing
             left that every head could keep. None for all.
+        short_B: sequences of which more entries may be protected than the budget holds; None for none.
 
     Returns:
         True where protected.
 
     Raises:
         ValueError: if more entries are protected than the budget holds (says by how much, and by which
-            parts), if `pinned_BT` is not a mask of the same shape, or if there are more prompt entries than
-            entries.
+            parts) of a sequence that is not short, if `pinned_BT` is not a mask of the same shape, or if
+            there are more prompt entries than entries.
     """
     B, T = valid_BT.shape
     if pinned_BT is not None and (pinned_BT.dtype != torch.bool or pinned_BT.shape != valid_BT.shape):
@@ -164,7 +166,7 @@ def protected_mask(
                 f"sequence {row} has {length} entries, and prompt_lengths_B says that {prompt} of them are "
                 f"prompt: pass a count in 0..{length}, padding not counted."
             )
-        if budget is not None and count > budget:
+        if budget is not None and count > budget and not (short_B is not None and short_B[row]):
             shown = _shown(protection, parts, length, prompt)
             pinned = f"; {count - ends} more in turns and pinned spans" if count > ends else ""
             raise ValueError(

@@ -272,7 +272,7 @@ def _lost(
     model: Any, context_ids: Tensor, rest_ids: Tensor, whole: Tensor, policy: str, **given: Any
 ) -> float:
     """KL(full || evicted) a token of the rest."""
-    log_q = _after(model, Cache(model, policy=policy, **given), context_ids, rest_ids)
+    log_q = _after(model, Cache(model, policy=policy, short="raise", **given), context_ids, rest_ids)
     return float(functional.kl_div(log_q, whole, log_target=True, reduction="batchmean"))
 
 

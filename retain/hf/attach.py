@@ -24,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import StoppingCriteriaList
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.hf.attention_names import PREVIOUS, hidden_of, previous_attention, register
 from retain.hf.cache import Cache
 from retain.hf.call import Step
+from retain.hf.ended import Ended, fills
 from retain.hf.lookahead import ReadCache
 from retain.hf.model import base_model, describe, rotary_of
 from retain.rotary import Rotary
@@ -206,15 +208,18 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             once it is over, our cache was never used.
     """
     own = type(model).generate
-    given = {**dict(zip(list(inspect.signature(own).parameters)[1:], args, strict=False)), **kwargs}
+    names = list(inspect.signature(own).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = given.get("past_key_values")
     if not isinstance(cache, Cache):
         return own(model, *args, **kwargs)
 
     def stated(name: str) -> tuple[str, Any]:
-        """Where a setting is given, and what it says; the first place that says something."""
+        """Where a setting is given, and what it says; the first place that says something. An argument that
+        is None overrides configs."""
+        if name in given:
+            return name, None if given[name] in UNSTATED else given[name]
         places = {
-            name: given.get(name),
             f"generation_config.{name}": getattr(given.get("generation_config"), name, None),
             f"model.generation_config.{name}": getattr(model.generation_config, name, None),
         }
@@ -243,8 +248,15 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                 "attention_mask, chunk_size=...) and generate from there."
             )
         width = ids.shape[1]
-    before = cache.num_seen
-    with cache.generating(width, given.get("attention_mask"), _end_ids(stated("eos_token_id")[1])):
+    before, criteria = cache.num_seen, given.get("stopping_criteria")
+    if fills(stated("eos_token_id")[1], criteria):
+        criteria, at = StoppingCriteriaList([*(criteria or ()), Ended(cache.hear_ends)]), len(args)
+        if "stopping_criteria" in names[:at]:
+            at = names.index("stopping_criteria")
+            args = (*args[:at], criteria, *args[at + 1 :])
+        else:
+            kwargs = {**kwargs, "stopping_criteria": criteria}
+    with cache.generating(width, given.get("attention_mask")):
         output = own(model, *args, **kwargs)
     if cache.num_seen == before:
         raise ValueError(
@@ -253,14 +265,6 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             "Generate without it."
         )
     return output
-
-
-def _end_ids(value: Any) -> list[int]:
-    """Token ids that end a sequence, as `generate` is told of them: one, several or none."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    return [int(one) for one in values]
 
 
 def _generating(model: nn.Module) -> Any:

@@ -14,6 +14,7 @@ here, none on the model.
 import copy
 import os
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from retain.hf.model import base_model, layout_of
 from retain.hf.recent import Recent
 from retain.hf.regime import Regime
 from retain.hf.report import Report, report_of
-from retain.hf.rule import Rule, make_rule
+from retain.hf.rule import Rule, make_rule, short_limit
 from retain.protection import spans_by_sequence
 from retain.registry import lookup
 
@@ -72,6 +73,9 @@ class Cache(Engine):
             whole first prompt until all layers have come); a `Guard` with a limit of its own; None for
             nothing. `auto` warns where the gates are stored with a limit and the policy is such as that was
             read off for (scope `model`, fusion `sum`, `max` or `learned`).
+        short: a sequence of at most `short_tokens` tokens whose budget cannot hold what is protected, or that
+            is shorter than the policy's window, is held whole, as `report()` says (`keep`), or refused as a
+            longer one is (`raise`: for comparisons at equal memory).
         **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.press` makes one of a foreign scorer).
@@ -103,6 +107,8 @@ class Cache(Engine):
         tokenizer: Any = None,
         slack: int = SLACK,
         capacity: Any = AUTO,
+        short: str = "keep",
+        short_tokens: int = 256,
         **overrides: Any,
     ):
         layout = layout_of(model)
@@ -115,9 +121,10 @@ class Cache(Engine):
             tokenizer=tokenizer,
             pinned=pinned,
             overrides=overrides,
+            short_tokens=short_limit(short, short_tokens),
         )
         rule.check(Regime(regime, every))
-        self.model = model
+        self.model, self._given_short = model, (short, short_tokens)
         self._given_guard = (capacity, make_guard(capacity, rule))
         super().__init__(layout, rule, Regime(regime, every), slack=slack, seeds=seeds, pinned=pinned)
 
@@ -249,6 +256,7 @@ class Cache(Engine):
                 tokenizer=tokenizer,
                 pinned=pinned,
                 overrides=overrides,
+                short_tokens=short_limit(*self._given_short),
             )
         elif overrides or any(value is not None for value in (*budget.values(), gates, tokenizer)):
             raise ValueError(
@@ -259,8 +267,8 @@ class Cache(Engine):
         else:
             guard = make_guard(capacity, rule)
         chosen = self.seeds if seeds is None else seeds_of(seeds, self.batch_size)
-        pinned_BT = pinned_of(self._pins if pinned is None else pinned, self.valid_BT)
         evidence: Sequence[Evidence] = self.evidence
+        pinned_BT = pinned_of(self._pins if pinned is None else pinned, evidence[0].valid_BT)
         if rule.looks_ahead and rule.request is not None:
             from retain.hf.attach import attached  # which knows this class
 
@@ -274,9 +282,8 @@ class Cache(Engine):
         return self
 
     def evict_with(self, keep: Sequence[Tensor]) -> "Cache":
-        """Evict what a `prefill(evict=False)` held, by keep masks `[B, H, T]`, one per layer.
-
-        Padding is never kept.
+        """Evict what a `prefill(evict=False)` held, by keep masks `[B, H, T]`, one per layer, of the tokens
+        as evidence shows them: padding first, which is never kept.
 
         Returns:
             this cache, whose evidence is released.
@@ -317,10 +324,10 @@ class Cache(Engine):
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         other.history = None if self.history is None else self.history.fork()
-        other._moments = list(self._moments)
+        other._moments, other.held_whole = list(self._moments), list(self.held_whole)
         # Whoever generates, it is not the copy.
-        other._generates, other._ends, other._ended_B = False, (), None
-        other._doubts, other._steps = [], False
+        other._generates, other._ended_B, other._filled_B = False, None, None
+        other._doubts, other._steps, other._opens = [], False, False
         return other
 
     def __deepcopy__(self, memo: dict) -> "Cache":
@@ -412,6 +419,10 @@ class Cache(Engine):
         other._moments, other._noted = [other.num_seen], other.num_seen
         other.evictions = max(part.evictions for part in parts)
         other.evicted_at = max(part.evicted_at for part in parts)
+        sizes = [0, *accumulate(part.batch_size for part in parts)]
+        other.held_whole = [
+            size + row for size, part in zip(sizes, parts, strict=False) for row in part.held_whole
+        ]
         return other
 
     def crop(self, num_tokens: int) -> None:
@@ -439,6 +450,9 @@ class Cache(Engine):
                 "the cache before it reads or decodes what may have to be forgotten."
             )
         with self.changing():
+            for layer in self.ragged if self._gaps else ():  # a column there is not the token of that number
+                if layer.store is None:
+                    layer.store = self._cut_dense(layer, None, self.valid_BT, self.positions_BT)
             self.evidence, self.history, self._from = None, cut, (-1, 0)
             for layer in self._foreign:
                 foreign.crop(layer, removed)
@@ -493,8 +507,10 @@ class Cache(Engine):
             self._pins = [self._pins[row] for row in rows]
         if self._prompt_B is not None:
             self._prompt_B = [self._prompt_B[row] for row in rows]
-        if self._ended_B is not None:
-            self._ended_B = self._ended_B[indices.to(self._ended_B.device)]
+        self.held_whole = [new for new, row in enumerate(rows) if row in self.held_whole]
+        for name in ("_ended_B", "_filled_B"):
+            if (told_B := getattr(self, name)) is not None:
+                setattr(self, name, told_B[indices.to(told_B.device)])
         if self.capacity is not None:
             self.capacity = self.capacity.select_batch(rows)
         self.history, self._from = self.history.select_batch(indices), (-1, 0)

@@ -8,13 +8,14 @@ wrong with one is noticed after it has run (`retain.hf.doubt`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.columns import tokens_last
 from retain.hf.doubt import WRONG, Doubt
 from retain.rotary import Rotary
 
@@ -32,6 +33,8 @@ class Call:
         forgotten_BT: past tokens that this call's mask declares padding; None when there are none.
         rotary: the model's rotary embedding, where it is understood.
         doubt: what is still to be found out about it; None: nothing.
+        gaps: some sequence has padding behind tokens of this call: an unread token before a padded turn, or
+            virtual tokens (peft's prompt tuning) before a padded prompt.
     """
 
     is_prefill: bool
@@ -42,6 +45,21 @@ class Call:
     forgotten_BT: Bool[Tensor, "B P"] | None
     rotary: Rotary | None = None
     doubt: Doubt | None = None
+    gaps: bool = False
+
+    def left_padded(self) -> "Call":
+        """A first call with all padding before its sequences' tokens, as evidence has it."""
+        if not self.gaps:
+            return self
+        mask_BT, own = self.mask_BT, self.token_ids_BS
+        return replace(
+            self,
+            mask_BT=(left_BT := tokens_last(mask_BT, mask_BT)),
+            valid_BS=left_BT,
+            positions_BS=tokens_last(self.positions_BS, mask_BT),
+            token_ids_BS=None if own is None else tokens_last(own, mask_BT),
+            gaps=False,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +77,13 @@ class Step:
     layer_idx: int
     hidden_BSE: Tensor
     stream_BSE: Tensor | None = None
+
+    def left_padded(self, valid_BS: Bool[Tensor, "B S"]) -> "Step":
+        """The same with all padding before its sequences' tokens."""
+        own = self.stream_BSE
+        stream_BSE = None if own is None else tokens_last(own, valid_BS.to(own.device))
+        hidden_BSE = tokens_last(self.hidden_BSE, valid_BS.to(self.hidden_BSE.device))
+        return replace(self, hidden_BSE=hidden_BSE, stream_BSE=stream_BSE)
 
 
 def read_call(
@@ -97,8 +122,8 @@ def read_call(
             alone cannot have.
 
     Raises:
-        ValueError: right padding, a mask of another width or kind or that goes back on an earlier one,
-            positions that do not increase, another batch size.
+        ValueError: right padding (behind a sequence's last token), a mask of another width or kind or that
+            goes back on an earlier one, positions that do not increase, another batch size.
     """
     tokens = input_ids if input_ids is not None else inputs_embeds
     if tokens is None:
@@ -159,14 +184,20 @@ def read_call(
         if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
             return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
     forgotten_BT = past_BT & ~mask_BT[:, :seen]
-    disordered = ((positions_BS[:, 1:] <= positions_BS[:, :-1]) & valid_BS[:, :-1]).any()
-    backwards = disordered.new_zeros(())
+    no = valid_BS.new_zeros(())
+    between, behind, disordered, backwards = no, no, no, no
+    if S > 1:
+        before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
+        disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
+        between = (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any()
+        behind = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
     if last_B is not None:
         backwards = ((positions_BS <= last_B.to(device)[:, None]) & valid_BS).any()
     answers = torch.stack(
         [
             ~valid_BS.all(),
-            (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any(),
+            between,
+            behind,
             ~valid_BS.any(1).all(),
             forgotten_BT.any(),
             (mask_BT[:, :seen] & ~past_BT).any(),
@@ -174,18 +205,17 @@ def read_call(
             backwards,
         ]
     )
-    padded, right, empty, forgotten, revived, disorder, back = answers.tolist()
+    padded, gaps, right, empty, forgotten, revived, disorder, back = answers.tolist()
     if back and forgotten:
         # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
         still_BT = past_BT & ~forgotten_BT
         last_B = positions().to(device).masked_fill(~still_BT, -1).amax(1)
         back = bool(((positions_BS <= last_B[:, None]) & valid_BS).any())
-    if right:
+    if right and seen + S >= (width or 0):
         raise ValueError(
-            "right padding: a row of the attention mask goes from 1 to 0 inside this call. Decoding "
-            "continues after the "
-            "last column, so pads there would stand between a prompt and its continuation: set "
-            "tokenizer.padding_side = 'left'."
+            "right padding: a row of the attention mask ends in 0 behind tokens of this call. Decoding "
+            "continues after the last column, so pads there would stand between a prompt and its "
+            "continuation: set tokenizer.padding_side = 'left'."
         )
     if empty and seen + S >= (width or 0) and not bool(mask_BT.any(1).all()):
         raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
@@ -194,8 +224,8 @@ def read_call(
     if revived:
         raise ValueError(
             "attention_mask shows tokens as real that were padding when the cache saw them, and padding is "
-            "never stored: "
-            "continue the mask that the earlier call had."
+            "never stored: continue the mask that the earlier call had, with 0 for what generate put "
+            "behind a sequence that has ended."
         )
     if disorder or back:
         raise ValueError(
@@ -213,4 +243,5 @@ def read_call(
         token_ids_BS=input_ids,
         forgotten_BT=forgotten_BT if forgotten else None,
         rotary=rotary,
+        gaps=gaps,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
 from retain.cache import RaggedStore
+from retain.columns import tokens_last
 from retain.evidence import Evidence
 from retain.hf.call import Call
 from retain.hf.doubt import Doubt
@@ -79,14 +80,17 @@ class Conversation(TransformersCache):
         self._moments: list[int] = []
         self._noted = 0  # tokens of which the layers have noted what later evictions want
         self._expected: int | None = None  # the layer whose attention is about to run
-        self._ends: tuple[int, ...] = ()
-        self._ends_K: Int[Tensor, " K"] | None = None  # the same, on the device, once they are looked for
-        self._ended_B: Bool[Tensor, " B"] | None = None  # sequences that `generate` only pads by now
+        # Sequences that `generate` has ended, and those of which the next token is padding behind the end.
+        self._ended_B: Bool[Tensor, " B"] | None = None
+        self._filled_B: Bool[Tensor, " B"] | None = None
+        self._gaps = False  # in a dense layer padding stands before all tokens, and came behind some of them
+        self._opens = False  # a `generate` has begun, and its first forward is to come
         self._steps = False  # the forward before was a decoding step, and nothing came between
         self._doubts: list[Doubt] = []  # of decoding steps that nobody has waited for
         self._broken = False  # a change broke off midway
         self.evictions = 0  # moments at which something went
         self.evicted_at = 0  # tokens seen at the last of them
+        self.held_whole: list[int] = []  # short sequences that the last of its policy's moments left whole
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -145,28 +149,64 @@ class Conversation(TransformersCache):
         self._announced_BT = attention_mask.bool() if known and attention_mask is not None else None
 
     @contextmanager
-    def generating(
-        self, width: int | None, attention_mask: Tensor | None = None, ends: Sequence[int] = ()
-    ) -> Iterator[None]:
+    def generating(self, width: int | None, attention_mask: Tensor | None = None) -> Iterator[None]:
         """While the `generate` of an attached model runs.
 
         Args:
             width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
             attention_mask: of that prompt.
-            ends: token ids behind which it fills a sequence with padding.
         """
         before, self._generates = self._generates, True
-        self._ends, self._ends_K, self._ended_B, self._steps = tuple(ends), None, None, False
+        self._ended_B, self._filled_B, self._steps, self._opens = None, None, False, True
         if width is not None:
             self.announce(width, attention_mask)
         try:
             yield
             self._settle(wait=True)
         finally:
-            self._steps = False
-            self._generates, self._ends, self._ended_B = before, (), None
+            self._steps = self._opens = False
+            self._generates, self._ended_B, self._filled_B = before, None, None
             if width is not None:
                 self.announce(None)
+
+    def hear_ends(self, ended_B: Bool[Tensor, " B"]) -> None:
+        """Hear which sequences have ended with the token that `generate` has just sampled.
+
+        Beam search asks about candidates, of which there are more than sequences, and fills nothing. A single
+        sequence ends with `generate`.
+        """
+        if self.history is not None and len(ended_B) == self.history.batch_size > 1:
+            self._ended_B = ended_B if self._ended_B is None else self._ended_B | ended_B
+
+    def _as_meant(
+        self, tokens: Tensor | None, attention_mask: Tensor | None, *, waits: bool
+    ) -> Tensor | None:
+        """The mask of a call, with what `generate` put behind sequences that have ended as the padding that
+        it is. Its own mask calls that tokens; or it passes none where no prompt was padded (as transformers
+        5.23 does).
+
+        Args:
+            tokens: of the call, ids or embeddings.
+            attention_mask: as the call has it.
+            waits: the device may be waited for.
+        """
+        past, filled_B, opens = self.history, self._filled_B, self._opens
+        self._filled_B, self._opens = self._ended_B, False
+        if past is None or tokens is None:
+            return attention_mask
+        if opens and attention_mask is None:
+            return past.valid_BT.new_ones(past.batch_size, past.num_seen + tokens.shape[1])
+        if filled_B is None or tokens.shape[1] != 1:
+            return attention_mask
+        if self.layout.alone:  # transformers' own layers take it for tokens, and all layers go by one mask
+            return attention_mask
+        if waits and not bool(filled_B.any()):
+            return attention_mask
+        real_BT = torch.cat([past.valid_BT, ~filled_B[:, None].to(past.valid_BT.device)], dim=1)
+        if attention_mask is None:
+            return real_BT
+        fits = isinstance(attention_mask, Tensor) and attention_mask.shape == real_BT.shape
+        return attention_mask.bool() & real_BT.to(attention_mask.device) if fits else attention_mask
 
     @property
     def _is_user_defined(self) -> bool:
@@ -250,6 +290,8 @@ class Conversation(TransformersCache):
         """A layer's dense keys and values, cut to a store and let go; None keeps all but padding."""
         layer.check(keep_BHT)
         keys, values = layer.dense()
+        if self._gaps:
+            positions_BT, valid_BT = tokens_last(positions_BT, valid_BT), tokens_last(valid_BT, valid_BT)
         valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
         store = RaggedStore.from_dense(

@@ -20,7 +20,7 @@ from torch import Tensor
 from retain.attend import attend
 from retain.budget import Stock
 from retain.capacity import CapacityError
-from retain.columns import last_tokens
+from retain.columns import align_last, last_tokens
 from retain.evidence import Evidence
 from retain.hf.call import Call, Step, read_call
 from retain.hf.foreign import thaw_, trim_
@@ -88,16 +88,17 @@ class Engine(Guarded):
             if self.num_seen:
                 self._broken = True
                 self.check_whole()
-            told = self._width, self._announced_BT, self._ends
+            told = self._width, self._announced_BT, self._opens
             self.reset()
-            self._width, self._announced_BT, self._ends = told
-        another = self._is_another_step(input_ids if input_ids is not None else inputs_embeds)
+            self._width, self._announced_BT, self._opens = told
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        another = self._is_another_step(tokens)
         later = another and self._kernels_run
         self._settle(wait=not later)
         for layer in self._foreign:
             thaw_(layer)
         past = self.history
-        attention_mask = self._without_fill(input_ids, attention_mask)
+        attention_mask = self._as_meant(tokens, attention_mask, waits=not self._kernels_run)
         call = read_call(
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
@@ -125,7 +126,8 @@ class Engine(Guarded):
         self._call, self._next = call, None
         try:
             if call.is_prefill:
-                self._begin_prompt(call)
+                self._gaps = call.gaps
+                self._begin_prompt(call.left_padded())
             elif self._is_read(call) and self._due(call) and self._prompt_B is not None:
                 self._check_turn(call)
         except ValueError:
@@ -143,54 +145,33 @@ class Engine(Guarded):
         store = self.ragged[0].store
         return store is not None and path_of(store.keys_CD, store.values_CD) == "triton"
 
-    def _without_fill(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-        """The mask of a call, with what `generate` put behind sequences that have ended as the padding that
-        it is.
-
-        `generate` goes on with all sequences until the last has ended, and its mask calls the fill tokens.
-        """
-        past = self.history
-        if not self._ends or past is None or input_ids is None or input_ids.shape[1] != 1:
-            return attention_mask
-        if self.layout.alone:  # transformers' own layers take it for tokens, and all layers go by one mask
-            return attention_mask
-        mask = attention_mask
-        if self._ended_B is not None and isinstance(mask, Tensor) and mask.shape[1] == past.num_seen + 1:
-            real_B1 = ~self._ended_B[:, None].to(mask.device)
-            mask = mask.bool() & torch.cat([past.valid_BT.to(mask.device), real_B1], dim=1)
-        if self._ends_K is None or self._ends_K.device != input_ids.device:
-            self._ends_K = torch.tensor(self._ends, device=input_ids.device)
-        ended_B = (input_ids == self._ends_K).any(-1)  # `isin` may wait for the device
-        self._ended_B = ended_B if self._ended_B is None else self._ended_B | ended_B
-        return mask
-
     def _check_alone(self, call: Call) -> None:
         """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
 
         Raises:
             ValueError: padding behind a sequence's own tokens, on a model with such layers.
         """
-        if self.history is None or not self.layout.alone:
+        if not self.layout.alone:
             return
         recurrent = any(left.window is None for left in self.layout.alone.values())
         if call.forgotten_BT is not None and recurrent:
             raise ValueError(
                 "this call's mask takes back tokens that were seen, as those are that generate puts behind a "
                 "sequence that has ended, and the model has layers with a recurrent state, which cannot "
-                "forget "
-                "them: continue such sequences in caches of their own (batch_select_indices)."
+                "forget them: continue such sequences in caches of their own (batch_select_indices)."
             )
         if call.valid_BS is None or call.doubt is not None:
             return
-        begun_B1 = self.history.valid_BT.any(-1, keepdim=True).to(call.valid_BS.device)
-        if bool((begun_B1 & ~call.valid_BS).any()):
+        begun_BS = call.valid_BS.cumsum(-1) > 0
+        if self.history is not None:
+            begun_BS |= self.history.valid_BT.any(-1, keepdim=True).to(begun_BS.device)
+        if bool((begun_BS & ~call.valid_BS).any()):
             kinds = ", ".join(sorted({left.kind for left in self.layout.alone.values()}))
             raise ValueError(
                 "this call has padding behind tokens that its sequences have seen already, and the model has "
                 f"layers ({kinds}) that are left to transformers, which would take it for tokens: read "
-                "turns of "
-                "different lengths in caches of their own (batch_select_indices), or pad the first prompt "
-                "only."
+                "turns of different lengths in caches of their own (batch_select_indices), or pad the first "
+                "prompt only, before its first token."
             )
 
     def _begin_prompt(self, call: Call) -> None:
@@ -349,6 +330,14 @@ class Engine(Guarded):
         """An empty layer has attended to its first tokens: cut it, or hold what it has."""
         call, device = self._call, keys_BHSD.device
         assert call is not None and layer.scaling is not None
+        recent_BQSD, shown = queries_BQSD.detach(), call.left_padded()
+        if call.gaps:
+            step = step.left_padded(call.mask_BT.to(device))
+            queries_BQSD, keys_BHSD, values_BHSD = (
+                align_last(own, call.mask_BT.to(device), own.shape[2])
+                for own in (queries_BQSD, keys_BHSD, values_BHSD)
+            )
+            layer.keys, layer.values = keys_BHSD.detach(), values_BHSD.detach()
         evidence = Evidence(
             layer_idx=step.layer_idx,
             queries_BQSD=queries_BQSD.detach(),
@@ -356,10 +345,10 @@ class Engine(Guarded):
             values_BHTD=values_BHSD.detach(),
             output_weight_QDE=spec.output_weight_QDE,
             scaling=layer.scaling,
-            positions_BT=call.positions_BS.to(device),
-            valid_BT=call.mask_BT.to(device),
+            positions_BT=shown.positions_BS.to(device),
+            valid_BT=shown.mask_BT.to(device),
             hidden_BTE=step.hidden_BSE.detach().to(device),
-            token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
+            token_ids_BT=None if shown.token_ids_BS is None else shown.token_ids_BS.to(device),
             soft_cap=layer.soft_cap,
             window=spec.window,
             sinks_Q=spec.sinks_Q,
@@ -374,7 +363,7 @@ class Engine(Guarded):
         if again:
             evidence = self.rule.noted(evidence)
             evidence = self.rule.counted(evidence)
-            layer.recent.queries = [evidence.queries_BQSD]
+            layer.recent.queries = [recent_BQSD]
             self._keep_queries(layer, self._after(call))
         self._measure(evidence)
         if self._eviction is not None and self.rule.looks_ahead and self._eviction.rows:
@@ -423,6 +412,7 @@ class Engine(Guarded):
             heads = sum(spec.num_kv_heads for spec in self.specs)
             self._count(heads * sum(self.history.lengths_B))
             self._weigh(cut)
+            self._note_whole(cut)
         elif due and self._evict_at_prefill:
             self._settle(wait=True)
             self._evict_again(release=read)
@@ -556,6 +546,11 @@ class Engine(Guarded):
         spared = self._without_queries(history, first) if first > wanted else []
         try:
             moment = self.rule.again(self._batch_given(history.valid_BT), call, stock, spared)
+        except ValueError as error:
+            self._refused = error  # of a short sequence, say, that has grown too long to be held whole
+            return
+        try:
+            self._note_whole(moment)
             if isinstance(moment, Again):
                 moment.guard = self.guard
             if moment is not None and not moment.idle:

@@ -130,7 +130,7 @@ class Guarded(Conversation):
         # What the last eviction cost, where it is held against a limit.
         self.capacity: Capacity | None = None
         self._told = False  # it was warned, which is done once
-        self._refused: CapacityError | None = None
+        self._refused: ValueError | None = None
         # Of a prompt that is held whole: who decides, and what stands beside its entries.
         self._moment: Again | None = None
         self._beside: list[dict[str, Tensor] | None] = []
@@ -204,11 +204,15 @@ class Guarded(Conversation):
         Raises:
             CapacityError: it cannot be afforded, and the guard says that it must be.
         """
-        if rule.request is None or guard is None:
-            self.capacity = None
+        if rule.request is None:
+            self.capacity, self.held_whole = None, []
             return rule.decide(evidence, given)
         moment = rule.request.moment(evidence, given)
         moment.guard = guard
+        if guard is None:
+            self.capacity = None
+            self._note_whole(moment)
+            return moment.keeps()
         keeps, before = moment.keeps(), (self.rule, self.guard)
         self.rule, self.guard = rule, guard
         try:
@@ -216,7 +220,13 @@ class Guarded(Conversation):
         except CapacityError:
             self.rule, self.guard = before
             raise
+        self._note_whole(moment)
         return keeps
+
+    def _note_whole(self, moment: Again | LayerByLayer | OneByOne | None) -> None:
+        """Note which short sequences a moment leaves whole."""
+        decides = isinstance(moment, Again | LayerByLayer)
+        self.held_whole = moment.plan.shares.totals.whole if decides else []
 
     def _weigh(self, moment: Again | LayerByLayer | OneByOne) -> None:
         """Note what an eviction costs, before it is done where all layers are there at once.
@@ -252,7 +262,7 @@ class Guarded(Conversation):
         """Warn of what went, once; or raise what a later eviction was refused for, now that all is in order.
 
         Raises:
-            CapacityError: as it says.
+            ValueError: as it says.
         """
         refused, self._refused = self._refused, None
         if refused is not None:

@@ -35,7 +35,7 @@ class History:
     @classmethod
     def of(cls, call: Call) -> "History":
         """What the first call shows."""
-        last_B = call.positions_BS[:, -1].masked_fill(~call.mask_BT[:, -1], -1)
+        last_B = _last(call.mask_BT, call.positions_BS)
         ids = None if call.token_ids_BS is None else [call.token_ids_BS]
         return cls(call.mask_BT, [call.positions_BS], ids, last_B)
 
@@ -43,9 +43,7 @@ class History:
         """Another call has gone through."""
         last_B = call.positions_BS[:, -1]
         if call.valid_BS is not None:
-            # Pads stand on the left, so only a sequence without a single new token has one in the last
-            # column.
-            last_B = torch.where(call.valid_BS[:, -1], last_B, self.last_B.to(last_B.device))
+            last_B = torch.maximum(_last(call.valid_BS, call.positions_BS), self.last_B.to(last_B.device))
         if self.id_chunks is not None and call.token_ids_BS is not None:
             self.id_chunks.append(call.token_ids_BS)
         else:

@@ -73,6 +73,8 @@ class Report:
         alone: layers that are left alone.
         evictions: moments at which entries went.
         capacity: what the last of them cost, where it was held against a limit (`retain.capacity`).
+        held_whole: short sequences that are held whole, since the policy cannot evict from them within its
+            budget (`Cache`'s `short`).
     """
 
     policy: str
@@ -82,6 +84,7 @@ class Report:
     alone: tuple[LeftAloneReport, ...] = ()
     evictions: int = 0
     capacity: Capacity | None = None
+    held_whole: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         head = (
@@ -98,6 +101,9 @@ class Report:
         for left in self.alone:
             kind = left.kind if left.window is None else f"{left.kind} of {left.window:,} tokens"
             lines.append(f"{left.name:>9} left alone: {kind}, {_mib(left.bytes_held)} held")
+        if self.held_whole:
+            rows = ", ".join(map(str, self.held_whole))
+            lines.append(f"    short sequences held whole, more than their budget: {rows}")
         if self.capacity is not None:
             lines.append(f" capacity {self.capacity}")
         return "\n".join(lines)
@@ -129,8 +135,9 @@ def report_of(cache: "Cache") -> Report:
         alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
     # How attention over what is held is computed; of every layer, where they differ.
     path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
+    name, whole = cache.rule.name, tuple(cache.held_whole)
     return Report(
-        cache.rule.name, path, tuple(rows), total_of(rows), tuple(alone), cache.evictions, cache.capacity
+        name, path, tuple(rows), total_of(rows), tuple(alone), cache.evictions, cache.capacity, whole
     )
 
 

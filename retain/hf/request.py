@@ -73,6 +73,8 @@ class Request:
         scorer: stands in for the policy's own score.
         markers: where turns begin, if the policy protects them.
         layers: those that evict.
+        short_tokens: a sequence of at most so many tokens is held whole where its budget, or the sequence
+            itself, is too short for the policy; 0: that is an error.
     """
 
     policy: Policy
@@ -81,6 +83,7 @@ class Request:
     scorer: Scorer | None
     markers: TurnMarkers | None
     layers: tuple[LayerSpec, ...]
+    short_tokens: int = 0
 
     @cached_property
     def inputs(self) -> frozenset[str]:
@@ -170,17 +173,21 @@ class Request:
             self.markers,
             stock=stock,
             quotas=self.quotas,
+            short_tokens=self.short_tokens,
         )
-        lengths_B = call.valid_BT.sum(-1).tolist()
+        lengths_B, short = call.valid_BT.sum(-1).tolist(), []
         for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
             if not covered and length < self.window:
+                if plan.shares.totals.lengths_B[row] <= self.short_tokens:
+                    short.append(row)
+                    continue
                 raise ValueError(
                     f"sequence {row} of {len(lengths_B)} has {length} tokens, which is shorter than the "
                     f"observation window of {self.window} of policy {self.policy.name!r}: pass a smaller "
                     'window (observed_settings={"window": ...}), or read this sequence in a batch of its own '
                     "with a policy that keeps everything."
                 )
-        return plan
+        return plan.hold_whole(short, call.valid_BT) if short else plan
 
     def decide(self, evidence: Sequence[Evidence], given: Given) -> list[Keep]:
         """Keep masks of all layers at once, of evidence that shows everything."""

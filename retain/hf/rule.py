@@ -29,7 +29,7 @@ from retain.hf.told import warn
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.protection import spans_by_sequence
-from retain.registry import suggest
+from retain.registry import lookup, suggest
 from retain.scores.trial import try_settings
 from retain.turns import TurnMarkers, turn_markers
 
@@ -48,8 +48,13 @@ KEYWORDS = (
     "tokenizer",
     "slack",
     "capacity",
+    "short",
+    "short_tokens",
 )
 
+
+# What is done with a short sequence that the policy cannot evict from within its budget.
+SHORT = {"keep": "it is held whole", "raise": "it is refused, as a longer one is"}
 
 # Who decides layer by layer while a model first reads, and who decides about all layers at once.
 Eviction = LayerByLayer | OneByOne
@@ -163,6 +168,20 @@ class Rule:
         return self.request.counted(evidence) if wanted and self.request is not None else evidence
 
 
+def short_limit(short: str, short_tokens: int) -> int:
+    """Up to how many tokens a sequence is held whole rather than refused, as `Cache` is told.
+
+    Raises:
+        ValueError: an unknown way, or no number of tokens.
+    """
+    lookup(short, SHORT, what="what is done with short sequences (short=)")
+    if isinstance(short_tokens, bool) or not isinstance(short_tokens, int) or short_tokens < 1:
+        raise ValueError(
+            f"short_tokens is {short_tokens!r}: pass a whole number of tokens, at least 1 (or short='raise')."
+        )
+    return short_tokens if short == "keep" else 0
+
+
 def make_rule(
     model: nn.Module,
     policy: Any,
@@ -173,6 +192,7 @@ def make_rule(
     tokenizer: Any = None,
     pinned: Any = None,
     overrides: dict[str, Any] | None = None,
+    short_tokens: int = 0,
 ) -> Rule:
     """Resolve a request.
 
@@ -187,6 +207,7 @@ def make_rule(
         pinned: spans that the caller wants kept; only their form is looked at here.
         overrides: fields of the policy to replace; a section given as a mapping is merged into the policy's;
             `observed` may be a function `evidence -> Score`, which then stands in for the policy's score.
+        short_tokens: sequences of at most so many tokens are held whole where it is that or an error.
 
     Raises:
         ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
@@ -255,6 +276,7 @@ def make_rule(
         scorer,
         _markers(chosen, tokenizer),
         tuple(layers),
+        short_tokens,
     )
     if chosen.allocation.head_classes is not None:
         check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])

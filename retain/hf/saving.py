@@ -113,6 +113,8 @@ def load(
     header, tensors = read_saved(Path(path))
     _check_model(header, model, path)
     rule, regime = header["rule"], header["regime"]
+    # Files that do not say were written when short sequences were refused.
+    short, short_tokens = header.get("short", ("raise", 256))
     cache = cls(
         model,
         **_request(rule, path, gates, policy),
@@ -120,6 +122,8 @@ def load(
         gates=gates,
         tokenizer=tokenizer,
         slack=header["slack"],
+        short=short,
+        short_tokens=short_tokens,
         # Files that do not say leave it to the gates.
         capacity=_guard(header.get("given_capacity", header.get("capacity", AUTO))),
     )
@@ -132,6 +136,7 @@ def load(
     cache.seeds, cache._pins = header["seeds"], header["pinned"]
     for name in COUNTERS:
         setattr(cache, name, header[name.lstrip("_")])
+    cache.held_whole = header.get("held_whole", [])
     _fill(cache, tensors, model)
     return cache
 
@@ -176,6 +181,8 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "slack": cache.slack,
         "capacity": _as_stated(cache.guard),
         "given_capacity": _as_stated(cache._given_guard[0]),
+        "short": list(cache._given_short),
+        "held_whole": cache.held_whole,
         "seeds": seeds,
         "pinned": _spans(cache._pins),
         **{name.lstrip("_"): getattr(cache, name) for name in COUNTERS},

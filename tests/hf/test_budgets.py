@@ -125,12 +125,12 @@ def test_a_budget_that_covers_everything_gives_the_full_caches_logits():
 def test_a_failed_prefill_leaves_a_cache_that_can_be_filled_again():
     model, (ids, mask) = _model(), tiny_batch((0,), 60)
     with retain.attach(model):
-        cache = Cache(model, CROSSING["joint"], tokens_per_head=4)
+        cache = Cache(model, CROSSING["joint"], tokens_per_head=4, short="raise")
         with pytest.raises(ValueError, match="budget of 4 entries per head.* 6 protected"):
             cache.prefill(ids, mask)
         with pytest.raises(ValueError, match="6 protected"):
             cache.prefill(ids, mask)
-        short = Cache(model, CROSSING["joint"], keep_ratio=0.9)
+        short = Cache(model, CROSSING["joint"], keep_ratio=0.9, short="raise")
         with pytest.raises(ValueError, match="shorter than the observation window of 8"):
             short.prefill(ids[:, :7], mask[:, :7])
         assert short.prefill(ids, mask).entries_held == 5 * 108
@@ -300,7 +300,7 @@ def test_what_cannot_be_is_refused_before_any_layer_runs_and_let_go():
             policy = "layer_defensivekv"
             settings = {"protection": SMALL, **settings}
             settings.setdefault("observed_settings", WINDOW)
-            cache = Cache(model, policy, **settings)
+            cache = Cache(model, policy, short="raise", **settings)
             with pytest.raises(ValueError, match=message):
                 cache.prefill(ids, mask)
             assert not ran and cache.num_seen == 0 and cache._eviction is None

@@ -87,11 +87,12 @@ def test_too_small_a_budget_is_found_before_the_first_chunk(regime, exact, forwa
     wide = replace(FEW, recent=9)
     for budget in ({"tokens_per_head": 8}, {"keep_ratio": 0.22}):
         for chunk_size in (None, 7):
-            cache = Cache(exact, "knorm", **budget, regime=regime, protection=wide)
+            cache = Cache(exact, "knorm", **budget, regime=regime, protection=wide, short="raise")
             with pytest.raises(ValueError, match=r"budget of [\d.]* entries per head.*10 protected"):
                 cache.prefill(ids, mask, chunk_size=chunk_size)
             assert not forwards and cache.num_seen == 0
-    cache = Cache(exact, "knorm", tokens_per_head=12, regime=regime, protection=wide, pinned=[(0, 9)])
+    given = {"protection": wide, "pinned": [(0, 9)], "short": "raise"}
+    cache = Cache(exact, "knorm", tokens_per_head=12, regime=regime, **given)
     with pytest.raises(ValueError, match="in turns and pinned spans"):
         cache.prefill(ids, mask, chunk_size=7)
     with pytest.raises(ValueError, match="leaves its 29 tokens"):
@@ -212,7 +213,8 @@ def test_too_small_a_budget_for_decoding_is_found_before_the_prompt_is_read(budg
     ids, mask = tiny_batch((0, 11))
     wide = replace(FEW, recent=9)
     for chunk_size in (None, 7):
-        cache = Cache(exact, "knorm", **budget, regime="decode", every=8, protection=wide)
+        given = {"protection": wide, "short": "raise"}
+        cache = Cache(exact, "knorm", **budget, regime="decode", every=8, **given)
         with pytest.raises(ValueError, match="10 protected"):
             cache.prefill(ids, mask, chunk_size=chunk_size)
         assert not forwards and cache.num_seen == 0
@@ -229,7 +231,7 @@ def test_a_turn_whose_protection_no_budget_can_hold_is_refused_before_it_is_read
     model, calls = tiny_model("qwen3", vocab_size=len(tokenizer)), []
     protection = Protection(0, 0.0, 0.0, 0, 2, turns=True)
     settings = {"observed_settings": {"window": 4, "pool_size": 3}, "regime": "chunked+decode", "every": 2}
-    settings |= {"tokenizer": tokenizer, "protection": protection}
+    settings |= {"tokenizer": tokenizer, "protection": protection, "short": "raise"}
 
     @torch.no_grad()
     def read(cache, ids):

@@ -206,7 +206,8 @@ def test_an_eviction_that_fails_leaves_the_cache_as_it_was():
     model = tiny_model("qwen3")
     ids, mask = tiny_batch((0, 3), 120)
     with retain.attach(model):
-        cache = Cache(model, policy=None, seeds=(1, 2)).prefill(ids, mask, evict=False, hold_evidence=True)
+        cache = Cache(model, policy=None, seeds=(1, 2), short="raise")
+        cache.prefill(ids, mask, evict=False, hold_evidence=True)
         before = cache.rule, cache.seeds, cache.evidence
         with pytest.raises(ValueError, match="fewer than the .* protected"):
             cache.evict("random", tokens_per_head=8, seeds=(5, 6))

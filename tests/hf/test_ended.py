@@ -1,0 +1,151 @@
+"""What `generate` puts behind a sequence that has ended is not stored, and everything else is: an end is what
+it has sampled, and a stopping criterion says so."""
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+import retain
+from retain.hf.cache import Cache
+from tests.hf.test_generate import After, whole_mask
+from tests.tiny import PAD, tiny_batch, tiny_model
+
+END, NEW = 95, 12
+HOW = {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": NEW}
+
+
+def ends_at(*lengths):
+    """A stopping criterion for each sequence's own length."""
+    return StoppingCriteriaList([After(list(lengths))])
+
+
+@pytest.mark.parametrize("pads", [(0, 3), (0, 0)])
+@pytest.mark.parametrize("way", ["prefill", "chunks", "config", "turn"])
+def test_what_a_prompt_holds_is_no_end(way, pads):
+    """Its last token ends sequences, and is read alone: behind a prefill, as a chunk, closing a turn."""
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch(pads)
+    ids[:, -1] = END
+    how = {**HOW, "suppress_tokens": [END], "eos_token_id": END}
+    if way == "config":
+        model.generation_config.eos_token_id = how.pop("eos_token_id")
+    if way == "chunks":
+        how["prefill_chunk_size"] = 13
+
+    def run(cache):
+        if way in ("prefill", "config"):
+            where = (mask.cumsum(-1) - 1).clamp_min(0)[:, :-1]
+            given = {"attention_mask": mask[:, :-1], "position_ids": where}
+            with torch.no_grad():
+                model.model(input_ids=ids[:, :-1], past_key_values=cache, **given)
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+        if way == "turn":  # the answer's last token, which nobody has read, is replaced by the end
+            out = torch.cat([out[:, :-1], torch.full((2, 1), END)], dim=1)
+            whole = whole_mask(mask, NEW)
+            out = model.generate(out, attention_mask=whole, past_key_values=cache, **how)
+        return out
+
+    want = run(DynamicCache(config=model.config))
+    with retain.attach(model):
+        cache = Cache(model, policy="snapkv", keep_ratio=1.0, regime="prefill+decode", every=4)
+        assert torch.equal(run(cache), want)
+    turns = 2 if way == "turn" else 1
+    assert cache.num_seen == 40 + turns * NEW - 1
+    assert bool(cache.valid_BT[:, 40:].all()) and torch.equal(cache.valid_BT[:, :40], mask.bool())
+    assert cache.entries_held == cache.entries_seen == int(cache.valid_BT.sum()) * 2 * 3
+
+
+def without_full_masks(module, args, kwargs):
+    """What transformers does from 5.23 on: no mask is passed where nothing is masked."""
+    mask = kwargs.get("attention_mask")
+    return args, {**kwargs, "attention_mask": None if mask is None or bool(mask.all()) else mask}
+
+
+class Says(LogitsProcessor):
+    """Each sequence says the end when it has its own length, and not before."""
+
+    def __init__(self, *lengths):
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids, scores):
+        says_B = input_ids.shape[1] >= self.lengths - 1
+        scores[:, PAD] = -torch.inf
+        scores[:, END] = torch.where(says_B, torch.inf, -torch.inf)
+        return scores
+
+
+@pytest.mark.parametrize("ended_by", ["token", "criterion"])
+@pytest.mark.parametrize(("masks", "pads"), [("passed", (0, 3, 11)), ("left out", (0, 0, 0))])
+def test_what_is_put_behind_an_end_is_not_stored(masks, pads, ended_by):
+    """The first sequence ends after 4 tokens, the second after 7: of neither is more held, whether evicted or
+    not."""
+    model, ends = tiny_model("qwen3"), (44, 47, 99)
+    ids, mask = tiny_batch(pads)
+    if masks == "left out":
+        model.model.register_forward_pre_hook(without_full_masks, with_kwargs=True)
+    how = {**HOW, "attention_mask": mask, "eos_token_id": END}
+    if ended_by == "token":
+        how["logits_processor"] = LogitsProcessorList([Says(*ends)])
+    else:
+        how |= {"stopping_criteria": ends_at(*ends), "suppress_tokens": [PAD, END]}
+    want = model.generate(ids, past_key_values=DynamicCache(config=model.config), **how)
+    real = torch.cat([mask, (want[:, 40:-1] != PAD).long()], dim=1).bool()
+    assert real[:, 40:].sum(1).tolist() == [4, 7, NEW - 1]
+    with retain.attach(model):
+        cache = Cache(model, policy=None)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **how), want)
+        assert torch.equal(cache.valid_BT, real)
+        assert cache.entries_held == cache.entries_seen == int(real.sum()) * 2 * 3
+        small = {"tokens_per_head": 14, "protection": {"recent": 4}, "regime": "prefill+decode", "every": 4}
+        cache = Cache(model, policy="recency", **small)
+        model.generate(ids, past_key_values=cache, **how)
+        assert torch.equal(cache.valid_BT, real) and cache.evictions >= 3
+    for store in cache._stores():
+        for row, end in enumerate((44 - pads[0], 47 - pads[1])):
+            assert store.row(row, 0)[2].tolist() == [0, 1, 2, 3, *range(end - 10, end)]
+
+
+@pytest.mark.parametrize("way", ["no end", "beams"])
+def test_where_generate_fills_nothing_all_is_stored(way):
+    """Without end tokens it goes on with what the sequences say, an end among it, whatever the model's config
+    names; and beams go on until no better answer can come."""
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch((0, 3))
+    how = {**HOW, "attention_mask": mask, "max_new_tokens": 6}
+    if way == "no end":
+        model.generation_config.eos_token_id = END
+        how |= {"eos_token_id": None, "stopping_criteria": ends_at(43, 99)}
+        how["logits_processor"] = LogitsProcessorList([Says(42, 44)])
+    else:
+        end = int(model.generate(ids, num_beams=2, **how)[0, 42])
+        how |= {"eos_token_id": end, "num_beams": 2, "length_penalty": 4.0}
+    full = DynamicCache(config=model.config)
+    want = model.generate(ids, past_key_values=full, **how)
+    with retain.attach(model):
+        cache = Cache(model, policy=None)
+        got = model.generate(ids, past_key_values=cache, **how)
+    assert torch.equal(got, want) and cache.num_seen == full.get_seq_length()
+    assert bool(cache.valid_BT[:, 40:].all())
+
+
+def test_a_next_turn_says_what_was_fill():
+    """Where no mask is passed, or one that calls it tokens, that is refused before anything is read."""
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch((0, 0))
+    how = {**HOW, "eos_token_id": END, "logits_processor": LogitsProcessorList([Says(43, 99)])}
+    with retain.attach(model):
+        cache = Cache(model, policy=None)
+        one = model.generate(ids, past_key_values=cache, **how)
+        turn = torch.cat([one, ids[:, :5]], dim=1)
+        model.model.register_forward_pre_hook(without_full_masks, with_kwargs=True, prepend=True)
+        for given in ({"pad_token_id": END}, {"attention_mask": torch.ones_like(turn)}):
+            with pytest.raises(ValueError, match="real that were padding.*behind a sequence that has ended"):
+                model.generate(turn, past_key_values=cache, **{**how, **given})
+        assert cache.num_seen == 51
+        own = torch.cat([mask, (one[:, 40:] != PAD).long(), mask[:, :5]], dim=1)
+        del how["logits_processor"]
+        got = model.generate(turn, attention_mask=own, past_key_values=cache, **how)
+        want = model.generate(
+            turn, attention_mask=own, past_key_values=DynamicCache(config=model.config), **how
+        )
+        assert torch.equal(got, want)

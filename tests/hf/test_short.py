@@ -1,0 +1,139 @@
+"""Short sequences: held whole where the policy cannot evict from them within its budget, and reported; or
+refused, as longer ones are."""
+
+import pytest
+import torch
+
+import retain
+from retain.budget import Budget, LayerShape
+from retain.hf.cache import Cache
+from retain.policy import load_policy, plan_of
+from tests.hf.regime_runs import assert_same_held, exact_model, gates_of, held_by
+from tests.tiny import PAD, tiny_batch
+
+HEADS, ENTRY = 3 * 2, 2 * 16 * 8  # of the model: KV heads of all layers, bytes of an entry in float64
+# Sequences of 300, 60 and 15 tokens; what snapkv protects is 36 tokens.
+PADS, WIDTH = (0, 240, 285), 300
+
+
+def rows_held(cache, mask):
+    return [[own[b : b + 1, :, mask[b].bool()] for own in held_by(cache, mask)] for b in range(len(mask))]
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "regime", "chunk", "whole"),
+    [
+        ("snapkv", {"keep_ratio": 0.2}, "prefill", None, [1, 2]),
+        ("adakv", {"bytes_total": 75 * HEADS * ENTRY}, "chunked", 40, [1, 2]),
+        ("fused", {"keep_ratio": 0.2}, "prefill+decode", None, [2]),
+        ("pyramidkv", {"tokens_per_head": 40}, "decode", None, []),
+        ("lava", {"bytes": 40 * HEADS * ENTRY}, "chunked+decode", 60, []),
+    ],
+)
+def test_a_short_row_does_not_sink_its_batch(name, budget, regime, chunk, whole):
+    """It is held whole, the long row as alone, and a file knows of both."""
+    model, (ids, mask) = exact_model("qwen3"), tiny_batch(PADS, WIDTH)
+    settings = {**budget, "regime": regime, "every": 4}
+    settings |= {"gates": gates_of(model)} if load_policy(name).learned else {}
+    with retain.attach(model):
+        cache = Cache(model, name, **settings).prefill(ids, mask, chunk_size=chunk)
+        if "decode" in regime:
+            how = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": PAD}
+            new = torch.cat([ids, ids[:, -2:]], dim=1)
+            mask = torch.cat([mask, mask.new_ones(3, 2)], dim=1)
+            out = model.generate(new, attention_mask=mask, past_key_values=cache, **how)
+            mask = torch.cat([mask, mask.new_ones(3, 8)], dim=1)
+        assert cache.held_whole == whole == list(cache.report().held_whole)
+        assert ("held whole, more than their budget: 1, 2" in str(cache.report())) == (whole == [1, 2])
+        held = rows_held(cache, mask)
+        assert all(bool(own.all()) for row in whole for own in held[row])
+        assert not all(bool(own.all()) for own in held[0])
+        if "bytes_total" in budget:  # of which the row's share is 60 entries a head
+            settings["bytes_total"] = 60 * HEADS * ENTRY
+        alone = Cache(model, name, **settings, short="raise").prefill(ids[:1], chunk_size=chunk)
+        if "decode" in regime:
+            model.generate(out[:1, :-1][:, : alone.num_seen + 2], past_key_values=alone, **how)
+        assert_same_held([held[0]], [rows_held(alone, mask[:1])[0]])
+
+
+def test_what_short_is_and_what_is_done_about_it(tmp_path):
+    model = exact_model("qwen3")
+    ids, mask = tiny_batch((0, 40), 100)
+    given = {"keep_ratio": 0.2, "regime": "chunked"}
+    with retain.attach(model):
+        for refused in ({"short": "raise"}, {"short_tokens": 99}):
+            cache = Cache(model, "snapkv", **given, **refused)
+            with pytest.raises(ValueError, match="sequence 0 has a budget of 20 .* 16 fewer than the 36"):
+                cache.prefill(ids, mask)
+            with pytest.raises(ValueError, match="sequence 0 has a budget of 20"):
+                cache.prefill(ids, mask, chunk_size=30)  # of which no chunk alone is too long
+        cache = Cache(model, "snapkv", **given, short_tokens=100).prefill(ids, mask)
+        assert cache.held_whole == [0, 1] and cache.evictions == 0
+        again = Cache.load(cache.save(tmp_path / "short.safetensors"), model)
+        assert again.held_whole == [0, 1] and again._given_short == ("keep", 100)
+        again.batch_select_indices(torch.tensor([1, 0, 1]))
+        one = Cache(model, "snapkv", tokens_per_head=40).prefill(ids, mask)
+        assert one.held_whole == [] and Cache.concat([one, again, again.fork()]).held_whole == [*range(2, 8)]
+        # A turn may be too long for what was whole; a longer one has a budget that holds what is protected.
+        new, more = tiny_batch((0, 0, 0), 100, seed=3)
+        whole = torch.cat([again.valid_BT.long(), more], dim=1)
+
+        def read(cache, new, whole):
+            where = (whole.cumsum(-1) - 1)[:, cache.num_seen :]
+            with torch.no_grad():
+                base = model.model
+                base(input_ids=new, attention_mask=whole, position_ids=where, past_key_values=cache)
+
+        with pytest.raises(ValueError, match="sequence 0 has a budget of 32 .* 4 fewer than the 36"):
+            read(again, new, whole)
+        assert again.num_seen == 100  # nothing was read
+        twice = torch.cat([new, new], dim=1)
+        read(again, twice, torch.cat([whole, more], dim=1))
+        assert again.held_whole == [] and again.evictions == 1
+        # By held evidence it is as the cache was told.
+        held = Cache(model, None, short="raise").prefill(ids, mask, evict=False, hold_evidence=True)
+        with pytest.raises(ValueError, match="sequence 0 has a budget of 20"):
+            held.evict("snapkv", keep_ratio=0.2)
+        held = Cache(model, None).prefill(ids, mask, evict=False, hold_evidence=True)
+        assert held.evict("snapkv", keep_ratio=0.2).held_whole == [0, 1]
+        assert held.entries_held == held.entries_seen
+    with pytest.raises(ValueError, match="did you mean 'keep'"):
+        Cache(model, "snapkv", keep_ratio=0.2, short="kept")
+    with pytest.raises(ValueError, match="short_tokens is 0: pass a whole number"):
+        Cache(model, "snapkv", keep_ratio=0.2, short_tokens=0)
+
+
+def test_a_sequence_that_grows_too_long_to_be_held_whole_is_an_error_that_breaks_nothing():
+    model, (ids, mask) = exact_model("qwen3"), tiny_batch((0, 0), 30)
+    how = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
+    with retain.attach(model):
+        given = {"tokens_per_head": 16, "regime": "prefill+decode", "every": 4}
+        cache = Cache(model, "snapkv", short_tokens=40, **given)
+        with pytest.raises(ValueError, match="sequence 0 has a budget of 16 .* 20 fewer than the 36"):
+            model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+        assert cache.num_seen == 42 and cache.entries_held == cache.entries_seen == 2 * 42 * HEADS
+        assert cache.fork().held_whole == [0, 1]  # a broken one refuses to be copied
+
+
+def test_what_is_too_short_for_anything():
+    """Fewer tokens than heads can share, or than the window that is looked at."""
+    model, (ids, mask) = exact_model("qwen3"), tiny_batch((0, 37), 40)
+    few = {"protection": {"sinks": 1, "recent": 1, "prefix_fraction": 0.0, "suffix_fraction": 0.0}}
+    with retain.attach(model):
+        for settings in ({"observed_settings": {"window": 8}}, {}):
+            name = "snapkv" if settings else "knorm"
+            asked = {"keep_ratio": 0.7 if settings else 0.1, **few, **settings}
+            cache = Cache(model, name, **asked).prefill(ids, mask)
+            assert cache.held_whole == [1] and cache.evictions == 1
+            with pytest.raises(ValueError, match="sequence 1 of (2 has 3 tokens, which is shorter|3 tokens)"):
+                Cache(model, name, short="raise", **asked).prefill(ids, mask)
+
+
+def test_plans_refuse_unless_told_otherwise():
+    """Comparisons at equal memory plan without a limit."""
+    valid_BT, shapes = torch.ones(2, 60, dtype=torch.bool), [LayerShape(2, 64)] * 3
+    asked = (load_policy("snapkv"), Budget(keep_ratio=0.2), valid_BT, shapes)
+    with pytest.raises(ValueError, match="24 fewer than the 36"):
+        plan_of(*asked)
+    plan = plan_of(*asked, short_tokens=60)
+    assert plan.covers_B == [True, True] and plan.select_batch([1]).shares.totals.whole == [0]
