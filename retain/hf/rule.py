@@ -81,6 +81,11 @@ class Rule:
         return self.request is not None and self.request.policy.protection.reads_turns
 
     @property
+    def reads_output(self) -> bool:
+        """Whether it looks at the output projections."""
+        return self.function is not None or (self.request is not None and self.request.reads_output)
+
+    @property
     def inputs(self) -> frozenset[str]:
         """What its gates look at, of `retain.gates.base.INPUTS`."""
         return frozenset() if self.request is None else self.request.inputs
