@@ -32,7 +32,7 @@ from retain.hf.given import Given, pinned_of, seeds_of
 from retain.hf.guarded import AUTO, OWN, make_guard
 from retain.hf.history import History
 from retain.hf.lookahead import look_ahead
-from retain.hf.model import base_model, layout_of
+from retain.hf.model import base_model, layout_of, learned_prompt, refuse_prefix
 from retain.hf.recent import Recent
 from retain.hf.regime import Regime
 from retain.hf.report import Report, report_of
@@ -105,6 +105,7 @@ class Cache(Engine):
         capacity: Any = AUTO,
         **overrides: Any,
     ):
+        refuse_prefix(model)
         layout = layout_of(model)
         rule = make_rule(
             model,
@@ -198,6 +199,11 @@ class Cache(Engine):
                 f"chunk_size is {chunk_size} with evict={evict}: pass at least 1 token a chunk, and "
                 "evict=True."
             )
+        if (kind := learned_prompt(self.model)) is not None:
+            raise ValueError(
+                f"this model carries a learned prompt of peft ({kind}), which prefill would leave out, since "
+                "it reads with the decoder alone: call model.generate(...), which puts the prompt first."
+            )
         if self.num_seen:
             raise ValueError(
                 f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."
@@ -262,9 +268,9 @@ class Cache(Engine):
         pinned_BT = pinned_of(self._pins if pinned is None else pinned, self.valid_BT)
         evidence: Sequence[Evidence] = self.evidence
         if rule.looks_ahead and rule.request is not None:
-            from retain.hf.attach import attached  # which knows this class
+            from retain.hf.attach import attach  # which knows this class
 
-            with torch.no_grad(), attached(self.model):
+            with torch.no_grad(), attach(self.model):
                 evidence = look_ahead(self.model, rule.request.gates, self.read_only(), self.evidence)
         keep = self._decide(rule, guard, evidence, Given(chosen, pinned_BT))
         del evidence

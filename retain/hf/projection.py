@@ -76,12 +76,12 @@ def input_width(module: nn.Module) -> int | None:
 def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs E"]:
     """The matrix that a linear module multiplies its input by, input first, without the bias.
 
-    `W[i] = module(e_i) - module(0)`, for whatever is more than a plain `nn.Linear`: made when first asked for,
-    in pieces, and kept while the module lives and its tensors stay what they were. Costs a full-size matrix
-    per layer. A module that has parts (a wrapper of peft) may change what it does without changing a tensor,
-    as where an adapter is switched off, scaled or merged; it is asked for one row each time, and for all when
-    that is another. What is asked has no bias, beside which small weights would be rounded away, and no
-    dropout; a module that adds a bias all the same is asked in float32, if it takes that.
+    `W[i] = module(e_i) - module(0)`, for whatever is more than a plain `nn.Linear`: made when first asked
+    for, in pieces, and kept while the module lives and its tensors stay what they were. Costs a full-size
+    matrix per layer. A module that has parts (a wrapper of peft) may change what it does without changing a
+    tensor, as where an adapter is switched off, scaled or merged; it is asked for one row each time, and for
+    all when that is another. What is asked has no bias, beside which small weights would be rounded away, and
+    no dropout; a module that adds a bias all the same is asked in float32, if it takes that.
 
     Args:
         module: a linear module.
@@ -158,8 +158,9 @@ def _rows_of(module: nn.Module, zeros: Tensor, bias: Tensor, dtype: torch.dtype)
 
 
 def undisturbed(module: nn.Module, *, biases: bool = True) -> nn.Module:
-    """The same module, on the same tensors, without dropout, whatever mode it is in. The module itself is left
-    as it is: other threads may be running it.
+    """The same module, on the same tensors, without dropout, whatever mode it is in.
+
+    The module itself is left as it is: other threads may be running it.
 
     Args:
         module: any.
