@@ -220,6 +220,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             ((place, value) for place, value in places.items() if value not in UNSTATED), (name, None)
         )
 
+    _check_ids(cache, given.get("input_ids", given.get("inputs")), given.get("attention_mask"))
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
     for name, reason in REFUSED.items():
@@ -260,6 +261,35 @@ def _end_ids(value: Any) -> list[int]:
         value = value.tolist()
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return [int(one) for one in values]
+
+
+def _check_ids(cache: Cache, ids: Any, attention_mask: Any) -> None:
+    """Refuse ids that leave out what the cache has read: `generate` wants all, and reads what is new.
+
+    Raises:
+        ValueError: fewer of them than were read, without a mask over both; or others.
+    """
+    past = cache.history
+    if past is None or not isinstance(ids, Tensor) or ids.ndim != 2:
+        return
+    num_ids, seen = ids.shape[1], past.num_seen
+    if isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_ids:
+        return  # transformers takes ids alone that a mask over both comes with
+    wanted = (
+        "pass generate the ids of both, those that were read and those that come (torch.cat([context_ids, "
+        "question_ids], dim=1)); it reads only the new ones."
+    )
+    if num_ids <= seen:
+        raise ValueError(f"input_ids has {num_ids} tokens a row, and this cache has read {seen}: {wanted}")
+    own_BT = past.token_ids_BT
+    if own_BT is None or len(own_BT) != len(ids):
+        return
+    differs_BT = (ids[:, :seen].to(own_BT.device) != own_BT) & past.valid_BT.to(own_BT.device)
+    if bool(differs_BT.any()):
+        raise ValueError(
+            f"input_ids does not begin with the {seen} tokens that this cache has read: {wanted} For another "
+            "context make another cache, or reset() it."
+        )
 
 
 def _generating(model: nn.Module) -> Any:

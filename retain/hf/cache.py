@@ -15,7 +15,7 @@ import copy
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, SupportsInt
 
 import torch
 from jaxtyping import Int
@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
+from retain.config import plain_numbers
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf import foreign, saving
@@ -90,13 +91,13 @@ class Cache(Engine):
         model: nn.Module,
         policy: Any = "fused",
         *,
-        keep_ratio: float | None = None,
-        tokens_per_head: int | None = None,
-        bytes: int | None = None,
-        bytes_total: int | None = None,
-        threshold: float | None = None,
+        keep_ratio: SupportsFloat | None = None,
+        tokens_per_head: SupportsFloat | None = None,
+        bytes: SupportsFloat | None = None,
+        bytes_total: SupportsFloat | None = None,
+        threshold: SupportsFloat | None = None,
         regime: str = "prefill",
-        every: int = 32,
+        every: SupportsInt = 32,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
@@ -117,10 +118,11 @@ class Cache(Engine):
             pinned=pinned,
             overrides=overrides,
         )
-        rule.check(Regime(regime, every))
+        own = Regime(regime, plain_numbers(every))
+        rule.check(own)
         self.model = model
         self._given_guard = (capacity, make_guard(capacity, rule))
-        super().__init__(layout, rule, Regime(regime, every), slack=slack, seeds=seeds, pinned=pinned)
+        super().__init__(layout, rule, own, slack=slack, seeds=seeds, pinned=pinned)
 
     @torch.no_grad()
     def prefill(
@@ -213,11 +215,11 @@ class Cache(Engine):
         self,
         policy: Any = None,
         *,
-        keep_ratio: float | None = None,
-        tokens_per_head: int | None = None,
-        bytes: int | None = None,
-        bytes_total: int | None = None,
-        threshold: float | None = None,
+        keep_ratio: SupportsFloat | None = None,
+        tokens_per_head: SupportsFloat | None = None,
+        bytes: SupportsFloat | None = None,
+        bytes_total: SupportsFloat | None = None,
+        threshold: SupportsFloat | None = None,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
@@ -569,10 +571,10 @@ class Cache(Engine):
         return self.report().total.entries_evicted
 
 
-def _stated(*amounts: int | float | None) -> dict[str, int | float | None]:
+def _stated(*amounts: SupportsFloat | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.Budget` takes it; None is not stated."""
     names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
-    return dict(zip(names, amounts, strict=True))
+    return dict(zip(names, plain_numbers(amounts), strict=True))
 
 
 def _check_wanted(wanted: Collection[str], hold_evidence: bool) -> None:

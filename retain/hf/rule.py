@@ -390,7 +390,7 @@ def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
 
     Settings belong to a score: where the override names another score, the policy's own are left behind.
     """
-    mapping = config.to_mapping(policy)
+    mapping, overrides = config.to_mapping(policy), config.plain_numbers(overrides)
     if overrides.get("observed", policy.observed) != policy.observed:
         mapping["observed_settings"] = {}
     for name, value in overrides.items():
