@@ -120,12 +120,12 @@ def plain_numbers(value: Any) -> Any:
         return {key: plain_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(plain_numbers(item) for item in value)
-    if not isinstance(value, Real) and getattr(value, "ndim", None) == 0:
+    if not isinstance(value, Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     if isinstance(value, Rational):  # whole numbers are
-        return int(value) if value.denominator == 1 else float(value)
+        return int(value.numerator) if value.denominator == 1 else float(value)
     return float(str(value))
 
 

@@ -127,7 +127,16 @@ def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
     """What the module makes of one made-up row."""
     width = input_width(module)
     row = torch.arange(1, 1 + (width or 0), device=stored(module)[0].device, dtype=torch.float32)
-    return module(torch.sin(row**2).to(dtype)[None])
+    try:
+        return module(torch.sin(row**2).to(dtype)[None])
+    except ValueError as error:
+        if "adapter_names" not in str(error):
+            raise
+        raise ValueError(
+            "sequences run with adapters of their own here (adapter_names), so that there is no one output "
+            "projection for a score to read: generate with one adapter at a time (set_adapter), or take a "
+            "policy that looks at none, such as 'snapkv'."
+        ) from None
 
 
 def _asked(module: nn.Module, dtype: torch.dtype) -> Tensor:

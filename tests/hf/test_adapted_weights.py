@@ -191,3 +191,18 @@ def test_policies_that_do_not_look_at_it_have_no_matrix_made():
 
 def test_the_fingerprint_is_of_the_base_model():
     assert fingerprint(wrapped()) == fingerprint(tiny_model("llama"))
+
+
+def test_sequences_with_adapters_of_their_own_have_no_one_weight():
+    own = wrapped(names=("one", "two"), target_modules=["q_proj", "o_proj"])
+    how = {"max_new_tokens": 2, "do_sample": False, "adapter_names": ["one", "two"]}
+    with retain.attach(own):
+        cache = Cache(own, "snapkv", keep_ratio=0.3, protection={"recent": 8})
+        both = own.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **how)
+        own.set_adapter("two")
+        cache = Cache(own, "snapkv", keep_ratio=0.3, protection={"recent": 8})
+        row = {"input_ids": IDS[1:], "attention_mask": MASK[1:], "max_new_tokens": 2, "do_sample": False}
+        assert torch.equal(own.generate(**row, past_key_values=cache)[0], both[1])
+        cache = Cache(own, "criticalkv", keep_ratio=0.3, protection={"recent": 8})
+        with pytest.raises(ValueError, match="adapters of their own.*one adapter at a time.*'snapkv'"):
+            own.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **how)
