@@ -270,9 +270,9 @@ def _check_ids(cache: Cache, ids: Any, attention_mask: Any) -> None:
         ValueError: fewer of them than were read, without a mask over both; or others.
     """
     past = cache.history
-    if past is None or not isinstance(ids, Tensor) or ids.ndim != 2:
+    if past is None or past.token_ids_BT is None or not isinstance(ids, Tensor) or ids.ndim != 2:
         return
-    num_ids, seen = ids.shape[1], past.num_seen
+    own_BT, num_ids, seen = past.token_ids_BT, ids.shape[1], past.num_seen
     if isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_ids:
         return  # transformers takes ids alone that a mask over both comes with
     wanted = (
@@ -281,8 +281,7 @@ def _check_ids(cache: Cache, ids: Any, attention_mask: Any) -> None:
     )
     if num_ids <= seen:
         raise ValueError(f"input_ids has {num_ids} tokens a row, and this cache has read {seen}: {wanted}")
-    own_BT = past.token_ids_BT
-    if own_BT is None or len(own_BT) != len(ids):
+    if len(own_BT) != len(ids):
         return
     differs_BT = (ids[:, :seen].to(own_BT.device) != own_BT) & past.valid_BT.to(own_BT.device)
     if bool(differs_BT.any()):

@@ -245,7 +245,8 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
 
     The sampled weights are rounded to bfloat16 first, so that loading a checkpoint in float32 or bfloat16
     gives the same fingerprint (float16 does not: it loses bfloat16's small numbers). A quantised model has
-    one of its own: of its weights the packed bytes are sampled.
+    one of its own: of its weights the packed bytes are sampled. Adapters of peft that are not merged are no
+    part of it.
 
     Returns:
         a flat mapping for JSON: model_type, dimensions, `sha256`; and `layers`, the indices of those that

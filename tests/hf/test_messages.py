@@ -45,6 +45,13 @@ def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
         assert cache.num_seen == 40
 
 
+def test_a_generate_that_reads_nothing_is_no_silent_success(monkeypatch):
+    model, ids = tiny_model("llama"), tiny_batch()[0]
+    monkeypatch.setattr(type(model), "generate", lambda self, inputs, **given: inputs)
+    with attach(model), pytest.raises(ValueError, match="left past_key_values unread.*0 tokens, as before"):
+        model.generate(ids, past_key_values=Cache(model, "snapkv", keep_ratio=0.5, **FEW))
+
+
 def test_all_ids_and_new_ids_with_a_mask_over_all_say_the_same():
     model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
     question = tiny_batch((0, 0), 7, seed=9)[0]
