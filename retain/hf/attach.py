@@ -388,6 +388,7 @@ class Handle:
 
     def __init__(self, attachment: Attachment):
         self._attachment: Attachment | None = attachment
+        self.model = attachment.model
         attachment.num_handles += 1
 
     def undo(self) -> None:
