@@ -30,7 +30,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from retain.eval.dialogue import KINDS, SINKS, TURN_TOKENS, Conversation, write_conversation
 from retain.eval.record import tokens_sha
 from retain.eval.significance import paired_interval
-from retain.hf.attach import attached
+from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
 from retain.hf.model import base_model
@@ -303,7 +303,7 @@ def run(setting: Setting, say: Callable[[str], None] = lambda line: None) -> lis
                 make_cache(model, policy, pinned=pinned, setting=setting, indices=indices, gates=gates)
                 for policy, pinned in arms
             ]
-            with attached(model):
+            with attach(model):
                 for (policy, pinned), cache in zip(arms, caches, strict=True):
                     row = play(model, conversations, cache, written=setting.written, probes=probes)
                     played.append(Played(policy, pinned, seed, tuple(indices), **row))

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from retain.eval.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, write_exchange
-from retain.hf.attach import attached
+from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.model import observe
 from retain.hf.press import press_score
@@ -260,7 +260,7 @@ def kept_here(model: Any, ids_BT: Tensor, policy: str, kept: int, **overrides: A
         kept: tokens per head.
         overrides: of the policy.
     """
-    with torch.no_grad(), attached(model):
+    with torch.no_grad(), attach(model):
         cache = Cache(model, policy, tokens_per_head=kept, short="raise", **overrides).prefill(ids_BT)
     masks = []
     for layer in cache.ragged:

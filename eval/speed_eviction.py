@@ -38,7 +38,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import retain
 from retain.cache import RaggedStore
 from retain.eval.speed_decode import attend_store, unequal
-from retain.hf.attach import attached
+from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.history import History
 from retain.hf.model import base_model
@@ -480,7 +480,7 @@ def benchmark(setting: Setting, command: str = "") -> dict[str, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(setting.seed)
         model = model_of(setting)
-        with attached(model), quiet(setting.threads):
+        with attach(model), quiet(setting.threads):
             policies = {name: measure(model, name, setting) for name in setting.names}
     return record_of("eviction", setting, command, started, {"policies": policies})
 

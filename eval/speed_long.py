@@ -37,10 +37,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain.eval import speed
-from retain.gates import GateSet, build_gates
+from retain.gates import GateSet
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
-from retain.hf.model import base_model, describe
+from retain.hf.gates import new_gates
+from retain.hf.model import base_model
 from retain.hf.random_llama import VOCABULARY
 from retain.kernels import backend
 from retain.stopwatch import (
@@ -188,8 +189,7 @@ class Side:
 
 def random_gates(model: PreTrainedModel) -> GateSet:
     """Linear gates with random weights, for each layer that evicts."""
-    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
-    return build_gates("linear", dims).eval().requires_grad_(False)
+    return new_gates(model, "linear").eval().requires_grad_(False)
 
 
 def sides_of(setting: Setting, model: PreTrainedModel, twin: PreTrainedModel, gates: GateSet) -> list[Side]:

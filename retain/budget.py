@@ -264,8 +264,9 @@ def spread(
                 least = sum(other.num_heads * other.entry_bytes for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
-                    f"heads of layer {idx}, and no head may be empty: state at least one entry a head "
-                    f"(keep_ratio {1 / max(1, length):.3g}, tokens_per_head 1, or {least} bytes a sequence)."
+                    f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
+                    f"the very least one entry a head (keep_ratio {1 / max(1, length):.3g}, tokens_per_head "
+                    f"1, or {least} bytes a sequence)."
                 )
         equal_BL.append(tuple(equal))
     heads_L = tuple(layer.num_heads for layer in layers)

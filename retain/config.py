@@ -15,6 +15,7 @@ import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from numbers import Rational, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -109,6 +110,23 @@ def save(config: Any, path: str | os.PathLike[str]) -> None:
     text = yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True)
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
+
+
+def plain_numbers(value: Any) -> Any:
+    """The same with every number as Python has it: those of numpy, fractions and tensors of one number become
+    an int or a float, by the digits that they show. Mappings, lists and tuples are walked through, and
+    anything else is left as it is."""
+    if isinstance(value, Mapping):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain_numbers(item) for item in value)
+    if not isinstance(value, Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    if isinstance(value, Rational):  # whole numbers are
+        return int(value.numerator) if value.denominator == 1 else float(value)
+    return float(str(value))
 
 
 @dataclass(frozen=True)

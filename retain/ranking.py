@@ -59,6 +59,6 @@ def refuse_nan(score_BHT: Float[Tensor, "B H T"]) -> None:
     if score_BHT.isnan().any():
         b, h, i = score_BHT.isnan().nonzero()[0].tolist()
         raise ValueError(
-            f"the score of sequence {b}, head {h}, entry {i} is NaN: check the model's precision and the "
-            f"gate's weights."
+            f"the score of sequence {b}, head {h}, entry {i} is NaN: check that the model's keys, values and "
+            "hidden states are finite (its weights, its precision), and, where gates score, their weights."
         )

@@ -87,7 +87,7 @@ def test_bad_budgets_are_refused(stated, message):
 
 def test_a_budget_that_would_empty_a_head_is_refused():
     with pytest.raises(
-        ValueError, match="sequence 1 of 5 tokens gets 1 entries for the 2 KV heads of layer 0.*at least one"
+        ValueError, match="sequence 1 of 5 tokens gets 1 entries for the 2 KV heads of layer 0.*one entry a"
     ):
         spread(Budget(keep_ratio=0.1), [100, 5], [LayerShape(2, 4)])
     with pytest.raises(ValueError, match="gets 0 entries for the 1 KV heads of layer 3.*64 bytes a sequence"):

@@ -11,11 +11,11 @@ import torch
 import retain
 from retain.config import load
 from retain.drawing import Draw
-from retain.gates import GATES, Gate, build_gates
+from retain.gates import GATES, Gate
 from retain.gates.store import save_gates
 from retain.hf import attach
 from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint
+from retain.hf.model import fingerprint
 from retain.reference import load_model
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig
@@ -50,9 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, tokenizer.pad_token_id
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
-    torch.manual_seed(0)
-    save_gates(build_gates("mlp", dims), root / "gates", fingerprint=fingerprint(model))
+    save_gates(retain.new_gates(model), root / "gates", fingerprint=fingerprint(model))
     return {"name": str(root / "model"), "folder": str(root / "gates")}
 
 

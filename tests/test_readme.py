@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import retain
-from retain.gates import build_gates
 from retain.gates.store import save_gates
-from retain.hf.model import describe, fingerprint
+from retain.hf.model import fingerprint
 from retain.reference import load_model, load_tokenizer
 from tests.chat import chat_tokenizer
 
@@ -28,8 +27,7 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
     model = load_model(0)
     model.save_pretrained(tmp_path / "model")
     load_tokenizer().save_pretrained(tmp_path / "model")
-    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
-    save_gates(build_gates("mlp", dims), tmp_path / "gates", fingerprint=fingerprint(model))
+    save_gates(retain.new_gates(model), tmp_path / "gates", fingerprint=fingerprint(model))
     return tmp_path / "model", tmp_path / "gates"
 
 

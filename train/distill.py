@@ -22,8 +22,7 @@ from tqdm import tqdm
 from retain.config import leaves, load, to_mapping
 from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.store import save_gates
-from retain.hf.gates import load_gates
-from retain.hf.lookahead import lookahead_gates
+from retain.hf.gates import load_gates, new_gates
 from retain.hf.model import describe, fingerprint
 from retain.train.artifact import command_line, metadata_of, reports_of
 from retain.train.branches import lengths_of, row_tokens
@@ -274,13 +273,7 @@ def _sharding(config: DistillConfig, accelerator: Accelerator) -> Sharding:
 def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
     """Gates to begin with: fresh ones, or those of an artifact."""
     family = config.gate.family
-    if GATES[family].extension is not None:
-        gates: GateSet = lookahead_gates(model, **config.gate.settings, seed=config.seed)
-    else:
-        sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            gates = build_gates(family, dims_for(family, sizes, config.gate.settings))
+    gates = new_gates(model, family, seed=config.seed, **config.gate.settings)
     if config.initial is None:
         return gates
     earlier = load_gates(config.initial, model)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retain.gates import GateInputs, GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
-from retain.hf.attach import attached
+from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.lookahead import Asked, run_behind
 from retain.hf.model import base_model
@@ -93,7 +93,7 @@ class Lookahead:
         base: Any = base_model(model)
         embedding = base.get_input_embeddings()
         device = embedding.weight.device
-        with attached(model):
+        with attach(model):
             with torch.no_grad():
                 cache = Cache(model, policy=None)
                 ids_BT = torch.tensor([reading.document.context_ids], device=device)

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from retain.gates import build_gates, dims_for
-from retain.hf.model import base_model, describe
+from retain.hf.gates import new_gates
+from retain.hf.model import base_model
 from retain.hf.random_llama import VOCABULARY, random_llama
 from retain.registry import lookup
 from retain.resident import Peak, in_a_process
@@ -138,10 +138,7 @@ class Step:
         self.setting = setting
         own: dict[str, Any] = {name: getattr(setting, name) for name in MODEL}
         self.model = random_llama(dtype=DTYPES[setting.dtype], **own)
-        sizes = {spec.layer_idx: spec.sizes for spec in describe(self.model)}
-        with torch.random.fork_rng():
-            torch.manual_seed(setting.seed)
-            gates = build_gates(setting.family, dims_for(setting.family, sizes)).to(setting.device)
+        gates = new_gates(self.model, setting.family, seed=setting.seed).to(setting.device)
         draw = torch.Generator().manual_seed(setting.seed)
         ids = torch.randint(VOCABULARY, (setting.tokens,), generator=draw).tolist()
         self.document = Document(tuple(ids[:-APPENDIX]), tuple(ids[-APPENDIX:]))

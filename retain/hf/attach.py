@@ -1,6 +1,6 @@
 """Connect a model to `retain.Cache`, and disconnect it again.
 
-In: a causal language model. Out: a handle, also a context manager, that undoes everything. Mechanism, the
+In: a causal language model. Out: a handle, also a context manager, that takes this back. Mechanism, the
 public extension points of transformers only: an attention function and a mask function registered under a
 name of ours, which the model's config then points to; a forward pre-hook on each attention module that hands
 our function the cache and the attention input; one on each of their decoder layers, for gates that look at
@@ -12,14 +12,14 @@ The one decision taken here: all of it is inert unless the forward's `past_key_v
 Any other cache, or none, reaches the implementation that the model had before. No state is kept here; it is
 the cache's. What outlives a handle is two names in tables of transformers, under which a function without
 state stands that no model is pointed to: so the copies of an attached model depend on no one else's undo.
+A model is attached once, however many ask for it, until the last of them has undone its handle.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
-from types import MethodType
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from retain.hf.cache import Cache
 from retain.hf.call import Step
 from retain.hf.ended import Ended, fills
 from retain.hf.lookahead import ReadCache
-from retain.hf.model import base_model, describe, rotary_of
+from retain.hf.model import base_model, describe, refuse_prefix, rotary_of
 from retain.rotary import Rotary
 
 # Keyword under which a step travels from the attention module's hook to the attention function.
@@ -44,13 +44,13 @@ STEP = "retain_step"
 OUTSIDE: dict[str, Callable[..., Any]] = {}
 
 
-def _begin(cache: Cache, given: dict[str, Any], handle: "Handle") -> None:
+def _begin(cache: Cache, given: dict[str, Any], attachment: "Attachment") -> None:
     cache.begin(
         input_ids=given.get("input_ids"),
         inputs_embeds=given.get("inputs_embeds"),
         attention_mask=given.get("attention_mask"),
         position_ids=given.get("position_ids"),
-        rotary=handle.rotary,
+        rotary=attachment.rotary,
     )
 
 
@@ -129,8 +129,8 @@ class _BeforeModel:
     """Decoder pre-hook: shows our cache what this forward was given. Also how an attached model is
     recognised."""
 
-    def __init__(self, handle: "Handle", base: nn.Module):
-        self.handle = handle
+    def __init__(self, attachment: "Attachment", base: nn.Module):
+        self.attachment = attachment
         self.names = list(inspect.signature(base.forward).parameters)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -142,7 +142,13 @@ class _BeforeModel:
                     "this retain.Cache was made for another model than the one that is called: make one with "
                     "retain.Cache(model, ...) for each model."
                 )
-            OUTSIDE["begin"](cache, given, self.handle)
+            if module.training and getattr(module, "is_gradient_checkpointing", False):
+                raise ValueError(
+                    "this model is in training mode with gradient checkpointing, where transformers takes "
+                    "the cache away from its layers: call model.eval() (or "
+                    "model.gradient_checkpointing_disable()) before a forward with a retain.Cache."
+                )
+            OUTSIDE["begin"](cache, given, self.attachment)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -154,15 +160,11 @@ def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output:
         OUTSIDE["finish"](cache)
 
 
-def _before_layer(layer_idx: int) -> Callable[[Any, tuple, dict[str, Any]], None]:
+def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
-
-    def hook(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, Cache) and cache.reads_stream:
-            OUTSIDE["stream"](cache, layer_idx, hidden_of(args, kwargs))
-
-    return hook
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and cache.reads_stream:
+        OUTSIDE["stream"](cache, layer_idx, hidden_of(args, kwargs))
 
 
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
@@ -227,6 +229,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             ((place, value) for place, value in places.items() if value not in UNSTATED), (name, None)
         )
 
+    _check_ids(cache, given.get("input_ids", given.get("inputs")), given.get("attention_mask"))
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
     for name, reason in REFUSED.items():
         place, value = stated(name)
         if value is not None and (value is False or value == 0) == (name in OFF):
@@ -261,10 +266,37 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     if cache.num_seen == before:
         raise ValueError(
             f"generate left past_key_values unread (it has seen {before} tokens, as before), so nothing was "
-            "evicted: something stands between, such as a peft prefix, which brings a cache of its own. "
-            "Generate without it."
+            "evicted: something stands between, which brings a cache of its own. Generate without it."
         )
     return output
+
+
+def _check_ids(cache: Cache, ids: Any, attention_mask: Any) -> None:
+    """Refuse ids that leave out what the cache has read: `generate` wants all, and reads what is new.
+
+    Raises:
+        ValueError: fewer of them than were read, without a mask over both; or others.
+    """
+    past = cache.history
+    if past is None or past.token_ids_BT is None or not isinstance(ids, Tensor) or ids.ndim != 2:
+        return
+    own_BT, num_ids, seen = past.token_ids_BT, ids.shape[1], past.num_seen
+    if isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_ids:
+        return  # transformers takes ids alone that a mask over both comes with
+    wanted = (
+        "pass generate the ids of both, those that were read and those that come (torch.cat([context_ids, "
+        "question_ids], dim=1)); it reads only the new ones."
+    )
+    if num_ids <= seen:
+        raise ValueError(f"input_ids has {num_ids} tokens a row, and this cache has read {seen}: {wanted}")
+    if len(own_BT) != len(ids):
+        return
+    differs_BT = (ids[:, :seen].to(own_BT.device) != own_BT) & past.valid_BT.to(own_BT.device)
+    if bool(differs_BT.any()):
+        raise ValueError(
+            f"input_ids does not begin with the {seen} tokens that this cache has read: {wanted} For another "
+            "context make another cache, or reset() it."
+        )
 
 
 def _generating(model: nn.Module) -> Any:
@@ -274,45 +306,63 @@ def _generating(model: nn.Module) -> Any:
     return inner if hasattr(type(inner), "generate") else None
 
 
-class Handle:
-    """Undoes `attach`: call `undo()`, or use it as a context manager."""
+class Attachment:
+    """What connects one model: its hooks, its attention's name and the guard before its `generate`, put there
+    once however many handles ask for it, and taken away with the last.
+
+    A copy of an attached model, by `copy.deepcopy`, pickle or `torch.save`, in whatever process, is attached
+    too, and no handle of the original is one of the copy.
+    """
 
     def __init__(self, model: nn.Module):
         specs, base = describe(model), base_model(model)
         previous = str(base.config._attn_implementation)
+        previous = next((name for name, ours in PREVIOUS.items() if ours == previous), previous)
         if previous not in PREVIOUS:
             raise ValueError(
                 f"attention implementation {previous!r} is not supported: call "
                 "model.set_attn_implementation('sdpa') "
                 f"(or one of {', '.join(map(repr, PREVIOUS))}) before retain.attach(model)."
             )
-        _keep_outside()
         self.base = base
         self.previous = previous
         self.name = PREVIOUS[previous]
-        register(self.name, _attention_function(previous), _mask_function(previous))
+        self._connect()
         base.set_attn_implementation(self.name)
         self.model = model
+        self.num_handles = 0
         self.generating: list[Any] = []
-        self.guard(model)
         self.hooks: list[RemovableHandle] = [
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
             *(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True) for spec in specs),
             *(
                 base.layers[spec.layer_idx].register_forward_pre_hook(
-                    _before_layer(spec.layer_idx), with_kwargs=True
+                    partial(_before_layer, spec.layer_idx), with_kwargs=True
                 )
                 for spec in specs
             ),
         ]
 
+    def _connect(self) -> None:
+        """What is of the process, not of the model."""
+        _keep_outside()
+        register(self.name, _attention_function(self.previous), _mask_function(self.previous))
+        _ATTACHED.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "num_handles": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._connect()
+
     def guard(self, model: nn.Module) -> None:
         """Put our `generate` before the model's own, if it has one."""
         inner = _generating(model)
         if inner is not None and "generate" not in vars(inner):
-            # A bound method, so that a deep copy of the model gets one of its own.
-            vars(inner)["generate"] = MethodType(generate, inner)
+            # No method, which a copy would look up by its name.
+            vars(inner)["generate"] = partial(generate, inner)
             self.generating.append(inner)
 
     @cached_property
@@ -321,19 +371,42 @@ class Handle:
         return rotary_of(self.model)
 
     def undo(self) -> None:
-        """Put the model back as it was: hooks gone, its own attention implementation selected. Harmless
-        twice."""
-        if not self.hooks:
-            return
+        """Put the model back as it was: hooks gone, its own attention implementation selected."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
-        if self.base.config._attn_implementation == self.name:
+        _ATTACHED.discard(self)
+        config = self.base.config
+        # Another attached model may have been made from the same config, and then goes by it still.
+        shared = any(other.base.config is config for other in _ATTACHED)
+        if config._attn_implementation == self.name and not shared:
             self.base.set_attn_implementation(self.previous)
         for model in self.generating:
-            if getattr(vars(model).get("generate"), "__func__", None) is generate:
+            if getattr(vars(model).get("generate"), "func", None) is generate:
                 del vars(model)["generate"]
         self.generating = []
+
+
+# Models that are attached in this process, for those that share a config.
+_ATTACHED: "WeakSet[Attachment]" = WeakSet()
+
+
+class Handle:
+    """Undoes one `attach`: call `undo()`, or use it as a context manager."""
+
+    def __init__(self, attachment: Attachment):
+        self._attachment: Attachment | None = attachment
+        self.model = attachment.model
+        attachment.num_handles += 1
+
+    def undo(self) -> None:
+        """Take this `attach` back; the model is as it was when the last of them was. Harmless twice."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is None:
+            return
+        attachment.num_handles -= 1
+        if attachment.num_handles < 1:
+            attachment.undo()
 
     def __enter__(self) -> "Handle":
         return self
@@ -342,21 +415,25 @@ class Handle:
         self.undo()
 
 
-def handle_of(model: nn.Module) -> Handle | None:
-    """The handle of an attached model, or None."""
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """What an attached model is connected by, or None."""
     hooks = base_model(model)._forward_pre_hooks.values()
-    return next((hook.handle for hook in hooks if isinstance(hook, _BeforeModel)), None)
+    return next((hook.attachment for hook in hooks if isinstance(hook, _BeforeModel)), None)
 
 
 def attach(model: nn.Module) -> Handle:
-    """Let `retain.Cache` work on this model. Once is enough: a second call returns the same handle.
+    """Let `retain.Cache` work on this model. Once is enough; what asks again (a function that attaches for
+    itself, say) gets a handle of its own, and the model stays attached until the last handle is undone.
+
+    A copy of an attached model (`copy.deepcopy`, pickle, `torch.save` of the whole model, also in another
+    process) is attached as well. It has no handle: the first one that is made of it and undone undoes it.
 
     Args:
         model: a causal language model of transformers (Llama, Qwen2, Qwen3 and relatives), using `sdpa` or
             `eager`.
 
     Returns:
-        the handle that undoes it.
+        a handle, whose `undo()`, or the end of its `with`, takes this call back.
 
     Raises:
         ValueError: unsupported architecture or attention implementation; nothing was changed then.
@@ -365,18 +442,6 @@ def attach(model: nn.Module) -> Handle:
         >>> with retain.attach(model):  # doctest: +SKIP
         ...     model.generate(**inputs, past_key_values=retain.Cache(model, policy="snapkv", keep_ratio=0.2))
     """
-    handle = handle_of(model)
-    if handle is None:
-        return Handle(model)
-    handle.guard(model)  # it may have been its decoder that was attached
-    return handle
-
-
-@contextmanager
-def attached(model: nn.Module) -> Iterator[None]:
-    """Attach for the length of a `with`, and leave a model that already was attached as it is."""
-    if handle_of(model) is not None:
-        yield
-        return
-    with Handle(model):
-        yield
+    attachment = attachment_of(model) or Attachment(model)
+    attachment.guard(model)  # it may have been its decoder that was attached
+    return Handle(attachment)

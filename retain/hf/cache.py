@@ -16,7 +16,7 @@ import os
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, SupportsInt
 
 import torch
 from jaxtyping import Int
@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
+from retain.config import plain_numbers
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf import foreign, saving
@@ -33,7 +34,7 @@ from retain.hf.given import Given, pinned_of, seeds_of
 from retain.hf.guarded import AUTO, OWN, make_guard
 from retain.hf.history import History
 from retain.hf.lookahead import look_ahead
-from retain.hf.model import base_model, layout_of
+from retain.hf.model import base_model, layout_of, learned_prompt, refuse_prefix
 from retain.hf.recent import Recent
 from retain.hf.regime import Regime
 from retain.hf.report import Report, report_of
@@ -94,13 +95,13 @@ class Cache(Engine):
         model: nn.Module,
         policy: Any = "fused",
         *,
-        keep_ratio: float | None = None,
-        tokens_per_head: int | None = None,
-        bytes: int | None = None,
-        bytes_total: int | None = None,
-        threshold: float | None = None,
+        keep_ratio: SupportsFloat | None = None,
+        tokens_per_head: SupportsFloat | None = None,
+        bytes: SupportsFloat | None = None,
+        bytes_total: SupportsFloat | None = None,
+        threshold: SupportsFloat | None = None,
         regime: str = "prefill",
-        every: int = 32,
+        every: SupportsInt = 32,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
@@ -111,6 +112,7 @@ class Cache(Engine):
         short_tokens: int = 256,
         **overrides: Any,
     ):
+        refuse_prefix(model)
         layout = layout_of(model)
         rule = make_rule(
             model,
@@ -123,10 +125,11 @@ class Cache(Engine):
             overrides=overrides,
             short_tokens=short_limit(short, short_tokens),
         )
-        rule.check(Regime(regime, every))
+        own = Regime(regime, plain_numbers(every))
+        rule.check(own)
         self.model, self._given_short = model, (short, short_tokens)
         self._given_guard = (capacity, make_guard(capacity, rule))
-        super().__init__(layout, rule, Regime(regime, every), slack=slack, seeds=seeds, pinned=pinned)
+        super().__init__(layout, rule, own, slack=slack, seeds=seeds, pinned=pinned)
 
     @torch.no_grad()
     def prefill(
@@ -205,6 +208,11 @@ class Cache(Engine):
                 f"chunk_size is {chunk_size} with evict={evict}: pass at least 1 token a chunk, and "
                 "evict=True."
             )
+        if (kind := learned_prompt(self.model)) is not None:
+            raise ValueError(
+                f"this model carries a learned prompt of peft ({kind}), which prefill would leave out, since "
+                "it reads with the decoder alone: call model.generate(...), which puts the prompt first."
+            )
         if self.num_seen:
             raise ValueError(
                 f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."
@@ -214,11 +222,11 @@ class Cache(Engine):
         self,
         policy: Any = None,
         *,
-        keep_ratio: float | None = None,
-        tokens_per_head: int | None = None,
-        bytes: int | None = None,
-        bytes_total: int | None = None,
-        threshold: float | None = None,
+        keep_ratio: SupportsFloat | None = None,
+        tokens_per_head: SupportsFloat | None = None,
+        bytes: SupportsFloat | None = None,
+        bytes_total: SupportsFloat | None = None,
+        threshold: SupportsFloat | None = None,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
@@ -270,9 +278,9 @@ class Cache(Engine):
         evidence: Sequence[Evidence] = self.evidence
         pinned_BT = pinned_of(self._pins if pinned is None else pinned, evidence[0].valid_BT)
         if rule.looks_ahead and rule.request is not None:
-            from retain.hf.attach import attached  # which knows this class
+            from retain.hf.attach import attach  # which knows this class
 
-            with torch.no_grad(), attached(self.model):
+            with torch.no_grad(), attach(self.model):
                 evidence = look_ahead(self.model, rule.request.gates, self.read_only(), self.evidence)
         keep = self._decide(rule, guard, evidence, Given(chosen, pinned_BT))
         del evidence
@@ -579,10 +587,10 @@ class Cache(Engine):
         return self.report().total.entries_evicted
 
 
-def _stated(*amounts: int | float | None) -> dict[str, int | float | None]:
+def _stated(*amounts: SupportsFloat | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.Budget` takes it; None is not stated."""
     names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
-    return dict(zip(names, amounts, strict=True))
+    return dict(zip(names, plain_numbers(amounts), strict=True))
 
 
 def _check_wanted(wanted: Collection[str], hold_evidence: bool) -> None:

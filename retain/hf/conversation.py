@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from retain.cache import RaggedStore
 from retain.columns import tokens_last
 from retain.evidence import Evidence
+from retain.hf.attention_names import PREVIOUS
 from retain.hf.call import Call
 from retain.hf.doubt import Doubt
 from retain.hf.foreign import foreign_layer
@@ -24,6 +25,7 @@ from retain.hf.given import Given
 from retain.hf.history import History
 from retain.hf.layer import Layer
 from retain.hf.layout import LayerSpec, Layout
+from retain.hf.model import base_model
 from retain.hf.regime import Regime
 from retain.hf.rule import Eviction, Rule
 from retain.protection import pinned_mask
@@ -216,6 +218,11 @@ class Conversation(TransformersCache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         if not self._generates:
+            if base_model(self.model).config._attn_implementation not in PREVIOUS.values():
+                raise ValueError(
+                    "this model is not attached, so the cache would not be used: call retain.attach(model) "
+                    "first."
+                )
             raise ValueError(
                 "generate was not called through the model that was attached, so what cannot work on this "
                 "cache, and the length of a prompt that comes in chunks, would go unseen: retain.attach the "

@@ -343,7 +343,7 @@ class Engine(Guarded):
             queries_BQSD=queries_BQSD.detach(),
             keys_BHTD=keys_BHSD.detach(),
             values_BHTD=values_BHSD.detach(),
-            output_weight_QDE=spec.output_weight_QDE,
+            output_weight_QDE=spec.output_weight_if(self.rule.reads_output or not self._evict_at_prefill),
             scaling=layer.scaling,
             positions_BT=shown.positions_BS.to(device),
             valid_BT=shown.mask_BT.to(device),
@@ -574,6 +574,7 @@ class Engine(Guarded):
                 each=wants.queries,
                 keys=wants.keys,
                 values=wants.values,
+                output_weight=self.rule.reads_output,
             )
             moment.look(evidence, columns.token_BT)
             where.append(columns.where())

@@ -1,14 +1,17 @@
-"""Gates by folder or hub id, checked against the model that they are to be used on: `retain.load_gates`.
+"""Gates for a model: read by folder or hub id and checked against it (`retain.load_gates`), or untrained ones
+of its sizes (`retain.new_gates`).
 
 `retain.gates.store` reads an artifact and knows neither transformers nor the hub; this adds both.
 """
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -18,10 +21,12 @@ from huggingface_hub.errors import (
 )
 from torch import nn
 
-from retain.gates import GateSet
+from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, check_fingerprint
 from retain.gates.store import load_gates as read_gates
+from retain.hf.lookahead import lookahead_gates
 from retain.hf.model import describe, fingerprint
+from retain.registry import lookup, suggest
 
 # What the hub raises where a repository cannot be had. Errors of httpx are no OSError, and only some of them
 # does the hub turn into its own.
@@ -65,6 +70,42 @@ def load_gates(
     if model is None:
         return read_gates(folder)
     return read_gates(folder, fingerprint=lambda: fingerprint(model))
+
+
+def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **settings: Any) -> GateSet:
+    """Untrained gates for a model, one for each layer that evicts, in float32 on the CPU.
+
+    They know nothing yet: they are what training begins with, and what a pipeline is tried with before there
+    are trained ones. The random numbers of the caller are left alone.
+
+    Args:
+        model: a causal language model of transformers, attached or not.
+        family: of `retain.gates.GATES` (docs/gates.md): `linear`, `mlp`, `lowrank`, `qkv`, `decay`, ...
+        seed: of the first weights.
+        **settings: of the family, e.g. `F=64` hidden units (`retain.gates.settings_of(family)` lists them
+            with their defaults); of `lookahead`, those of `retain.hf.lookahead.lookahead_gates`.
+
+    Raises:
+        ValueError: unsupported architecture, an unknown family, or settings that it does not have, all in one
+            message.
+
+    Example:
+        >>> gates = retain.new_gates(model, family="mlp")  # doctest: +SKIP
+        >>> cache = retain.Cache(model, policy="fused", keep_ratio=0.2, gates=gates)  # doctest: +SKIP
+    """
+    if lookup(family, GATES, what="gate family").extension is not None:
+        known = [one for one in inspect.signature(lookahead_gates).parameters if one not in ("model", "seed")]
+        if unknown := [f"{name!r}{suggest(name, known)}" for name in settings if name not in known]:
+            raise ValueError(
+                f"settings of gate family {family!r}: there is no setting {', '.join(unknown)}. It has "
+                f"{', '.join(known)}."
+            )
+        return lookahead_gates(model, **settings, seed=seed)
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
+    dims = dims_for(family, sizes, settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build_gates(family, dims)
 
 
 def gates_for(model: nn.Module, gates: Any) -> Any:

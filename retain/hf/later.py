@@ -51,6 +51,7 @@ def evidence_of(
     each: int | None = None,
     keys: bool = True,
     values: bool = True,
+    output_weight: bool = True,
 ) -> tuple[Evidence, Columns]:
     """What a layer shows now.
 
@@ -62,7 +63,7 @@ def evidence_of(
         num_queries: of the last tokens, those whose queries are shown.
         each: of those, at most so many of each sequence, so that what a sequence shows does not depend on how
             many of its last tokens are real in others; None: all.
-        keys, values: whether they are shown; what is not is NaN.
+        keys, values, output_weight: whether they are shown; what is not is NaN.
 
     Returns:
         the evidence, and where its columns lie in the store.
@@ -95,7 +96,7 @@ def evidence_of(
         queries_BQSD=queries_BQSD,
         keys_BHTD=_shown(columns, store.keys_CD, keys),
         values_BHTD=_shown(columns, store.values_CD, values),
-        output_weight_QDE=spec.output_weight_QDE,
+        output_weight_QDE=spec.output_weight_if(output_weight),
         scaling=spec.scaling if layer.scaling is None else layer.scaling,
         positions_BT=columns.positions_BT,
         valid_BT=columns.valid_BT,
@@ -143,7 +144,9 @@ def note_(
         for name, side in beside_of(replace(tail, running=None)).items():
             store.set_beside_(name, side, valid_BS)
     if wants.running:
-        evidence, columns = evidence_of(layer, spec, history, rotary, num_queries=num_tokens, values=False)
+        evidence, columns = evidence_of(
+            layer, spec, history, rotary, num_queries=num_tokens, values=False, output_weight=False
+        )
         running = rule.counted(evidence).running
         assert running is not None
         entry_N = store.index_N()
@@ -184,7 +187,7 @@ def _tail(
         queries_BQSD=queries_BQSD,
         keys_BHTD=keys_BHTD,
         values_BHTD=values_BHTD,
-        output_weight_QDE=spec.output_weight_QDE,
+        output_weight_QDE=spec.output_weight_if(rule.reads_output),
         scaling=spec.scaling if layer.scaling is None else layer.scaling,
         positions_BT=history.positions_BT[:, -num_tokens:].to(device),
         valid_BT=valid_BS,

@@ -61,8 +61,8 @@ class LayerSpec:
 
     @property
     def output_weight_QDE(self) -> Float[Tensor, "Q D E"]:
-        """The output projection viewed per query head: a view of the model's weight, or what a quantised
-        module multiplies by.
+        """The output projection viewed per query head: a view of the model's weight, or what the module
+        multiplies by where it is quantised or carries adapters (`retain.hf.projection.dense_weight`).
 
         Where the heads' outputs are gated before it (Qwen3-Next, Qwen3.5), the gate is not in here: it
         depends on the query's own hidden state, and lies below 1, so that what is made of this weight is an
@@ -70,6 +70,13 @@ class LayerSpec:
         """
         dense = dense_weight(self.output, self.compute_dtype)
         return dense.unflatten(0, (self.num_heads, self.head_dim))
+
+    def output_weight_if(self, read: bool) -> Float[Tensor, "Q D E"]:
+        """The same for those who look at it; for others NaN, without memory: to make it may cost a matrix."""
+        if read:
+            return self.output_weight_QDE
+        nan = torch.full((), float("nan"), device=self.device, dtype=self.dtype)
+        return nan.expand(self.num_heads, self.head_dim, self.hidden_size)
 
     @property
     def sinks_Q(self) -> Float[Tensor, " Q"] | None:

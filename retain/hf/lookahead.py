@@ -205,10 +205,10 @@ def observe_ahead(
         input_ids: token ids, left-padded.
         attention_mask: 1 on tokens, 0 on padding; None: no padding.
     """
-    from retain.hf.attach import attached
+    from retain.hf.attach import attach
     from retain.hf.cache import Cache
 
-    with attached(model):
+    with attach(model):
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)
         assert cache.evidence is not None

@@ -10,6 +10,7 @@ missing. A half-understood one would give numbers that look right.
 
 import hashlib
 import json
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicLayer
 
 from retain.evidence import Evidence
@@ -66,6 +68,30 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return base
 
 
+def learned_prompt(model: Any) -> str | None:
+    """The kind of learned prompt (prompt tuning, prefix tuning, ...) that a wrapper of peft puts before what
+    is read; None: there is none, or it is disabled."""
+    config = getattr(model, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False) or getattr(model, "_adapters_disabled", False):
+        return None
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def refuse_prefix(model: Any) -> None:
+    """Refuse a wrapper of peft that replaces the cache by one of its own.
+
+    Raises:
+        ValueError: prefix tuning, and what goes like it.
+    """
+    kind = learned_prompt(model)
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise ValueError(
+            f"this model carries a learned prefix of peft ({kind}), for which peft brings a cache of its "
+            "own, so that a retain.Cache would be left unread: use the model without it "
+            "(model.get_base_model()), or prompt tuning, whose virtual tokens are read like any others."
+        )
+
+
 def describe(model: nn.Module) -> list[LayerSpec]:
     """The layers of a model that evict, in order.
 
@@ -108,6 +134,11 @@ def layout_of(model: nn.Module) -> Layout:
         getattr(config, "kv_sharing_modes", None) or ()
     ):
         raise ValueError(f"{refused}: some of its layers attend to the keys of others. {SUPPORTED}")
+    if (own := _own_cache(base)) is not None:
+        raise ValueError(
+            f"{refused}: its layers keep what they have seen in a cache class of its own ({own}), and take "
+            f"no other. {SUPPORTED}"
+        )
     evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
     specs, alone = [], {}
     blank = DynamicCache(config=config).layers if any(kind.name != evicts for kind in kinds) else []
@@ -127,6 +158,15 @@ def layout_of(model: nn.Module) -> Layout:
             f"{refused}: none of its layers has attention whose entries could be evicted. {SUPPORTED}"
         )
     return Layout(tuple(specs), alone, len(layers))
+
+
+def _own_cache(base: nn.Module) -> str | None:
+    """The class of caches that stands beside an architecture, if it has one (MiniMax)."""
+    where = type(base).__module__
+    for name, one in vars(sys.modules[where]).items():
+        if isinstance(one, type) and issubclass(one, TransformersCache) and one.__module__ == where:
+            return name
+    return None
 
 
 def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str) -> LayerSpec:
@@ -205,7 +245,8 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
 
     The sampled weights are rounded to bfloat16 first, so that loading a checkpoint in float32 or bfloat16
     gives the same fingerprint (float16 does not: it loses bfloat16's small numbers). A quantised model has
-    one of its own: of its weights the packed bytes are sampled.
+    one of its own: of its weights the packed bytes are sampled. Adapters of peft that are not merged are no
+    part of it.
 
     Returns:
         a flat mapping for JSON: model_type, dimensions, `sha256`; and `layers`, the indices of those that
@@ -266,10 +307,10 @@ def observe(
     Returns:
         one `Evidence` per layer that evicts, with S == T queries.
     """
-    from retain.hf.attach import attached
+    from retain.hf.attach import attach
     from retain.hf.cache import Cache
 
-    with attached(model):
+    with attach(model):
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True, wanted=wanted)
     assert cache.evidence is not None

@@ -1,9 +1,9 @@
 """The weight of a projection as a dense matrix, and what identifies it, whatever it is stored as.
 
-In: a linear module. Out: for a plain weight a view of it; for a quantised one (bitsandbytes, torchao, and any
-other whose module is still a function) the matrix that the module itself multiplies by. The one decision
-taken here: a quantised module is asked, not decoded. What it returns for the identity is what attention goes
-through, whatever its format.
+Of a plain `nn.Linear` the matrix is a view of its weight. Any other linear module is asked for it: what it
+returns for the identity is what attention goes through. So a quantised module (bitsandbytes, torchao, ...) is
+not decoded, and a module in a wrapper of peft gives the matrix with the adapters that are active now, which
+is that of the merged model: nothing here knows the formats, or the kinds of adapters.
 """
 
 import copy
@@ -21,9 +21,10 @@ PIECE = 1024
 # What modules raise that do not take another precision.
 REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
 
-# Dense matrices of quantised modules: module -> (what it was made of, matrix). They live as long as the
-# module, so that many conversations on one model share them, and nothing is written onto the model.
-_DENSE: "WeakKeyDictionary[nn.Module, tuple[tuple, Tensor]]" = WeakKeyDictionary()
+# Matrices that modules were asked for: module -> (what it was made of, its answer to `_probe`, matrix). They
+# live as long as the module, so that many conversations on one model share them, and nothing is written onto
+# the model.
+_DENSE: "WeakKeyDictionary[nn.Module, tuple[tuple, Tensor | None, Tensor]]" = WeakKeyDictionary()
 
 
 def stored(module: nn.Module) -> list[Tensor]:
@@ -32,7 +33,8 @@ def stored(module: nn.Module) -> list[Tensor]:
 
 
 def plain_weight(module: nn.Module) -> Tensor | None:
-    """The weight of a linear module where it is a plain matrix of floating-point numbers."""
+    """The weight of a linear module where it is a plain matrix of floating-point numbers; of a module in a
+    wrapper of peft, the base's."""
     weight = getattr(module, "weight", None)
     if type(weight) not in (nn.Parameter, Tensor) or weight.ndim != 2 or weight.dtype not in PLAIN:
         return None
@@ -49,13 +51,14 @@ def sharded_weight(module: nn.Module) -> Tensor | None:
     return None if hasattr(weight, "ds_id") and weight.ndim == 2 else weight
 
 
-def _put_together(module: nn.Module, weight: Any) -> Tensor:
-    """A sharded weight, whole: every process must ask for it, at the same place."""
+def _put_together(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The matrix of a module whose weight is sharded: every process must ask for it, at the same place."""
+    weight: Any = module.weight
     if hasattr(weight, "ds_id"):
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters([weight]):
-            return weight.detach().clone()
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            return dense_weight(module, dtype).clone()
     raise ValueError(
         f"the weight of {type(module).__name__} is in parts ({tuple(weight.shape)} over "
         f"{weight.device_mesh.size()} processes, FSDP), and is whole only while its decoder layer runs: read "
@@ -73,10 +76,12 @@ def input_width(module: nn.Module) -> int | None:
 def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs E"]:
     """The matrix that a linear module multiplies its input by, input first, without the bias.
 
-    `W[i] = module(e_i) - module(0)`, for a quantised module: made when first asked for, in pieces, and kept
-    while the module lives and its tensors stay what they were. Costs a full-size matrix per layer, in
-    `dtype`. What is asked is the module without its bias, beside which small weights would be rounded away;
-    one that adds a bias all the same is asked in float32, if it takes that.
+    `W[i] = module(e_i) - module(0)`, for whatever is more than a plain `nn.Linear`: made when first asked
+    for, in pieces, and kept while the module lives and its tensors stay what they were. Costs a full-size
+    matrix per layer. A module that has parts (a wrapper of peft) may change what it does without changing a
+    tensor, as where an adapter is switched off, scaled or merged; it is asked for one row each time, and for
+    all when that is another. What is asked has no bias, beside which small weights would be rounded away, and
+    no dropout; a module that adds a bias all the same is asked in float32, if it takes that.
 
     Args:
         module: a linear module.
@@ -86,17 +91,25 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs
     Raises:
         ValueError: a weight that FSDP holds in parts, outside of its layer's forward.
     """
-    if (apart := sharded_weight(module)) is not None:
-        return _put_together(module, apart).T
+    if sharded_weight(module) is not None:
+        return _put_together(module, dtype)
     weight = plain_weight(module)
-    if weight is not None:
+    if weight is not None and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return weight.detach().T
+    dtype = dtype if weight is None else weight.dtype
     made_of = (dtype, *((tensor.device, id(tensor), _version(tensor)) for tensor in stored(module)))
     known = _DENSE.get(module)
-    if known is None or known[0] != made_of:
-        known = (made_of, _asked(module, dtype))
-        _DENSE[module] = known
-    return known[1]
+    # Not under a caller's inference mode: what is kept here outlives it. Nor under autocast, which rounds.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(stored(module)[0].device.type, enabled=False),
+    ):
+        asked = undisturbed(module, biases=False)
+        answer = _probe(asked, dtype) if module._modules else None
+        if known is None or known[0] != made_of or not _same(known[1], answer):
+            known = _DENSE[module] = (made_of, answer, _asked(asked, dtype))
+    return known[2]
 
 
 def _version(tensor: Tensor) -> int:
@@ -104,22 +117,41 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _same(one: Tensor | None, two: Tensor | None) -> bool:
+    if one is None or two is None:
+        return one is two
+    return one.device == two.device and torch.equal(one, two)
+
+
+def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    """What the module makes of one made-up row."""
+    width = input_width(module)
+    row = torch.arange(1, 1 + (width or 0), device=stored(module)[0].device, dtype=torch.float32)
+    try:
+        return module(torch.sin(row**2).to(dtype)[None])
+    except ValueError as error:
+        if "adapter_names" not in str(error):
+            raise
+        raise ValueError(
+            "sequences run with adapters of their own here (adapter_names), so that there is no one output "
+            "projection for a score to read: generate with one adapter at a time (set_adapter), or take a "
+            "policy that looks at none, such as 'snapkv'."
+        ) from None
+
+
 def _asked(module: nn.Module, dtype: torch.dtype) -> Tensor:
     width = input_width(module)
     assert width is not None, "describe() checked it"
-    bare = _without_bias(module)
-    # Not under a caller's inference mode: what is kept here outlives it.
-    with torch.inference_mode(False), torch.no_grad():
-        zeros = torch.zeros(1, width, dtype=dtype, device=stored(module)[0].device)
-        bias = bare(zeros)
-        if dtype in (torch.bfloat16, torch.float16) and bool(bias.any()):
-            try:
-                return _rows_of(bare, zeros.float(), bare(zeros.float()), dtype)
-            except torch.OutOfMemoryError:
-                raise
-            except REFUSALS:
-                pass
-        return _rows_of(bare, zeros, bias, dtype)
+    zeros = torch.zeros(1, width, dtype=dtype, device=stored(module)[0].device)
+    bias = module(zeros)
+    if dtype in (torch.bfloat16, torch.float16) and bool(bias.any()):
+        try:
+            return _rows_of(module, zeros.float(), module(zeros.float()), dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS:
+            pass
+    return _rows_of(module, zeros, bias, dtype)
 
 
 def _rows_of(module: nn.Module, zeros: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,16 +166,28 @@ def _rows_of(module: nn.Module, zeros: Tensor, bias: Tensor, dtype: torch.dtype)
     return torch.cat(pieces)
 
 
-def _without_bias(module: nn.Module) -> nn.Module:
-    """The same module, on the same tensors, without the bias that it adds, where that can be taken away."""
-    if type(getattr(module, "bias", None)) not in (nn.Parameter, Tensor):
+def undisturbed(module: nn.Module, *, biases: bool = True) -> nn.Module:
+    """The same module, on the same tensors, without dropout, whatever mode it is in.
+
+    The module itself is left as it is: other threads may be running it.
+
+    Args:
+        module: any.
+        biases: False: also without the biases that it and its parts add, where those can be taken away.
+    """
+    adds = not biases and type(getattr(module, "bias", None)) in (nn.Parameter, Tensor)
+    if not module._modules and not module.training and not adds:
         return module
-    bare = copy.copy(module)
+    same = copy.copy(module)
+    same.training = False
     for name in ("_parameters", "_buffers"):
         tensors = getattr(module, name)
-        if "bias" in tensors:
-            bare.__dict__[name] = {**tensors, "bias": None}
-    return bare
+        same.__dict__[name] = {**tensors, "bias": None} if adds and "bias" in tensors else {**tensors}
+    same.__dict__["_modules"] = {
+        name: None if part is None else undisturbed(part, biases=biases)
+        for name, part in module._modules.items()
+    }
+    return same
 
 
 def sample_of(module: nn.Module) -> list[bytes]:

@@ -19,6 +19,7 @@ from retain.budget import Budget, LayerShape, Stock
 from retain.capacity import Capacity, Gauge, Guard, afford, capacity_of
 from retain.cascade import Candidates, Cascade
 from retain.evidence import Evidence
+from retain.gates import GateSet
 from retain.hf.given import Arriving, Given
 from retain.hf.layout import LayerSpec
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries
@@ -107,6 +108,15 @@ class Request:
             keys="keys" in read,
             values="values" in read,
         )
+
+    @cached_property
+    def reads_output(self) -> bool:
+        """Whether its score looks at the output projection; gates of ours never do."""
+        if self.scorer is not None or (self.policy.learned and not isinstance(self.gates, GateSet)):
+            return True
+        if self.policy.observed is None:
+            return False
+        return "output_weight" in entries_read(self.policy.observed, self.policy.observed_settings)
 
     @cached_property
     def window(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retain.hf.families import FULL, SLIDING, kinds_of
 from retain.hf.layout import LayerSpec
+from retain.hf.projection import undisturbed
 from retain.rotary import Rotary
 
 # What a module raises that wants other arguments than those of Llama and its relatives.
@@ -83,13 +84,13 @@ def _turns_keys(spec: LayerSpec, rotary: Rotary, halves: bool) -> bool:
     at = torch.tensor([[0, 1, 4, 19]], device=rotary.inverse_frequencies_F.device)
     tokens = torch.arange(4 * spec.hidden_size, device=device).float()
     hidden = torch.sin(tokens**2).view(1, 4, spec.hidden_size).to(dtype)
-    seen = []
+    seen, attention = [], undisturbed(spec.module)  # an adapter may drop out
     for positions in (torch.zeros_like(at), at):
         tables = [table.to(device, dtype) for table in rotary.tables(positions)]
         if halves:
             tables = [table.chunk(2, dim=-1)[0] for table in tables]
         try:
-            spec.module(
+            attention(
                 hidden_states=hidden,
                 position_embeddings=tuple(tables),
                 attention_mask=None,

@@ -86,6 +86,11 @@ class Rule:
         return self.request is not None and self.request.policy.protection.reads_turns
 
     @property
+    def reads_output(self) -> bool:
+        """Whether it looks at the output projections."""
+        return self.function is not None or (self.request is not None and self.request.reads_output)
+
+    @property
     def inputs(self) -> frozenset[str]:
         """What its gates look at, of `retain.gates.base.INPUTS`."""
         return frozenset() if self.request is None else self.request.inputs
@@ -407,7 +412,7 @@ def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
 
     Settings belong to a score: where the override names another score, the policy's own are left behind.
     """
-    mapping = config.to_mapping(policy)
+    mapping, overrides = config.to_mapping(policy), config.plain_numbers(overrides)
     if overrides.get("observed", policy.observed) != policy.observed:
         mapping["observed_settings"] = {}
     for name, value in overrides.items():

@@ -82,9 +82,9 @@ def expected_attention(
     if evidence.rotary is None:
         raise ValueError(
             "expected_attention turns the queries back to before RoPE, and this evidence has no rotary "
-            "embedding: pass rotary= where it is made (retain.hf.model.rotary_of(model) finds it). Where "
-            "that gives None, the model has none or one that is not understood: use a score that needs none, "
-            "such as snapkv."
+            "embedding. Of a model's cache that means that the model has none, or one that is not understood "
+            "(retain.hf.model.rotary_of(model) is None): use a score that needs none, such as snapkv. "
+            "Evidence that you make yourself takes it as rotary=."
         )
     if evidence.soft_cap is not None:
         raise ValueError(

@@ -72,9 +72,10 @@ def _tried(name: str, text: str) -> Score:
 
 
 def entries_read(name: str, settings: Mapping[str, Any]) -> frozenset[str]:
-    """What of `keys` and `values` a score looks at, where norms and statistics of entries are known already.
+    """What of `keys`, `values` and `output_weight` a score looks at: of the first two, where norms and
+    statistics of entries are known already.
 
-    The score is asked twice, the second time with nothing but NaN in their place.
+    The score is asked again for each, with nothing but NaN in its place.
 
     Args:
         name: of a score in `SCORES`.
@@ -91,9 +92,11 @@ def _read(name: str, text: str) -> frozenset[str]:
         norms_BQT = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
         evidence = replace(evidence, running=advance(evidence), value_norm_BQT=norms_BQT)
         score = SCORES[name].function(evidence, **settings)
+        no_weight_QDE = torch.full_like(evidence.output_weight_QDE, float("nan"))
         without = {
             "keys": replace(evidence, keys_BHTD=torch.full_like(evidence.keys_BHTD, float("nan"))),
             "values": replace(evidence, values_BHTD=torch.full_like(evidence.values_BHTD, float("nan"))),
+            "output_weight": replace(evidence, output_weight_QDE=no_weight_QDE, value_norm_BQT=None),
         }
         for what, blank in without.items():
             try:

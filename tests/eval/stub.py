@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+import retain
 from retain.eval.config import CompareConfig
 from retain.eval.tasks import Asked, Item, Suite, Task
-from retain.gates import build_gates
 from retain.gates.store import save_gates
-from retain.hf.model import describe, fingerprint
+from retain.hf.model import fingerprint
 from tests.tiny import VOCAB, tiny_model
 
 TASKS = {
@@ -128,6 +128,5 @@ def save_stub_gates(folder: Path, seeds: tuple[int, ...] = (0,)) -> None:
     """Untrained gates of each seed's model."""
     for seed in seeds:
         model = stub_model(seed)
-        dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
-        torch.manual_seed(seed)
-        save_gates(build_gates("linear", dims), folder / f"gates-seed{seed}", fingerprint=fingerprint(model))
+        gates = retain.new_gates(model, "linear", seed=seed)
+        save_gates(gates, folder / f"gates-seed{seed}", fingerprint=fingerprint(model))

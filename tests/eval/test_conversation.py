@@ -16,7 +16,7 @@ from retain.eval.conversation import (
     run,
 )
 from retain.eval.dialogue import PROMPT_TOKENS, SINKS, TURN_TOKENS, Conversation, write_conversation
-from retain.hf.attach import attached
+from retain.hf.attach import attach
 from retain.presets import load_policy
 from retain.reference import load_model
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID
@@ -91,7 +91,7 @@ def test_a_batch_of_conversations_is_each_of_them_alone():
     setting = Setting(turns=16, seeds=(1,), tokens_per_head=64, every=4, written=5)
     told = [write_conversation(1, index, setting.turns) for index in range(2)]
     model = load_model(1)
-    with attached(model):
+    with attach(model):
 
         def played(chosen):
             indices = [told.index(one) for one in chosen]
@@ -117,7 +117,7 @@ def test_a_conversation_is_the_same_in_any_batch(monkeypatch):
         cache = make_cache(model, "recency", pinned=True, setting=setting, indices=range(len(chosen)))
         return play(model, chosen, cache, written=setting.written, probes=())["tokens_sha"]
 
-    with attached(model):
+    with attach(model):
         shas(told[:1])
         # The first one's first answer, and a word that it writes, become the words of the other's first fact.
         read = sum(len(turn.ids) for turn in told[0].turns[:3])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import retain
 from retain.eval import families
 from retain.eval.families import (
     BASELINE,
@@ -21,11 +22,11 @@ from retain.eval.families import (
     write_table,
 )
 from retain.future import future_risk
-from retain.gates import GATES, GateSet, build_gates, dims_for
+from retain.gates import GATES, GateSet
 from retain.gates.store import save_gates
 from retain.hf.gates import load_gates
 from retain.hf.lookahead import lookahead_gates
-from retain.hf.model import describe, fingerprint, observe
+from retain.hf.model import fingerprint, observe
 from tests.eval.stub import STUB, stub_model
 from tests.naive import naive_overlap
 
@@ -44,8 +45,7 @@ def gates_of(family: str) -> GateSet:
     torch.manual_seed(1)
     if GATES[family].extension is not None:
         return lookahead_gates(model, num_tokens=4, rank=2)
-    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    gates = build_gates(family, dims_for(family, sizes))
+    gates = retain.new_gates(model, family, seed=1)
     with torch.no_grad():  # fresh ones say the same of every entry, some of them
         for parameter in gates.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

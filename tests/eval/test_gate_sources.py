@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+import retain
 from retain.config import load
 from retain.eval.checks import check
 from retain.eval.compare import compare, describe_run
@@ -136,8 +137,7 @@ def test_the_seed_of_random_gates_is_the_runs_and_the_sets():
 @pytest.mark.parametrize("family", sorted(set(GATES) - {"lookahead"}))
 def test_random_gates_of_every_family_tell_entries_apart(model, family):
     settings = {"F": 8} if "F" in settings_of(family) else {}
-    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    gates = build_gates(family, dims_for(family, sizes, settings))
+    gates = retain.new_gates(model, family, **settings)
     made = random_gates(gates, 1)
     assert (made.family, made.unit, made.inputs) == (gates.family, gates.unit, gates.inputs)
     for evidence in evidence_of(model, gates):
@@ -244,10 +244,7 @@ def test_lookahead_tokens_of_two_sets_are_read_apart(tmp_path):
             up.data.normal_(std=0.1)
         save_gates(gates, tmp_path / name, fingerprint=fingerprint(own))
     own = stub_model(0)  # and one that looks at what no other does
-    sizes = {spec.layer_idx: spec.sizes for spec in describe(own)}
-    save_gates(
-        build_gates("qkv", dims_for("qkv", sizes, {"F": 8})), tmp_path / "qkv", fingerprint=fingerprint(own)
-    )
+    save_gates(retain.new_gates(own, "qkv", F=8), tmp_path / "qkv", fingerprint=fingerprint(own))
     sets = {name: GateSource(str(tmp_path / name)) for name in ("one", "two", "qkv")}
     variants = {f"gate_{name}": ("gate",) for name in sets}
     config = stub_config(
@@ -388,7 +385,7 @@ def test_folders_of_sets_are_looked_at_before_work_starts(there, tmp_path):
 
 def test_a_set_that_a_policy_cannot_take_is_refused_before_work_starts(there, tmp_path):
     own = stub_model(0)
-    rank = build_gates("decay", dims_for("decay", {s.layer_idx: s.sizes for s in describe(own)}, {"F": 8}))
+    rank = retain.new_gates(own, "decay", F=8)
     save_gates(rank, tmp_path / "rank", fingerprint=fingerprint(own))
     sets = {"rank": GateSource(str(tmp_path / "rank"))}
     for regime in ("context_only", "decode"):

@@ -10,7 +10,7 @@ import torch
 
 from retain.eval import parity
 from retain.eval.peer import PRESSES, WINDOW
-from retain.hf.attach import attached
+from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.model import observe
 from tests.eval import press as stand_in
@@ -133,7 +133,7 @@ def test_what_is_kept_here_is_read_off_the_cache():
     # Each token once, and no norm of keys: norms without ties.
     model, ids = tiny_model("llama"), torch.stack([torch.randperm(96)[:50] + 1 for _ in range(2)])
     kept = parity.kept_here(model, ids, "knorm", 9, protection=parity.NOTHING)
-    with attached(model), torch.no_grad():
+    with attach(model), torch.no_grad():
         cache = Cache(model, None).prefill(ids)
         for mask, layer in zip(kept, cache.ragged, strict=True):
             for b in range(2):

@@ -20,7 +20,7 @@ from retain.eval.speed import (
     parse_entry,
     table,
 )
-from retain.hf.attach import handle_of
+from retain.hf.attach import attachment_of
 from retain.policy import policies
 
 TINY = Setting(
@@ -94,14 +94,14 @@ def test_the_plain_side_runs_on_a_model_that_is_not_attached(monkeypatch):
 
     def look(model):
         seen.append(model)
-        assert handle_of(models[0]) is not None and handle_of(model) is None
+        assert attachment_of(models[0]) is not None and attachment_of(model) is None
         return base(model)
 
     monkeypatch.setattr(speed, "base_model", look)
     monkeypatch.setattr(speed, "build_model", lambda setting: models[0])
     speed.measure_scoring(TINY, [parse_entry(SNAPKV)])
     assert len(seen) == 4
-    assert handle_of(models[0]) is None, "let go in the end"
+    assert attachment_of(models[0]) is None, "let go in the end"
     for own, other in zip(seen[0].parameters(), models[0].parameters(), strict=True):
         assert own.data_ptr() == other.data_ptr()
 

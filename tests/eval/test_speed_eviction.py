@@ -16,7 +16,7 @@ from retain.eval.speed_eviction import (
     model_of,
     rows_held,
 )
-from retain.hf.attach import attached, handle_of
+from retain.hf.attach import attach, attachment_of
 from retain.presets import load_policy
 
 SHAPE = {"batch": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "width": 8, "threads": 1}
@@ -54,7 +54,7 @@ def test_heads_hold_tokens_of_their_own():
 def test_a_cache_is_extended_to_what_it_would_hold():
     masks = rows_held(TINY, "layer")
     model = model_of(TINY)
-    with attached(model):
+    with attach(model):
         cache = retain.Cache(model, "h2o", tokens_per_head=120, regime="prefill+decode", every=8)
         ids = torch.randint(128, (2, TINY.read))
         cache.prefill(ids)
@@ -134,7 +134,7 @@ def test_the_model_is_let_go(monkeypatch):
         speed_eviction, "model_of", lambda setting: models.append(build(setting)) or models[-1]
     )
     benchmark(TINY)
-    assert handle_of(models[0]) is None and not models[0].model._forward_hooks
+    assert attachment_of(models[0]) is None and not models[0].model._forward_hooks
 
 
 def test_only_even_budgets_have_rows_here():

@@ -6,7 +6,7 @@ import torch
 
 from retain.eval import speed, speed_long
 from retain.eval.speed_long import FIRST, Setting, Side, describe_side, main, table, waits_of
-from retain.hf.attach import handle_of
+from retain.hf.attach import attachment_of
 from retain.hf.cache import Cache
 from retain.hf.random_llama import VOCABULARY
 
@@ -78,7 +78,9 @@ def test_sides_live_in_turn_and_in_an_order_that_rotates(monkeypatch):
 
     def look(side, *args, counts):
         order.append((side.name, counts))
-        assert (handle_of(side.model) is not None) == (side.name != "plain"), "the plain side is not attached"
+        assert (attachment_of(side.model) is not None) == (side.name != "plain"), (
+            "the plain side is not attached"
+        )
         live(side, *args, counts=counts)
 
     monkeypatch.setattr(speed_long, "live", look)

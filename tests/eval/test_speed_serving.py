@@ -14,7 +14,7 @@ from retain.eval.speed_stages import EVICTION, SCORING, staged
 from retain.eval.speed_table import serving, show_median, show_mib, show_share, show_spread, spread_and_all
 from retain.gates.store import save_gates
 from retain.hf import gates as hf_gates
-from retain.hf.attach import attach, handle_of
+from retain.hf.attach import attach, attachment_of
 from retain.hf.model import fingerprint
 from retain.hf.request import Request
 from retain.policy import policies
@@ -105,7 +105,7 @@ def test_neighbours_alternate_and_sides_take_turns(monkeypatch):
 
     def look(bench, side, batch):
         order.append(side.policy)
-        assert (handle_of(side.model) is not None) == (side.policy != "plain"), "the twin is not attached"
+        assert (attachment_of(side.model) is not None) == (side.policy != "plain"), "the twin is not attached"
         return (2.0, 1.0) if side.policy == "plain" else (3.0, 4.0)
 
     monkeypatch.setattr(speed_serving, "live", look)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retain.gates import GateSet, build_gates
+import retain
+from retain.gates import GateSet
 from retain.hf.cache import Cache
-from retain.hf.model import describe, layout_of
+from retain.hf.model import layout_of
 from tests.close import assert_close
 from tests.hf.masked import masked_logits, positions_of
 from tests.tiny import VOCAB, tiny_batch, tiny_model
@@ -102,10 +103,7 @@ def exact_model(family: str = "qwen3") -> PreTrainedModel:
 
 def gates_of(model: PreTrainedModel) -> GateSet:
     """Random gates, whose scores differ enough to matter."""
-    gates = build_gates(
-        "linear",
-        {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)},
-    )
+    gates = retain.new_gates(model, "linear")
     draw = torch.Generator().manual_seed(0)
     for parameter in gates.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)

@@ -11,11 +11,10 @@ import torch
 from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, get_peft_model
 
 import retain
-from retain.gates import GateSet, build_gates
-from retain.gates.families import dims_for
+from retain.gates import GateSet
 from retain.hf import adapter
 from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint
+from retain.hf.model import fingerprint
 from tests.close import assert_close
 from tests.tiny import tiny_batch, tiny_model
 
@@ -26,9 +25,8 @@ PROTECTION = {
 
 
 def gates_of_family(family: str, model, seed: int = 0, **metadata) -> GateSet:
-    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     torch.manual_seed(seed)
-    gates = build_gates(family, dims_for(family, sizes, {}))
+    gates = retain.new_gates(model, family, seed=seed)
     for tensor in gates.state_dict().values():  # buffers too: what training estimates must travel as well
         if tensor.is_floating_point():
             tensor.copy_(torch.rand(tensor.shape) + 0.5)

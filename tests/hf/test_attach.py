@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 
 import retain
-from retain.hf.attach import PREVIOUS, attach, handle_of
+from retain.hf.attach import PREVIOUS, attach, attachment_of
 from retain.hf.cache import Cache
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
 
@@ -36,11 +36,11 @@ def test_undo_leaves_no_trace(family, attn):
     model = tiny_model(family, attn=attn)
     before = everything_about(model)
     handle = attach(model)
-    assert everything_about(model) != before and handle_of(model) is handle
+    assert everything_about(model) != before and attachment_of(model) is not None
     assert model.config._attn_implementation == f"retain_{attn}"
     handle.undo()
     handle.undo()
-    assert everything_about(model) == before and handle_of(model) is None
+    assert everything_about(model) == before and attachment_of(model) is None
     with attach(model):
         model(input_ids=tiny_batch()[0], past_key_values=Cache(model, policy=None))
     assert everything_about(model) == before
@@ -51,8 +51,14 @@ def test_attaching_twice_is_attaching_once():
     before = everything_about(model)
     first = retain.attach(model)
     once = everything_about(model)
-    assert retain.attach(model) is first and everything_about(model) == once
+    second = retain.attach(model)
+    assert everything_about(model) == once
     first.undo()
+    first.undo()
+    assert everything_about(model) == once  # the other is still there
+    ids, mask = tiny_batch()
+    assert Cache(model, policy=None).prefill(ids, mask).entries_held == 40 * 2 * 3
+    second.undo()
     assert everything_about(model) == before
 
 
@@ -75,8 +81,8 @@ def test_a_copy_of_an_attached_model_is_undone_alone():
     attached = everything_about(model)
     want = model.generate(**settings, past_key_values=Cache(model, policy=None))
     twin = copy.deepcopy(model)
-    own = handle_of(twin)
-    assert own is not None and own is not handle and twin.generate.__self__ is twin
+    own = attach(twin)
+    assert attachment_of(twin) is not attachment_of(model) is not None
     assert torch.equal(twin.generate(**settings, past_key_values=Cache(twin, policy=None)), want)
     own.undo()
     assert everything_about(twin) == before and everything_about(model) == attached
@@ -84,7 +90,7 @@ def test_a_copy_of_an_attached_model_is_undone_alone():
     assert torch.equal(model.generate(**settings, past_key_values=Cache(model, policy=None)), want)
     other = copy.deepcopy(model)
     handle.undo()
-    assert everything_about(model) == before and handle_of(other) is not None
+    assert everything_about(model) == before and attachment_of(other) is not None
     assert torch.equal(other.generate(**settings, past_key_values=Cache(other, policy=None)), want)
 
 

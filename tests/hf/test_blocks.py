@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.hf import causal
-from retain.hf.attach import attached, handle_of
+from retain.hf.attach import attach, attachment_of
 from retain.hf.blocks import Shown, Text, read_texts
 from retain.hf.causal import causal_attention
 from retain.hf.model import base_model, describe, observe
@@ -142,9 +142,9 @@ def test_the_model_is_restored_after_an_error(family: str) -> None:
 def test_an_attached_model_stays_attached() -> None:
     model = tiny_model("qwen3", dtype=torch.float64)
     plain, _ = gather(model, TEXTS)
-    with attached(model):
+    with attach(model):
         found, _ = gather(model, TEXTS)
-        assert model.config._attn_implementation == "retain_sdpa" and handle_of(model) is not None
+        assert model.config._attn_implementation == "retain_sdpa" and attachment_of(model) is not None
     for key, evidence in plain.items():
         same(found[key].queries_BQSD, evidence.queries_BQSD)
 

@@ -7,6 +7,7 @@ import torch
 import retain
 from retain.allocation import Allocation
 from retain.eval.budget_picture import plot_budgets
+from retain.hf.attach import attachment_of
 from retain.hf.cache import Cache
 from retain.hf.model import observe
 from retain.hf.press import press_score
@@ -293,8 +294,8 @@ def test_what_cannot_be_is_refused_before_any_layer_runs_and_let_go():
         ),
         ({"keep_ratio": 0.5, "pinned": [(50, 70)]}, r"span \(50, 70\) of sequence 0 leaves its 60 tokens"),
     )
-    with retain.attach(model) as handle:
-        assert handle.rotary is not None  # looked at once, through the attention modules
+    with retain.attach(model):
+        assert attachment_of(model).rotary is not None  # looked at once, through the attention modules
         ran.clear()
         for settings, message in cases:
             policy = "layer_defensivekv"

@@ -10,7 +10,6 @@ import retain
 from retain.allocation import Allocation
 from retain.drawing import Draw
 from retain.fusion import FUSIONS, IN_RISK
-from retain.gates import build_gates, dims_for
 from retain.hf.cache import Cache
 from retain.hf.model import describe, layout_of
 from retain.hf.regime import NAMES
@@ -99,8 +98,7 @@ def test_a_threshold_admits_by_the_fused_risk(how, scope):
 @pytest.mark.parametrize("how", [*IN_RISK, "sum"])
 def test_gates_in_another_unit_are_refused_when_the_cache_is_made(how):
     model = tiny_model("llama")
-    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    mass = build_gates("lowrank", dims_for("lowrank", sizes, None))
+    mass = retain.new_gates(model, "lowrank")
     with pytest.raises(ValueError, match=f"fusion '{how}' wants a gate in 'risk', and these .*in 'mass'"):
         Cache(model, fused(how), gates=mass, keep_ratio=0.5)
 

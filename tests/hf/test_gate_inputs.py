@@ -8,9 +8,8 @@ import torch
 
 import retain
 from retain.allocation import Allocation
-from retain.gates import Gate, GateSet, build_gates
+from retain.gates import Gate, GateSet
 from retain.gates.base import INPUTS as INPUTS_OF_GATES
-from retain.gates.families import dims_for
 from retain.hf.cache import Cache
 from retain.hf.model import base_model, describe, observe
 from retain.policy import Policy
@@ -39,8 +38,7 @@ def policy(name: str = "own", observed: str | None = None, **settings) -> Policy
 
 def gates_of(model, family: str, settings=None) -> GateSet:
     """Random gates of a family, whose scores differ enough to matter."""
-    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    gates = build_gates(family, dims_for(family, sizes, settings))
+    gates = retain.new_gates(model, family, **(settings or {}))
     draw = torch.Generator().manual_seed(0)
     for parameter in gates.parameters():
         spread = 0.5 if parameter.dim() < 2 else 2.0 * parameter.shape[-1] ** -0.5

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import retain
-from retain.gates import build_gates
+from retain.gates import GATES, build_gates
 from retain.gates.store import save_gates
 from retain.hf.cache import Cache
 from retain.hf.model import describe, fingerprint, observe
@@ -40,7 +40,7 @@ def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> Non
     with pytest.raises(ValueError, match="GateSet given were trained on another model .*sha256"):
         Cache(tiny_model("qwen3", seed=1), "gate", keep_ratio=0.5, gates=gates)
     sizes = {layer: {"E": 48, "H": 2} for layer in range(3)}
-    Cache(model, "gate", keep_ratio=0.5, gates=build_gates("linear", sizes))
+    Cache(model, "gate", keep_ratio=0.5, gates=retain.new_gates(model, "linear"))
     wrong = {
         "3 layers and it has 3, and 1 differ.*layer 1, .* E 48, H 3 in the gates and E 48, H 2 in the": {
             **sizes,
@@ -55,6 +55,33 @@ def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> Non
     for nonsense in ({"linear": 1}, 3):
         with pytest.raises(ValueError, match="gates are a folder, a hub id or a loaded GateSet; got"):
             Cache(model, "gate", keep_ratio=0.5, gates=nonsense)
+
+
+@pytest.mark.parametrize("family", sorted(GATES))
+def test_untrained_gates_of_every_family_in_one_call(family: str) -> None:
+    model = tiny_model("qwen3_next")  # two of its four layers evict
+    drawn = torch.random.get_rng_state()
+    gates = retain.new_gates(model, family, seed=3)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert gates.family == family and gates.layers == (1, 3) and gates.metadata == {}
+    same, other = retain.new_gates(model, family, seed=3), retain.new_gates(model, family, seed=4)
+    pairs = [list(zip(gates.parameters(), one.parameters(), strict=True)) for one in (same, other)]
+    assert all(torch.equal(a, b) for a, b in pairs[0])
+    assert not all(torch.equal(a, b) for a, b in pairs[1])
+    if gates.unit != "rank":
+        Cache(model, "fused", keep_ratio=0.5, gates=gates)
+
+
+def test_settings_of_untrained_gates_are_the_familys() -> None:
+    model = tiny_model("llama")
+    assert retain.new_gates(model, F=5)[0].dims()["F"] == 5
+    assert len(retain.new_gates(model, "lookahead", num_tokens=3).extension.tokens_SE) == 3
+    with pytest.raises(ValueError, match="there is no setting 'hidden'.*F"):
+        retain.new_gates(model, hidden=5)
+    with pytest.raises(ValueError, match="'lookahead': there is no setting 'tokens'.*It has reduce, num_tok"):
+        retain.new_gates(model, "lookahead", tokens=5)
+    with pytest.raises(ValueError, match="gate family 'mpl'.*did you mean"):
+        retain.new_gates(model, "mpl")
 
 
 def test_each_gate_follows_its_own_layer() -> None:

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import retain
-from retain.hf.attach import attach, handle_of
+from retain.hf.attach import attach, attachment_of
 from retain.hf.cache import Cache
 from retain.hf.regime import NAMES
 from tests.chat import chat_tokenizer
@@ -344,8 +344,8 @@ def test_generate_that_gets_round_the_attached_model_is_refused():
         with pytest.raises(ValueError, match="not called through the model that was attached"):
             model.generate(ids, past_key_values=cache, prefill_chunk_size=5, **how)
         assert untouched(cache, forwards)
-        assert attach(model) is handle_of(model)  # which puts that right
-        assert torch.equal(model.generate(ids, past_key_values=cache, prefill_chunk_size=5, **how), want)
+        with attach(model):  # which puts that right
+            assert torch.equal(model.generate(ids, past_key_values=cache, prefill_chunk_size=5, **how), want)
         with pytest.raises(ValueError, match="not called through the model that was attached"):
             GenerationMixin.generate(model, ids, past_key_values=Cache(model, policy=None), **how)
     assert "generate" not in vars(model) and torch.equal(model.generate(ids, **how), want)
@@ -369,11 +369,16 @@ def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's own
         wrapped = peft.get_peft_model(model, prefix).eval()
-        with (
-            retain.attach(wrapped),
-            pytest.raises(ValueError, match="left past_key_values unread.*peft prefix"),
-        ):
-            wrapped.generate(input_ids=ids, past_key_values=Cache(wrapped, policy=policy), max_new_tokens=3)
+        with retain.attach(wrapped):
+            cache = Cache(model, policy=policy)  # of the model inside
+            for call in (
+                lambda: Cache(wrapped, policy=policy),
+                lambda: wrapped.generate(input_ids=ids, past_key_values=cache, max_new_tokens=3),
+            ):
+                with pytest.raises(ValueError, match="PREFIX_TUNING.*cache of its own.*left unread"):
+                    call()
+            with wrapped.disable_adapter():
+                assert Cache(wrapped, policy=policy).prefill(ids).num_seen == 12
 
 
 def test_a_pipeline_generates_and_is_refused_the_same():
@@ -402,13 +407,10 @@ def test_adapters(order):
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False
     )
-    if order == "attached_then_wrapped":
-        attach(model)
+    handle = attach(model) if order == "attached_then_wrapped" else None
     wrapped = peft.get_peft_model(model, lora).eval()
-    if order == "wrapped_then_attached":
-        attach(wrapped)
-    handle = handle_of(wrapped)
-    assert handle is not None and "generate" in vars(model)
+    handle = attach(wrapped) if handle is None else handle
+    assert attachment_of(wrapped) is not None and "generate" in vars(model)
     how = {"do_sample": False, "prefill_chunk_size": 9}
     cache = Cache(wrapped, policy=policy, regime="prefill+decode", every=5)
     got = generated(wrapped, cache, ids, mask, **how)

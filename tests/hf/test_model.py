@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from retain.evidence import attention_probs
-from retain.hf.attach import attached, handle_of
+from retain.hf.attach import attach, attachment_of
 from retain.hf.cache import Cache
 from retain.hf.families import FAMILIES as FAMILY_TABLE
 from retain.hf.model import base_model, describe, fingerprint, layout_of, observe, rotary_of
@@ -75,7 +75,7 @@ def test_evidence_is_what_attention_used(family, attn):
     layers = observe(model, ids, mask)
     for hook in hooks:
         hook.remove()
-    assert handle_of(model) is None and [evidence.layer_idx for evidence in layers] == list(windows)
+    assert attachment_of(model) is None and [evidence.layer_idx for evidence in layers] == list(windows)
     for evidence in layers:
         module = modules[evidence.layer_idx]
         probs = attention_probs(evidence, 0, 40)
@@ -157,7 +157,7 @@ def test_a_window_beyond_the_stated_length_hides_what_transformers_hides(family)
     ids, mask = tiny_batch((0, 3), 72)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     want = model(ids, attention_mask=mask, position_ids=positions).logits
-    with attached(model):
+    with attach(model):
         cache = Cache(model, policy="snapkv", keep_ratio=1.0)
         got, seen = [], 0
         for stop in (30, 66, *range(67, 73)):
@@ -416,7 +416,7 @@ def test_asking_for_the_rotary_embedding_leaves_the_model_alone():
     names = [set(vars(module)) for module in model.modules()]
     ids, mask = tiny_batch((0, 3))
     before = model(ids, attention_mask=mask).logits
-    with attached(model):
+    with attach(model):
         assert rotary_of(model) is not None
     assert torch.equal(model(ids, attention_mask=mask).logits, before)
     assert [set(vars(module)) for module in model.modules()] == names

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import retain
-from retain.gates import build_gates
 from retain.gates.store import save_gates
 from retain.hf import saving
 from retain.hf.cache import Cache
@@ -30,8 +29,7 @@ SOME = ("qwen3", "mistral_window", "gemma3", "qwen3_next")
 
 def random_gates(model, seed=0):
     """Gates of nobody's training, that tell entries apart."""
-    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
-    gates = build_gates("linear", dims)
+    gates = retain.new_gates(model, "linear")
     generator = torch.Generator().manual_seed(seed)
     for weight in gates.parameters():
         weight.data.normal_(generator=generator)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from retain.gates import GateInputs, build_gates
-from retain.gates.families import dims_for
+import retain
+from retain.gates import GateInputs
 from retain.hf.model import base_model, describe
 from retain.hf.soft import SoftGated, logistic, soft_gated
 from tests.close import MODEL, assert_close
@@ -29,8 +29,7 @@ MODELS = ("llama", "qwen2", "qwen3")
 
 def gates_of(model, family, settings=None, *, dtype=torch.float64):
     """Random gates that are neither open nor shut."""
-    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    gates = build_gates(family, dims_for(family, sizes, settings)).to(dtype)
+    gates = retain.new_gates(model, family, **(settings or {})).to(dtype)
     draw = torch.Generator().manual_seed(0)
     for parameter in gates.parameters():
         spread = 0.5 if parameter.dim() < 2 else 1.5 * parameter.shape[-1] ** -0.5

@@ -428,12 +428,17 @@ def test_a_press_knows_nothing_of_heads_that_hold_different_entries():
 def test_what_a_score_reads_of_entries_is_found_by_asking_it():
     """A later eviction shows a score only what this says, and NaN in place of the rest."""
     read = {name: entries_read(name, {}) for name in SCORES}
-    neither = {name for name, found in read.items() if not found}
+    neither = {name for name, found in read.items() if not found & {"keys", "values"}}
     assert neither == {"h2o", "lru", "random", "recency"}
     assert {name for name, found in read.items() if "values" in found} == {
         "expected_attention",
         "lava",
         "vatp",
     }
-    assert entries_read("critical", {"norm": "l2"}) == {"keys", "values"}
-    assert entries_read("expected_attention", {"value_norm": "output_l1"}) == {"keys"}
+    assert entries_read("critical", {"norm": "l2"}) == {"keys", "values", "output_weight"}
+    assert entries_read("expected_attention", {"value_norm": "output_l1"}) == {"keys", "output_weight"}
+    assert {name for name, found in read.items() if "output_weight" in found} == {
+        "critical",
+        "defensive",
+        "observed_risk",
+    }

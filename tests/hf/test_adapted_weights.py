@@ -1,0 +1,208 @@
+"""Adapters of peft that are not merged: scores read the weights that the model runs with, so what is kept is
+what the merged model keeps."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import retain
+from retain.hf.cache import Cache
+from retain.hf.model import describe, fingerprint, observe, rotary_of
+from retain.hf.projection import _DENSE, dense_weight
+from tests.close import assert_close
+from tests.hf.test_projection import Int8Linear
+from tests.tiny import tiny_batch, tiny_model
+
+peft = pytest.importorskip("peft")
+POLICIES = ("criticalkv", "defensivekv", "fused", "vatp")
+MODULES = ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj"]
+IDS, MASK = tiny_batch((0, 5), 120)
+
+
+def lora(**settings):
+    how = {"r": 4, "lora_alpha": 16, "lora_dropout": 0.3, "init_lora_weights": False}
+    modules = settings.pop("target_modules", MODULES)
+    return peft.LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **{**how, **settings})
+
+
+def wrapped(model=None, names=("default",), **settings):
+    model = tiny_model("llama") if model is None else model
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's own, of an embedding beside a head
+        own = peft.get_peft_model(model, lora(**settings), adapter_name=names[0])
+        for name in names[1:]:
+            own.add_adapter(name, lora(**settings))
+    return own.eval().requires_grad_(False)
+
+
+def merged(own):
+    """The model that the wrapper runs, without it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(own).merge_and_unload()
+
+
+def kept(model, policy="criticalkv", **settings):
+    """Which entries each layer keeps."""
+    gates = {}
+    if policy == "fused":
+        own = retain.new_gates(model, "linear")
+        for parameter in own.parameters():
+            nn.init.constant_(parameter, 0.1)
+            parameter.data.view(-1)[::3] = -0.2
+        gates = {"gates": own, "seeds": [1, 2], "draw": {"share": 0.8}}
+    settings = {"keep_ratio": 0.3, "protection": {"recent": 8}, **settings}
+    with retain.attach(model):
+        cache = Cache(model, policy, **gates, **settings).prefill(IDS, MASK)
+    assert 0 < cache.entries_held < cache.entries_seen
+    return [
+        set(zip(store.rows_N().tolist(), store.positions_C[store.index_N()].tolist(), strict=True))
+        for store in (layer.store for layer in cache.ragged)
+    ]
+
+
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True, "target_modules": MODULES[1:]},
+    "scaled": {"use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_is_what_the_merged_model_keeps(kind, policy):
+    own = wrapped(**KINDS[kind])
+    assert kept(own, policy) == kept(merged(own), policy)
+
+
+def test_the_adapter_of_the_output_projection_alone_decides():
+    """The control: keys, values and queries are as without it, and what is kept differs."""
+    own = wrapped(target_modules=["o_proj"])
+    want = kept(merged(own))
+    assert kept(own) == want
+    with own.disable_adapter():
+        assert kept(own) == kept(tiny_model("llama")) != want
+
+
+def test_the_state_at_the_time_of_the_eviction_counts():
+    own = wrapped(names=("one", "two"))
+    spec = describe(own)[0]
+    with retain.attach(own):
+        first = kept(own)
+        assert first == kept(merged(own))
+        own.set_adapter("two")
+        second = kept(own)
+        assert second == kept(merged(own)) != first
+        own.base_model.set_adapter(["one", "two"])
+        both = kept(own)
+        assert both == kept(merged(own)) and both not in (first, second)
+        own.set_adapter("one")
+        own.base_model.merge_adapter()  # in place, behind the back of version counters
+        assert_close(spec.output_weight_QDE, describe(merged(own))[0].output_weight_QDE)
+        assert kept(own) == first
+        own.base_model.unmerge_adapter()
+        weight = spec.output_weight_QDE
+        assert spec.output_weight_QDE.data_ptr() == weight.data_ptr()  # made once
+        spec.output.set_scale("one", 3.0)
+        assert not torch.allclose(spec.output_weight_QDE, weight)
+        spec.output.set_scale("one", 1.0)
+        for name in ("lora_A", "lora_B"):
+            getattr(spec.output, name)["one"].weight.data.zero_()
+        assert_close(spec.output_weight_QDE, describe(tiny_model("llama"))[0].output_weight_QDE)
+
+
+def test_an_adapter_is_switched_off_between_two_evictions_of_one_cache():
+    """A later eviction of the same conversation reads what the model runs with by then."""
+    own = wrapped(target_modules=["o_proj"])
+    settings = {"keep_ratio": 0.4, "protection": {"recent": 8}, "regime": "chunked"}
+    with retain.attach(own):
+        caches = [Cache(own, "criticalkv", **settings).prefill(IDS[:, :90], MASK[:, :90]) for _ in range(2)]
+
+        def read(cache):
+            positions = (MASK.cumsum(-1) - 1)[:, 90:]
+            own.get_base_model().model(
+                IDS[:, 90:], attention_mask=MASK, position_ids=positions, past_key_values=cache
+            )
+            return [layer.store.positions_C[layer.store.index_N()].tolist() for layer in cache.ragged]
+
+        on = read(caches[0])
+        with own.disable_adapter():
+            assert read(caches[1])[0] != on[0]  # the first layer's keys and values do not know of it
+
+
+def test_dropout_of_a_model_in_training_mode_is_no_part_of_a_weight():
+    own = wrapped()
+    want = [spec.output_weight_QDE for spec in describe(merged(own))]
+    turning = rotary_of(own)
+    own.train()
+    for spec, weight in zip(describe(own), want, strict=True):
+        assert_close(spec.output_weight_QDE, weight)
+    assert turning is not None and rotary_of(own) is not None
+    assert own.get_base_model().model.layers[0].self_attn.o_proj.lora_dropout["default"].training
+
+
+def test_targets_of_training_read_the_same_weight():
+    own = wrapped()
+    for layer, want in zip(observe(own, IDS, MASK), observe(merged(own), IDS, MASK), strict=True):
+        assert_close(layer.output_weight_QDE, want.output_weight_QDE)
+
+
+def test_an_adapter_on_a_quantised_module_is_part_of_it():
+    linear = nn.Linear(48, 40)
+    packed = Int8Linear(linear.requires_grad_(False))
+    own = peft.tuners.lora.Linear(nn.Linear(48, 40), "default", lora(init_lora_weights=False), r=4)
+    own.base_layer = packed
+    delta = own.get_delta_weight("default")
+    assert_close(dense_weight(own, torch.float32).T, packed.dense() + delta)
+
+
+def test_half_precision_beside_a_bias_rounds_no_weight_away():
+    own = wrapped(tiny_model("llama", dtype=torch.bfloat16, attention_bias=True))
+    spec = describe(own)[0]
+    nn.init.constant_(spec.output.base_layer.bias, 40.0)
+    want = describe(merged(own))[0].output_weight_QDE
+    assert spec.output_weight_QDE.dtype == spec.dtype == torch.bfloat16
+    assert (spec.output_weight_QDE.float() - want.float()).abs().max() <= 2**-7 * want.abs().max()
+
+
+def test_a_module_saved_beside_the_model_is_read_where_it_is_active():
+    own = wrapped(target_modules=["q_proj"], modules_to_save=["o_proj"])
+    spec = describe(own)[1]
+    nn.init.normal_(spec.output.modules_to_save["default"].weight)
+    want = spec.output.modules_to_save["default"].weight.T.unflatten(0, (spec.num_heads, spec.head_dim))
+    assert_close(spec.output_weight_QDE, want)
+    with own.disable_adapter():
+        assert_close(spec.output_weight_QDE, describe(tiny_model("llama"))[1].output_weight_QDE)
+
+
+def test_policies_that_do_not_look_at_it_have_no_matrix_made():
+    own = wrapped()
+    outputs = [spec.output for spec in describe(own)]
+    for policy in ("snapkv", "vatp", "tova"):
+        kept(own, policy, regime="chunked+decode", every=2)
+    assert not any(module in _DENSE for module in outputs)
+    kept(own, "criticalkv")
+    assert all(module in _DENSE for module in outputs)
+
+
+def test_the_fingerprint_is_of_the_base_model():
+    assert fingerprint(wrapped()) == fingerprint(tiny_model("llama"))
+
+
+def test_sequences_with_adapters_of_their_own_have_no_one_weight():
+    own = wrapped(names=("one", "two"), target_modules=["q_proj", "o_proj"])
+    how = {"max_new_tokens": 2, "do_sample": False, "adapter_names": ["one", "two"]}
+    with retain.attach(own):
+        cache = Cache(own, "snapkv", keep_ratio=0.3, protection={"recent": 8})
+        both = own.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **how)
+        own.set_adapter("two")
+        cache = Cache(own, "snapkv", keep_ratio=0.3, protection={"recent": 8})
+        row = {"input_ids": IDS[1:], "attention_mask": MASK[1:], "max_new_tokens": 2, "do_sample": False}
+        assert torch.equal(own.generate(**row, past_key_values=cache)[0], both[1])
+        cache = Cache(own, "criticalkv", keep_ratio=0.3, protection={"recent": 8})
+        with pytest.raises(ValueError, match="adapters of their own.*one adapter at a time.*'snapkv'"):
+            own.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **how)

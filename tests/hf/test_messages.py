@@ -1,0 +1,135 @@
+"""What a newcomer does wrong is named by what it is, and what means a number is taken for one."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import retain
+from retain.hf.attach import attach
+from retain.hf.cache import Cache
+from tests.tiny import FAMILIES, tiny_batch, tiny_model
+
+FEW = {"protection": {"recent": 4}, "observed_settings": {"window": 4}}
+HOW = {"max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral_window"])
+def test_a_model_that_was_never_attached_is_told_so(family):
+    model, ids = tiny_model(family), tiny_batch()[0]
+    for call in (
+        lambda cache: model.generate(ids, past_key_values=cache, **HOW),
+        lambda cache: cache.prefill(ids),
+        lambda cache: model(ids, past_key_values=cache),
+    ):
+        with pytest.raises(ValueError, match="this model is not attached.*call retain.attach.model. first"):
+            call(Cache(model, "snapkv", keep_ratio=0.5, **FEW))
+
+
+@pytest.mark.parametrize("num_ids", [1, 7, 40, 41, 60])
+def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    question = tiny_batch((0, 0), num_ids, seed=9)[0]
+    with attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        said = (
+            f"has {num_ids} tokens a row, and this cache has read 40" if num_ids <= 40 else "does not begin"
+        )
+        for given in ({}, {"attention_mask": torch.ones_like(question)}):
+            with pytest.raises(
+                ValueError, match=rf"input_ids {said}.*torch.cat\(\[context_ids, question_ids"
+            ):
+                model.generate(question, past_key_values=cache, **given, **HOW)
+        assert cache.num_seen == 40
+
+
+def test_a_generate_that_reads_nothing_is_no_silent_success(monkeypatch):
+    model, ids = tiny_model("llama"), tiny_batch()[0]
+    monkeypatch.setattr(type(model), "generate", lambda self, inputs, **given: inputs)
+    with attach(model), pytest.raises(ValueError, match="left past_key_values unread.*0 tokens, as before"):
+        model.generate(ids, past_key_values=Cache(model, "snapkv", keep_ratio=0.5, **FEW))
+
+
+def test_all_ids_and_new_ids_with_a_mask_over_all_say_the_same():
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    question = tiny_batch((0, 0), 7, seed=9)[0]
+    whole = torch.cat([mask, torch.ones_like(question)], dim=1)
+    padded = torch.where(mask.bool(), ids, 5)  # padding is nothing that was read
+    with attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        answers = [
+            model.generate(given, attention_mask=whole, past_key_values=cache.fork(), **HOW)[:, -3:]
+            for given in (torch.cat([ids, question], 1), torch.cat([padded, question], 1), question)
+        ]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+NUMBERS = {
+    "keep_ratio": (0.3, np.float64(0.3), np.float32(0.3), Fraction(3, 10)),
+    "tokens_per_head": (20, np.int64(20), np.uint8(20), Fraction(20), torch.tensor(20)),
+    "bytes": (4000, np.int32(4000)),
+    "threshold": (0.25, np.float32(0.25), Fraction(1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_budget_is_any_number(name):
+    model, ids = tiny_model("llama"), tiny_batch()[0]
+    with attach(model):
+        caches = [Cache(model, "snapkv", **{name: one}, **FEW).prefill(ids) for one in NUMBERS[name]]
+    assert (
+        len({cache.entries_held for cache in caches}) == 1 < caches[0].entries_held < caches[0].entries_seen
+    )
+    budgets = [cache.rule.request.budget for cache in caches]
+    assert len({repr(budget) for budget in budgets}) == 1  # which a file can hold
+
+
+def test_settings_of_a_policy_are_any_numbers():
+    model = tiny_model("llama")
+    plain = {"protection": {"recent": 4, "prefix_fraction": 0.25}, "observed_settings": {"window": 4}}
+    other = {
+        "protection": {"recent": np.int64(4), "prefix_fraction": Fraction(1, 4)},
+        "observed_settings": {"window": torch.tensor(4)},
+    }
+    rules = [
+        Cache(model, "snapkv", keep_ratio=0.5, regime="decode", every=every, **one)
+        for every, one in ((8, plain), (np.int16(8), other))
+    ]
+    assert rules[0].rule.request.policy == rules[1].rule.request.policy
+    assert rules[0].regime == rules[1].regime and type(rules[1].regime.every) is int
+    for wrong in (True, "4", 4.5):
+        with pytest.raises(ValueError, match="recent: expected int"):
+            Cache(model, "snapkv", keep_ratio=0.5, protection={"recent": wrong})
+
+
+def test_scores_that_are_no_numbers_are_not_blamed_on_a_gate_alone():
+    model, ids = tiny_model("llama"), tiny_batch()[0]
+    nn.init.constant_(model.model.layers[0].self_attn.k_proj.weight, float("nan"))
+    with attach(model), pytest.raises(ValueError, match="is NaN: check that the model's keys, values and"):
+        Cache(model, "keydiff", keep_ratio=0.5, protection={"recent": 4}).prefill(ids)
+
+
+def test_a_cache_whose_model_turns_in_no_known_way_is_not_asked_for_what_it_cannot_give(monkeypatch):
+    model, ids = tiny_model("llama"), tiny_batch()[0]
+    monkeypatch.setattr("retain.hf.attach.rotary_of", lambda model: None)
+    with attach(model), pytest.raises(ValueError, match="is not understood.*use a score that needs none"):
+        Cache(model, "expected_attention", keep_ratio=0.5, protection={"recent": 4}).prefill(ids)
+
+
+def test_an_architecture_that_takes_no_cache_but_its_own_is_refused_when_it_is_attached():
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "vocab_size": 97,
+    }
+    config = MiniMaxConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
+    model = MiniMaxForCausalLM(config)
+    with pytest.raises(ValueError, match=r"MiniMax.* not supported.*cache class of its own \(MiniMaxCache\)"):
+        retain.attach(model)
+    assert all(retain.attach(tiny_model(family)) for family in FAMILIES)
