@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
-from retain.apportion import exact, ratio_of
-from retain.budget import ROUNDINGS, Rounding
+from retain.apportion import ROUNDINGS, Rounding, exact, ratio_of
 from retain.ranking import rank_kept_first, refuse_nan
 
 LAYERS = ("uniform", "pyramid", "cake", "entropy")

@@ -22,12 +22,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from retain.apportion import apportion, exact
+from retain.apportion import Rounding, apportion, exact
 
 Scope = Literal["head", "layer", "model"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
-Rounding = Literal["exact", "head", "layer", "model"]
-ROUNDINGS: tuple[Rounding, ...] = ("exact", "head", "layer", "model")
 
 
 @dataclass(frozen=True)
