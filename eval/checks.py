@@ -420,6 +420,12 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]
                 f"policy {line.name!r} protects the turns of a conversation, and the contexts here are "
                 "documents: set protection.turns, turn_prefix and turn_suffix to nothing in a variant"
             )
+        if policy.allocation.rounding != "exact" or policy.allocation.line != "rest":
+            problems.append(
+                f"policy {line.name!r} rounds its budget as its release does, and a comparison is at equal "
+                "memory: take the preset's `code` variant, which is the release's score under the common "
+                "protection and exact budget"
+            )
         for value in config.budgets:
             what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
             refused = _refused(policy, value, config.context_tokens)

@@ -77,7 +77,7 @@ class Setting:
     """What is measured.
 
     Args:
-        policies: presets (`snapkv`, `defensivekv:released`), with changes (`snapkv,protection.recent=8`), or
+        policies: presets (`snapkv`, `defensivekv:code`), with changes (`snapkv,protection.recent=8`), or
             `oracle`, which knows the queries that will come.
         keep_ratio: kept / seen, in (0, 1].
         regime: `context_only` (no turn was seen before the eviction) or `query_aware` (scores have observed

@@ -111,7 +111,7 @@ NOTES: Mapping[str, tuple[str, ...]] = {
         "Its rows of CAKE are a weak anchor: the repository has no source for them, only bytecode in which "
         "layer budgets have no effect.",
     ),
-    DEFENSIVE: ("Every step is the released code's variant, as the README measures it.",),
+    DEFENSIVE: ("Every step has the score of the released code, as the README measures it.",),
 }
 
 _README = "RULER-4K at 20 %: "
@@ -200,20 +200,20 @@ ORDERINGS: tuple[Ordering, ...] = (
     _alike("criticalkv", "criticalkv_paper", "pooled by mean over 5 (code), or max over 7", _CRITICAL),
     _alike("ada_criticalkv", "ada_criticalkv_paper", "pooling and safeguard, as the two above", _CRITICAL),
     _alike(
-        "defensivekv_released",
+        "defensivekv_code",
         "defensivekv",
         "norms over heads and the code's first stage, or the text's",
         _DEFENSIVE,
     ),
     _alike(
-        "layer_defensivekv_released",
+        "layer_defensivekv_code",
         "layer_defensivekv",
         "norms over heads and the code's first stage, or norms over tokens and the text's",
         _DEFENSIVE,
     ),
-    _alike("lava_released", "lava_paper", "the scripts' floor of 0.2, or the largest value of all", _LAVA),
-    _alike("cake_released", "cake", "what a layer cannot hold: evenly (code), or by weight", "2503.12491"),
-    _alike("h2o_released", "h2o", "attention's mean (code), or its sum", "2306.14048"),
+    _alike("lava_code", "lava_paper", "the scripts' floor of 0.2, or the largest value of all", _LAVA),
+    _alike("cake_code", "cake", "what a layer cannot hold: evenly (code), or by weight", "2503.12491"),
+    _alike("h2o_code", "h2o", "attention's mean (code), or its sum", "2306.14048"),
     _alike(
         "expected_attention",
         "expected_attention_paper",
@@ -228,8 +228,8 @@ ORDERINGS: tuple[Ordering, ...] = (
         for pair, numbers, also in (
             (("adakv", "snapkv"), "46.0 over 39.0", (HEADS,)),
             (("ada_criticalkv", "adakv"), "62.9 over 46.0", (VALUES,)),
-            (("defensivekv_released", "ada_criticalkv"), "85.3 over 62.9", ()),
-            (("layer_defensivekv_released", "defensivekv_released"), "91.4 over 85.3", (LAYERS,)),
+            (("defensivekv_code", "ada_criticalkv"), "85.3 over 62.9", ()),
+            (("layer_defensivekv_code", "defensivekv_code"), "91.4 over 85.3", (LAYERS,)),
         )
     ),
     *(

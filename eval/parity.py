@@ -1,20 +1,21 @@
 """Do we rank and keep as the field's main library (kvpress) does, on the same model and tokens?
 
     python -m retain.eval.parity --peer-python PEER/bin/python [--models Llama Qwen3 reference]
-    [--keep-ratios 0.2 0.5] [--methods snapkv ...] [--folder EXCHANGE]
+    [--tokens 40 300] [--keep-ratios 0.2 0.5] [--methods snapkv ...] [--folder EXCHANGE]
     python -m retain.eval.parity
 
-In: small random models and the reference model. Out, of the first command: for each method, model, budget and
-layer, how much of what the library's own `compress` keeps is kept here by `retain.Cache` too; status 1 unless
-they agree. The library runs in its own environment (`retain.eval.peer`). Out, of the second, where the
-library is installed in this one: the largest relative difference of the scores, on the very same tensors, and
-how much of what they would keep is the same; status 1 unless they agree, too.
+The first command prints, for each method, model, prompt length, ratio and layer, how much of what the
+library's own `compress` keeps is kept here by `retain.Cache` too; its status is 1 unless they agree. The
+library runs in its own environment (`retain.eval.peer`). The models are small random ones and the reference
+model. The second command needs the library in this environment, and prints the largest relative difference
+of the scores, on the very same tensors, and how much of what they would keep is the same; its status is 1
+unless they agree.
 
-The decision taken here: what is compared is the method and not its guards. Our presets all protect the same
-entries, so that a comparison of policies compares scores; here each preset's `released` variant protects
-what the released press forces instead (`METHODS`), and the overlap of the preset as it ships stands beside
-it. Two kinds of difference are told apart: a *tie*, where an entry that only one side keeps has a score
-within rounding of the score at the cut, so that neither order is wrong; and everything else, which fails.
+The first command compares `NAME:released` under its own name, with nothing set otherwise: the release's
+protection, rounding and layer budgets are part of it, and both sides get the same ratio. `NAME:code`, the
+release's score under the protection and exact budget that our presets share, stands beside it. Two kinds of
+difference are told apart: a *tie*, where an entry that only one side keeps has a score within rounding of the
+score at the cut, so that neither order is wrong; and everything else, which fails.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from retain.eval.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, write_exchange
+from retain.apportion import exact
+from retain.eval.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, Press, write_exchange
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.model import observe
@@ -44,7 +47,7 @@ from retain.scores import SCORES
 TOKENS, PADS, KEPT = 120, (0, 7, 23), 0.4
 # A difference within so much of the score at the cut is rounding: both sides compute in float32.
 TIE = 1e-4
-PROMPTS, LENGTH, LEAST = 3, 300, 0.99
+PROMPTS, LENGTHS, LEAST = 3, (40, 60, 200, 1000), 0.99
 MODELS = {"Llama": (LlamaConfig, LlamaForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
@@ -139,42 +142,11 @@ def _kept(score_BHT: Tensor) -> Tensor:
     return rank_entries(score_BHT) < (KEPT * exists).round().long()
 
 
-# What a press forces, in place of what our presets protect.
-NOTHING: dict[str, Any] = {"sinks": 0, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "recent": 0}
-
-
-@dataclass(frozen=True)
-class Method:
-    """A preset, as the library has it.
-
-    Attributes:
-        policy: Ours, its released variant where it has one.
-        protection: What the press forces.
-        more: Other settings that are the press's.
-        stated: Whether the overlap that is wanted is wanted of it; without, ties may be as many as there are.
-    """
-
-    policy: str
-    protection: Mapping[str, Any]
-    more: Mapping[str, Any] = field(default_factory=dict)
-    stated: bool = True
-
-
-# Ada-KV's safeguard: ours comes on top of what is protected, the press's own counts its window (the highest
-# scores) among a head's first entries, and so adds nothing while it is no longer than the window.
-_NO_SAFEGUARD = {"allocation": {"safeguard": None}}
-METHODS = {
-    "snapkv": Method("snapkv:released", {**NOTHING, "recent": WINDOW}),
-    "tova": Method("tova", {**NOTHING, "recent": 1}),
-    "streaming_llm": Method("streaming_llm", {**NOTHING, "sinks": 4}),
-    "criticalkv": Method("criticalkv:released", {**NOTHING, "recent": WINDOW}),
-    "knorm": Method("knorm", NOTHING, stated=False),
-    "keydiff": Method("keydiff", NOTHING, stated=False),
-    "expected_attention": Method("expected_attention", {**NOTHING, "sinks": 4}, stated=False),
-    "adakv": Method("adakv:released", {**NOTHING, "recent": WINDOW}, _NO_SAFEGUARD, stated=False),
-    "ada_criticalkv": Method(
-        "ada_criticalkv:released", {**NOTHING, "recent": WINDOW}, _NO_SAFEGUARD, stated=False
-    ),
+# What is compared: each of these presets as it was released (`NAME:released`), with the press that that is.
+METHODS: dict[str, Press] = {
+    **PRESSES,
+    "pyramidkv": Press("PyramidKVPress", {"window_size": WINDOW}),
+    "h2o": Press("ObservedAttentionPress", attentions=True),
 }
 
 
@@ -250,18 +222,17 @@ def _near(score_BHT: Tensor, cut_BH1: Tensor) -> Tensor:
     return (score_BHT - cut_BH1).abs() <= TIE * scale
 
 
-def kept_here(model: Any, ids_BT: Tensor, policy: str, kept: int, **overrides: Any) -> list[Tensor]:
+def kept_here(model: Any, ids_BT: Tensor, policy: str, keep_ratio: float) -> list[Tensor]:
     """What `retain.Cache` holds after a prefill, bool `[B, H, T]` a layer, read off its own positions.
 
     Args:
         model: of transformers.
         ids_BT: prompts without padding.
         policy: a preset or variant.
-        kept: tokens per head.
-        overrides: of the policy.
+        keep_ratio: kept / seen.
     """
     with torch.no_grad(), attach(model):
-        cache = Cache(model, policy, tokens_per_head=kept, short="raise", **overrides).prefill(ids_BT)
+        cache = Cache(model, policy, keep_ratio=keep_ratio, short="raise").prefill(ids_BT)
     masks = []
     for layer in cache.ragged:
         store = layer.store
@@ -277,22 +248,24 @@ def kept_here(model: Any, ids_BT: Tensor, policy: str, kept: int, **overrides: A
 
 @dataclass(frozen=True)
 class Line:
-    """One method on one model at one budget.
+    """One method on one model, at one length and ratio.
 
     Attributes:
         method: Ours.
         model: Name of the model.
-        kept: Entries a head.
+        tokens: Of each prompt.
+        keep_ratio: Kept / seen, as stated.
         layers: One a layer.
-        shipped: The share kept by both where our preset protects what it does as it ships; None: its
-            protection does not fit the budget.
+        code: The share that `NAME:code` keeps alike, least of the layers; None: its protection does not fit
+            the budget.
     """
 
     method: str
     model: str
-    kept: int
+    tokens: int
+    keep_ratio: float
     layers: tuple[Overlap, ...]
-    shipped: float | None
+    code: float | None
 
     @property
     def share(self) -> float:
@@ -300,59 +273,55 @@ class Line:
         return min(layer.share for layer in self.layers)
 
     @property
-    def tied(self) -> bool:
+    def agrees(self) -> bool:
         """Whether nothing but ties tells the two sides apart."""
         return all(layer.alone == layer.ties for layer in self.layers)
 
-    def agrees(self, least: float) -> bool:
-        """Whether nothing but ties tells them apart, and few of them where that is stated."""
-        return self.tied and (self.share >= least or not METHODS[self.method].stated)
 
-
-def compare_kept(peer: Any, name: str, model: Any, ids_BT: Tensor, method: str, kept: int) -> Line:
+def compare_kept(peer: Any, name: str, model: Any, ids_BT: Tensor, method: str, keep_ratio: float) -> Line:
     """Ask both sides what they keep.
 
     Args:
         peer: the other side, which has this model and these prompts.
         name: of the model.
         model: the same here.
-        ids_BT: the prompts.
+        ids_BT: the prompts, as long as both read them.
         method: a name in `METHODS`.
-        kept: entries a head.
+        keep_ratio: kept / seen.
     """
-    own = METHODS[method]
-    theirs = peer.kept(PRESSES[method], kept)
-    ours = kept_here(model, ids_BT, own.policy, kept, protection=own.protection, **own.more)
+    tokens = ids_BT.shape[1]
+    theirs = peer.kept(METHODS[method], float(1 - exact(keep_ratio)), tokens)
+    ours = kept_here(model, ids_BT, f"{method}:released", keep_ratio)
     layers = tuple(overlap_of(one, other) for one, other in zip(theirs, ours, strict=True))
     try:
-        plain = kept_here(model, ids_BT, own.policy, kept)
-        shipped = min(overlap_of(one, other).share for one, other in zip(theirs, plain, strict=True))
+        plain = kept_here(model, ids_BT, f"{method}:code", keep_ratio)
+        code = min(overlap_of(one, other).share for one, other in zip(theirs, plain, strict=True))
     except ValueError:
-        shipped = None
-    return Line(method, name, kept, layers, shipped)
+        code = None
+    return Line(method, name, tokens, keep_ratio, layers, code)
 
 
-def show(lines: Sequence[Line], least: float) -> str:
+def show(lines: Sequence[Line]) -> str:
     """Lines as a table, a column a layer."""
     rows = [
-        f"{'method':<19} {'model':<10} {'kept':>5} {'theirs':<32} {'kept alike, layer by layer':<28} "
-        f"{'worst head':>10} {'alone':>6} {'ties':>5} {'as shipped':>10}"
+        f"{'method':<19} {'model':<10} {'tokens':>6} {'ratio':>5} {'theirs':<32} "
+        f"{'kept alike, layer by layer':<28} {'worst head':>10} {'alone':>6} {'ties':>5} {'code':>6}"
     ]
     for line in lines:
         shares = " ".join(f"{layer.share:.1%}" for layer in line.layers)
-        shipped = "-" if line.shipped is None else f"{line.shipped:.1%}"
-        verdict = "" if line.agrees(least) else "  DIFFERS"
+        code = "-" if line.code is None else f"{line.code:.1%}"
+        verdict = "" if line.agrees else "  DIFFERS"
         rows.append(
-            f"{line.method:<19} {line.model:<10} {line.kept:>5} {PRESSES[line.method]!s:<32} {shares:<28} "
-            f"{min(layer.least for layer in line.layers):>10.1%} {sum(x.alone for x in line.layers):>6} "
-            f"{sum(x.ties for x in line.layers):>5} {shipped:>10}{verdict}"
+            f"{line.method:<19} {line.model:<10} {line.tokens:>6} {line.keep_ratio:>5g} "
+            f"{METHODS[line.method]!s:<32} {shares:<28} {min(layer.least for layer in line.layers):>10.1%} "
+            f"{sum(x.alone for x in line.layers):>6} {sum(x.ties for x in line.layers):>5} {code:>6}{verdict}"
         )
     return "\n".join(
         [
             *rows,
             "kept alike: entries that both keep, over all that a side keeps. alone: entries that one side "
             f"keeps alone; ties: of those, within {TIE:g} of the score at the cut (rounding decides).",
-            "as shipped: our preset with the protection that all presets share, least of the layers.",
+            "code: NAME:code, the same score under the presets' common protection, least of the layers.",
             "",
         ]
     )
@@ -386,6 +355,11 @@ def run_kept(given: argparse.Namespace) -> int:
         lookup(name, METHODS, what="method")
     if any(not 0 < ratio < 1 for ratio in given.keep_ratios):
         raise ValueError(f"parity: keep_ratios lie between 0 and 1, got {given.keep_ratios}.")
+    if min(given.tokens) <= WINDOW:
+        raise ValueError(
+            f"parity: a prompt has more tokens than the window of {WINDOW} that presses observe; got "
+            f"--tokens {given.tokens}."
+        )
     known = {**MODELS, "reference": None}
     for name in given.models:
         lookup(name, known, what="model")
@@ -396,9 +370,10 @@ def run_kept(given: argparse.Namespace) -> int:
         for name in given.models:
             model: Any = load_model(0) if name == "reference" else models[name]
             draw = torch.Generator().manual_seed(0)
-            ids_BT = torch.randint(1, model.config.vocab_size, (PROMPTS, LENGTH), generator=draw)
+            longest = max(given.tokens)
+            ids_BT = torch.randint(1, model.config.vocab_size, (PROMPTS, longest), generator=draw)
             folder = Path(given.folder or scratch) / name
-            write_exchange(folder, model, ids_BT, tokens=LENGTH)
+            write_exchange(folder, model, ids_BT, tokens=longest)
             with Peer(given.peer_python, folder) as peer:
                 versions = peer.versions()
                 if versions.get(LIBRARY) is None:
@@ -408,14 +383,15 @@ def run_kept(given: argparse.Namespace) -> int:
                     )
                 if not lines:
                     said = ", ".join(f"{what} {version}" for what, version in versions.items())
-                    print(f"theirs: {said}; {PROMPTS} prompts of {LENGTH} random tokens each, float32")
-                for ratio in given.keep_ratios:
-                    kept = int(ratio * LENGTH)
-                    lines += [compare_kept(peer, name, model, ids_BT, one, kept) for one in given.methods]
-    print(show(lines, given.least), end="")
-    failed = [line for line in lines if not line.agrees(given.least)]
+                    print(f"theirs: {said}; {PROMPTS} prompts of random tokens each, float32")
+                for tokens, ratio, method in product(given.tokens, given.keep_ratios, given.methods):
+                    lines.append(compare_kept(peer, name, model, ids_BT[:, :tokens], method, ratio))
+    print(show(lines), end="")
+    failed = [line for line in lines if not line.agrees]
     if failed:
-        named = ", ".join(f"{line.method} on {line.model} ({line.kept} kept)" for line in failed)
+        named = ", ".join(
+            f"{line.method} on {line.model} ({line.keep_ratio:g} of {line.tokens})" for line in failed
+        )
         print(f"error: what is kept differs by more than ties: {named}", file=sys.stderr)
         return 1
     print(
@@ -471,8 +447,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", default=[*MODELS, "reference"], metavar="NAME")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=list(LENGTHS), metavar="N", help="lengths of prompts"
+    )
     parser.add_argument("--keep-ratios", nargs="+", type=float, default=[0.25, 0.5], metavar="RATIO")
-    parser.add_argument("--least", type=float, default=LEAST, help=f"overlap wanted; default {LEAST}")
     parser.add_argument(
         "--folder", help="where models and answers are exchanged; default: one that goes away"
     )

@@ -41,11 +41,13 @@ class Press:
         name: of its class.
         settings: of it, its ratio apart.
         inner: the scorer that it wraps.
+        attentions: whether it wants the attention matrix, and so eager attention.
     """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     inner: "Press | None" = None
+    attentions: bool = False
 
     def __str__(self) -> str:
         return self.name if self.inner is None else f"{self.name}({self.inner})"
@@ -53,7 +55,8 @@ class Press:
     def asked(self) -> dict[str, Any]:
         """As the other side reads it."""
         inner = None if self.inner is None else self.inner.asked()
-        return {"class": self.name, "settings": {**self.settings}, "inner": inner}
+        asked = {"class": self.name, "settings": {**self.settings}, "inner": inner}
+        return {**asked, "attentions": self.attentions}
 
 
 WINDOW = 32
@@ -191,9 +194,15 @@ class Peer:
         """What runs there; the library's version is None where it is not installed."""
         return self.ask("versions")
 
-    def kept(self, press: Press, kept: int) -> list[dict[str, Tensor]]:
-        """What a press keeps, a layer a row: `kept`, bool `[B, H, T]`, and its scores where it has some."""
-        answer = self.ask("kept", press=press.asked(), kept=kept)
+    def kept(self, press: Press, ratio: float, tokens: int) -> list[dict[str, Tensor]]:
+        """What a press keeps, a layer a row: `kept`, bool `[B, H, T]`, and its scores where it has some.
+
+        Args:
+            press: theirs.
+            ratio: theirs, of what goes.
+            tokens: of each prompt, how many are read.
+        """
+        answer = self.ask("kept", press=press.asked(), ratio=ratio, tokens=tokens)
         tensors = load_file(self.folder / answer["file"])
         layers: list[dict[str, Tensor]] = [{} for _ in range(answer["layers"])]
         for name, tensor in tensors.items():

@@ -11,10 +11,10 @@ pins) and nothing of the library's insides. What a press keeps is read off the k
 tensors.
 
     {"do": "versions"}                                      -> versions of what runs here
-    {"do": "kept", "press": PRESS, "kept": n}               -> a file: kept masks and scores, layer by layer
+    {"do": "kept", "press": PRESS, "ratio": r, "tokens": n} -> a file: kept masks and scores, layer by layer
     {"do": "life", "press": PRESS or null, "kept": n, ...}  -> time and bytes of one prompt and answer
 
-PRESS is `{"class": name, "settings": {...}, "inner": PRESS or null}`.
+PRESS is `{"class": name, "settings": {...}, "inner": PRESS or null, "attentions": whether it wants them}`.
 """
 
 import contextlib
@@ -79,9 +79,10 @@ class Here:
 
     def kept(self, asked: dict[str, Any]) -> dict[str, Any]:
         """What a press keeps of each prompt, read alone: some presses take a batch of one for granted."""
-        prompts_BT = self.ids_BT[:, : self.how["tokens"]]
+        prompts_BT = self.ids_BT[:, : asked["tokens"]]
         press = self.press(asked["press"])
-        press.compression_ratio = self.ratio(asked["kept"])
+        press.compression_ratio = asked["ratio"]
+        self.model.set_attn_implementation("eager" if asked["press"]["attentions"] else "sdpa")
         rows: list[list[dict[str, torch.Tensor]]] = []
         for ids_T in prompts_BT:
             with watching(press) as layers, press(self.model):

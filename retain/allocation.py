@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
-from retain.apportion import exact, ratio_of
+from retain.apportion import ROUNDINGS, Rounding, exact, ratio_of
 from retain.ranking import rank_kept_first, refuse_nan
 
 LAYERS = ("uniform", "pyramid", "cake", "entropy")
@@ -31,13 +31,18 @@ class Allocation:
         layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (CAKE: by the preference
             that its score measures); `entropy` (LAVa: by the entropy of the scores that compete).
         beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
+        line: of `pyramid`: drawn over what is left beside the protected entries (`rest`), or over the whole
+            budget, in whole entries a head (`whole`: PyramidKVPress of kvpress, `press_line`).
         spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
             (then a cascade is not exact).
+        rounding: of a stated ratio: `exact`, the same total for every policy; or down, once a `head`, a
+            `layer` or a `model`, as released code does (`retain.budget.spread`). With `head`, CAKE's even
+            shares are whole entries a head, repaired as its released code does (`repaired`).
         safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
-            protected ones, `safeguard_share` of the mean budget (AdaKVPress and CriticalAdaKVPress of
-            kvpress 0.5.5 count the protected window, which gets the highest scores, among a head's first
-            entries instead); `convex`: the head budgets are mixed with equal ones, by that share (Ada-KV's
-            paper, LAVa's code); None: one entry a head.
+            protected ones, `safeguard_share` of the mean budget; `counted`: protected ones count among these
+            first entries, and both of two stages keep them (AdaKVPress and CriticalAdaKVPress of kvpress
+            0.5.5, whose window has the highest scores); `convex`: the head budgets are mixed with equal ones,
+            by that share (Ada-KV's paper, LAVa's code); None: one entry a head.
         safeguard_share: in [0, 1].
         normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete;
             None leaves them as they are.
@@ -51,8 +56,10 @@ class Allocation:
 
     layers: Literal["uniform", "pyramid", "cake", "entropy"] = "uniform"
     beta: float = 20.0
+    line: Literal["rest", "whole"] = "rest"
     spread: Literal["weight", "even"] = "weight"
-    safeguard: Literal["guaranteed", "convex"] | None = None
+    rounding: Rounding = "exact"
+    safeguard: Literal["guaranteed", "counted", "convex"] | None = None
     safeguard_share: float = 0.2
     normalise: Literal["head", "layer"] | None = None
     compete_by: Literal["score", "first"] = "score"
@@ -63,8 +70,10 @@ class Allocation:
     def __post_init__(self) -> None:
         choices = {
             "layers": LAYERS,
+            "line": ("rest", "whole"),
             "spread": ("weight", "even"),
-            "safeguard": (None, "guaranteed", "convex"),
+            "rounding": ROUNDINGS,
+            "safeguard": (None, "guaranteed", "counted", "convex"),
             "normalise": (None, "head", "layer"),
             "compete_by": ("score", "first"),
             "quotas": (None, "calibrated"),
@@ -366,6 +375,62 @@ def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> lis
     if first > most:
         first, last = most, 2 * mean - most
     return [first - (first - last) * idx / (num_layers - 1) for idx in range(num_layers)]
+
+
+def press_line(mean: float, length: int, window: int, num_layers: int, beta: float) -> list[int]:
+    """PyramidKVPress's entries a head, layer by layer, window included.
+
+    `last = m / beta`, `first = 2 m - last`; if the first exceeds what stands before the window, `first = n -
+    w` and `last = 2 m - first`; layer l gets `round(first - l (first - last) / (L - 1))`, halves to even.
+    Unless `n >= first >= last >= w`, each layer gets `max(1, round(m))`. In double precision, as there.
+
+    PyramidKV, arXiv 2406.02069, in kvpress 0.5.5, which adds the window to the mean and takes it off again.
+
+    Args:
+        mean: m, entries a head, not rounded.
+        length: n, of the sequence.
+        window: w, of the score.
+        num_layers: L.
+        beta: as in `Allocation`.
+    """
+    room = (window + mean) - window
+    last = room / beta
+    first = 2 * room - last
+    if first >= length - window:
+        first = length - window
+        last = 2 * room - first
+    if not length >= first >= last >= window:
+        return [max(1, round(mean))] * num_layers
+    step = (first - last) / (num_layers - 1) if num_layers > 1 else 0.0
+    return [round(first - idx * step) for idx in range(num_layers)]
+
+
+def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int) -> list[int]:
+    """CAKE's shares beside the window, entries a head, as the press released with DefensiveKV repairs them.
+
+    `int((m - w) L)` by weight and rounded down; what is above `most = n - w` is cut off and handed out evenly
+    to the layers below it, once; then what rounding left over, evenly to the layers below `most` by now; then
+    all are cut at `most` again, so that the sum may fall short.
+
+    Args:
+        mean: m, entries a head, not rounded.
+        weights: of the L layers, non-negative; all zero is all alike.
+        length: n, of the sequence.
+        window: w, the protected entries.
+    """
+    total, most = int((mean - window) * len(weights)), length - window
+    scale = sum(weights)
+    parts = [weight / scale for weight in weights] if scale else [Fraction(1, len(weights))] * len(weights)
+    shares = [math.floor(total * part) for part in parts]
+    surplus = sum(max(0, share - most) for share in shares)
+    shares = [min(share, most) for share in shares]
+    for left in (surplus, None):
+        left = total - sum(shares) if left is None else left
+        open_to = [idx for idx, share in enumerate(shares) if share < most]
+        each, more = divmod(left, max(1, len(open_to)))
+        for order, idx in enumerate(open_to):
+            shares[idx] += each + (order < more)
+    return [min(share, most) for share in shares]
 
 
 def spread_evenly(

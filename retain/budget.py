@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from retain.apportion import apportion, exact
+from retain.apportion import Rounding, apportion, exact
 
 Scope = Literal["head", "layer", "model"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
@@ -147,6 +147,7 @@ class Totals:
         held_BL: entries that are still there; None for all, `length * H` each.
         whole_B: short sequences that are held whole, since what was stated is too little for them; then
             `equal_BL` is all that they have. None: there are none.
+        ratio: kept / seen as stated, before anything is rounded; None where entries or bytes are stated.
     """
 
     lengths_B: tuple[int, ...]
@@ -154,6 +155,7 @@ class Totals:
     equal_BL: tuple[tuple[int, ...], ...]
     held_BL: tuple[tuple[int, ...], ...] | None = None
     whole_B: tuple[bool, ...] | None = None
+    ratio: Fraction | None = None
 
     @property
     def stated_B(self) -> list[int]:
@@ -194,6 +196,16 @@ class Totals:
         )
         return replace(self, equal_BL=equal_BL, whole_B=tuple(whole for whole, _ in lengths))
 
+    def share_of(self, row: int) -> Fraction:
+        """Kept / seen of a sequence, before anything is rounded where a ratio is stated."""
+        if self.ratio is not None and row not in self.whole:
+            return self.ratio
+        return self.per_head_B[row] / max(1, self.lengths_B[row])
+
+    def mean_of(self, row: int) -> float:
+        """Entries a head of a sequence, in double precision, before anything is rounded."""
+        return float(self.share_of(row) * self.lengths_B[row])
+
     def select_batch(self, rows: Sequence[int]) -> "Totals":
         """Of some of the sequences."""
         return Totals(
@@ -202,6 +214,7 @@ class Totals:
             tuple(self.equal_BL[row] for row in rows),
             None if self.held_BL is None else tuple(self.held_BL[row] for row in rows),
             None if self.whole_B is None else tuple(self.whole_B[row] for row in rows),
+            ratio=self.ratio,
         )
 
 
@@ -212,6 +225,7 @@ def spread(
     held_BL: Sequence[Sequence[int]] | None = None,
     *,
     short_tokens: int = 0,
+    rounding: Rounding = "exact",
 ) -> Totals:
     """Entries of each sequence and layer when all heads get the same.
 
@@ -220,12 +234,17 @@ def spread(
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
     more than `n_b * H_l`. All in exact arithmetic. A threshold states nothing: what exists is the bound.
 
+    Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with
+    `r = 1 - keep_ratio`: `max(1, int(n_b * (1 - r)))` for each head (`head`), `int(n_b * (1 - r) * H_l)` for
+    each layer (`layer`), or `int(n_b * (1 - r) * sum_l H_l)` once (`model`); 0.2 of 100 is then 19 a head.
+
     Args:
         budget: what was stated.
         lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
         layers: those that evict, in order.
         held_BL: entries that each layer of each sequence still holds; None for all, `n_b * H_l`.
         short_tokens: sequences of at most so many tokens are held whole rather than refused.
+        rounding: of a ratio: `exact`, or down as released code does it, once a `head`, `layer` or `model`.
 
     Raises:
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
@@ -233,6 +252,9 @@ def spread(
     entry_bytes = layers[0].entry_bytes
     bytes_B = _bytes_of(budget, lengths_B, entry_bytes)
     equal_BL, short = [], []
+    ratio = None if budget.keep_ratio is None else exact(budget.keep_ratio)
+    if ratio is not None and rounding != "exact":
+        ratio = Fraction(1 - float(1 - ratio))
     for row, length in enumerate(lengths_B):
         all_of = [length * layer.num_heads for layer in layers]
         held = all_of if held_BL is None else held_BL[row]
@@ -244,9 +266,10 @@ def spread(
         if budget.threshold is not None:
             equal_BL.append(tuple(held))
             continue
-        if budget.keep_ratio is not None:
-            share = exact(budget.keep_ratio) * length
-            equal = [math.floor(share * layer.num_heads + Fraction(1, 2)) for layer in layers]
+        if ratio is not None and rounding == "exact":
+            equal = [math.floor(ratio * length * layer.num_heads + Fraction(1, 2)) for layer in layers]
+        elif ratio is not None:
+            equal = _rounded_down(length * float(ratio), [layer.num_heads for layer in layers], rounding)
         elif budget.tokens_per_head is not None:
             equal = [int(budget.tokens_per_head) * layer.num_heads for layer in layers]
         elif len({layer.entry_bytes for layer in layers}) == 1:
@@ -271,8 +294,17 @@ def spread(
         equal_BL.append(tuple(equal))
     heads_L = tuple(layer.num_heads for layer in layers)
     still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
-    totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still)
+    totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still, ratio=ratio)
     return totals.hold_whole(short) if short else totals
+
+
+def _rounded_down(share: float, heads_L: Sequence[int], rounding: Rounding) -> list[int]:
+    """Entries of each layer, where a share a head is rounded down once a head, layer or model."""
+    if rounding == "head":
+        return [max(1, int(share)) * heads for heads in heads_L]
+    if rounding == "layer":
+        return [int(share * heads) for heads in heads_L]
+    return apportion(int(share * sum(heads_L)), [Fraction(heads) for heads in heads_L])
 
 
 def _bytes_of(budget: Budget, lengths_B: Sequence[int], entry_bytes: int) -> list[int]:

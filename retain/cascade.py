@@ -38,7 +38,9 @@ from retain.allocation import (
     allocate_joint,
     allocate_uniform,
     mix_convex,
+    press_line,
     pyramid,
+    repaired,
     spread_evenly,
 )
 from retain.apportion import exact, fill, round_shares
@@ -60,12 +62,14 @@ class Split:
         allocation: over layers and heads.
         first_stage: None for selection in one stage.
         draw: None where all goes by score.
+        window: entries of the score's observation window; 0 without one.
     """
 
     scope: str
     allocation: Allocation = Allocation()
     first_stage: FirstStage | None = None
     draw: Draw | None = None
+    window: int = 0
 
     @property
     def drawn_share(self) -> float | None:
@@ -113,6 +117,8 @@ class Shares:
             guarded = protected
             if own.safeguard == "guaranteed":
                 guarded = min(math.floor(mean), protected + math.floor(exact(own.safeguard_share) * mean))
+            elif own.safeguard == "counted":
+                guarded = math.floor(exact(own.safeguard_share) * mean)
             least.append(max(1, protected, guarded))
         return least
 
@@ -132,6 +138,10 @@ class Shares:
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """One sequence's entries of each layer: a line over depth, in entries a head."""
         heads_L, protected = self.totals.heads_L, self.protected_B[row]
+        if self.split.allocation.line == "whole":
+            length, beta = self.totals.lengths_B[row], self.split.allocation.beta
+            line_L = press_line(self.totals.mean_of(row), length, self.split.window, len(heads_L), beta)
+            return tuple(own * heads for own, heads in zip(line_L, heads_L, strict=True))
         room = self.totals.lengths_B[row] - protected
         least = min(room, max(0, self.least_B[row] - protected))
         free = self.totals.stated_B[row] - protected * sum(heads_L)
@@ -414,7 +424,12 @@ def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[i
         weights = [_weight(layer, row) * heads for layer, _, heads in parts]
         here = min(total - sum(protected), sum(most))
         if final and own.layers == "cake" and own.spread == "even":
-            got = spread_evenly(here, weights, least, most)
+            if own.rounding == "head":
+                asked, safe = [_weight(layer, row) for layer in layers], shares.protected_B[row]
+                a_head = repaired(totals.mean_of(row), asked, totals.lengths_B[row], safe)
+                got = [own * heads for own, heads in zip(a_head, totals.heads_L, strict=True)]
+            else:
+                got = spread_evenly(here, weights, least, most)
         else:
             filled = fill(here, weights, least, most)
             got = round_shares(filled) if final else [math.ceil(share) for share in filled]

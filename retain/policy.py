@@ -26,8 +26,9 @@ from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
 from retain.quotas import Quotas, quotas_of
+from retain.ranking import rank_kept_first
 from retain.scores import SCORES, Score, masked_score
-from retain.stages import stage_by_mass
+from retain.stages import forced_by_score, stage_by_mass
 from retain.turns import TurnMarkers, turn_mask
 
 __all__ = [
@@ -290,11 +291,13 @@ def plan_of(
     check_budget(policy, budget)
     scope = "head" if budget.threshold is not None else budget.scope
     policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
-    seen_B = valid_BT.sum(-1).tolist()
+    seen_B, rounding = valid_BT.sum(-1).tolist(), policy.allocation.rounding
     if stock is None:
-        totals = spread(budget, seen_B, shapes, short_tokens=short_tokens)
+        totals = spread(budget, seen_B, shapes, short_tokens=short_tokens, rounding=rounding)
     else:
-        totals = spread(budget, stock.lengths_B, shapes, stock.held_BL, short_tokens=short_tokens)
+        totals = spread(
+            budget, stock.lengths_B, shapes, stock.held_BL, short_tokens=short_tokens, rounding=rounding
+        )
     protection = policy.protection
     if protection.reads_turns:
         if markers is None:
@@ -352,7 +355,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     if budget.threshold is None:
         return
     own, usual = policy.allocation, Allocation()
-    names = ("layers", "safeguard", "normalise", "compete_by", "head_classes", "quotas")
+    names = ("layers", "rounding", "safeguard", "normalise", "compete_by", "head_classes", "quotas")
     shared = [f"allocation.{name}" for name in names if getattr(own, name) != getattr(usual, name)]
     shared += ["first_stage"] if policy.first_stage is not None else []
     shared += ["draw"] if policy.draw is not None else []
@@ -400,8 +403,19 @@ def candidates_of(
     protected_BHT = protected_BT.to(score_BHT.device)[:, None].expand(score_BHT.shape)
     check_budget(policy, plan.budget, None if policy.gate_alone else score.unit)
     kept_BHT = protected_BHT
+    if stage is not None and stage.by == "mass_press":
+        totals = shares.totals
+        score_BHT = forced_by_score(
+            score_BHT,
+            _first_of(policy, score),
+            totals.lengths_B,
+            [totals.share_of(row) for row in range(len(totals.lengths_B))],
+            stage.share,
+            window=score.window,
+        )
+        score = replace(score, values_BHT=score_BHT)
     least_BH = torch.minimum(held_BH, torch.tensor(shares.least_B, device=held_BH.device)[:, None])
-    if stage is not None and stage.by != "budget":
+    if stage is not None and stage.by in ("mass", "mass_released"):
         means = zip(shares.totals.per_head_B, shares.protected_B, strict=True)
         kept_BHT = kept_BHT | stage_by_mass(
             _first_of(policy, score),
@@ -423,6 +437,9 @@ def candidates_of(
             )
         compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
         draw_BHT = None if policy.draw is None else _drawn_by(policy, score)
+        if own.safeguard == "counted" and policy.split.two_stages:
+            rank_BHT = rank_kept_first(compete_BHT, kept_BHT)
+            kept_BHT = kept_BHT | ((rank_BHT < least_BH[..., None]) & exists_BHT)
         bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
     if own.layers in ("cake", "entropy"):

@@ -49,8 +49,10 @@ class Policy:
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
             without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
         paper: where it comes from.
-        variants: where its paper and the code that was released with it differ (or others do): name -> the
-            `key=value` changes that make it; `load_policy("defensivekv:released")`.
+        variants: what else goes by its name: name -> the `key=value` changes that make it. `paper` and
+            `code`, the paper's score and the released code's, are both under the common protection and exact
+            budget, for comparisons at equal memory. `released` is the whole release, its own
+            protection, rounding and layer budgets included: it keeps what the release keeps, ties apart.
     """
 
     name: str
@@ -163,7 +165,7 @@ class Policy:
                     "draw wants heads to compete by what orders each of them: take floor null, and "
                     "allocation.compete_by 'score'"
                 )
-        by_mass = self.first_stage is not None and self.first_stage.by != "budget"
+        by_mass = self.first_stage is not None and self.first_stage.by in ("mass", "mass_released")
         fixed = own.layers == "pyramid" or bool(stating) or own.safeguard == "convex"
         if by_mass and fixed:
             problems.append(
@@ -210,7 +212,13 @@ class Policy:
     @property
     def split(self) -> Split:
         """How it splits a budget."""
-        return Split(self.scope, self.allocation, self.first_stage, self.draw)
+        return Split(self.scope, self.allocation, self.first_stage, self.draw, self._window)
+
+    @property
+    def _window(self) -> int:
+        """Entries of its score's observation window; 0 where it has none."""
+        score = try_settings(self.observed, self.observed_settings)[0] if self.observed else None
+        return score.window if score else 0
 
     @property
     def gate_alone(self) -> bool:
@@ -323,7 +331,7 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
     """A policy by its preset name or from a YAML file.
 
     Args:
-        name_or_path: a preset (`fused`), a preset's variant (`defensivekv:released`), or a path that ends in
+        name_or_path: a preset (`fused`), a preset's variant (`defensivekv:code`), or a path that ends in
             `.yaml`.
         overrides: `key.sub=value`, read as YAML; applied last.
 
@@ -335,8 +343,10 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
         >>> from retain.presets import load_policy
         >>> load_policy("snapkv", ["protection.recent=16"]).protection.recent
         16
-        >>> load_policy("defensivekv:released").observed_settings["norm"]
+        >>> load_policy("defensivekv:code").observed_settings["norm"]
         'head_share'
+        >>> load_policy("defensivekv:released").allocation.rounding
+        'layer'
     """
     text = str(name_or_path)
     if text.endswith((".yaml", ".yml")):

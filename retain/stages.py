@@ -7,6 +7,7 @@ that one selection serves every method.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -24,16 +25,19 @@ class FirstStage:
     Args:
         by: `budget`: a share of each head's budget (CriticalKV's alpha). `mass`: the entries that hold a
             share of all observed attention (DefensiveKV as its text has it). `mass_released`: the same with
-            the window's part computed as DefensiveKV's released code does.
+            the window's part computed as DefensiveKV's released code does. `mass_press`: that code to the
+            end: its limit, and no guarantee but the layer's highest score (`forced_by_score`).
         share: of the budget, or of the mass, in [0, 1].
     """
 
-    by: Literal["budget", "mass", "mass_released"] = "budget"
+    by: Literal["budget", "mass", "mass_released", "mass_press"] = "budget"
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.by not in ("budget", "mass", "mass_released"):
-            raise ValueError(f"first_stage by is 'budget', 'mass' or 'mass_released'; got {self.by!r}.")
+        if self.by not in ("budget", "mass", "mass_released", "mass_press"):
+            raise ValueError(
+                f"first_stage by is 'budget', 'mass', 'mass_released' or 'mass_press'; got {self.by!r}."
+            )
         if not 0 <= self.share <= 1:
             raise ValueError(f"first_stage share lies in 0..1; got {self.share}.")
 
@@ -111,3 +115,46 @@ def stage_by_mass(
     inside_BHT = torch.zeros_like(below).scatter_(-1, order, below) & before_BHT & ~kept_BHT
     limit = torch.tensor([max(0, own) for own in limit_B], device=first_BHT.device)[:, None, None]
     return inside_BHT & (rank_entries(before.masked_fill(~inside_BHT, float("-inf"))) < limit)
+
+
+def forced_by_score(
+    score_BHT: Float[Tensor, "B H T"],
+    first_BHT: Float[Tensor, "B H T"],
+    lengths_B: Sequence[int],
+    ratio_B: Sequence[Fraction],
+    share: float,
+    *,
+    window: int,
+) -> Float[Tensor, "B H T"]:
+    """Scores with DefensiveKV's forced entries as its released press has them: level with the best.
+
+    The window's entries, and those of the first stage (`stage_by_mass`, `released`), get the largest score
+    that any entry before the window has in this layer. Of the first stage at most `k = int((n - w) * ratio -
+    w)` entries of each head; below zero all but the last `-k`, since the press slices with it. Where heads or
+    layers compete the forced entries do, too: nothing guarantees them, and among themselves they tie.
+
+    Args:
+        score_BHT: what orders entries; -inf on padding.
+        first_BHT: mean attention, window included; -inf on padding.
+        lengths_B: n, tokens of each sequence.
+        ratio_B: kept / seen of each sequence, not rounded.
+        share: of the attention.
+        window: w, the last entries.
+    """
+    T = score_BHT.shape[-1]
+    exists_BHT = score_BHT > float("-inf")
+    before_BHT = exists_BHT & (torch.arange(T, device=score_BHT.device) < T - window)
+    limits = [
+        int(float((length - window) * ratio) - window)
+        for length, ratio in zip(lengths_B, ratio_B, strict=True)
+    ]
+    nothing_BHT = torch.zeros_like(before_BHT)
+    inside_BHT = stage_by_mass(first_BHT, nothing_BHT, limits, share, window=window, released=True)
+    all_but = [length - window + min(0, limit) for length, limit in zip(lengths_B, limits, strict=True)]
+    below = torch.tensor([limit < 0 for limit in limits], device=score_BHT.device)[:, None, None]
+    count = torch.tensor(all_but, device=score_BHT.device)[:, None, None]
+    rank_BHT = rank_entries(first_BHT.masked_fill(~before_BHT, float("-inf")))
+    forced_BHT = torch.where(below, rank_BHT < count, inside_BHT) & before_BHT
+    best_B11 = score_BHT.masked_fill(~before_BHT, float("-inf")).amax((1, 2), keepdim=True)
+    best_B11 = torch.where(best_B11 > float("-inf"), best_B11, 0.0)
+    return torch.where(forced_BHT | (exists_BHT & ~before_BHT), best_B11, score_BHT)

@@ -1,8 +1,8 @@
 """The official prompts of LongBench: THUDM/LongBench, `config/dataset2prompt.json`, character for character.
 
 In: nothing. Out: one text per data set, with `{context}` and perhaps `{input}` in it. The one decision taken
-here: they are data and are not mended, neither the space before "Answer" of qasper nor the one at a line's
-end of multi_news.
+here: they are data and are not mended, neither "asconcisely" of narrativeqa, nor the space before "Answer" of
+qasper, nor the one at a line's end of multi_news.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ _PASSAGES = (
 PROMPTS: Mapping[str, str] = {
     "narrativeqa": (
         "You are given a story, which can be either a novel or a movie script, and a question. Answer "
-        "the question as concisely as you can, using a single phrase if possible. Do not provide any "
-        "explanation.\n\nStory: {context}\n\nNow, answer the question based on the story as concisely as "
+        "the question asconcisely as you can, using a single phrase if possible. Do not provide any "
+        "explanation.\n\nStory: {context}\n\nNow, answer the question based on the story asconcisely as "
         "you can, using a single phrase if possible. Do not provide any explanation.\n\nQuestion: "
         "{input}\n\nAnswer:"
     ),

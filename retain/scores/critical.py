@@ -12,7 +12,7 @@ from retain.scores.score import Score, masked_score
 from retain.scores.snapkv import pooled_mass
 from retain.scores.value_norm import value_norms
 from retain.scores.value_norm_l2 import value_norm_l2
-from retain.scores.window import group_heads
+from retain.scores.window import forced_above, group_heads
 
 
 def critical(
@@ -23,6 +23,7 @@ def critical(
     pool_size: int = 5,
     eps: int | float = 1e-4,
     norm: str = "l1",
+    force_window: bool = False,
 ) -> Score:
     """What evicting an entry perturbs, and the attention that a first stage ranks by.
 
@@ -41,6 +42,7 @@ def critical(
         pool: smoothing over neighbouring entries, None for none.
         pool_size: neighbours pooled, odd.
         eps: attention that every entry is granted, so that an unseen one ranks by its value.
+        force_window: as in `snapkv`; the second stage multiplies that score, too.
         norm: `l1`, or `l2`, which is E / D times cheaper and no `risk` (that is an L1 norm): `mass`.
 
     Returns:
@@ -55,6 +57,8 @@ def critical(
     if eps < 0:
         raise ValueError(f"critical eps is an amount of attention, at least 0; got {eps}.")
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, name="critical")
+    if force_window:
+        mass_BHT = forced_above(mass_BHT, evidence, window)
     if norm == "l1":
         norm_BQT = value_norms(evidence)
     else:

@@ -3,11 +3,13 @@
 In: which entries exist. Out: a score in `rank`, the entry's place among the sequence's own tokens.
 """
 
+import torch
+
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 
 
-def recency(evidence: Evidence) -> Score:
+def recency(evidence: Evidence, *, sinks: int = 0) -> Score:
     """Place of the entry in its sequence, `score[i] = #{k < i: k valid}`: what was evicted counts too.
 
     Efficient Streaming Language Models with Attention Sinks (StreamingLLM), arXiv 2309.17453, when sinks are
@@ -15,9 +17,18 @@ def recency(evidence: Evidence) -> Score:
 
     Args:
         evidence: the layer (only its padding and its number of heads are read).
+        sinks: first entries that rank above all others, as in the released press of StreamingLLM; without,
+            protection is what keeps them.
 
     Returns:
         score in `rank`, exact in float32 up to 2**24 entries.
+
+    Raises:
+        ValueError: if `sinks` is negative.
     """
-    values_BHT = evidence.places_BT.float()[:, None].expand(-1, evidence.num_heads, -1)
+    if sinks < 0:
+        raise ValueError(f"recency sinks is a number of entries, at least 0; got {sinks}.")
+    places_BT = evidence.places_BT.float()
+    places_BT = torch.where(places_BT < sinks, places_BT[:, -1:] + 1, places_BT)
+    values_BHT = places_BT[:, None].expand(-1, evidence.num_heads, -1)
     return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)

@@ -1,8 +1,8 @@
 """SnapKV: the mean attention of the last queries, smoothed over neighbours.
 
 In: evidence with at least `window` queries. Out: a score in `mass`. Papers and released codes disagree on the
-pool and on its order; both are settings. The window itself is kept by protection (`recent`), not by a huge
-score.
+pool and on its order; both are settings. The window itself is kept by protection (`recent`), and by a huge
+score only where a release is to be followed to the letter (`force_window`).
 """
 
 from jaxtyping import Float
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import check_window, group_heads, pool_entries, window_paid
+from retain.scores.window import check_window, forced_above, group_heads, pool_entries, window_paid
 
 
 def snapkv(
@@ -21,6 +21,7 @@ def snapkv(
     pool_size: int = 5,
     order: str = "pool_first",
     aggregate: str = "mean",
+    force_window: bool = False,
 ) -> Score:
     """Mean attention of the window on each entry, pooled, averaged over the group.
 
@@ -40,6 +41,8 @@ def snapkv(
         pool_size: neighbours pooled, odd.
         order: pool each query head, or the mean of the group.
         aggregate: `mean` or `max` over the queries of the window.
+        force_window: the window's entries rank above all others, by a score (`forced_above`) as in the
+            released presses; without, protection is what keeps them.
 
     Returns:
         score in `mass`.
@@ -48,6 +51,8 @@ def snapkv(
         ValueError: if a sequence is shorter than the window, or a setting is none of these.
     """
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate, name="snapkv")
+    if force_window:
+        mass_BHT = forced_above(mass_BHT, evidence, window)
     return masked_score(mass_BHT, evidence.valid_BT, "mass", window=window, held_BHT=evidence.held_BHT)
 
 

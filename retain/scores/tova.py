@@ -7,10 +7,10 @@ treats this one too; the last entry itself is kept by protection.
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import check_window, window_paid
+from retain.scores.window import check_window, forced_above, window_paid
 
 
-def tova(evidence: Evidence) -> Score:
+def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
     """Attention of the last query, averaged over all query heads of the layer.
 
     `s[i] = mean_q a_{q,last}[i]`, over the query heads whose KV head holds the entry, for every KV head.
@@ -20,6 +20,8 @@ def tova(evidence: Evidence) -> Score:
 
     Args:
         evidence: the layer.
+        force_window: the last entry ranks above all others, as in the released press; without, protection is
+            what keeps it.
 
     Returns:
         score in `mass`; its window is the last entry.
@@ -35,4 +37,6 @@ def tova(evidence: Evidence) -> Score:
         payers_BT = evidence.held_BHT.sum(1).clamp_min(1) * evidence.group
         mass_BT = paid_BHT.sum(1) / payers_BT
     values_BHT = mass_BT[:, None].expand(-1, evidence.num_heads, -1)
+    if force_window:
+        values_BHT = forced_above(values_BHT, evidence, 1)
     return masked_score(values_BHT, evidence.valid_BT, "mass", window=1, held_BHT=evidence.held_BHT)

@@ -184,7 +184,7 @@ def test_methods_isolates_what_each_row_is_about():
     assert differs("lava", "lava_equal_heads") == {"scope"}
     assert differs("cake", "cake_uniform_layers") == {"allocation.layers"}
     assert differs("pyramidkv", "snapkv") == {"allocation.layers"}
-    assert differs("layer_defensivekv_released", "defensivekv_released") == {"scope"}
+    assert differs("layer_defensivekv_code", "defensivekv_code") == {"scope"}
     assert differs("defensivekv_nostage", "defensive") == {"scope"}
     one_stage = differs("ada_criticalkv", "ada_criticalkv_one_stage")
     assert {key.split(".")[0] for key in one_stage} == {"first_stage"}
@@ -201,7 +201,7 @@ def test_methods_isolates_what_each_row_is_about():
 
 def test_a_variant_may_begin_with_a_presets_own(tmp_path):
     variants = {
-        "mine": ("defensivekv:released", "protection.recent=8"),
+        "mine": ("defensivekv:code", "protection.recent=8"),
         "misspelt": ("defensivekv:relesed",),
         "none": ("lru:released",),
         "cut": ("snapkv:",),
@@ -215,7 +215,7 @@ def test_a_variant_may_begin_with_a_presets_own(tmp_path):
     text = str(caught.value)
     assert (
         "variant 'misspelt' begins with 'defensivekv:relesed', and preset 'defensivekv' has no variant "
-        "'relesed' (did you mean 'released'?); it has paper, released"
+        "'relesed' (did you mean 'released'?); it has paper, code, released"
     ) in text
     assert "preset 'lru' has no variant 'released'; it has none" in text
     assert "'cut' begins with 'snapkv:'" in text and "'mine'" not in text
@@ -258,6 +258,20 @@ def test_a_variants_budget_is_tried(tmp_path):
         ValueError, match=r"(?s)'wide' at keep_ratio 0.45: .*the 54 protected.*'turns' protects the turns"
     ):
         check(config, STUB)
+
+
+def test_a_whole_release_is_not_compared_at_equal_memory(tmp_path):
+    variants = {"whole": ("snapkv:released",), "line": ("pyramidkv", "allocation.line=whole")}
+    config = stub_config(
+        tmp_path, policies=("whole", "line", "snapkv"), variants=variants, keep_ratios=(0.45,)
+    )
+    with pytest.raises(ValueError) as caught:
+        check(config, STUB)
+    for name in variants:
+        assert f"policy '{name}' rounds its budget as its release does, and a comparison is at equal" in str(
+            caught.value
+        )
+    assert "'snapkv' rounds" not in str(caught.value)
 
 
 def test_a_variant_of_a_gate_needs_gates(tmp_path):

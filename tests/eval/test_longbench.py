@@ -20,7 +20,7 @@ from retain.eval.tasks.text import cards
 from retain.hf.named import load_named_tokenizer
 
 # Of THUDM/LongBench's config/dataset2prompt.json, read as JSON and written with sorted keys.
-PROMPTS_SHA256 = "71d3d9b8dc05b3cda9a6efc10414508eab26fc7925dad3aabb818bcb9c9b68d4"
+PROMPTS_SHA256 = "e7d865d712fe45e2455f5e864ac474001d7758d68d349e76ffbcdd382483358f"
 # Metric, tokens of an answer, chat template, first line only: LongBench/eval.py, config/, pred.py.
 OFFICIAL = {
     "narrativeqa": ("qa_f1", 128, True, False),

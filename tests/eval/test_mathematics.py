@@ -27,7 +27,7 @@ RIGHT = {
     "aime24": r"\boxed{73}",
     "aime25": r"\boxed{73}",
 }
-WRONG = {"gsm8k": "#### 19", "math_500": r"\boxed{2}", "aime24": "73", "aime25": r"\boxed{74}"}
+WRONG = {"gsm8k": "#### 19", "math_500": r"\boxed{2}", "aime24": "74", "aime25": r"\boxed{74}"}
 # Source, configuration, part, and how an answer is to end.
 OFFICIAL = {
     "gsm8k": ("openai/gsm8k", "main", "test", "####"),

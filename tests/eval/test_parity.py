@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from retain.eval import parity
-from retain.eval.peer import PRESSES, WINDOW
+from retain.eval.peer import WINDOW
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.model import observe
+from retain.policy import load_policy
 from tests.eval import press as stand_in
+from tests.evictions import FOLDER
 from tests.tiny import tiny_batch, tiny_model
 
 
@@ -132,7 +134,7 @@ def test_where_heads_share_a_budget_the_cut_is_that_of_all_heads():
 def test_what_is_kept_here_is_read_off_the_cache():
     # Each token once, and no norm of keys: norms without ties.
     model, ids = tiny_model("llama"), torch.stack([torch.randperm(96)[:50] + 1 for _ in range(2)])
-    kept = parity.kept_here(model, ids, "knorm", 9, protection=parity.NOTHING)
+    kept = parity.kept_here(model, ids, "knorm:released", 0.19)
     with attach(model), torch.no_grad():
         cache = Cache(model, None).prefill(ids)
         for mask, layer in zip(kept, cache.ragged, strict=True):
@@ -143,13 +145,16 @@ def test_what_is_kept_here_is_read_off_the_cache():
                     assert mask[b, h].nonzero().flatten().tolist() == lowest.tolist()
 
 
-def test_every_method_has_a_counterpart_and_protects_what_that_forces():
-    assert list(parity.METHODS) == list(PRESSES)
-    stated = {name for name, method in parity.METHODS.items() if method.stated}
-    assert stated == {"snapkv", "tova", "streaming_llm", "criticalkv"}
-    for name in ("snapkv", "criticalkv", "adakv", "ada_criticalkv"):
-        method = parity.METHODS[name]
-        assert method.policy == f"{name}:released" and method.protection["recent"] == WINDOW
+def test_every_press_of_the_library_that_a_preset_releases_is_compared():
+    of_library = {
+        path.stem
+        for path in FOLDER.glob("*.yaml")
+        if "of kvpress 0.5.5" in path.read_text(encoding="utf-8").partition("  released:")[2]
+    }
+    assert set(parity.METHODS) == of_library
+    for name, press in parity.METHODS.items():
+        window = (press.inner or press).settings.get("window_size", WINDOW)
+        assert load_policy(f"{name}:released").observed_settings.get("window", WINDOW) == window
 
 
 @pytest.fixture(scope="module")
@@ -168,35 +173,34 @@ def python(tmp_path_factory):
 
 def test_keep_sets_are_compared_with_a_library_in_its_own_process(python, capsys, tmp_path):
     """The stand-in's StreamingLLM is right; its norms order as ours do, ties apart."""
-    command = ["--peer-python", str(python), "--models", "Llama", "--keep-ratios", "0.2", "--folder"]
-    command += [str(tmp_path), "--methods", "streaming_llm", "knorm"]
+    command = ["--peer-python", str(python), "--models", "Llama", "--keep-ratios", "0.2", "--tokens", "300"]
+    command += ["--folder", str(tmp_path), "--methods", "streaming_llm", "knorm"]
     assert parity.main(command) == 0
     shown = capsys.readouterr().out
     assert "kvpress 9.9" in shown and "streaming_llm, knorm: the same entries are kept" in shown
     (line,) = [line for line in shown.splitlines() if line.startswith("streaming_llm ")]
-    assert line.split()[1:6] == ["Llama", "60", "StreamingLLMPress", "100.0%", "100.0%"]
+    assert line.split()[1:6] == ["Llama", "300", "0.2", "StreamingLLMPress", "100.0%"]
     assert (tmp_path / "Llama" / "answer-1.safetensors").exists()
 
 
 class Fixed:
     """A peer that keeps the first entries of every head."""
 
-    def kept(self, press, kept):
-        mask = torch.zeros(2, 2, 50, dtype=torch.bool)
-        mask[..., :kept] = True
+    def kept(self, press, ratio, tokens):
+        mask = torch.zeros(2, 2, tokens, dtype=torch.bool)
+        mask[..., : int(tokens * (1 - ratio))] = True
         return [{"kept": mask}] * 3
 
 
 def test_a_difference_fails(capsys, monkeypatch):
     model, ids = tiny_model("qwen3"), torch.randint(1, 97, (2, 50))
-    line = parity.compare_kept(Fixed(), "tiny", model, ids, "streaming_llm", 10)
-    assert line.share == pytest.approx(0.4) and not line.tied and not line.agrees(0.0)
-    assert line.shipped is None, "32 recent entries do not fit into 10"
-    text = parity.show([line], 0.99)
+    line = parity.compare_kept(Fixed(), "tiny", model, ids, "streaming_llm", 0.22)
+    assert line.share == pytest.approx(4 / 10) and not line.agrees
+    text = parity.show([line])
     assert "40.0% 40.0% 40.0%" in text and text.splitlines()[1].endswith("DIFFERS")
-    sinks = parity.compare_kept(Fixed(), "tiny", model, ids, "streaming_llm", 4)
-    assert sinks.agrees(1.0), "the sinks alone"
-    assert "DIFFERS" not in parity.show([sinks], 1.0)
+    sinks = parity.compare_kept(Fixed(), "tiny", model, ids, "streaming_llm", 0.09)
+    assert sinks.agrees, "the sinks alone"
+    assert "DIFFERS" not in parity.show([sinks])
 
 
 @pytest.mark.parametrize(
@@ -205,6 +209,7 @@ def test_a_difference_fails(capsys, monkeypatch):
         (["--methods", "snapvk"], "unknown method 'snapvk': did you mean 'snapkv'"),
         (["--models", "Lama"], "unknown model 'Lama': did you mean 'Llama'"),
         (["--keep-ratios", "1.5"], "keep_ratios lie between 0 and 1"),
+        (["--tokens", "300", "20"], "a prompt has more tokens than the window of 32"),
         (["--models", "Llama"], "is no interpreter: pass that of an environment where kvpress is installed"),
     ],
 )

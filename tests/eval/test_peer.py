@@ -58,7 +58,8 @@ def test_both_sides_read_the_same_model_and_tokens(here, folder):
 @pytest.mark.parametrize("kept", [1, 7, 20, 39])
 def test_what_a_press_gathers_is_found_again_in_any_order(here, kept):
     """Against the norms of the keys that a plain prefill caches."""
-    peer_like = here.kept({"press": {"class": "KnormPress", "settings": {}}, "kept": kept})
+    press = {"class": "KnormPress", "settings": {}, "attentions": False}
+    peer_like = here.kept({"press": press, "ratio": here.ratio(kept), "tokens": TOKENS})
     tensors = peer_side.load_file(here.folder / peer_like["file"])
     cache = DynamicCache()
     here.model(here.ids_BT[:, :TOKENS], past_key_values=cache)
@@ -76,7 +77,8 @@ def test_what_a_press_gathers_is_found_again_in_any_order(here, kept):
 
 def test_what_a_press_only_masks_is_read_off_its_list(here):
     asked = {"class": "AdaKVPress", "settings": {}, "inner": {"class": "KnormPress", "settings": {}}}
-    found = peer_side.load_file(here.folder / here.kept({"press": asked, "kept": 10})["file"])
+    asked = {"press": {**asked, "attentions": False}, "ratio": here.ratio(10), "tokens": TOKENS}
+    found = peer_side.load_file(here.folder / here.kept(asked)["file"])
     for idx in range(LAYERS):
         kept, first = found[f"kept.{idx}"], found[f"first.{idx}"]
         H = kept.shape[1]
@@ -148,10 +150,9 @@ def test_an_exchange_has_its_prompt_in_its_rows(tmp_path):
 def test_every_counterpart_is_a_preset_and_a_press_is_named_with_what_it_wraps():
     assert set(PRESSES) <= {preset.name for preset in policies()}
     assert str(PRESSES["adakv"]) == "AdaKVPress(SnapKVPress)"
-    outer = Press("A", {"x": 1}, Press("B"))
-    assert outer.asked() == {
-        **{"class": "A", "settings": {"x": 1}, "inner": {"class": "B", "settings": {}, "inner": None}}
-    }
+    outer = Press("A", {"x": 1}, Press("B"), attentions=True)
+    inner = {"class": "B", "settings": {}, "inner": None, "attentions": False}
+    assert outer.asked() == {"class": "A", "settings": {"x": 1}, "inner": inner, "attentions": True}
 
 
 def test_a_process_is_asked_line_by_line(tmp_path):
@@ -165,7 +166,7 @@ def test_a_process_is_asked_line_by_line(tmp_path):
         told = peer.ask("anything", number=1)
         assert told == {"asked": {"do": "anything", "number": 1}, "folder": str(tmp_path / "x")}
         life = peer.life(Press("B"), 3, 2, watch=True)
-    assert life["asked"]["press"] == {"class": "B", "settings": {}, "inner": None}
+    assert life["asked"]["press"] == Press("B").asked()
     assert (life["asked"]["kept"], life["asked"]["batch"], life["asked"]["watch"]) == (3, 2, True)
 
 
