@@ -11,6 +11,7 @@ gate's place, under the gate's protection and budget (a comparison may measure t
 """
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import Any
 import torch
 from jaxtyping import Float32
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from retain.eval.tasks import Document
 from retain.evidence import Evidence
 from retain.future import future_risk
+from retain.gates.store import save_beside
 from retain.hf.model import observe
 from retain.scores import Score, masked_score
 
@@ -56,11 +57,8 @@ class TokenIdentity:
 
     def save(self, path: Path, made_from: dict[str, Any]) -> None:
         """Write the table beside `path`, then rename."""
-        beside = path.with_name(path.name + ".new")
-        save_file(
-            {"mean_LHV": self.mean_LHV.contiguous()}, beside, metadata={"made_from": json.dumps(made_from)}
-        )
-        beside.replace(path)
+        tensors = {"mean_LHV": self.mean_LHV.contiguous()}
+        os.replace(save_beside(path, tensors, {"made_from": json.dumps(made_from)}), path)
 
 
 def load_token_identity(path: Path, made_from: dict[str, Any]) -> TokenIdentity | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from retain.budget import LayerShape, spread
+from retain.config import problems_of
 from retain.eval.by_cache import open_cache
 from retain.eval.config import (
     CONTROLS,
@@ -66,7 +67,7 @@ def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
         ValueError: All problems in one message.
     """
     notes: list[str] = []
-    problems = _names(config, suite) + _numbers(config, suite, processes)
+    problems = problems_of(config) + _names(config, suite) + _numbers(config, suite, processes)
     if not problems:
         problems = _gates(config, suite) + _budgets(config, suite, notes) + _documents(config, suite)
     if not problems:
@@ -226,9 +227,9 @@ def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
     if not config.budgets:
         problems.append("`keep_ratios` is empty, and so is `tokens_per_head`: state a budget")
     problems += [
-        f"tokens_per_head is from 2 up to below context_tokens ({config.context_tokens}); got {tokens}"
+        f"tokens_per_head lies below context_tokens ({config.context_tokens}); got {tokens}"
         for tokens in config.tokens_per_head
-        if not 2 <= tokens < config.context_tokens
+        if tokens >= config.context_tokens
     ]
     problems += [
         f"the policies are controls, and regime {regime!r} has no place for them: leave it out, or name a "
@@ -248,26 +249,6 @@ def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
             )
     if config.text.device_map and config.suite != "text":
         problems.append(f"text.device_map spreads the model of suite 'text', and this is {config.suite!r}")
-    problems += [
-        f"a keep_ratio is kept / seen, above 0 and below 1 (the full cache is measured anyway); got {ratio}"
-        for ratio in config.keep_ratios
-        if not 0 < ratio < 1
-    ]
-    least = {
-        "items_per_task": 1,
-        "first_item": 0,
-        "context_tokens": 64,
-        "control_documents": 1,
-        "horizon": 1,
-        "batch_items": 1,
-        "unit_items": 1,
-    }
-    least |= {"max_sequences": 1, "workers": 0, "resamples": 100, "every": 1, "chunk_tokens": 1}
-    problems += [
-        f"`{name}` must be at least {low}, got {getattr(config, name)}"
-        for name, low in least.items()
-        if getattr(config, name) < low
-    ]
     if config.first_item > 0:
         problems += [
             f"task {name!r} has {suite.tasks[name].num_items} items, and `first_item` is "
@@ -275,8 +256,6 @@ def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
             for name in with_all_tasks(config, suite)
             if not indices_of(config, suite, name)
         ]
-    if config.margin_points <= 0:
-        problems.append(f"`margin_points` must be positive, got {config.margin_points}")
     if len(config.seeds) > 1 and suite.seeds is not None:
         folders = {"gates": config.gates}
         folders |= {f"gate_sets.{name}.folder": own.folder for name, own in config.gate_sets.items()}

@@ -44,7 +44,7 @@ from retain.eval.exports import write_exports
 from retain.eval.gate_sources import source_identity
 from retain.eval.page import write_page
 from retain.eval.processes import Processes, launched
-from retain.eval.record import MANIFEST, open_run
+from retain.eval.record import MANIFEST, disk_error, open_run
 from retain.eval.report import section, write_report
 from retain.eval.runner import run_all
 from retain.eval.subject import one_by_one, plan
@@ -254,13 +254,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
     given = parser.parse_args(typed)
-    processes = Processes()
+    processes, folder = Processes(), Path("results")
     try:
         config = load(given.config, CompareConfig, given.overrides)
+        folder = config.folder
         processes = launched()
         report, claims = compare(config, suite_of(config), processes, command=command_of(MODULE, typed))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        processes.leave()
+        return 2
+    except OSError as error:
+        print(f"error: {disk_error(error, folder)}", file=sys.stderr)
         processes.leave()
         return 2
     processes.leave()

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 
 from retain.budget import Budget
+from retain.config import Count, Many, ProperShare, Range, Tokens, Whole
 from retain.eval.tasks import Suite, load_suite
 from retain.presets import Policy, load_policy
 
@@ -134,10 +135,10 @@ class CompareConfig:
     """
 
     run: str
-    seeds: tuple[int, ...]
-    items_per_task: int
+    seeds: tuple[Whole, ...]
+    items_per_task: Many
     gates: str
-    first_item: int = 0
+    first_item: Whole = 0
     gate_sets: dict[str, GateSource] = field(default_factory=dict)
     uses: dict[str, str] = field(default_factory=dict)
     suite: str = "reference"
@@ -145,8 +146,8 @@ class CompareConfig:
     tasks: tuple[str, ...] = ()
     text: TextOptions = TextOptions()
     regimes: tuple[Regime, ...] = SHARED
-    keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.4)
-    tokens_per_head: tuple[int, ...] = ()
+    keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2, 0.4)
+    tokens_per_head: tuple[Annotated[int, Range(least=2)], ...] = ()
     policies: tuple[str, ...] = (
         "random",
         "recency",
@@ -163,18 +164,18 @@ class CompareConfig:
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)
     under: dict[str, tuple[str, ...]] = field(default_factory=dict)
     preset_protection: bool = True
-    every: int = 32
-    chunk_tokens: int = 256
-    context_tokens: int = 1000
-    control_documents: int = 128
-    horizon: int = 32
-    unit_items: int = 8
-    batch_items: int = 8
-    max_sequences: int = 128
-    workers: int = 2
+    every: Count = 32
+    chunk_tokens: Count = 256
+    context_tokens: Annotated[int, Range(least=64, most=2**24)] = 1000
+    control_documents: Many = 128
+    horizon: Tokens = 32
+    unit_items: Count = 8
+    batch_items: Count = 8
+    max_sequences: Count = 128
+    workers: Annotated[int, Range(least=0, most=1024)] = 2
     device: str = "cpu"
-    margin_points: float = 2.0
-    resamples: int = 5000
+    margin_points: Annotated[float, Range(least=1e-6, most=100)] = 2.0
+    resamples: Annotated[int, Range(least=100, most=10**6)] = 5000
     results: str = "results"
 
     @property

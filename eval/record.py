@@ -9,6 +9,7 @@ the models. The one decision taken here: rows of different configurations never 
 by different code are marked as such.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -258,6 +259,22 @@ def append_unit(
             _append(folder / _named(name, rank), "".join(_line(asdict(value)) for value in values))
 
 
+def disk_error(error: OSError, folder: Path) -> str:
+    """What to say of an error of the disk, or of another file that could not be had.
+
+    Args:
+        error: that ended a run.
+        folder: `results/<run>`, which is meant where the system names no file.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        return str(error)
+    return (
+        f"cannot write {error.filename or folder}: {error.strerror}. Make room there, or move "
+        f"{folder.parent} to another disk and set `results` to it; the same command then goes on "
+        "behind the last whole unit."
+    )
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read what a run says of itself.
 
@@ -354,10 +371,14 @@ def _whole(lines: Mapping[str, Sequence[str]], units: Collection[str]) -> set[st
 
 
 def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # the system names a file only where it opens it
+        raise
 
 
 def _line(value: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from retain.config import load, save, to_mapping
 from retain.eval.compare import command_of, compare
 from retain.eval.config import suite_of
 from retain.eval.processes import Processes, launched
-from retain.eval.record import read_manifest, read_rows
+from retain.eval.record import disk_error, read_manifest, read_rows
 from retain.eval.study_gates import stale_gates
 from retain.eval.study_picture import draw_study
 from retain.eval.study_plan import Plan, StudyConfig, absent_gates, plan_of, train_commands
@@ -138,9 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
     given, command = parser.parse_args(typed), command_of(MODULE, typed)
-    processes = Processes()
+    processes, folder = Processes(), Path("results")
     try:
         study = load(given.config, StudyConfig, given.overrides)
+        folder = study.compare.folder
         if given.train_commands:
             print("\n".join(train_commands(study, given.processes)))
             return 0
@@ -148,6 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = run_study(study, suite_of(study.compare), processes, command=command)
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        processes.leave()
+        return 2
+    except OSError as error:
+        print(f"error: {disk_error(error, folder)}", file=sys.stderr)
         processes.leave()
         return 2
     processes.leave()

@@ -11,16 +11,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
-from retain.apportion import ROUNDINGS, Rounding, exact, ratio_of
+from retain.apportion import Rounding, exact, ratio_of
+from retain.config import Range, Share, check_fields
 from retain.ranking import rank_kept_first, refuse_nan
 
-LAYERS = ("uniform", "pyramid", "cake", "entropy")
+Layers = Literal["uniform", "pyramid", "cake", "entropy"]
+LAYERS: tuple[Layers, ...] = get_args(Layers)
 
 
 @dataclass(frozen=True)
@@ -54,44 +56,21 @@ class Allocation:
             gates (`retain.quotas`); only with scope `head`, whose equal budgets they replace.
     """
 
-    layers: Literal["uniform", "pyramid", "cake", "entropy"] = "uniform"
-    beta: float = 20.0
+    layers: Layers = "uniform"
+    beta: Annotated[float, Range(least=1)] = 20.0
     line: Literal["rest", "whole"] = "rest"
     spread: Literal["weight", "even"] = "weight"
     rounding: Rounding = "exact"
     safeguard: Literal["guaranteed", "counted", "convex"] | None = None
-    safeguard_share: float = 0.2
+    safeguard_share: Share = 0.2
     normalise: Literal["head", "layer"] | None = None
     compete_by: Literal["score", "first"] = "score"
     head_classes: str | None = None
-    head_threshold: float = 0.5
+    head_threshold: Share = 0.5
     quotas: Literal["calibrated"] | None = None
 
     def __post_init__(self) -> None:
-        choices = {
-            "layers": LAYERS,
-            "line": ("rest", "whole"),
-            "spread": ("weight", "even"),
-            "rounding": ROUNDINGS,
-            "safeguard": (None, "guaranteed", "counted", "convex"),
-            "normalise": (None, "head", "layer"),
-            "compete_by": ("score", "first"),
-            "quotas": (None, "calibrated"),
-        }
-        problems = [
-            f"{name} is one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}"
-            for name, known in choices.items()
-            if getattr(self, name) not in known
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)}, and must lie in 0..1"
-            for name in ("safeguard_share", "head_threshold")
-            if not 0 <= getattr(self, name) <= 1
-        ]
-        if not self.beta >= 1:
-            problems.append(f"beta is at least 1, got {self.beta}")
-        if problems:
-            raise ValueError(f"allocation: {'; '.join(problems)}.")
+        check_fields(self, "allocation")
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,22 @@ and nothing in the file that it does not name is accepted. What is left out of a
 value of the section's own default.
 
 Annotations understood: `str`, `int`, `float`, `bool`, `Path`, `Any`, `Literal[...]`, `X | Y`,
-`tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, and dataclasses of these. A whole number is accepted where a
-float is wanted, and so is `2e-4`, which YAML reads as text.
+`tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, `Annotated[X, Range(...)]`, and dataclasses of these. A whole
+number is accepted where a float is wanted, and so is `2e-4`, which YAML reads as text. A number lies in its
+`Range`; without one, a float is finite and an int fits into 64 bits.
 """
 
 import os
 import re
+import stat
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from numbers import Rational, Real
+from functools import cache
+from numbers import Integral, Rational, Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from reprlib import Repr
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -25,7 +29,56 @@ from retain.registry import suggest
 
 X = TypeVar("X")
 
+# Of a number, whatever its range: its square is a number too.
+LARGEST = 1e30
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+# Values of a file, and sections within sections. An alias (`*name`) counts as often as it is used.
+MOST_VALUES = 100_000
+DEEPEST = 50
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a number of a config may lie: `lr: Annotated[float, Range(above=0)]`.
+
+    Args:
+        least: smallest value.
+        most: largest value.
+        above: what it is larger than.
+        below: what it is smaller than.
+    """
+
+    least: int | float = -LARGEST
+    most: int | float = LARGEST
+    above: int | float | None = None
+    below: int | float | None = None
+
+    def __contains__(self, value: Any) -> bool:
+        return (
+            self.least <= value <= self.most
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        low = f"at least {self.least:,}" if self.above is None else f"above {self.above:,}"
+        high = f"at most {self.most:,}" if self.below is None else f"below {self.below:,}"
+        bounds = [low] * (self.above is not None or self.least > -LARGEST)
+        bounds += [high] * (self.below is not None or self.most < LARGEST)
+        return " and ".join(bounds) or "finite"
+
+
+Whole = Annotated[int, Range(least=0)]
+Count = Annotated[int, Range(least=1)]
+# Of one text; of documents or items that are in memory together.
+Tokens = Annotated[int, Range(least=1, most=2**24)]
+Many = Annotated[int, Range(least=1, most=10**6)]
+Positive = Annotated[float, Range(least=1e-30)]
+NotNegative = Annotated[float, Range(least=0)]
+Share = Annotated[float, Range(least=0, most=1)]
+PositiveShare = Annotated[float, Range(least=1e-6, most=1)]
+# Neither nothing nor all.
+ProperShare = Annotated[float, Range(above=0, below=1)]
 
 
 def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = ()) -> X:
@@ -45,25 +98,54 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
     """
     path = Path(path)
     if not path.is_file():
+        found = what_is_at(path)
         neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise FileNotFoundError(
-            f"config file {str(path)!r} does not exist{suggest(str(path), neighbours)}. "
+            f"config file {str(path)!r} "
+            f"{found or 'does not exist' + suggest(str(path), neighbours)}. "
             f"Pass the path of a YAML file for {cls.__name__}; relative paths start at {str(Path.cwd())!r}."
         )
     problems: list[str] = []
-    try:
-        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if mapping is None:
-        mapping = {}
-    if not isinstance(mapping, dict):
-        raise ValueError(f"{path} must hold `key: value` lines at its top, got {_shown(mapping)}.")
+    mapping = read_mapping(path)
     for override in overrides:
         _override_(mapping, override, problems)
     value = _Builder(problems).section(mapping, cls, "", MISSING)
     _raise(problems, f"{path} does not fit {cls.__name__}")
     return value
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a YAML file holds; nothing, where it is empty.
+
+    Raises:
+        ValueError: it cannot be read, is no YAML, or no mapping.
+    """
+    try:
+        mapping = _parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (*_UNREADABLE, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {_why(error)}") from error
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, dict):
+        raise ValueError(f"{path} must hold `key: value` lines at its top, got {_shown(mapping)}.")
+    return mapping
+
+
+def what_is_at(path: Path) -> str:
+    """What stands in place of a file that was asked for, as the end of a sentence; empty: nothing."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return f"is a symbolic link to {os.readlink(path)}, which does not exist" if path.is_symlink() else ""
+    except OSError as error:
+        return f"cannot be reached: {error.strerror}"  # a circle of symbolic links, a folder that is closed
+    except ValueError as error:
+        return f"is no path: {error}"
+    kinds = ((stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "named pipe"), (stat.S_ISSOCK, "socket"))
+    kind = next((name for is_kind, name in kinds if is_kind(mode)), "device")
+    return f"is a {kind}, and a file is wanted"
 
 
 def build(mapping: Mapping[str, Any], cls: type[X]) -> X:
@@ -76,6 +158,28 @@ def build(mapping: Mapping[str, Any], cls: type[X]) -> X:
     value = _Builder(problems).section(mapping, cls, "", MISSING)
     _raise(problems, f"mapping does not fit {cls.__name__}")
     return value
+
+
+def problems_of(config: Any) -> list[str]:
+    """What of a dataclass that was made in code does not fit its annotations, ranges included."""
+    builder, hints = _Builder([]), _hints(config.__class__)
+    for name, value in to_mapping(config).items():
+        builder.value(value, hints[name], name)
+    return builder.problems
+
+
+def check_fields(config: Any, name: str) -> None:
+    """Refuse a dataclass that does not fit its annotations; for its `__post_init__`.
+
+    Args:
+        config: the dataclass.
+        name: what the message calls it.
+
+    Raises:
+        ValueError: with all that does not fit.
+    """
+    if problems := problems_of(config):
+        raise ValueError(f"{name}: {'; '.join(problems)}.")
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -139,7 +243,7 @@ class _Builder:
         """Build the dataclass `cls` from `mapping`; `base` (or MISSING) gives what the mapping leaves out."""
         if not isinstance(mapping, Mapping):
             return self.problem(where, f"expected a section with the keys of {cls.__name__}", mapping)
-        hints = get_type_hints(cls)
+        hints = _hints(cls)
         known = {field.name: field for field in fields(cls) if field.init}
         before = len(self.problems)
         for key in mapping:
@@ -167,7 +271,9 @@ class _Builder:
         """Fit one value to one annotation."""
         origin, arguments = get_origin(hint), get_args(hint)
         if hint is Any or hint is object:
-            return value
+            return self.anything(value, where)
+        if origin is Annotated:
+            return self.number(value, arguments[0], arguments[1], where)
         if origin in (Union, types.UnionType):
             return self.union(value, arguments, hint, where, base)
         if origin is Literal:
@@ -216,20 +322,37 @@ class _Builder:
         return tuple(self.value(item, item_hint, f"{where}[{i}]") for i, (item, item_hint) in pairs)
 
     def scalar(self, value: Any, hint: Any, where: str) -> Any:
-        if hint is float:
-            if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-                return float(value)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return float(value)
-        elif hint is Path:
+        if hint in (int, float):
+            return self.number(value, hint, Range(), where)
+        if hint is Path:
             if isinstance(value, str | Path):
                 return Path(value)
-        elif hint is int:
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
         elif isinstance(hint, type) and isinstance(value, hint):
             return value
         return self.problem(where, f"expected {_named(hint)}", value)
+
+    def anything(self, value: Any, where: str) -> Any:
+        """What somebody else looks into; its numbers are numbers."""
+        if isinstance(value, Mapping):
+            return {key: self.anything(item, _joined(where, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.anything(item, f"{where}[{i}]") for i, item in enumerate(value))
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return self.number(value, type(value), Range(), where)
+        return value
+
+    def number(self, value: Any, hint: type, bounds: Range, where: str) -> Any:
+        """Fit a number to `int` or `float` and to its range."""
+        if hint is float and isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+            value = float(value)
+        fits = isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+        if not fits:
+            return self.problem(where, f"expected {hint.__name__}", value)
+        if value not in bounds:
+            return self.problem(where, f"expected {hint.__name__} {bounds}", value)
+        if hint is int and abs(value) >= 2**63:
+            return self.problem(where, "expected an int of 64 bits", value)
+        return hint(value)
 
     def problem(self, where: str, wanted: str, value: Any, hint: str = "") -> None:
         if isinstance(value, bool):
@@ -238,7 +361,13 @@ class _Builder:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, of which the first would be lost without a word."""
+    """Safe YAML that refuses a key given twice, of which the first would be lost without a word. Dates are
+    text: no config has any."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - of PyYAML
+        first: [own for own in known if own[0] != "tag:yaml.org,2002:timestamp"]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -246,6 +375,9 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, _ in node.value:
         if key_node.tag == "tag:yaml.org,2002:merge":
             continue
+        if not isinstance(key_node, yaml.ScalarNode):
+            problem = "a list or a mapping stands where a key is wanted"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         key = loader.construct_object(key_node, deep=True)
         if key in seen:
             problem = f"key {key!r} is given twice"
@@ -255,7 +387,44 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
+def _number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    try:
+        return loader.construct_yaml_int(node)
+    except ValueError as error:  # Python reads no more than 4300 digits
+        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _number)
+# What reading a text as YAML may raise: ValueError and the like come from explicit tags (`!!int x`).
+_UNREADABLE = (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, KeyError)
+
+
+def _parsed(text: str) -> Any:
+    """What a YAML text holds.
+
+    Raises:
+        one of `_UNREADABLE`: it is no YAML, or holds more than any config.
+    """
+    value = yaml.load(text, Loader=_Loader)
+    count, open_ = 0, [(value, 0)]
+    while open_:
+        one, depth = open_.pop()
+        count += 1
+        if count > MOST_VALUES or depth > DEEPEST:
+            raise ValueError(
+                f"it holds more than {MOST_VALUES:,} values, or sections more than {DEEPEST} deep; an alias "
+                "counts as often as it is used"
+            )
+        inside = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        open_ += ((item, depth + 1) for item in inside)
+    return value
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply."
+    return str(error) or type(error).__name__
 
 
 def _override_(mapping: dict[str, Any], override: str, problems: list[str]) -> None:
@@ -265,10 +434,13 @@ def _override_(mapping: dict[str, Any], override: str, problems: list[str]) -> N
     if not equals or not all(keys):
         problems.append(f"override {override!r}: expected key=value, for example section.key=value")
         return
+    if len(keys) > DEEPEST:
+        problems.append(f"override {_SHORT.repr(override)}: no section is more than {DEEPEST} deep")
+        return
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        problems.append(f"override {override!r}: its value is not valid YAML: {error}")
+        value = _parsed(text)
+    except _UNREADABLE as error:
+        problems.append(f"override {_SHORT.repr(override)}: its value is not valid YAML: {_why(error)}")
         return
     section = mapping
     for depth, key in enumerate(keys[:-1], start=1):
@@ -308,10 +480,29 @@ def _joined(where: str, key: Any) -> str:
 
 def _named(hint: Any) -> str:
     """Name an annotation as a reader would write it in the dataclass."""
-    if isinstance(hint, type) and get_origin(hint) is None:
-        return hint.__name__
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return f"{_named(arguments[0])} {arguments[1]}"
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(_named, arguments))
+    if arguments and origin is not Literal:
+        inside = ", ".join("..." if own is Ellipsis else _named(own) for own in arguments)
+        return f"{origin.__name__}[{inside}]"
+    if isinstance(hint, type):
+        return "None" if hint is type(None) else hint.__name__
     return str(hint).replace("typing.", "")
 
 
+# Values in messages: as they are, but for what would fill a screen.
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
+
+
 def _shown(value: Any) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from jaxtyping import Float32, Int
 from torch import Tensor
 
+from retain.config import Share, check_fields
 from retain.evidence import Evidence
 from retain.scores.random import random as random_score
 from retain.scores.score import Score
@@ -31,11 +32,10 @@ class Draw:
             others of it go by score. A part of an entry goes by score.
     """
 
-    share: float = 0.2
+    share: Share = 0.2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"draw share lies in 0..1; got {self.share}.")
+        check_fields(self, "draw")
 
 
 def draw_keys(

@@ -8,12 +8,13 @@ exclude each other) is found when it is made, all at once, and not when a budget
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from retain import config
 from retain.allocation import Allocation
-from retain.budget import SCOPES
+from retain.budget import Scope
 from retain.cascade import Split
+from retain.config import Share
 from retain.drawing import Draw
 from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
 from retain.protection import Protection
@@ -22,7 +23,8 @@ from retain.scores import SCORES, Score
 from retain.scores.trial import try_settings
 from retain.stages import FirstStage
 
-REGIMES = ("any", "context_only", "query_aware", "chunked", "decode", "prefill+decode")
+Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
+REGIMES: tuple[Regime, ...] = get_args(Regime)
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,21 @@ class Policy:
     observed_settings: dict[str, Any] = field(default_factory=dict)
     learned: bool = False
     fusion: str | None = None
-    fusion_weight: float | Literal["calibrated"] = 0.5
-    floor: str | None = None
+    fusion_weight: Share | Literal["calibrated"] = 0.5
+    floor: Literal["mean"] | None = None
     first_stage: FirstStage | None = None
     draw: Draw | None = None
     protection: Protection = Protection()
-    scope: str = "head"
+    scope: Scope = "head"
     allocation: Allocation = Allocation()
-    regime: str = "any"
+    regime: Regime = "any"
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems, score = [], None
+        problems, score = config.problems_of(self), None
+        if problems:  # what follows reads them
+            raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
         if self.observed is not None and self.observed not in SCORES:
             hint = suggest(self.observed, SCORES)
             problems.append(f"unknown score {self.observed!r}{hint}, known: {', '.join(SCORES)}")
@@ -83,20 +87,11 @@ class Policy:
         if self.fusion is not None and self.fusion not in FUSIONS:
             hint = suggest(self.fusion, FUSIONS)
             problems.append(f"unknown fusion {self.fusion!r}{hint}, known: {', '.join(FUSIONS)}")
-        if self.fusion_weight == CALIBRATED:
-            if self.fusion not in WEIGHTED:
-                problems.append(
-                    f"fusion_weight 'calibrated' would not be read by fusion {self.fusion!r}: take "
-                    f"{' or '.join(map(repr, WEIGHTED))}"
-                )
-        elif isinstance(self.fusion_weight, str) or not 0 <= self.fusion_weight <= 1:
-            problems.append(f"fusion_weight lies in 0..1 or is {CALIBRATED!r}, got {self.fusion_weight!r}")
-        if self.floor not in (None, "mean"):
-            problems.append(f"floor is 'mean' or null, got {self.floor!r}")
-        if self.scope not in SCOPES:
-            problems.append(f"scope is 'head' or 'layer' or 'model', got {self.scope!r}")
-        if self.regime not in REGIMES:
-            problems.append(f"regime is one of {', '.join(REGIMES)}, got {self.regime!r}")
+        if self.fusion_weight == CALIBRATED and self.fusion not in WEIGHTED:
+            problems.append(
+                f"fusion_weight 'calibrated' would not be read by fusion {self.fusion!r}: take "
+                f"{' or '.join(map(repr, WEIGHTED))}"
+            )
         problems += self._contradictions()
         if score is not None and self.fusion in IN_RISK and score.unit != "risk":
             problems.append(

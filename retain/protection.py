@@ -9,14 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from retain.apportion import exact
-from retain.registry import suggest
+from retain.config import Share, Whole, check_fields
 
 Suffix = Literal["dynamic", "static"]
 
@@ -41,43 +41,20 @@ class Protection:
         turn_suffix: last tokens of every turn's content.
     """
 
-    sinks: int = 4
-    prefix_fraction: float = 0.1
-    suffix_fraction: float = 0.1
-    minimum: int = 4
-    recent: int = 0
-    prefix_tokens: int | None = None
-    suffix_tokens: int | None = None
+    sinks: Whole = 4
+    prefix_fraction: Share = 0.1
+    suffix_fraction: Share = 0.1
+    minimum: Whole = 4
+    recent: Whole = 0
+    prefix_tokens: Whole | None = None
+    suffix_tokens: Whole | None = None
     suffix: Suffix = "dynamic"
     turns: bool = False
-    turn_prefix: int = 0
-    turn_suffix: int = 0
+    turn_prefix: Whole = 0
+    turn_suffix: Whole = 0
 
     def __post_init__(self) -> None:
-        counts = (
-            "sinks",
-            "minimum",
-            "recent",
-            "prefix_tokens",
-            "suffix_tokens",
-            "turn_prefix",
-            "turn_suffix",
-        )
-        problems = [
-            f"{name} is {value}, and must be 0 or more"
-            for name in counts
-            if (value := getattr(self, name)) is not None and value < 0
-        ]
-        problems += [
-            f"{name} is {value}, and must lie in 0..1"
-            for name in ("prefix_fraction", "suffix_fraction")
-            if not 0 <= (value := getattr(self, name)) <= 1
-        ]
-        if self.suffix not in get_args(Suffix):
-            hint = suggest(str(self.suffix), get_args(Suffix))
-            problems.append(f"suffix is {self.suffix!r}{hint}, and must be 'dynamic' or 'static'")
-        if problems:
-            raise ValueError(f"protection: {'; '.join(problems)}.")
+        check_fields(self, "protection")
 
     @property
     def reads_turns(self) -> bool:

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.apportion import ratio_of
+from retain.config import Share, check_fields
 from retain.ranking import order_entries, rank_entries
 
 
@@ -31,15 +32,10 @@ class FirstStage:
     """
 
     by: Literal["budget", "mass", "mass_released", "mass_press"] = "budget"
-    share: float = 0.5
+    share: Share = 0.5
 
     def __post_init__(self) -> None:
-        if self.by not in ("budget", "mass", "mass_released", "mass_press"):
-            raise ValueError(
-                f"first_stage by is 'budget', 'mass', 'mass_released' or 'mass_press'; got {self.by!r}."
-            )
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"first_stage share lies in 0..1; got {self.share}.")
+        check_fields(self, "first_stage")
 
 
 def stage_by_budget(

@@ -352,6 +352,6 @@ def test_scores_below_zero_are_no_shares():
 
 def test_bad_allocations_are_named_all_at_once():
     with pytest.raises(
-        ValueError, match=r"safeguard_share is 2.0, and must lie in 0..1; beta is at least 1, got 0.0"
+        ValueError, match=r"beta: expected float at least 1, got 0.0.*safeguard_share: .* at most 1, got 2.0"
     ):
         Allocation(safeguard_share=2.0, beta=0.0)

@@ -1,6 +1,8 @@
 """A YAML file becomes a dataclass, or one error that lists everything wrong with it."""
 
+import os
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -217,7 +219,7 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
         limit=3,
         extra_guard=Guard(1, 0.2),
         guards={"x": Guard(3)},
-        weights={"a": float("inf")},
+        weights={"a": 1e29},
         size="1",
     )
     path = tmp_path / "deep" / "resolved.yaml"
@@ -238,3 +240,65 @@ def test_the_caller_s_mapping_is_left_as_it_was() -> None:
     mapping = {"model": "a", "seed": 1, "guard": {"sinks": 1}}
     build(mapping, Recipe)
     assert mapping == {"model": "a", "seed": 1, "guard": {"sinks": 1}}
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[a, b]: 1\n", r"recipe.yaml is not valid YAML: .*a list or a mapping stands where a key .*line 1"),
+        ("? {a: 1}\n: 2\n", "a list or a mapping stands where a key is wanted"),
+        ("seed: " + "[" * 5000 + "]" * 5000, "recipe.yaml is not valid YAML: it is nested too deeply"),
+        ("seed: " + "[" * 100 + "]" * 100, "sections more than 50 deep"),
+        ("seed: " + "9" * 5000, r"recipe.yaml is not valid YAML: .*4300 digits.*\n.*line 1, column 7"),
+        ("model: a\nseed: 99999999999999999999\n", "seed: expected an int of 64 bits, got 9999"),
+        ("model: a\nseed: 2024-13-45\n", r"seed: expected int, got '2024-13-45' \(str\)"),
+        ("model: 2024-12-24\nseed: -.inf\n", r"seed: expected int, got -inf \(float\)"),
+        ("seed: !!int x\n", "recipe.yaml is not valid YAML"),
+        ("seed: !!timestamp x\n", "recipe.yaml is not valid YAML"),
+        ("seed: !!python/name:os.system\n", "recipe.yaml is not valid YAML"),
+        (f"settings:\n  {BOMB.replace(chr(10), chr(10) + '  ')}\n", "more than 100,000 values"),
+        ("settings: &s\n  own: *s\n", "recipe.yaml is not valid YAML: found unconstructable recursive node"),
+        ("seed: &s [*s]", "recipe.yaml is not valid YAML: found unconstructable recursive node"),
+        ("settings: {a: \x00}\n", "recipe.yaml is not valid YAML"),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_what_yaml_can_do_to_a_reader_ends_in_one_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}") as caught:
+        load(written(tmp_path, text), Recipe)
+    assert len(str(caught.value)) < 2000
+    value = text.partition("seed: ")[2].strip()
+    if value and "model" not in text:  # the same on a command line
+        with pytest.raises(ValueError, match="override 'seed=.*is not valid YAML"):
+            load(written(tmp_path, "model: a\n"), Recipe, [f"seed={value}"])
+
+
+def test_dates_are_text(tmp_path: Path) -> None:
+    assert load(written(tmp_path, "model: 2024-12-24\nseed: 1\n"), Recipe).model == "2024-12-24"
+
+
+def test_an_override_is_no_way_down_without_end(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no section is more than 50 deep"):
+        load(written(tmp_path, "model: a\nseed: 1\n"), Recipe, ["settings" + ".a" * 5000 + "=1"])
+
+
+def test_what_is_no_file_is_called_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "circle.yaml").symlink_to(tmp_path / "circle.yaml")
+    (tmp_path / "loose.yaml").symlink_to(tmp_path / "nowhere")
+    for path, said in {
+        tmp_path: "is a folder, and a file is wanted",
+        tmp_path / "pipe.yaml": "is a named pipe, and a file is wanted",
+        Path("/dev/null"): "is a device, and a file is wanted",
+        tmp_path / "circle.yaml": "cannot be reached: Too many levels of symbolic links",
+        tmp_path / "loose.yaml": "is a symbolic link to .*nowhere, which does not exist",
+        tmp_path / "piep.yaml": r"does not exist \(did you mean '.*pipe.yaml'",
+        Path("a\0b"): "is no path: embedded null byte",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=said):
+            load(path, Recipe)

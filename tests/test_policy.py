@@ -176,8 +176,11 @@ def test_unknown_names_are_told_with_a_suggestion(tmp_path):
     (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\nscope: heads\n")
     with pytest.raises(
         ValueError,
-        match=r"(?s)did you mean 'snapkv'.*did you mean 'max'.*scope is 'head' or 'layer' or 'model'",
+        match=r"scope: expected one of 'head', 'layer', 'model', got 'heads' \(str\) \(did you mean 'head'\?",
     ):
+        load_policy(tmp_path / "mine.yaml")
+    (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\n")
+    with pytest.raises(ValueError, match=r"(?s)did you mean 'snapkv'.*did you mean 'max'"):
         load_policy(tmp_path / "mine.yaml")
     with pytest.raises(ValueError, match="score 'snapkv' has no setting 'windw' .did you mean 'window'"):
         load_policy("snapkv", ["observed_settings.windw=3"])

@@ -63,7 +63,7 @@ def test_a_budget_below_the_protected_count_says_by_how_much():
 
 
 def test_bad_settings_are_named_all_at_once():
-    with pytest.raises(ValueError, match=r"sinks is -1.*prefix_fraction is 1.5, and must lie in 0..1"):
+    with pytest.raises(ValueError, match=r"sinks: .* 0, got -1.*prefix_fraction: .* at most 1, got 1.5"):
         Protection(sinks=-1, prefix_fraction=1.5)
 
 
@@ -271,9 +271,11 @@ def test_every_bad_field_is_named(monkeypatch):
         "turn_prefix": -6,
         "turn_suffix": -7,
     }.items():
-        assert f"{name} is {value}, and must be 0 or more" in str(caught.value)
-    assert "prefix_fraction is 1.5" in str(caught.value) and "suffix_fraction is nan" in str(caught.value)
-    assert "suffix is 'dynamc'" in str(caught.value) and "did you mean 'dynamic'" in str(caught.value)
+        assert f"{name}: expected int at least 0, got {value}" in str(caught.value)
+    within = "expected float at least 0 and at most 1, got"
+    assert f"prefix_fraction: {within} 1.5" in str(caught.value)
+    assert f"suffix_fraction: {within} nan" in str(caught.value)
+    assert "got 'dynamc' (str) (did you mean 'dynamic'?)" in str(caught.value)
 
 
 def test_a_protection_is_built_from_a_mapping_and_back():

@@ -99,7 +99,7 @@ def test_a_negative_limit_takes_nothing():
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="share lies in 0..1; got 1.5"):
+    with pytest.raises(ValueError, match="first_stage: share: .* at most 1, got 1.5"):
         FirstStage("budget", 1.5)
 
 

@@ -1,4 +1,5 @@
 """Distillation of retention gates from a frozen language model: `retain.train`.
 
-Run from the repository root: `accelerate launch train/distill.py --config configs/distill/reference.yaml`.
+Run from the repository root:
+`accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml`.
 """

@@ -13,12 +13,13 @@ drawn one of each of as many stretches of equal length), whatever its length: me
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor, nn
 
+from retain.config import ProperShare, Range, check_fields
 from retain.evidence import Evidence
 from retain.fusion import WEIGHTED, fuse
 from retain.gates import GateSet
@@ -65,29 +66,19 @@ class CalibrationSettings:
     """
 
     kind: Literal["none", "remap", "shared", "scale"] = "remap"
-    knots: int = 16
+    knots: Annotated[int, Range(least=2, most=1024)] = 16
     fusion_weights: bool = True
-    window: int = 8
-    grid: int = 21
+    window: Annotated[int, Range(least=1, most=2**16)] = 8
+    grid: Annotated[int, Range(least=2, most=10_001)] = 21
     curve: bool = True
     capacity: bool = True
     quotas: bool = True
-    keep_ratios: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
+    keep_ratios: tuple[ProperShare, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.kind not in ("none", *FITS):
-            problems.append(f"kind is one of none, {', '.join(FITS)}, got {self.kind!r}")
-        if self.knots < 2:
-            problems.append(f"knots is {self.knots}, and a curve has two ends")
-        if self.grid < 2:
-            problems.append(f"grid is {self.grid}, and at least the weights 0 and 1 are tried")
-        if self.window < 1:
-            problems.append(f"window is {self.window}, and observed risk looks at one query at least")
-        if not self.keep_ratios or not all(0 < ratio < 1 for ratio in self.keep_ratios):
-            problems.append(f"keep_ratios lie between 0 and 1, got {list(self.keep_ratios)}")
-        if problems:
-            raise ValueError(f"calibration: {'; '.join(problems)}.")
+        check_fields(self, "calibration")
+        if not self.keep_ratios:
+            raise ValueError("calibration: keep_ratios is empty: name one at least.")
 
     @property
     def wanted(self) -> bool:

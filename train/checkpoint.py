@@ -43,7 +43,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from retain.config import leaves
+from retain.config import leaves, read_mapping
 from retain.gates.store import METADATA_FILE, write_beside
 from retain.train.data import AnyCorpus
 from retain.train.parallel import Synchroniser
@@ -73,8 +73,11 @@ DISK_ADVICE = {
     errno.EIO: "the disk fails: move the folder to another one and set `{key}` to it",
     errno.EACCES: "make the folder writable, or set `{key}` to one that is",
 }
-# Keys and sections that say how to start and what to plan for, not what is trained.
-START_KEYS = ("overwrite", "resume", "plan")
+# Keys and sections that say how to start, where to write and what to plan for, not what is trained.
+START_KEYS = (
+    *("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every"),
+    *("features.folder", "features.shard_documents"),
+)
 # What is fitted after the last step: free to change until it has been fitted.
 AFTER_KEYS = ("calibration",)
 
@@ -86,7 +89,8 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
     `check_inputs`, once they are loaded.
 
     An unfinished run goes on under another `calibration` (one that failed after hours of training can be
-    corrected), and any run under another `plan`; `adopt_` writes down what it goes on with.
+    corrected), and any run under another `plan` and, once its folder was moved, another `output`; `adopt_`
+    writes down what it goes on with.
 
     Raises:
         ValueError: the folder holds a run of another config, or an unfinished one that `resume=false` forbids
@@ -102,7 +106,13 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
                 "overwrite=true."
             )
         return "fresh"
-    earlier = yaml.safe_load(config_path.read_text(encoding="utf-8"))
+    try:
+        earlier = read_mapping(config_path)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} It says which run {folder} holds: restore it, choose another `output`, or pass "
+            "overwrite=true."
+        ) from error
     finished = (folder / METADATA_FILE).is_file() and not (folder / CHECKPOINTS).exists()
     differ = _differences(earlier, config, START_KEYS if finished else (*START_KEYS, *AFTER_KEYS))
     if differ:
@@ -126,9 +136,9 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
 def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str]) -> list[str]:
     """`key: earlier -> now` for every leaf that differs, both sides as plain YAML values; not of keys and
     sections that are free to."""
-    before, now = leaves(earlier or {}), leaves(json.loads(json.dumps(config)))
+    before, now = leaves(earlier), leaves(json.loads(json.dumps(config)))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    bound = [key for key in keys if key.partition(".")[0] not in free]
+    bound = [key for key in keys if not any(f"{key}.".startswith(f"{own}.") for own in free)]
     return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in bound]
 
 
@@ -157,7 +167,7 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
         ValueError: they differ from what the run began with, or that was not written down.
     """
     path = folder / RUN_FILE
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    earlier = _read_inputs(path) if path.is_file() else {}
     differ = [
         f"{name}: sha256 {earlier.get(name, 'not recorded')} -> {now}"
         for name, now in inputs.items()
@@ -168,6 +178,19 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
             f"{folder} holds a run of this config on another model or other documents ({'; '.join(differ)}): "
             "choose another `output`, or pass overwrite=true to replace it."
         )
+
+
+def _read_inputs(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        found = error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} is damaged ({found}), and says on which model and documents the run was trained: "
+            "restore it, choose another `output`, or pass overwrite=true to train anew."
+        )
+    return found
 
 
 def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> None:

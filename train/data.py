@@ -8,23 +8,26 @@ context's tokens alone.
 What is guaranteed of the split, with a given `data.held_out_share` > 0 and `data.held_out` > 0: no context is
 on both sides, so the same context with another question or answer is on the same side; and a held-out context
 stays so in any order of the data, when data is added or taken away, for other seeds, and for any number of
-processes. What is not: two contexts that differ in one token are two contexts. So after another tokenizer,
-template, `max_tokens` or `lengths` the sides are drawn anew; one conversation's first turns may be on the
-other side than the whole of it; and documents of the reference generator take their filler from windows of
-one stream of text, which can overlap.
+processes. (In a set too small for that share to hold out `data.held_out` documents more are held out, and
+when data is added they may be trained on.) What is not: two contexts that differ in one token are two
+contexts. So after another tokenizer, template, `max_tokens` or `lengths` the sides are drawn anew; one
+conversation's first turns may be on the other side than the whole of it; and documents of the reference
+generator take their filler from windows of one stream of text, which can overlap.
 
 The pieces: `documents` (what a document is), `sources` (rows), `rows` and `chat` (from a row to a document),
 `corpus` and `streaming` (the order), `packing` (which process, which forward pass). This module is where
 they are put together, and where others import them from.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, assert_never
+from typing import Annotated, Literal, assert_never
 
 import numpy as np
 from tqdm import tqdm
 
+from retain.config import Count, Positive, ProperShare, Range, Tokens, Whole
 from retain.train.chat import Chat, chat_of
 from retain.train.corpus import Corpus
 from retain.train.documents import Batch, Document, Encode, collate, held_out_fraction
@@ -76,7 +79,8 @@ class DataSettings:
         documents: how many to train on (`reference`: generated; else at most, the first that there are;
             0 = all). Streaming reads as many as the steps need, and wants 0.
         held_out: how many held-out documents are looked at, for the overlap that is reported.
-        held_out_share: share of all contexts, by their hash, that is never trained on.
+        held_out_share: share of all contexts, by their hash, that is never trained on. Where that holds out
+            fewer than `held_out`, as many as that are, those of the smallest hash (not of a stream).
         min_tokens: `reference`: shortest context; else: shorter ones are refused or skipped.
         max_tokens: longest context.
         lengths: mixed lengths: text is cut to one of these, drawn for each document by its hash; empty:
@@ -99,19 +103,19 @@ class DataSettings:
     columns: dict[str, str] = field(default_factory=dict)
     separator: str | None = None
     streaming: bool = False
-    shuffle_rows: int = 1024
-    documents: int = 1600
-    held_out: int = 32
-    held_out_share: float = 0.05
-    min_tokens: int = 256
-    max_tokens: int = 768
-    lengths: tuple[int, ...] = ()
-    length_weights: tuple[float, ...] = ()
+    shuffle_rows: Count = 1024
+    documents: Annotated[int, Range(least=0, most=10**6)] = 1600
+    held_out: Annotated[int, Range(least=0, most=10**6)] = 32
+    held_out_share: ProperShare = 0.05
+    min_tokens: Tokens = 256
+    max_tokens: Tokens = 768
+    lengths: tuple[Tokens, ...] = ()
+    length_weights: tuple[Positive, ...] = ()
     short: Literal["error", "skip"] = "error"
     long: Literal["cut", "skip", "error"] = "cut"
     appendix: str = "\n{question}\n{answer}"
-    max_appendix_tokens: int = 0
-    pack_tokens: int = 0
+    max_appendix_tokens: Annotated[int, Range(least=0, most=2**24)] = 0
+    pack_tokens: Whole = 0
 
 
 def check_data(settings: DataSettings) -> None:
@@ -151,12 +155,9 @@ def check_data(settings: DataSettings) -> None:
             f"data.streaming reads as many documents as the steps need: set data.documents=0 (got "
             f"{settings.documents})"
         )
-    if settings.shuffle_rows < 1:
-        problems.append(f"data.shuffle_rows={settings.shuffle_rows} must be at least 1 (1 = no shuffling)")
-    if not 1 <= settings.min_tokens <= settings.max_tokens:
+    if settings.min_tokens > settings.max_tokens:
         problems.append(
-            f"data.min_tokens={settings.min_tokens} must be between 1 and "
-            f"data.max_tokens={settings.max_tokens}"
+            f"data.min_tokens={settings.min_tokens} must be at most data.max_tokens={settings.max_tokens}"
         )
     outside = [n for n in settings.lengths if not settings.min_tokens <= n <= settings.max_tokens]
     if outside:
@@ -169,18 +170,58 @@ def check_data(settings: DataSettings) -> None:
         problems.append(
             f"data.length_weights has {len(weights)} numbers and data.lengths has {len(settings.lengths)}"
         )
-    if weights and not all(0 < weight < float("inf") for weight in weights):
-        problems.append(f"data.length_weights={list(weights)} must be positive")
-    for name in ("documents", "held_out", "max_appendix_tokens", "pack_tokens"):
-        if getattr(settings, name) < 0:
-            problems.append(f"data.{name}={getattr(settings, name)} must not be negative")
-    if not 0 < settings.held_out_share < 1:
+    wanted = settings.documents + settings.held_out
+    if settings.source == "reference" and _documents_needed(settings) > MOST_GENERATED * wanted:
         problems.append(
-            f"data.held_out_share={settings.held_out_share} must be between 0 and 1 (data.held_out=0 holds "
-            "nothing out)"
+            f"data.held_out_share={settings.held_out_share:g}: too many documents would have to be generated "
+            f"for data.held_out={settings.held_out} and data.documents={settings.documents}: take 0.05"
         )
     if problems:
         raise ValueError("; ".join(problems) + ".")
+
+
+def check_lengths(settings: DataSettings, horizon: int) -> None:
+    """Refuse lengths of which no context is longer than the horizon, before anything is read.
+
+    Raises:
+        ValueError: saying which.
+    """
+    lengths = settings.lengths or (settings.max_tokens,)
+    name = "data.lengths" if settings.lengths else "data.max_tokens"
+    if max(lengths) <= horizon:
+        raise ValueError(
+            f"{name}={max(lengths)} and target.horizon={horizon}: no context would be longer than the "
+            "horizon, and nearer entries are never evicted. Raise the one, or lower the other."
+        )
+    longer = _share_longer(settings, horizon)
+    if settings.source == "reference" and longer < (1 if settings.short == "error" else 1 / MOST_GENERATED):
+        name = name if settings.lengths else "data.min_tokens"
+        raise ValueError(
+            f"{name} and target.horizon={horizon}: of the contexts that would be generated {longer:.1%} are "
+            "longer than the horizon. Raise the one, lower the other, or set data.short=skip."
+        )
+
+
+# Of what is asked for, how many times as many documents are generated at most.
+MOST_GENERATED = 100
+
+
+def _documents_needed(settings: DataSettings) -> float:
+    """How many generated documents fill both sides of the split, as it is expected."""
+    if not settings.held_out:
+        return float(settings.documents)
+    share = settings.held_out_share
+    return settings.documents / (1 - share) + settings.held_out / share
+
+
+def _share_longer(settings: DataSettings, shortest: int) -> float:
+    """Share of generated contexts that are longer than this."""
+    if not settings.lengths:
+        there = settings.max_tokens - max(shortest, settings.min_tokens - 1)
+        return there / (settings.max_tokens - settings.min_tokens + 1)
+    weights = settings.length_weights or (1.0,) * len(settings.lengths)
+    longer = [own for own, n in zip(weights, settings.lengths, strict=True) if n > shortest]
+    return math.fsum(longer) / math.fsum(weights)
 
 
 def load_corpus(
@@ -276,14 +317,21 @@ def _in_memory(
     share = settings.held_out_share if settings.held_out else 0.0
     train: dict[Document, None] = {}
     held_out: dict[Document, None] = {}
-    short: list[Document] = []
-    read = 0
+    short, first_short, read = 0, None, 0
+    # Generated documents have no end, and some are too short, or were written before.
+    most = math.inf
+    if settings.source == "reference":
+        most = (4 * _documents_needed(settings) + 1000) / max(
+            _share_longer(settings, shortest), 1 / MOST_GENERATED
+        )
     total = settings.documents + settings.held_out if settings.documents else None
     with tqdm(total=total, desc="documents", disable=not progress, leave=False) as bar:
         for document in documents:
+            if read >= most:
+                break
             read += 1
             if len(document.context_ids) <= shortest:
-                short.append(document)
+                short, first_short = short + 1, first_short or document
                 continue
             side = held_out if held_out_fraction(document.context_ids) < share else train
             full = side is train and settings.documents and len(train) >= settings.documents
@@ -294,35 +342,41 @@ def _in_memory(
                 bar.update()
             if settings.documents and len(train) >= settings.documents and len(held_out) >= settings.held_out:
                 break
-    if short and settings.short == "error":
+    if first_short is not None and settings.short == "error":
         raise ValueError(
-            f"{len(short)} of {read} documents are too short: {_too_short(short[0], shortest)} {_LONGER}"
+            f"{short} of {read} documents are too short: {_too_short(first_short, shortest)} {_LONGER}"
         )
     if not train and not held_out:
         raise ValueError(
             f"empty data set: {settings.path or 'the generator'!r} gives {read} documents, none of them "
             "usable. Check data.path, data.min_tokens, data.short and data.long."
         )
+    if read >= most and (len(train) < settings.documents or len(held_out) < settings.held_out):
+        raise ValueError(
+            f"too few documents: of {read} that were generated, {len(train)} can be trained on and "
+            f"{len(held_out)} held out, beside those that are alike; data.documents={settings.documents} and "
+            f"data.held_out={settings.held_out} are wanted. Ask for fewer, or raise data.max_tokens."
+        )
+    usable = sorted((*train, *held_out), key=lambda one: (held_out_fraction(one.context_ids), one.key))
+    if 0 < settings.held_out < len(usable) and (not train or len(held_out) < settings.held_out):
+        # As many as are asked for, and what has the same context as the last of them.
+        last = held_out_fraction(usable[settings.held_out - 1].context_ids)
+        everything = (*train, *held_out)
+        held_out = {one: None for one in usable if held_out_fraction(one.context_ids) <= last}
+        train = {one: None for one in everything if one not in held_out}
+        if progress:
+            tqdm.write(
+                f"data.held_out_share={settings.held_out_share:g} of {len(usable)} documents does not give "
+                f"data.held_out={settings.held_out}: {len(held_out)} are held out, {len(train)} trained on"
+            )
     if not train or len(held_out) < settings.held_out:
-        raise ValueError(_too_few(settings, [*train, *held_out], len(held_out)))
-    looked_at = sorted(held_out, key=lambda document: (held_out_fraction(document.context_ids), document.key))
+        raise ValueError(
+            f"too few documents: {settings.path or 'the generator'!r} gives {len(usable)} that are usable "
+            f"and differ, data.held_out={settings.held_out} are to be held out, and one at least is needed "
+            "to train on. Use more documents, or hold out fewer (0: none)."
+        )
+    looked_at = [one for one in usable if one in held_out]
     return Corpus(tuple(train), tuple(looked_at[: settings.held_out]), batch_documents, seed)
-
-
-def _too_few(settings: DataSettings, documents: list[Document], held_out: int) -> str:
-    """Says which share would hold enough out, if any does."""
-    fractions = sorted(held_out_fraction(document.context_ids) for document in documents)
-    start = (
-        f"too few documents: data.held_out_share={settings.held_out_share:g} of {len(documents)} usable "
-        f"documents from {settings.path or 'the generator'!r} holds out {held_out}, leaving "
-        f"{len(documents) - held_out} to train on; data.held_out={settings.held_out} documents are wanted, "
-        "and at least one to train on. "
-    )
-    if settings.held_out < len(fractions) and fractions[settings.held_out - 1] < fractions[settings.held_out]:
-        share = np.ceil(fractions[settings.held_out - 1] * 1000 + 1) / 1000
-        if share <= fractions[settings.held_out]:
-            return start + f"data.held_out_share={share:g} does for these."
-    return start + "Use more documents, another data.held_out_share, or hold out fewer."
 
 
 def _documents(

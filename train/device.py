@@ -9,8 +9,11 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+
+from retain.config import PositiveShare, Range
 
 GIB = 2**30
 
@@ -26,26 +29,28 @@ class PlanSettings:
         efficiency: share of that rate that training reaches; the plan prints it, the progress bar measures.
     """
 
-    memory_gib: float | None = None
-    tflops: float | None = None
-    efficiency: float = 0.4
+    memory_gib: Annotated[float, Range(least=1e-3, most=1e9)] | None = None
+    tflops: Annotated[float, Range(least=1e-6, most=1e9)] | None = None
+    efficiency: PositiveShare = 0.4
 
 
-def check_plan(settings: PlanSettings) -> None:
-    """Refuse settings that mean nothing.
+# What a CPU says of itself that multiplies in this precision, and does not take it apart for each product.
+HALF_FLAGS = {
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
 
-    Raises:
-        ValueError: with all of them.
-    """
-    problems = [
-        f"plan.{name}={value} must be positive"
-        for name, value in (("memory_gib", settings.memory_gib), ("tflops", settings.tflops))
-        if value is not None and value <= 0
-    ]
-    if not 0 < settings.efficiency <= 1:
-        problems.append(f"plan.efficiency={settings.efficiency} is a share, above 0 and at most 1")
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+
+def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device has instructions for matrix products in a precision; a CPU that does not say so has
+    none in half precision."""
+    if device.type != "cpu" or dtype not in HALF_FLAGS:
+        return True
+    try:
+        said = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return not HALF_FLAGS[dtype].isdisjoint(said.split())
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Device:
         tflops: dense matrix rate, 10^12 operations a second; None: nobody said.
         efficiency: share of it that training reaches.
         rate_from: where the rate comes from, in words.
+        float32_tflops: its rate in float32, where the model is in half precision and that was measured.
     """
 
     kind: str
@@ -67,6 +73,7 @@ class Device:
     tflops: float | None
     efficiency: float
     rate_from: str
+    float32_tflops: float | None = None
 
 
 def device_here(device: torch.device, dtype: torch.dtype, settings: PlanSettings) -> Device:
@@ -92,7 +99,10 @@ def device_here(device: torch.device, dtype: torch.dtype, settings: PlanSettings
             "measured just now on a square product; low if the machine was busy",
         )
     kind = "cuda" if stated or device.type == "cuda" else "cpu"
-    return Device(kind, name, memory, rate, settings.efficiency, rate_from)
+    whole = None
+    if kind == "cpu" and settings.tflops is None and dtype in HALF_FLAGS:
+        whole = measured_tflops(device, torch.float32)
+    return Device(kind, name, memory, rate, settings.efficiency, rate_from, whole)
 
 
 def _memory(device: torch.device) -> float:

@@ -1,6 +1,6 @@
 """Train retention gates by distillation from a frozen language model: parse, build, run.
 
-    accelerate launch train/distill.py --config configs/distill/reference.yaml [--plan] [key=value ...]
+    accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml [--plan] [k=v ...]
 
 In: a YAML (`DistillConfig` is its schema) and overrides. Out: a folder that `retain.load_gates` reads. The
 one decision taken here: everything that can be wrong with the request is found before the first document
@@ -37,14 +37,22 @@ from retain.train.checkpoint import (
     finish_,
     inspect_run,
 )
-from retain.train.data import Document, load_corpus
-from retain.train.device import device_here
+from retain.train.data import AnyCorpus, Document, load_corpus
+from retain.train.device import device_here, multiplies
 from retain.train.features import CachedExamples, fill_, recipe_of
+from retain.train.launcher import follow_launcher_
 from retain.train.local import LayerLocal, TeacherExamples, check_unit
 from retain.train.lock import locked
 from retain.train.lookahead import Lookahead
 from retain.train.loop import Lesson, Objective, train
-from retain.train.model_shape import lookahead_on_meta, meta_model, model_shape
+from retain.train.model_shape import (
+    Precision,
+    lookahead_on_meta,
+    meta_model,
+    model_shape,
+    named_config,
+    precision_of,
+)
 from retain.train.opening import check_shift, regressed
 from retain.train.parallel import (
     Sharding,
@@ -58,9 +66,9 @@ from retain.train.parallel import (
 from retain.train.plan import Plan, plan_of
 from retain.train.progress import check_tracker, tracker_options
 from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
-from retain.train.signals import StopRequested, forget_
+from retain.train.signals import EXIT_INTERRUPTED, StopRequested, forget_
 from retain.train.soft import EndToEnd
-from retain.train.teacher import Frozen, load_frozen
+from retain.train.teacher import Frozen, load_frozen, load_unread
 from retain.train.work import work_of
 
 
@@ -93,7 +101,7 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
     Raises:
         ValueError: the model's config cannot be read.
     """
-    model = _unloaded(config)
+    model = _unloaded(config, _dtype(config, accelerator))
     shape = model_shape(model, config.model)
     if GATES[config.gate.family].extension is not None:
         gates = lookahead_on_meta(model, config.gate.settings)
@@ -104,7 +112,7 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
         with torch.device("meta"):
             gates = build_gates(config.gate.family, dims_for(config.gate.family, sizes, config.gate.settings))
     longest = config.data.max_tokens
-    document = Document(tuple(range(longest)), tuple(range(config.data.max_appendix_tokens or 64)))
+    document = Document((0,) * longest, (0,) * (config.data.max_appendix_tokens or 64))
     work = work_of(
         config,
         gates,
@@ -119,11 +127,37 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
     return plan_of(shape, work, device_here(accelerator.device, dtype, config.plan))
 
 
-def _unloaded(config: DistillConfig) -> nn.Module:
+def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:
+    """Precision of the frozen model: as stated; with `auto` the checkpoint's, where this device has
+    instructions for it, and else float32."""
+    if config.dtype != "auto" or accelerator.device.type != "cpu" or config.quantization is not None:
+        return config.dtype
+    stored = precision_of(
+        named_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    )
+    return "auto" if multiplies(accelerator.device, stored) else "float32"
+
+
+def _corpus(config: DistillConfig, accelerator: Accelerator) -> AnyCorpus:
+    """The documents, each of them checked against what the model's config says."""
+    unread = load_unread(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    return load_corpus(
+        config.data,
+        shortest=config.target.horizon,
+        seed=config.seed,
+        batch_documents=config.training.batch_documents,
+        encode=unread.encode,
+        chat=unread.chat,
+        check=document_check(config, unread),
+        progress=accelerator.is_main_process,
+    )
+
+
+def _unloaded(config: DistillConfig, dtype: Precision) -> nn.Module:
     """The frozen model without its weights."""
     return meta_model(
         config.model,
-        dtype=config.dtype,
+        dtype=dtype,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
     )
@@ -165,9 +199,12 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     """The same, in a folder that is held."""
     folder, mapping = Path(config.output), to_mapping(config)
     state = inspect_run(folder, mapping, overwrite=config.overwrite, resume=config.resume)
+    # Before the weights, which may take long: most of what can be wrong now is wrong with the documents.
+    corpus = _corpus(config, accelerator)
+    dtype = _dtype(config, accelerator)
     frozen = load_frozen(
         config.model,
-        dtype=config.dtype,
+        dtype=dtype,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         device_map=config.device_map,
@@ -179,16 +216,6 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     score_unit = check_unit(gates[gates.layers[0]], config.target) if config.stage == "local" else None
     if config.stage == "end_to_end" and gates.unit == "risk":
         score_unit = "rank"
-    corpus = load_corpus(
-        config.data,
-        shortest=config.target.horizon,
-        seed=config.seed,
-        batch_documents=config.training.batch_documents,
-        encode=frozen.encode,
-        chat=frozen.chat,
-        check=document_check(config, frozen),
-        progress=accelerator.is_main_process,
-    )
     base = fingerprint(frozen.model)
     inputs = describe_inputs(str(base["sha256"]), corpus)
     check_alike(inputs)
@@ -203,7 +230,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         )
         return folder
     # Weights that quantisation has packed cannot be counted.
-    counted = frozen.model if config.quantization is None else _unloaded(config)
+    counted = frozen.model if config.quantization is None else _unloaded(config, dtype)
     shape, layers = model_shape(counted, config.model), describe(frozen.model)
     shard_frozen_(frozen.model, accelerator)
     if is_sharded(frozen.model):
@@ -335,8 +362,12 @@ def _with_features(
     if config.features.folder is None:
         return objective
     folder, gates = Path(config.features.folder), objective.gates
+    precision = str(frozen.model.dtype).removeprefix("torch.")
     recipe = recipe_of(
-        to_mapping(config), model_sha256=str(base["sha256"]), gate_inputs=gates.inputs, layers=gates.layers
+        to_mapping(config) | {"dtype": precision},
+        model_sha256=str(base["sha256"]),
+        gate_inputs=gates.inputs,
+        layers=gates.layers,
     )
     with disk_errors(Path(config.output), key="features.folder"):
         fill_(
@@ -377,6 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "overrides", nargs="*", metavar="key=value", help="for instance model=reference:1 training.steps=100"
     )
     parsed = parser.parse_args(arguments)
+    follow_launcher_()
     try:
         config = load(parsed.config, DistillConfig, parsed.overrides)
         if parsed.plan:
@@ -389,6 +421,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError, FloatingPointError) as error:
         leave_alone_()
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:  # before the first step, or behind the last
+        leave_alone_()
+        print(
+            "\ninterrupted: the same command goes on from the last checkpoint, if there is one.",
+            file=sys.stderr,
+        )
+        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from retain.config import Count
 from retain.gates import GateInputs
-from retain.gates.store import write_beside
+from retain.gates.store import save_beside, write_beside
 from retain.train.documents import Document
 
 RECIPE_FILE = "features.json"
@@ -46,7 +46,7 @@ class FeatureSettings:
 
     folder: str | None = None
     target_dtype: Literal["float32", "float16"] = "float32"
-    shard_documents: int = 16
+    shard_documents: Count = 16
 
 
 def check_features(settings: FeatureSettings) -> None:
@@ -55,11 +55,6 @@ def check_features(settings: FeatureSettings) -> None:
     Raises:
         ValueError: saying which.
     """
-    if settings.shard_documents < 1:
-        raise ValueError(
-            f"features.shard_documents={settings.shard_documents}: a file holds at least 1 document (16 are "
-            "the default)."
-        )
     if settings.folder == "":
         raise ValueError(
             "features.folder is empty: name a folder, or leave it out (null) to keep no features."
@@ -241,9 +236,7 @@ def _write_shard(folder: Path, documents: Sequence[Document], tensors: Mapping[s
     names = [document.name for document in documents]
     name = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
     final = folder / f"shard-{name}.safetensors"
-    beside = final.with_name(f"{final.name}.new")
-    save_file(dict(tensors.items()), beside, metadata={_HEADER: json.dumps(names)})
-    os.replace(beside, final)
+    os.replace(save_beside(final, tensors, {_HEADER: json.dumps(names)}), final)
 
 
 def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:

@@ -13,13 +13,14 @@ just above and just below each head's boundary and must come out in the right or
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
+from retain.config import NotNegative, Positive, PositiveShare, ProperShare, Range, Whole
 from retain.evidence import Evidence
 from retain.gates import Gate
 from retain.ranking import rank_entries
@@ -63,18 +64,18 @@ class LossSettings:
         output_queries: queries of a document, and of each branch, that `layer_output` looks at; 0: all.
     """
 
-    terms: dict[str, float] = field(default_factory=lambda: {"mse": 1.0, "pairwise": 0.5})
-    huber_delta: float = 1.0
-    smooth_l1_beta: float = 1.0
-    keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.4)
-    band: float = 0.15
-    pairs: int = 64
-    temperature: float = 1.0
-    margin: float = 0.01
+    terms: dict[str, NotNegative] = field(default_factory=lambda: {"mse": 1.0, "pairwise": 0.5})
+    huber_delta: Positive = 1.0
+    smooth_l1_beta: Positive = 1.0
+    keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2, 0.4)
+    band: PositiveShare = 0.15
+    pairs: Annotated[int, Range(least=0, most=2**16)] = 64
+    temperature: Positive = 1.0
+    margin: NotNegative = 0.01
     listwise: Literal["sum", "softmax"] = "sum"
     layer_output: Literal["exact", "bound"] = "exact"
     output_norm: Literal["l1", "l2"] = "l2"
-    output_queries: int = 64
+    output_queries: Whole = 64
 
 
 @dataclass(frozen=True)
@@ -114,31 +115,18 @@ def check_losses(settings: LossSettings) -> None:
         ValueError: with all of them.
     """
     problems = []
-    for name, weight in settings.terms.items():
+    for name in settings.terms:
         try:
             lookup(name, TERMS, what="loss term")
         except ValueError as error:
             problems.append(f"loss.terms: {error}")
-        if not weight >= 0:
-            problems.append(f"loss.terms.{name}={weight} must not be negative")
     if not any(settings.terms.values()):
         problems.append(f"loss.terms={settings.terms} trains on nothing: give a term a positive weight")
-    if not all(0 < ratio < 1 for ratio in settings.keep_ratios):
-        problems.append(f"loss.keep_ratios={list(settings.keep_ratios)}: each must lie between 0 and 1")
     ranked = sorted(BUDGETED & settings.terms.keys())
     if ranked and not settings.keep_ratios:
         problems.append(f"loss.terms {', '.join(ranked)} need at least one of loss.keep_ratios")
     if PAIRED & settings.terms.keys() and settings.pairs < 1:
         problems.append(f"loss.pairs={settings.pairs}: {', '.join(sorted(PAIRED))} need at least 1")
-    if not 0 < settings.band <= 1:
-        problems.append(f"loss.band={settings.band} must lie in (0, 1]")
-    if settings.temperature <= 0 or settings.huber_delta <= 0 or settings.smooth_l1_beta <= 0:
-        problems.append("loss.temperature, loss.huber_delta and loss.smooth_l1_beta must be positive")
-    if settings.margin < 0 or settings.output_queries < 0:
-        problems.append(
-            f"loss.margin={settings.margin} and loss.output_queries={settings.output_queries} must not be "
-            "negative"
-        )
     if problems:
         raise ValueError("; ".join(problems) + ".")
 

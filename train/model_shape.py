@@ -17,6 +17,9 @@ from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 from retain.hf.families import FULL, kinds_of
 from retain.hf.lookahead import adapted_modules
 from retain.hf.model import base_model
+from retain.hf.named import reference_seed
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def model_shape(model: nn.Module, name: str) -> ModelShape:
 def meta_model(
     name: str,
     *,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: Precision = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
@@ -118,27 +121,41 @@ def meta_model(
     Raises:
         ValueError: the config cannot be read.
     """
+    config = named_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    precision = precision_of(config) if dtype == "auto" else getattr(torch, dtype)
+    return _on_meta(config, precision, trust_remote_code)
+
+
+def named_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The config of a model, as transformers reads it; its weights are not looked at.
+
+    Args:
+        name: `reference:<seed>`, a local folder, or a hub name.
+        revision: of the hub model.
+        trust_remote_code: as in the run's config.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     from transformers import AutoConfig
 
-    if name.startswith("reference:"):
+    if reference_seed(name) is not None:
         from retain.reference.model import config as reference_config
 
-        config, precision = reference_config(), torch.float32
-    else:
-        try:
-            config = AutoConfig.from_pretrained(
-                name, revision=revision or "main", trust_remote_code=trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"model={name!r} has no config to plan with: {error} Pass a local folder, a hub name, or "
-                "reference:0."
-            ) from error
-        # What "auto" makes of it when the weights are read.
-        precision = getattr(config.get_text_config(), "dtype", None) or torch.float32
-    if dtype != "auto":
-        precision = getattr(torch, dtype)
-    return _on_meta(config, precision, trust_remote_code)
+        return reference_config()
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model={name!r} cannot be loaded: {error} Pass a local folder, a hub name, or reference:0."
+        ) from error
+
+
+def precision_of(config: Any) -> torch.dtype:
+    """What "auto" makes of a model's weights when they are read."""
+    return getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
 def lookahead_on_meta(model: nn.Module, settings: Mapping[str, Any]) -> GateSet:

@@ -5,25 +5,36 @@ decision taken here: target, loss, gate, stage and calibration are separate sect
 recipe is one file, and "what if" is one line of it.
 """
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
+from retain.config import Count, Whole, problems_of
 from retain.future import WEIGHTS
-from retain.gates import GATES
-from retain.registry import lookup
+from retain.gates import GATES, LookaheadGate, build_gates, dims_for
+from retain.hf.lookahead import TARGETS, lookahead_gates
+from retain.registry import lookup, suggest
 from retain.train.branches import check_branches
 from retain.train.calibration import CalibrationSettings
-from retain.train.data import DataSettings, Document, check_data
-from retain.train.device import PlanSettings, check_plan
+from retain.train.data import DataSettings, Document, check_data, check_lengths
+from retain.train.device import PlanSettings
 from retain.train.features import FeatureSettings, check_features
 from retain.train.local import check_unit
 from retain.train.losses import LossSettings, check_fit, check_losses
+from retain.train.model_shape import Precision
 from retain.train.schedule import TrainingSettings, check_training
 from retain.train.soft import SoftSettings, check_soft
 from retain.train.targets import TargetSettings, check_targets
 from retain.train.teacher import Frozen, check_document
+
+# Widest of what a gate is made of.
+MOST_WIDE = 2**20
+# Of the layer that settings are tried on.
+SMALL = {"E": 64, "H": 2, "Q": 4, "D": 16}
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,8 @@ class DistillConfig:
         stage: `local` (each layer's gate learns its own target), `end_to_end` (soft gates in the model's own
             attention, a loss on what the model says) or `lookahead` (tokens that look for the answer).
         model: `reference:<seed>`, a local folder, or a hub name.
-        dtype: precision of the frozen model (the gates are float32).
+        dtype: precision of the frozen model (the gates are float32); `auto`: the checkpoint's, and float32
+            on a CPU that has no instructions for that.
         revision: of the hub model.
         trust_remote_code: run code that comes with the checkpoint; off unless asked.
         device_map: of transformers (`auto` spreads the frozen model over this process's devices).
@@ -74,14 +86,14 @@ class DistillConfig:
     output: str
     stage: Literal["local", "end_to_end", "lookahead"] = "local"
     model: str = "reference:0"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Precision = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     device_map: str | None = None
     quantization: dict[str, Any] | None = None
-    chunk: int | None = 8192
+    chunk: Count | None = 8192
     initial: str | None = None
-    seed: int = 0
+    seed: Whole = 0
     data: DataSettings = field(default_factory=DataSettings)
     gate: GateSettings = field(default_factory=GateSettings)
     target: TargetSettings = field(default_factory=TargetSettings)
@@ -102,17 +114,17 @@ def check(config: DistillConfig, num_processes: int) -> None:
     Raises:
         ValueError: with every problem.
     """
-    problems = []
+    problems = problems_of(config)
     for part in (
         lambda: lookup(config.gate.family, GATES, what="gate family"),
         lambda: _check_stage(config),
         lambda: check_data(config.data),
+        lambda: check_lengths(config.data, config.target.horizon),
         lambda: check_targets(config.target),
         lambda: check_losses(config.loss),
         lambda: _check_gate(config),
         lambda: check_soft(config.soft),
         lambda: check_features(config.features),
-        lambda: check_plan(config.plan),
         lambda: check_training(config.training, num_processes),
     ):
         try:
@@ -168,6 +180,8 @@ def _check_stage(config: DistillConfig) -> None:
 def _check_gate(config: DistillConfig) -> None:
     """Of a family that is known: whether its gates can learn this target by these terms."""
     gate = GATES.get(config.gate.family)
+    if gate is not None:
+        _check_settings(config.gate)
     if gate is not None and config.calibration.kind == "scale" and (gate.signed or gate.unit == "rank"):
         raise ValueError(
             f"calibration.kind=scale is a factor, which makes no risk of the scores of family "
@@ -177,6 +191,36 @@ def _check_gate(config: DistillConfig) -> None:
         check_fit(config.loss, gate)
         if config.target.weight in WEIGHTS:
             check_unit(gate, config.target)
+
+
+def _check_settings(gate: GateSettings) -> None:
+    """Make gates without numbers, of a small model: what a family does not take is said before any is loaded.
+
+    Raises:
+        ValueError: naming the settings.
+    """
+    large = [name for name, value in gate.settings.items() if isinstance(value, int) and value > MOST_WIDE]
+    if large:
+        raise ValueError(
+            f"gate.settings.{large[0]}={gate.settings[large[0]]} is too wide for any gate: take at most "
+            f"{MOST_WIDE:,}."
+        )
+    extension, own = GATES[gate.family].extension, dict(gate.settings)
+    try:
+        if extension is not None:
+            known = inspect.signature(lookahead_gates).parameters.keys() - {"model", "seed"}
+            for name in own.keys() - known:
+                raise ValueError(f"there is no setting {name!r}{suggest(name, known)}")
+            reduce, targets = own.pop("reduce", "mean"), own.pop("targets", "all")
+            lookup(targets, TARGETS, what="targets of lookahead gates")
+        with torch.device("meta"):
+            if extension is None:
+                build_gates(gate.family, dims_for(gate.family, {0: SMALL}, own))
+            else:
+                extension(E=SMALL["E"], modules={}, **own)
+                LookaheadGate(E=SMALL["E"], H=SMALL["H"], reduce=reduce)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"gate.settings={gate.settings}: {str(error).splitlines()[0]}") from error
 
 
 def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:

@@ -33,6 +33,10 @@ KINDS = (
     "`text`, or `context` + `question` + `answer`, or `messages` (and `tools`), or `context_ids` (and "
     "`appendix_ids`)"
 )
+# Of a text that is cut, the characters that are encoded for each token that is kept, at first; and tokens
+# before the end of what is encoded that the end may have changed.
+CHARACTERS = 16
+MARGIN = 64
 # What a row may leave empty.
 OPTIONAL = ("appendix_ids", "tools")
 
@@ -81,14 +85,15 @@ class Reader:
                     f"{row.where} holds text, and the model has no tokenizer to encode it with: give "
                     "context_ids, or save a tokenizer beside the model."
                 )
-            context_ids = tuple(self.encode(_text(row, form, values[form]), True))
+            # One token more than may be kept, so that what is too long shows.
+            context_ids = _encoded(self.encode, _text(row, form, values[form]), True, self.max_tokens + 1)
             appendix_ids = ()
             if "answer" in values:
                 after = self.appendix.format(
                     question=_text(row, "question", values.get("question", "")),
                     answer=_text(row, "answer", values["answer"]),
                 )
-                appendix_ids = tuple(self.encode(after, False))
+                appendix_ids = _encoded(self.encode, after, False, self.max_appendix_tokens)
         if self.max_appendix_tokens:
             appendix_ids = appendix_ids[: self.max_appendix_tokens]
         cut_ids = self._cut(row, form, context_ids)
@@ -152,7 +157,11 @@ class Reader:
         if len(context_ids) > self.max_tokens:
             if self.long == "skip":
                 return None
-            too_long = f"{row.where} has {len(context_ids)} tokens, and data.max_tokens={self.max_tokens}: "
+            # Of a long text no more than one token too many is known.
+            least = "at least " if len(context_ids) == self.max_tokens + 1 else ""
+            too_long = (
+                f"{row.where} has {least}{len(context_ids)} tokens, and data.max_tokens={self.max_tokens}: "
+            )
             if self.long == "error":
                 raise ValueError(too_long + "raise it, or set data.long to cut or skip.")
             if form == "messages":
@@ -214,6 +223,23 @@ def check_columns(columns: Mapping[str, str], appendix: str) -> list[str]:
                 'such as "\\n{answer}"'
             )
     return problems
+
+
+def _encoded(encode: Encode, text: str, special: bool, wanted: int) -> tuple[int, ...]:
+    """The first tokens of a text: all of them, or at least as many as are wanted (0: all).
+
+    A text much longer than that is encoded from its beginning on, in pieces that double and end before a
+    blank: what is beyond would be cut away, and costs a tokenizer hundreds of bytes a character. Tokens do
+    not depend on what follows a few words later, so that the first ones are those of the whole text.
+    """
+    size = CHARACTERS * (wanted + MARGIN)
+    while wanted and size < len(text):
+        end = max(text.rfind(" ", size // 2, size), text.rfind("\n", size // 2, size))
+        ids = encode(text[: end if end > 0 else size], special)
+        if len(ids) >= wanted + MARGIN:
+            return tuple(ids[:wanted])
+        size *= 2
+    return tuple(encode(text, special))
 
 
 def _ids(row: Row, role: str, value: Any) -> tuple[int, ...]:

@@ -6,11 +6,15 @@ step, not an object with a state, so that resuming and several processes need no
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from retain.config import Count, Many, NotNegative, Positive, Range, Whole
 
 # Shares of the steps after the warm-up: where `halving` halves, and where `decay` begins to fall.
 HALVED_AT = (0.5, 0.75)
 STABLE = 0.9
+
+Beta = Annotated[float, Range(least=0, below=1)]
 
 
 @dataclass(frozen=True)
@@ -37,41 +41,32 @@ class TrainingSettings:
         checkpoint_every: steps between checkpoints (0 = none).
     """
 
-    steps: int = 200
-    batch_documents: int = 8
-    micro_batch: int = 4
-    lr: float = 5e-3
+    steps: Count = 200
+    batch_documents: Many = 8
+    micro_batch: Count = 4
+    lr: Positive = 5e-3
     schedule: Literal["cosine", "constant", "halving", "decay"] = "cosine"
-    final_lr: float = 0.05
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-8
-    warmup_steps: int = 10
-    clip: float = 1.0
-    held_out_every: int = 50
-    checkpoint_every: int = 50
+    final_lr: NotNegative = 0.05
+    weight_decay: NotNegative = 0.01
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    eps: Positive = 1e-8
+    warmup_steps: Whole = 10
+    clip: Positive = 1.0
+    held_out_every: Whole = 50
+    checkpoint_every: Whole = 50
 
 
 def check_training(settings: TrainingSettings, num_processes: int) -> None:
-    """Refuse settings that mean nothing.
+    """Refuse a batch that the processes cannot share.
 
     Raises:
-        ValueError: with all of them.
+        ValueError: saying so.
     """
-    problems = []
-    for name in ("steps", "batch_documents", "micro_batch", "lr", "clip", "eps"):
-        if getattr(settings, name) <= 0:
-            problems.append(f"training.{name}={getattr(settings, name)} must be positive")
-    for name in ("warmup_steps", "held_out_every", "checkpoint_every", "weight_decay", "final_lr"):
-        if getattr(settings, name) < 0:
-            problems.append(f"training.{name}={getattr(settings, name)} must not be negative")
     if settings.batch_documents % num_processes:
-        problems.append(
+        raise ValueError(
             f"training.batch_documents={settings.batch_documents} must be a multiple of the {num_processes} "
-            "processes"
+            "processes."
         )
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
 
 
 def learning_rate(step: int, settings: TrainingSettings) -> float:

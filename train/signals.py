@@ -1,9 +1,9 @@
 """Being asked to stop: the step in hand is finished, a checkpoint written, and the run says how to go on.
 
-In: SIGTERM, SIGUSR1 (what a scheduler sends before the end), or a file `STOP` in the run's folder. Out: one
-answer per step, the same on every process. The one decision taken here: a signal only leaves a note, and the
-processes compare notes once a step, at the same place; so all of them stop after the same step, whichever of
-them was told.
+In: SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (what a scheduler sends before the end), the end of the launcher
+(`retain.train.launcher`), or a file `STOP` in the run's folder. Out: one answer per step, the same on every
+process. The one decision taken here: a signal only leaves a note, and the processes compare notes once a
+step, at the same place; so all of them stop after the same step, whichever of them was told.
 
 The file is for runs of many processes on many machines: launchers do not hand every signal on (torchrun's
 agent dies of SIGUSR1, and kills its workers 30 seconds after a SIGTERM), but every machine sees the folder.
@@ -21,11 +21,13 @@ import torch
 from accelerate import Accelerator
 
 from retain.train.checkpoint import same_command
+from retain.train.launcher import LAUNCHER_GONE
 
 STOP_FILE = "STOP"
-NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # 128 + SIGTERM, as shells and schedulers read it: ended on request, whichever way it was made.
 EXIT_CODE = 128 + signal.SIGTERM
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class StopRequested(SystemExit):
@@ -39,7 +41,7 @@ def forget_(folder: Path) -> None:
 
 
 class Signals:
-    """Inside, SIGTERM and SIGUSR1 wait for the end of a step.
+    """Inside, SIGTERM, SIGINT and SIGUSR1 wait for the end of a step.
 
     The second one ends the process at once, as the first would have without us. Outside the main thread,
     where Python allows no handlers, only the file is heard.
@@ -62,7 +64,8 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in NUMBERS}
+            numbers = (*NUMBERS, LAUNCHER_GONE)
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(
@@ -77,7 +80,10 @@ class Signals:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
+        gone = number == LAUNCHER_GONE
+        name = "the launcher has ended" if gone else signal.Signals(number).name
+        if self.received is not None and gone:
+            return
         if self.received is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from retain.config import Count, NotNegative, Positive, PositiveShare, Whole
 from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model import base_model
 from retain.hf.soft import SoftGated
@@ -94,52 +95,38 @@ class SoftSettings:
         autocast: products in bfloat16.
     """
 
-    terms: dict[str, float] = field(default_factory=lambda: {"kl_forward": 1.0, "capacity_global": 1.0})
-    temperature: float = 1.0
+    terms: dict[str, NotNegative] = field(default_factory=lambda: {"kl_forward": 1.0, "capacity_global": 1.0})
+    temperature: Positive = 1.0
     positions: Literal["all", "appendix"] = "all"
-    protected: int = 32
-    sinks: int = 4
+    protected: Whole = 32
+    sinks: Whole = 4
     hard: Literal["none", "straight_through", "gumbel"] = "none"
-    hard_temperature: float = 0.1
-    anchor: int = 0
+    hard_temperature: Positive = 0.1
+    anchor: Whole = 0
     variant: Literal["paper", "code"] = "paper"
-    budget: int | None = None
-    keep_from: float = 1.0
-    keep_to: float = 0.25
+    budget: Count | None = None
+    keep_from: PositiveShare = 1.0
+    keep_to: PositiveShare = 0.25
     ramp: Literal["ratio", "compression"] = "ratio"
-    ramp_steps: int | None = None
-    capacity_rows: int = 256
-    chunk: int = 256
+    ramp_steps: Whole | None = None
+    capacity_rows: Whole = 256
+    chunk: Count = 256
     checkpointing: bool = False
     autocast: bool = False
 
 
 def check_soft(settings: SoftSettings) -> None:
-    """Refuse settings that mean nothing.
+    """Refuse terms that there are none of.
 
     Raises:
         ValueError: with all of them.
     """
     problems = []
-    for name, weight in settings.terms.items():
+    for name in settings.terms:
         try:
             lookup(name, FIDELITY | COST, what="soft term")
         except ValueError as error:
             problems.append(f"soft.terms: {error}")
-        if not weight >= 0:
-            problems.append(f"soft.terms.{name}={weight} must not be negative")
-    for name in ("keep_from", "keep_to"):
-        if not 0 < getattr(settings, name) <= 1:
-            problems.append(f"soft.{name}={getattr(settings, name)} must lie in (0, 1]")
-    for name in ("protected", "sinks", "anchor", "capacity_rows"):
-        if getattr(settings, name) < 0:
-            problems.append(f"soft.{name}={getattr(settings, name)} must not be negative")
-    if settings.budget is not None and settings.budget < 1:
-        problems.append(f"soft.budget={settings.budget} must be at least 1 entry (null: a ratio)")
-    if settings.ramp_steps is not None and settings.ramp_steps < 0:
-        problems.append(f"soft.ramp_steps={settings.ramp_steps} must not be negative (null: half of the run)")
-    if settings.temperature <= 0 or settings.hard_temperature <= 0 or settings.chunk < 1:
-        problems.append("soft.temperature, soft.hard_temperature and soft.chunk must be positive")
     if problems:
         raise ValueError("; ".join(problems) + ".")
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, runtime_checkable
 
+from retain.config import what_is_at
 from retain.registry import suggest
 
 Kind = Literal["jsonl", "parquet", "text"]
@@ -175,10 +176,12 @@ def local_paths(path: str, kind: Kind) -> list[Path]:
         found = [Path(match) for match in matches if Path(match).is_file()]
         if not found:
             near = [file.name for file in place.parent.iterdir()] if place.parent.is_dir() else []
+            other = what_is_at(place)
+            said = f"data file {path} {other}" if other else f"no such data file: {path}"
             raise FileNotFoundError(
-                f"no such data file: {path}{suggest(place.name, near)}. Set data.path to a "
-                f"{ENDINGS[kind][0]} file, a folder of them, or a pattern; relative paths start "
-                f"at {str(Path.cwd())!r}."
+                f"{said}{'' if other else suggest(place.name, near)}. Set data.path to a "
+                f"{ENDINGS[kind][0]} file, a folder of them, or a pattern; relative paths start at "
+                f"{str(Path.cwd())!r}."
             )
     return sorted(found, key=str)
 
@@ -257,7 +260,11 @@ def _jsonl_rows(path: Path, skip: int) -> Iterator[Row | None]:
         where = f"{path} line {number}"
         text = _decoded(path, number, line)
         try:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=_unique)
+        except _Twice as error:
+            raise ValueError(
+                f"{where} gives the key {error} twice, and one value would be lost: leave out one of them."
+            ) from None
         except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits, too
             array = text.lstrip().startswith("[")
             if not isinstance(error, json.JSONDecodeError | RecursionError):
@@ -281,6 +288,18 @@ def _jsonl_rows(path: Path, skip: int) -> Iterator[Row | None]:
                 + (f"; `jq -c '.[]' {path.name}` takes an array apart." if isinstance(values, list) else ".")
             )
         yield Row(where, values, tuple(values))
+
+
+class _Twice(Exception):
+    """A key that an object has twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(repr(next(key for key in keys if keys.count(key) > 1)))
+    return values
 
 
 def _text_rows(path: Path, skip: int, separator: str | None) -> Iterator[Row | None]:
@@ -329,6 +348,12 @@ def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = tuple(file.schema_arrow.names)
+            twice = sorted({name for name in columns if columns.count(name) > 1})
+            if twice:
+                raise ValueError(
+                    f"{path} has the column {twice[0]!r} twice, and one of them would be lost: write it "
+                    "again with a name of its own for each."
+                )
             read = [name for name in columns if name in wanted] or list(columns)
             number = 0
             groups: list[int] = []

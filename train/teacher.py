@@ -9,18 +9,19 @@ not grow with the number of layers.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf.blocks import Shown, Text, forward_of, read_texts
 from retain.hf.layout import Layout
 from retain.hf.model import layout_of, rotary_of
-from retain.hf.named import load_named
+from retain.hf.named import load_named, load_named_tokenizer
 from retain.rotary import Rotary
 from retain.train.branches import Reading
 from retain.train.chat import Chat, chat_of
 from retain.train.data import Document, Encode
+from retain.train.model_shape import Precision, named_config
 from retain.train.parallel import loaded_whole
 
 # Tokens that feed-forward parts take at a time: more are no faster, and are held at once.
@@ -168,7 +169,7 @@ def walk(
 def load_frozen(
     name: str,
     *,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: Precision = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     device_map: str | Mapping[str, Any] | None = None,
@@ -202,19 +203,44 @@ def load_frozen(
         quantization=quantization,
         loading=loaded_whole(),
     )
-    model.eval().requires_grad_(False)
-    pad_id = next(
-        (i for i in (model.config.pad_token_id, model.config.eos_token_id) if isinstance(i, int)), 0
-    )
-
-    def encode(text: str, special: bool) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
-
-    frozen = Frozen(model, None if tokenizer is None else encode, pad_id, tokenizer, chunk)
+    frozen = _frozen(model.eval().requires_grad_(False), tokenizer, chunk)
     # Looked at now, while every weight is whole: later the model may be in parts (FSDP, ZeRO-3).
     for part in ("layout", "rotary"):
         getattr(frozen, part)
     return frozen
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A model whose weights were not read: its config alone."""
+
+    config: Any
+
+
+def load_unread(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Frozen:
+    """What documents are read and checked with, before a model's weights are: its tokenizer and its config.
+
+    Args:
+        name: as for `load_frozen`, with the next two.
+        revision: of a hub model.
+        trust_remote_code: run code that comes with the checkpoint.
+
+    Raises:
+        ValueError: the name cannot be resolved.
+    """
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = named_config(name, **origin)
+    return _frozen(Unread(config), load_named_tokenizer(name, **origin), None)
+
+
+def _frozen(model: Any, tokenizer: Any, chunk: int | None) -> Frozen:
+    pads = (getattr(model.config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    pad_id = next((i for i in pads if isinstance(i, int)), 0)
+
+    def encode(text: str, special: bool) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    return Frozen(model, None if tokenizer is None else encode, pad_id, tokenizer, chunk)
 
 
 def check_document(config: Any, document: Document) -> None:

@@ -238,6 +238,8 @@ def _parsed(text: str, where: str, *, lines: bool) -> list[Row]:
         except json.JSONDecodeError as error:
             place = number + error.lineno - 1
             raise ValueError(f"{where}, line {place}, is not JSON: {error.msg}.") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of lists
+            raise ValueError(f"{where}, line {number}, cannot be read: {error}.") from error
     rows = read if lines or not read else read[0]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{where} is to be a list of objects, one per item; it is {type(rows).__name__}.")

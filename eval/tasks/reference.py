@@ -153,7 +153,7 @@ def reference_suite(model: str = MODEL) -> Suite:
         documents=reference_documents,
         load_model=load_model if model == MODEL else partial(reference_model, model),
         seeds=tuple(SEEDS) if model == MODEL else seeds_of(model),
-        train_gates="accelerate launch train/distill.py --config configs/distill/reference.yaml "
+        train_gates="accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml "
         f"model={model} seed={{seed}} output={{gates}}",
     )
 

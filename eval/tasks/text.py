@@ -135,7 +135,7 @@ def text_suite(**how: Any) -> Suite:
         documents=_no_documents,
         load_model=partial(_load, _frozen(settings)),
         seeds=_seeds(settings.model),
-        train_gates="accelerate launch train/distill.py --config configs/distill/hub.yaml "
+        train_gates="accelerate launch --quiet train/distill.py --config configs/distill/hub.yaml "
         f"model={settings.model} seed={{seed}} output={{gates}}",
     )
 

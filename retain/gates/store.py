@@ -19,6 +19,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +29,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from safetensors.torch import save_file
+from torch import Tensor
 
 from retain.gates.base import UNITS, GateSet
 from retain.gates.calibrate import Calibrator, calibrated_layers
@@ -167,18 +171,47 @@ def write_beside(path: Path, payload: bytes) -> Path:
             os.fsync(file.fileno())
     except OSError as error:
         beside.unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        step = (
-            "the disk is full, or a limit on what may be written is reached: make room, or write elsewhere"
-            if error.errno in NO_ROOM
-            else "check that the folder can be written to, or write elsewhere"
-        )
-        raise OSError(
-            error.errno,
-            f"{reason}, writing {len(payload)} bytes to {path.name} in {path.parent}: {step}. What was there "
-            "before is as it was.",
-        ) from None
+        raise _unwritten(path, len(payload), error) from None
     return beside
+
+
+def save_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+    """The same of tensors, as safetensors, without a copy of them all in memory.
+
+    Raises:
+        OSError: the write failed, as above.
+    """
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with open(beside, "wb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        save_file(dict(tensors), beside, dict(metadata))
+        beside.chmod(mode)  # safetensors' own files are for their owner alone, whatever the umask
+        with open(beside, "rb+") as file:
+            os.fsync(file.fileno())
+    except BaseException as error:
+        beside.unlink(missing_ok=True)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if isinstance(error, SafetensorError) and (number := re.search(r"os error (\d+)", str(error))):
+            error = OSError(int(number[1]), os.strerror(int(number[1])))
+        if isinstance(error, OSError):
+            raise _unwritten(path, num_bytes, error) from None
+        raise
+    return beside
+
+
+def _unwritten(path: Path, num_bytes: int, error: OSError) -> OSError:
+    """The system's error, with where, why and what to do."""
+    step = (
+        "the disk is full, or a limit on what may be written is reached: make room, or write elsewhere"
+        if error.errno in NO_ROOM
+        else "check that the folder can be written to, or write elsewhere"
+    )
+    return OSError(
+        error.errno,
+        f"{error.strerror or error}, writing {num_bytes} bytes to {path.name} in {path.parent}: {step}. What "
+        "was there before is as it was.",
+    )
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:

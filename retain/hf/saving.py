@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from retain import config
 from retain.cache import RaggedStore
 from retain.capacity import Guard
+from retain.gates.store import save_beside
 from retain.hf import foreign
 from retain.hf.guarded import AUTO
 from retain.hf.history import History
@@ -67,6 +67,7 @@ def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: there is nothing to save yet, or a forward broke off, or the cache still holds a prefill
             densely; nothing was written.
+        OSError: the disk takes no more; names the file.
     """
     if cache._call is not None:
         raise ValueError("an earlier forward broke off and left this cache half-updated: it cannot be saved.")
@@ -88,15 +89,7 @@ def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
         "header": header,  # as text, of which the digest is
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        save_file(tensors, beside, {FORMAT: json.dumps(record)})
-        with open(beside, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    os.replace(save_beside(path, tensors, {FORMAT: json.dumps(record)}), path)
     return path
 
 

@@ -22,6 +22,11 @@ from retain.running import advance
 from retain.scores import SCORES, Score
 from retain.scores.value_norm import value_norm_l1
 
+# Settings that are numbers of entries, and the most of them that the made-up layer is tried with (odd).
+LENGTHS = ("window", "pool_size", "page_size")
+LONGEST = 63
+MOST_ENTRIES = 2**20  # of whatever is counted in entries, and may be made as a tensor
+
 
 def known_settings(name: str) -> tuple[str, ...]:
     """Names of a score's settings: its keyword arguments, without the seeds that the caller passes."""
@@ -45,17 +50,24 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
         for key in settings
         if key not in known
     ]
-    for key in ("window", "pool_size", "page_size"):
+    for key in LENGTHS:
         value = settings.get(key, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{key} is a whole number of at least 1, got {value!r}")
         elif key == "pool_size" and value % 2 == 0:
             problems.append(f"pool_size is odd, so that the pool is centred, got {value!r}")
+    problems += [
+        f"{key} is at most {MOST_ENTRIES:,}, got {value!r}"
+        for key, value in settings.items()
+        if isinstance(value, int) and value > MOST_ENTRIES
+    ]
     if problems:
         return None, problems
+    # What lengths mean shows on a few entries, whatever they are.
+    short = {key: min(value, LONGEST) for key, value in settings.items() if key in LENGTHS}
     try:
-        return _tried(name, json.dumps(dict(settings), sort_keys=True)), []
-    except (ValueError, TypeError) as error:
+        return _tried(name, json.dumps({**settings, **short}, sort_keys=True)), []
+    except (ValueError, TypeError, RuntimeError) as error:
         return None, [f"score {name!r} does not take {dict(settings)}: {_first(error)}"]
 
 

@@ -69,9 +69,9 @@ def test_all_problems_come_in_one_message(tmp_path):
         "unknown task 'copi' (did you mean 'copy'?)",
         "'full' is always measured",
         "suite 'stub' has no model of seed 7; it has 0, 1",
-        "above 0 and below 1 (the full cache is measured anyway); got 1.0",
+        "keep_ratios[1]: expected float above 0 and below 1, got 1.0",
         "`gates` needs a {seed} in it, since there are 2 seeds",
-        "`items_per_task` must be at least 1, got 0",
+        "items_per_task: expected int at least 1 and at most 1,000,000, got 0",
         "`run` is the name of a folder",
     ):
         assert part in text, part
@@ -242,7 +242,7 @@ def test_variants_that_cannot_be_are_all_found_at_once(tmp_path):
         "variant 'bad_key': ",
         "unknown key 'protection.sink'",
         "variant 'bad_value': ",
-        "scope is 'head' or 'layer' or 'model', got 'heads'",
+        "scope: expected one of 'head', 'layer', 'model', got 'heads'",
         "unknown policy 'bad_kee' (did you mean 'bad_key'?)",
     ):
         assert part in text, part
@@ -391,8 +391,8 @@ def test_what_the_grid_says_wrong_is_all_found(tmp_path):
     text = str(caught.value)
     for part in (
         "unknown task 'copi' (did you mean 'copy'?)",
-        "tokens_per_head is from 2 up to below context_tokens (100); got 1",
-        "tokens_per_head is from 2 up to below context_tokens (100); got 100",
+        "tokens_per_head[0]: expected int at least 2, got 1",
+        "tokens_per_head lies below context_tokens (100); got 100",
         "`tokens_per_head` names something twice",
         "protection 'preset': take a name that is not 'preset'",
         "protection 'empty' is a list of `protection.field=value` and `scope=value`, got []",
@@ -400,8 +400,8 @@ def test_what_the_grid_says_wrong_is_all_found(tmp_path):
         "protection 'misspelt': ",
         "unknown key 'protection.sink'",
         "device is 'gpu', and must be 'cpu', 'cuda', 'cuda:1', or 'auto'",
-        "`every` must be at least 1, got 0",
-        "`chunk_tokens` must be at least 1, got 0",
+        "every: expected int at least 1, got 0",
+        "chunk_tokens: expected int at least 1, got 0",
     ):
         assert part in text, part
 
@@ -501,7 +501,7 @@ def test_items_may_begin_behind_those_that_something_was_chosen_on(tmp_path):
 
 def test_where_items_begin_is_checked(tmp_path):
     config = stub_config(tmp_path, tasks=("ragged", "turns"), policies=("recency",), keep_ratios=(0.8,))
-    with pytest.raises(ValueError, match="`first_item` must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="first_item: expected int at least 0, got -1"):
         check(replace(config, first_item=-1), MORE_STUB)
     with pytest.raises(ValueError, match="task 'ragged' has 3 items, and `first_item` is 3: none is left"):
         check(replace(config, first_item=3), MORE_STUB)

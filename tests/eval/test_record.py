@@ -1,11 +1,15 @@
 """What a run leaves on disk, and what a killed one may leave."""
 
+import errno
 import json
+import resource
 from dataclasses import replace
 
 import pytest
 import torch
 
+from retain.eval import compare as entry
+from retain.eval import study
 from retain.eval.record import (
     ITEMS,
     MANIFEST,
@@ -14,6 +18,7 @@ from retain.eval.record import (
     Reference,
     Row,
     append_unit,
+    disk_error,
     finished,
     gates_identity,
     open_run,
@@ -229,3 +234,36 @@ def test_a_manifest_that_is_not_there_or_not_whole_is_named(tmp_path):
             read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_text('{"run": "x"}')
     assert read_manifest(tmp_path) == {"run": "x"}
+
+
+def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
+    append_unit(tmp_path, [row("a", 0)])
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            append_unit(tmp_path, [row("b", item, rows=40) for item in range(40)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = disk_error(caught.value, tmp_path)
+    assert said.startswith(
+        f"cannot write {tmp_path / 'items.jsonl'}: File too large. Make room there, or move"
+    )
+    assert take_up(tmp_path, ["a", "b"]) == {"a"}, "what was whole is there"
+
+
+@pytest.mark.parametrize("module", [entry, study], ids=["compare", "study"])
+def test_a_command_on_a_full_disk_ends_in_one_line(tmp_path, monkeypatch, capsys, module):
+    """Also where neither the system nor a library names a file."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(entry, "suite_of", full)
+    monkeypatch.setattr(study, "suite_of", full)
+    config = "configs/study/fusion.yaml" if module is study else "configs/compare/demo.yaml"
+    where = "compare.results" if module is study else "results"
+    assert module.main(["--config", config, f"{where}={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: cannot write {tmp_path}/" in said and "No space left on device. Make room" in said
+    assert len(said.splitlines()) == 1

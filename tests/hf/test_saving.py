@@ -3,6 +3,7 @@ changed."""
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -234,20 +235,23 @@ def saved(tmp_path, name="qwen3", **settings):
     return model, cache, cache.save(tmp_path / "context.safetensors")
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_old_file(tmp_path):
     model, cache, path = saved(tmp_path)
     before = path.read_bytes()
 
-    def full_disk(tensors, beside, metadata):
-        beside.write_bytes(b"half of it")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(saving, "save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        cache.save(path)
+    before_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before_limit[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"too large, writing \d+ bytes to context.safetensors in .*: the disk"
+        ):
+            cache.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before_limit)
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
-    monkeypatch.undo()
     cache.save(path)  # and nothing else changed
+    (tmp_path / "any").touch()
+    assert path.stat().st_mode == (tmp_path / "any").stat().st_mode, "as the umask makes files"
     assert path.read_bytes() == before
     assert_same_state(Cache.load(path, model, policy=policy), cache)
 

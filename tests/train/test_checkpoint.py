@@ -98,6 +98,28 @@ def test_another_config_is_refused_with_what_differs(tmp_path: Path) -> None:
     )
 
 
+def test_what_changes_no_result_is_no_other_config(tmp_path: Path) -> None:
+    config = {**CONFIG, "output": str(tmp_path), "plan": {"tflops": 1.0}, "features": {"folder": "a"}}
+    begin_(tmp_path, config, INPUTS)
+    write_checkpoint(tmp_path, 10)
+    moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    free = {"output": str(moved), "plan": {"tflops": 2.0}, "features": {"folder": "b"}, "tracker": "wandb"}
+    assert state(moved, {**config, **free}) == "resume"
+    with pytest.raises(ValueError, match=r"another config \(training.lr: 1e-05 -> 2e-05\)"):
+        state(moved, {**config, **free, "training": {**CONFIG["training"], "lr": 2e-5}})
+
+
+def test_damaged_records_of_a_run_are_named(tmp_path: Path) -> None:
+    begin_(tmp_path, CONFIG, INPUTS)
+    for payload in (b"{", b"[1]", b"\xff", b"[" * 100_000):
+        (tmp_path / "run.json").write_bytes(payload)
+        with pytest.raises(ValueError, match=r"run.json is damaged .*overwrite=true"):
+            check_inputs(tmp_path, INPUTS)
+        (tmp_path / "config.yaml").write_bytes(payload)
+        with pytest.raises(ValueError, match=r"(?s)config.yaml .*which run .* holds: restore it"):
+            state(tmp_path)
+
+
 def test_an_artifact_without_a_config_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "gates.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a gate artifact and no config.yaml"):

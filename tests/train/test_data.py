@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retain.train import data
 from retain.train.data import (
     Corpus,
     DataSettings,
     Document,
     check_data,
+    check_lengths,
     collate,
     held_out_fraction,
     load_corpus,
@@ -138,21 +140,60 @@ def test_held_out_documents_that_are_looked_at_are_the_same_in_any_order(tmp_pat
     assert len(corpora[0].train) == 60 - len(reserved) < 55, "the others of the share are not trained on"
 
 
-def test_too_few_held_out_documents_say_which_share_would_do(tmp_path: Path) -> None:
-    settings = replace(
-        jsonl(tmp_path / "d.jsonl", [{"text": f"document {i}"} for i in range(30)]),
-        held_out=8,
-        held_out_share=0.01,
-    )
+@pytest.mark.parametrize("share", [0.01, 0.99], ids=["too-few-held-out", "none-left-to-train-on"])
+def test_a_small_set_holds_out_as_many_as_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    rows = [{"context": f"document {i // 2}", "question": str(i), "answer": "a"} for i in range(60)]
+    settings = replace(jsonl(tmp_path / "d.jsonl", rows), held_out=8, held_out_share=share)
+    corpus = load(settings, progress=True)
+    assert (len(corpus.held_out), len(corpus.train)) == (8, 52)
+    fractions = [held_out_fraction(one.context_ids) for one in corpus.held_out]
+    assert max(fractions) < min(held_out_fraction(one.context_ids) for one in corpus.train)
+    assert "data.held_out=8: 8 are held out, 52 trained on" in capsys.readouterr().out
+    # Of an odd number, what has the last one's context is held out too, and looked at by nobody.
+    odd = load(replace(settings, held_out=7))
+    assert (odd.held_out, odd.train) == (corpus.held_out[:7], corpus.train)
     with pytest.raises(
-        ValueError, match=r"too few documents: .*=0.01 of 30 usable .* data.held_out_share=0.\d+ does"
-    ) as caught:
-        load(settings)
-    share = float(str(caught.value).rpartition("data.held_out_share=")[2].split()[0])
-    corpus = load(replace(settings, held_out_share=share))
-    assert (len(corpus.held_out), len(corpus.train)) == (8, 22)
-    with pytest.raises(ValueError, match="Use more documents"):
-        load(replace(settings, held_out=30))
+        ValueError, match="gives 60 that are usable and differ, data.held_out=60 .*hold out fewer"
+    ):
+        load(replace(settings, held_out=60))
+
+
+def test_generated_documents_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where none can be used: all too short, all alike, or all on one side of the split."""
+    with pytest.raises(
+        ValueError, match="data.max_tokens=264 and target.horizon=300: no context would be longer"
+    ):
+        check_lengths(DataSettings(max_tokens=264), 300)
+    with pytest.raises(ValueError, match="data.lengths=280 and target.horizon=300: no context"):
+        check_lengths(DataSettings(lengths=(270, 280)), 300)
+    with pytest.raises(
+        ValueError, match="data.min_tokens and target.horizon=300: of the contexts .* 91.2% are longer"
+    ):
+        check_lengths(DataSettings(), 300)
+    for fine in (
+        DataSettings(short="skip"),
+        DataSettings(source="jsonl", path="d"),
+        DataSettings(min_tokens=301),
+    ):
+        check_lengths(fine, 300)
+    with pytest.raises(
+        ValueError, match="held_out_share=1e-09: too many documents would have to be generated"
+    ):
+        check_data(DataSettings(held_out_share=1e-9))
+    one = Document((1,) * 300)
+    monkeypatch.setattr(data, "_documents", lambda *_: iter(lambda: one, None))
+    for settings, message in (
+        (
+            DataSettings(documents=8, held_out=2),
+            "of 1194 that were generated, [01] can be trained on and [01] held out",
+        ),
+        (DataSettings(documents=8, held_out=2, min_tokens=301), "of .* documents are too short"),
+        (DataSettings(documents=8, held_out=2, min_tokens=301, short="skip"), "none of them usable"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(settings)
 
 
 def test_reading_stops_when_both_sides_are_full(tmp_path: Path) -> None:
@@ -247,12 +288,8 @@ def test_settings_that_contradict_each_other_are_named_together() -> None:
         ({"source": "reference", "documents": 0, "path": None}, "documents=0: the generator needs to know"),
         ({"revision": "abc"}, "data.revision are for data.source=hub, not jsonl"),
         ({"streaming": True, "documents": 9}, r"set data.documents=0 \(got 9\)"),
-        ({"shuffle_rows": 0}, "shuffle_rows=0 must be at least 1"),
         ({"lengths": (300, 9)}, "data.lengths has 9; all must be between data.min_tokens=256"),
         ({"lengths": (300,), "length_weights": (1.0, 2.0)}, "has 2 numbers and data.lengths has 1"),
-        ({"lengths": (300,), "length_weights": (-1.0,)}, "must be positive"),
-        ({"pack_tokens": -1}, "data.pack_tokens=-1 must not be negative"),
-        ({"held_out_share": 0.0}, "held_out_share=0.0 must be between 0 and 1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

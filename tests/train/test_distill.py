@@ -169,7 +169,7 @@ def test_a_finished_run_is_left_alone_and_another_config_refused(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run(
-    make_config: Make, monkeypatch: pytest.MonkeyPatch, bad: float
+    make_config: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bad: float
 ) -> None:
     config = make_config(**{"data.held_out": 0, "training.micro_batch": 4})
     total_loss = local.total_loss
@@ -188,7 +188,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     folder = Path(config.output)
     assert not (folder / "gates.json").exists() and len(read_log(folder)) == 5
     monkeypatch.setattr(local, "total_loss", total_loss)
+    # Wherever it was moved to, as a full disk has it, and whatever is planned for.
+    moved = folder.rename(folder.with_name("elsewhere"))
+    config = replace(config, output=str(moved), plan=replace(config.plan, memory_gib=64.0))
     assert len(read_log(distill(config))) == 8, "and the run goes on from there"
+    assert "going on from a checkpoint" in capsys.readouterr().out
 
 
 def test_a_tracker_that_is_not_installed(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,11 +217,10 @@ def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_pa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["gate.family=mpl", "target.horizon=0", "training.steps=0"],
-            "(?s)did you mean 'mlp'.*horizon=0.*steps=0",
-        ),
-        (["target.horizon=500"], "too short: .* more than 500 are needed"),
+        (["gate.family=mpl", "data.separator=x"], "(?s)did you mean 'mlp'.*data.separator is for"),
+        (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: expected .*training.lr: expected"),
+        (["target.horizon=99"], "too short: .* more than 99 are needed"),
+        (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
         (["data.held_out=50"], "too few documents: .* data.held_out=50"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
         (["data.path=nowhere.jsonl"], "no such data file"),
@@ -225,12 +228,23 @@ def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_pa
             ["features.folder=features", "data.streaming=true", "overwrite=true"],
             "keeps every document's features, and data.streaming=true may have no end",
         ),
-        (["features.shard_documents=0"], "features.shard_documents=0: a file holds at least 1 document"),
+        (["features.shard_documents=0"], "features.shard_documents: expected int at least 1, got 0"),
+        (["training.clip=.inf"], "training.clip: expected float at least 1e-30, got inf"),
     ],
 )
 def test_bad_requests_end_before_work_starts(
-    make_config: Make, tmp_path: Path, overrides: list[str], message: str
+    make_config: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    message: str,
 ) -> None:
+    """And before weights are read, which may take long."""
+
+    def load_frozen(*_: Any, **__: Any) -> None:
+        raise AssertionError("read the weights")
+
+    monkeypatch.setattr("retain.train.distill.load_frozen", load_frozen)
     path = write(tmp_path / "c.yaml", make_config())
     with pytest.raises(SystemExit, match=message):
         main(["--config", path, *overrides])
@@ -261,7 +275,10 @@ def test_shipped_configs_build(path: Path) -> None:
     policy = load_policy("gate" if path.parent.name == "families" else "fused")
     assert config.target.horizon <= policy.protection.recent
     head = path.read_text().splitlines()[:3]
-    assert all(line.startswith("# ") for line in head) and "accelerate launch train/distill.py" in head[2]
+    assert (
+        all(line.startswith("# ") for line in head)
+        and "accelerate launch --quiet train/distill.py" in head[2]
+    )
 
 
 FAMILIES = [path for path in SHIPPED if path.parent.name == "families"]

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+from retain.config import problems_of
 from retain.gates import build_gates
 from retain.hf.lookahead import lookahead_gates
+from retain.train import device
 from retain.train.branches import lengths_of, row_tokens
-from retain.train.data import Document
-from retain.train.device import GIB, Device, PlanSettings, check_plan, device_here, measured_tflops
+from retain.train.data import DataSettings, Document
+from retain.train.device import GIB, Device, PlanSettings, device_here, measured_tflops
 from retain.train.distill import make_accelerator, plan_run
 from retain.train.model_shape import (
     ModelShape,
@@ -209,7 +212,7 @@ def test_a_model_by_name_is_planned_without_its_weights(tmp_path: Path) -> None:
     reference = model_shape(meta_model("reference:0"), "reference:0")
     assert (reference.E, reference.H, reference.gated, reference.dtype_bytes) == (128, 2, 4, 4)
     assert model_shape(meta_model("reference:0", dtype="bfloat16"), "reference:0").dtype_bytes == 2
-    with pytest.raises(ValueError, match="has no config to plan with.*reference:0"):
+    with pytest.raises(ValueError, match="cannot be loaded: .*reference:0"):
         meta_model(str(tmp_path / "nothing"))
 
 
@@ -229,11 +232,31 @@ def test_the_device_at_hand_or_the_one_that_is_stated() -> None:
     assert measured_tflops(torch.device("cpu"), torch.float32, seconds=0.01) > 0
 
 
+def test_a_precision_that_the_device_takes_apart_is_not_chosen_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 on a CPU without instructions for it is hundreds of times slower than float32."""
+    cpu = torch.device("cpu")
+    tiny_model("qwen3", num_hidden_layers=2).to(torch.bfloat16).save_pretrained(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    config = DistillConfig(
+        "out", model=str(tmp_path), dtype="auto", data=DataSettings(max_tokens=64, min_tokens=32)
+    )
+    for flags, dtype in (({"processor"}, torch.bfloat16), ({"none such"}, torch.float32)):
+        monkeypatch.setitem(device.HALF_FLAGS, torch.bfloat16, flags)
+        assert device.multiplies(cpu, torch.bfloat16) == (dtype == torch.bfloat16)
+        assert plan_run(config, accelerator).shape.dtype_bytes == dtype.itemsize
+    assert device.multiplies(cpu, torch.float32) and device.multiplies(torch.device("cuda"), torch.bfloat16)
+    rates = {torch.bfloat16: 0.003, torch.float32: 0.9}
+    monkeypatch.setattr(device, "measured_tflops", lambda _, dtype: rates[dtype])
+    for chosen, named in (("bfloat16", True), ("float32", False)):
+        text = plan_run(replace(config, dtype=chosen), accelerator).text()
+        assert ("to change: dtype=float32, or auto: this CPU multiplies 300 times faster" in text) == named
+
+
 def test_wrong_settings_are_refused_all_at_once() -> None:
-    with pytest.raises(
-        ValueError, match=r"plan.memory_gib=0.0 must be positive; plan.efficiency=2.0 is a share"
-    ):
-        check_plan(PlanSettings(memory_gib=0.0, efficiency=2.0))
+    wrong = problems_of(PlanSettings(memory_gib=0.0, efficiency=2.0))
+    assert [one.partition(":")[0] for one in wrong] == ["memory_gib", "efficiency"]
     with pytest.raises(ValueError, match="at least one training document"):
         Work("local", (), 1, 1, 1, 1)
 

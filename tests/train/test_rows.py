@@ -275,3 +275,50 @@ def test_conversations_are_not_cut() -> None:
     assert replace(reads, long="skip").document(row(messages=CONVERSATION)) is None
     whole = replace(reads, max_tokens=100).document(row(messages=CONVERSATION))
     assert whole is not None and len(whole.context_ids) > 50
+
+
+def byte_pairs() -> Any:
+    """A tokenizer as language models have them: merged bytes of words, a blank before each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned = trainers.BpeTrainer(vocab_size=400, show_progress=False, special_tokens=["<s>", "</s>"])
+    made.train_from_iterator(["the cat sat on the mat and the hat of the rat"] * 3, learned)
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return made
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\n\n  ", ""])
+@pytest.mark.parametrize("long", ["cut", "skip", "error"])
+def test_of_a_long_text_only_what_may_be_kept_is_encoded(blank: str, long: Any) -> None:
+    """Ten million characters of one line, of which 160 tokens are kept, cost a tokenizer gigabytes."""
+    made, seen = byte_pairs(), []
+
+    def encode(text: str, special: bool) -> list[int]:
+        seen.append(len(text))
+        return made.encode(text, add_special_tokens=special).ids
+
+    words = ["the", "rat", "sat", "éé", "on", "mats,", "日本", "hatter"]
+    text = blank.join(words[i * i % 8] for i in range(6000))
+    reader = Reader(encode, max_tokens=40, max_appendix_tokens=20, long=long)
+    values = row(context=text, question=text, answer="x")
+    whole = encode(text, True)
+    seen.clear()
+    if long == "error":
+        with pytest.raises(ValueError, match="line 7 has at least 41 tokens, and data.max_tokens=40"):
+            reader.document(values)
+    elif long == "skip":
+        assert reader.document(values) is None
+    else:
+        document = reader.document(values)
+        assert document is not None
+        assert document.context_ids == tuple(whole[:40])
+        assert document.appendix_ids == tuple(encode(f"\n{text}\nx", False)[:20])
+        seen.pop()
+    assert sum(seen) < 6 * 16 * (41 + 64) < len(text)
+    # Where a token is long, more of the text is taken until there are enough, or all of it.
+    blanks = Reader(lambda text, special: [len(text) // 500] * (len(text) // 500), max_tokens=40)
+    assert blanks.document(row(text="x" * 500 * 80)).context_ids == (80,) * 40

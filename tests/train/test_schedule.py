@@ -31,8 +31,7 @@ def test_each_schedule_falls_as_it_says() -> None:
         assert rates(schedule)[:10] == [(step + 1) / 10 for step in range(10)]
 
 
-def test_settings_that_mean_nothing_are_refused_together() -> None:
-    with pytest.raises(
-        ValueError, match="steps=0 must be positive.*warmup_steps=-1.*multiple of the 3 processes"
-    ):
-        check_training(TrainingSettings(steps=0, warmup_steps=-1), 3)
+def test_a_batch_is_shared_by_all_processes() -> None:
+    check_training(TrainingSettings(batch_documents=6), 3)
+    with pytest.raises(ValueError, match="batch_documents=8 must be a multiple of the 3 processes"):
+        check_training(TrainingSettings(), 3)

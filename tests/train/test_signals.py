@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from retain.train.signals import EXIT_CODE, STOP_FILE, Signals, StopRequested, forget_
+from retain.train.launcher import LAUNCHER_GONE
+from retain.train.signals import (
+    EXIT_CODE,
+    NUMBERS,
+    STOP_FILE,
+    Signals,
+    StopRequested,
+    forget_,
+)
 from tests.launch import launch_environment
 
 
@@ -19,7 +27,7 @@ def accelerator() -> Accelerator:
     return Accelerator(cpu=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
 def test_a_signal_waits_for_the_end_of_the_step(
     tmp_path: Path, accelerator: Accelerator, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
@@ -76,6 +84,40 @@ def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == -signal.SIGTERM and done.stdout == "still here\n"
+
+
+def test_the_end_of_the_launcher_is_no_second_signal(
+    tmp_path: Path, accelerator: Accelerator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Signals(accelerator, tmp_path) as signals:
+        for number in (signal.SIGTERM, LAUNCHER_GONE, LAUNCHER_GONE):  # a scheduler signals both
+            os.kill(os.getpid(), number)
+        assert signals.requested and signals.received == "SIGTERM"
+    with Signals(accelerator, tmp_path) as signals:
+        os.kill(os.getpid(), LAUNCHER_GONE)
+        assert signals.requested
+    assert "the launcher has ended: finishing this step, then a checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells of a parent's end")
+def test_a_run_does_not_outlive_its_launcher() -> None:
+    """`accelerate launch` of one process ends at SIGTERM without a word to the process that it started."""
+    trainer = (
+        "import signal; from retain.train.launcher import LAUNCHER_GONE, follow_launcher_\n"
+        "signal.signal(LAUNCHER_GONE, lambda *_: print('asked to stop', flush=True))\n"
+        "follow_launcher_()\n"
+        "print('training', flush=True)\n"
+        "signal.pause()\n"
+    )
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {trainer!r}])"
+    command = [sys.executable, "-c", launcher, "accelerate", "launch"]
+    with subprocess.Popen(command, env=launch_environment(), stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "training\n"
+        started.terminate()
+        # To its end: until the process that was started has gone too.
+        assert started.stdout.read() == "asked to stop\n"
+    assert started.returncode == -signal.SIGTERM
 
 
 def test_outside_the_main_thread_only_the_file_is_heard(tmp_path: Path, accelerator: Accelerator) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import sys
 import time
@@ -418,3 +419,32 @@ def test_hub_without_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="needs the `datasets` package"):
         load(HUB)
+
+
+def test_what_a_row_would_lose_is_refused(tmp_path: Path) -> None:
+    """Of a key or a column that is there twice, one value would be taken without a word."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "d.jsonl"
+    for row in ('{"text": "a", "text": "b"}', '{"messages": [{"role": "user", "role": "tool"}]}'):
+        path.write_text('{"text": "fine"}\n' + row + "\n")
+        with pytest.raises(ValueError, match=r"d.jsonl line 2 gives the key '(text|role)' twice"):
+            list(LocalFiles(str(path), "jsonl").open())
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    pyarrow.parquet.write_table(pyarrow.table(columns, names=["text", "text"]), tmp_path / "d.parquet")
+    with pytest.raises(ValueError, match="d.parquet has the column 'text' twice"):
+        list(LocalFiles(str(tmp_path / "d.parquet"), "parquet").open())
+
+
+def test_what_is_no_file_is_called_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "circle.jsonl").symlink_to(tmp_path / "circle.jsonl")
+    for path, said in {
+        tmp_path / "pipe.jsonl": "is a named pipe, and a file is wanted. Set data.path",
+        Path("/dev/null"): "is a device, and a file is wanted",
+        tmp_path / "circle.jsonl": "cannot be reached: Too many levels of symbolic links",
+        Path("a\0b"): "is no path: embedded null byte",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=f"data file .* {said}"):
+            local_paths(str(path), "jsonl")

@@ -206,23 +206,10 @@ def test_baselines_are_judged_by_the_target_that_gates_are(granularity: str) -> 
 
 def test_settings_that_mean_nothing_are_refused_together() -> None:
     check_targets(TargetSettings())
-    with pytest.raises(
-        ValueError, match="sources is empty.*horizon=0.*block=0, target.repeat_chunk=0.*floor=0"
-    ):
-        check_targets(TargetSettings(sources={}, horizon=0, floor=0.0, block=0, repeat_chunk=0))
-    strange = {"repeats": 1.0, "own": -1.0}
-    with pytest.raises(
-        ValueError, match="'repeats': did you mean 'repeat'.*sources.own=-1.0 must be positive"
-    ):
-        check_targets(TargetSettings(sources=strange))
-    strange_names = TargetSettings()  # as they come where types are not checked
-    for name, value in {"aggregate": "sum", "weight": "l1", "granularity": "heads"}.items():
-        object.__setattr__(strange_names, name, value)
-    message = (
-        "unknown target.aggregate 'sum'.*target.weight 'l1'.*target.granularity 'heads': did you mean 'head'"
-    )
-    with pytest.raises(ValueError, match=message):
-        check_targets(strange_names)
+    with pytest.raises(ValueError, match="sources is empty"):
+        check_targets(TargetSettings(sources={}))
+    with pytest.raises(ValueError, match="'repeats': did you mean 'repeat'.*'owne': did you mean 'own'"):
+        check_targets(TargetSettings(sources={"repeats": 1.0, "owne": 1.0}))
 
 
 def test_gates_that_cannot_learn_this_are_refused_with_the_config(make_config: Callable[..., Any]) -> None:
