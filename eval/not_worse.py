@@ -30,8 +30,9 @@ ONE_SIDED = 0.025
 WORST = 100.0
 # No p is said to be smaller.
 SMALLEST = 1e-290
-# Of the integral of `Bounded.p`, in units of its width: exact to 10 digits, also where two items are weighed.
-_GRID = np.sinh(np.linspace(0.0, 14.0, 281))
+# Where the integral of `Bounded.p` is taken, and how far its path may bend: exact to nine digits, from one item
+# to 20,000, at either end of p.
+_GRID, _BEND = np.linspace(0.0, 12.0, 193), 0.3
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Bounded:
 
             p = P(sum_i w_i E_i (x_i - value) + max_i w_i E_0 (-worst - value) <= 0)
 
-        by its moment-generating function on the line of steepest descent.
+        by its moment-generating function, integrated along a path of descent.
 
         Args:
             value: In the unit of the differences.
@@ -94,8 +95,8 @@ class Bounded:
 
 def _tail(steps: np.ndarray, counts: np.ndarray) -> float:
     """P(S <= 0) of `S = sum_j sum_{i <= counts_j} steps_j E_i`, of mean above 0: the inverse transform
-    `1 / (2 pi i) * integral of exp(K(s)) / -s ds`, `K(s) = -sum_j counts_j log(1 - s steps_j)`, along the
-    vertical line through the lowest point of the integrand between K's pole below 0 and 0."""
+    `1 / (2 pi i) * integral of exp(K(s)) / -s ds`, `K(s) = -sum_j counts_j log(1 - s steps_j)`, through the
+    lowest point of the integrand between K's pole below 0 and 0."""
     pole = 1 / float(steps.min())
 
     def slope(share: float) -> float:
@@ -103,15 +104,19 @@ def _tail(steps: np.ndarray, counts: np.ndarray) -> float:
         return float((counts * steps / (1 - s * steps)).sum()) - 1 / s
 
     middle = pole * float(optimize.brentq(slope, 1e-14, 1 - 1e-14, xtol=1e-15))
-    width = 1 / math.sqrt(float((counts * (steps / (1 - middle * steps)) ** 2).sum()) + 1 / middle**2)
-    s = middle + 1j * width * _GRID
+    ratios = steps / (1 - middle * steps)
+    second = float((counts * ratios**2).sum()) + 1 / middle**2
+    third = 2 * float((counts * ratios**3).sum()) - 2 / middle**3
+    width, bend = 1 / math.sqrt(second), float(np.clip(-third / (3 * second**1.5), -_BEND, _BEND))
+    # A hyperbola that leaves the saddle along the path of steepest descent. A straight line would swing at
+    # every scale where one step is far larger than the others.
+    away = width * (1j * np.sinh(_GRID) - bend * (np.cosh(_GRID) - 1))
+    along = width * (1j * np.cosh(_GRID) - bend * np.sinh(_GRID))
     height = float(-(counts * np.log1p(-middle * steps)).sum()) - math.log(-middle)
     # K(s) - K(middle), term by term, so that no digit is lost.
-    ratios = steps / (1 - middle * steps)
-    curve = np.exp(-(counts * np.log1p(-np.multiply.outer(s - middle, ratios))).sum(axis=1)) * (middle / s)
-    # d t = width * cosh(y) d y, trapezoid over y.
-    heights = curve.real * width * np.sqrt(1 + _GRID**2)
-    area = float(heights.sum() - heights[0] / 2) * float(np.arcsinh(_GRID[1]))
+    curve = np.exp(-(counts * np.log1p(-np.multiply.outer(away, ratios))).sum(axis=1))
+    heights = (curve * along * middle / (middle + away)).imag
+    area = float(heights.sum() - heights[0] / 2) * float(_GRID[1])
     return math.exp(height) * area / math.pi
 
 

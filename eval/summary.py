@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from retain.eval.not_worse import ONE_SIDED, not_worse
 from retain.eval.paired_result import PairedResult, adjust, compare_paired
 from retain.eval.significance import Interval, Verdict, macro_mean, paired_interval
 from retain.eval.tasks import Task
@@ -479,10 +478,7 @@ def _no_worse(scores: Scores, ratio: float, options: Mapping[str, Any]) -> Claim
     better = max(("snapkv", "gate"), key=lambda name: scores.mean(cells[name], scores.tasks("seen")))
     made = compare(scores, cells["fused"], cells[better], "seen", **options)
     assert made is not None
-    own, other = (scores.strata(cells[name], scores.tasks("seen")) for name in ("fused", better))
-    test = not_worse([a - b for a, b in zip(own, other, strict=True)], 2.0)
-    holds = made.interval.low > -2.0 and test.p < ONE_SIDED
-    return Claim(text, "holds" if holds else "fails", (describe(made),))
+    return Claim(text, "holds" if made.interval.low > -2.0 else "fails", (describe(made),))
 
 
 def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str]) -> Claim:

@@ -2,6 +2,7 @@
 that nobody measured."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def test_other_lines_with_its_gates_are_shown_beside() -> None:
     assert parts_of(scores, [manifest], **names, also=("untrained",)).also == ("untrained",)
     with pytest.raises(ValueError, match=r"also is 'gate_modle', which was not measured \(did you mean"):
         parts_of(scores, [manifest], **names, also=("gate_modle",))
-    for check in (check_better, check_not_worse):
-        claim, alone = check(scores, parts, **OPTIONS), check(scores, plain, **OPTIONS)
+    for check in (partial(check_better, **OPTIONS), check_not_worse):
+        claim, alone = check(scores, parts), check(scores, plain)
         beside = [one for one in claim.lines if one.against == "gate_model"]
         assert len(beside) == 3 * 16 and not any(one.required for one in beside)
         assert {one.outcome for one in beside} <= {"does not hold", "undecided"}
