@@ -198,7 +198,8 @@ def cluster_interval(
     method: str = "t",
 ) -> Interval:
     """Interval of the mean over all values, whole clusters being what varies: `sum_c s_c / sum_c n_c`, where
-    `s_c` is the sum of cluster c's differences and `n_c` their number (`retain.eval.significance.ratio_interval`).
+    `s_c` is the sum of cluster c's differences and `n_c` their number
+    (`retain.eval.significance.ratio_interval`).
 
     A cluster of many values weighs more than one of few, which is what `cluster_pairs` avoids; with clusters
     of one size the two have the same estimate and the same interval.

@@ -18,12 +18,14 @@ A place that a claim speaks of and that was not measured is a line of its own, *
 does not hold. Which training-free presets were not measured is said, since the best heuristic is the best of
 those that were.
 
-The one decision taken here: a line *holds* where its interval and its test, if it has one, show it, *does not hold* where its interval shows the opposite, and is *undecided* otherwise, whatever the estimate. The best heuristic is the one with
-the highest mean of that very cell, chosen on the items that it is then compared on, out of every line of the
-run that reads neither gates nor head classes, under whatever protection. Its mean is therefore too high, and
-the differences to it are too small; "better" is said of that one, and not of each of the others. Which cells
-have a gap to close is read from the same scores and leans the other way, so the cells left out are printed
-with their gap. And the policy itself was chosen once: its items must be others (`FRESH_FROM`).
+The one decision taken here: a line *holds* where its interval and its test, if it has one, show it, *does not
+hold* where its interval shows the opposite, and is *undecided* otherwise, whatever the estimate. The best
+heuristic is the one with the highest mean of that very cell, chosen on the items that it is then compared on,
+out of every line of the run that reads neither gates nor head classes, under whatever protection. Its mean is
+therefore too high, and the differences to it are too small; "better" is said of that one, and not of each of
+the others. Which cells have a gap to close is read from the same scores and leans the other way, so the cells
+left out are printed with their gap. And the policy itself was chosen once: its items must be others
+(`FRESH_FROM`).
 
 The gate alone is a preset with a budget and a protection of its own, so that what the policy gains on it may
 be these. Other lines (`--also`; by default every one with the policy's gates that is no control) are compared
@@ -31,11 +33,11 @@ beside, in families of their own, and nothing is claimed of them.
 
 Better: the interval excludes 0 and the Holm-adjusted test passes; the four lines of the macro-average over
 all tasks are one Holm family, each task family's four another, all other cells of either are shown as a
-family of their own and claim nothing. Not worse and near the oracle rest on `retain.eval.not_worse` beside the
-interval, so that losses too rare to be seen count; of not worse all regimes and budgets are one Holm family for
-each of the three macro-averages. Gap closed rests on its interval alone, whose coverage is measured
-(`retain.eval.interval_coverage`). The last two claims are conjunctions, which need no adjustment: "all of them
-hold" is wrong with at most the probability of one.
+family of their own and claim nothing. Not worse and near the oracle rest on `retain.eval.not_worse` beside
+the interval, so that losses too rare to be seen count; of not worse all regimes and budgets are one Holm
+family for each of the three macro-averages. Gap closed rests on its interval alone, whose coverage is
+measured (`retain.eval.interval_coverage`). The last two claims are conjunctions, which need no adjustment:
+"all of them hold" is wrong with at most the probability of one.
 """
 
 import argparse
@@ -309,13 +311,11 @@ def check_not_worse(scores: Scores, parts: Parts) -> FusedClaim:
     return FusedClaim("not worse", text, tuple(lines))
 
 
-def _not_worse(
-    scores: Scores, cells: Sequence[tuple[Cell, Cell]], group: str, required: bool
-) -> list[Line]:
+def _not_worse(scores: Scores, cells: Sequence[tuple[Cell, Cell]], group: str, required: bool) -> list[Line]:
     """The lines of one Holm family."""
     lines = []
     tests: list[NotWorse] = [not_worse(differences(scores, *pair, group), MARGIN) for pair in cells]
-    for (own, other), test, step in zip(cells, tests, step_down(tests, ONE_SIDED), strict=True):
+    for (own, other), step in zip(cells, step_down(tests, ONE_SIDED), strict=True):
         interval = paired_interval(differences(scores, own, other, group))
         outcome: Outcome = "undecided"
         if interval.low > -MARGIN and step.p < ONE_SIDED:
@@ -375,9 +375,9 @@ def _without(scores: Scores, oracle: Cell, family: str, against: str, *, bound: 
 
 def check_gap_closed(scores: Scores, parts: Parts) -> FusedClaim:
     """The share of the gap between best heuristic and oracle that the policy closes,
-    `(mean(policy) - mean(best)) / (mean(oracle) - mean(best))`, macro means of the same items for all three; a
-    line for every place that is wanted or measured and every family of `SHARES`, "no gap" where oracle - best
-    is below `GAP_FROM`. Where there can be no oracle nothing is asked.
+    `(mean(policy) - mean(best)) / (mean(oracle) - mean(best))`, macro means of the same items for all three;
+    a line for every place that is wanted or measured and every family of `SHARES`, "no gap" where oracle -
+    best is below `GAP_FROM`. Where there can be no oracle nothing is asked.
 
     It holds where the 95 % interval of `policy - best - share * (oracle - best)` does not go below 0: that is
     where the ratio's interval (`retain.eval.significance.ratio_interval`) does not go below the share.
@@ -403,9 +403,7 @@ def check_gap_closed(scores: Scores, parts: Parts) -> FusedClaim:
     return FusedClaim("gap closed", text, tuple(lines), of_gap=True)
 
 
-def _closed(
-    scores: Scores, parts: Parts, oracle: Cell, best: str, family: str, share: float
-) -> Line:
+def _closed(scores: Scores, parts: Parts, oracle: Cell, best: str, family: str, share: float) -> Line:
     own, base = oracle._replace(policy=parts.policy), oracle._replace(policy=best)
     won, gap = differences(scores, own, base, family), differences(scores, oracle, base, family)
     size = float(macro_mean(*gap))

@@ -30,8 +30,8 @@ ONE_SIDED = 0.025
 WORST = 100.0
 # No p is said to be smaller.
 SMALLEST = 1e-290
-# Where the integral of `Bounded.p` is taken, and how far its path may bend: exact to nine digits, from one item
-# to 20,000, at either end of p.
+# Where the integral of `Bounded.p` is taken, and how far its path may bend: exact to nine digits, from one
+# item to 20,000, at either end of p.
 _GRID, _BEND = np.linspace(0.0, 12.0, 193), 0.3
 
 
@@ -52,8 +52,8 @@ class Bounded:
     worst: float
 
     def p(self, value: float) -> float:
-        """One-sided p of "the true mean is `value` or less": with E_i independent exponentials, w_i the weight
-        of item i, and item 0 the one that is added, at the largest weight,
+        """One-sided p of "the true mean is `value` or less": with E_i independent exponentials, w_i the
+        weight of item i, and item 0 the one that is added, at the largest weight,
 
             p = P(sum_i w_i E_i (x_i - value) + max_i w_i E_0 (-worst - value) <= 0)
 

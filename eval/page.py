@@ -392,7 +392,8 @@ def _reading(config: Mapping[str, Any]) -> list[str]:
         "of them answer. A task of one item leaves no interval.",
         f"p: sign-flip test of the mean over tasks, at least {config['resamples']} resamples, or the exact "
         "McNemar test of one task scored right or wrong. margin p: of a difference as large as the margin, "
-        "which holds against losses too rare to be seen. Wilcoxon's test is printed and decides nothing: it is about ranks.",
+        "which counts losses too rare to be seen. Wilcoxon's test is printed and decides nothing: it is "
+        "about ranks.",
         "oracle and token_identity are controls, no methods: the true future attention, and a table of "
         "token ids.",
         "Equal memory is checked, not assumed: the run stops where two policies of one budget hold different "

@@ -16,9 +16,9 @@ A sixth, "unjudged", is given to comparisons that are shown and not tested (`ret
 
 So no word says more than the interval printed beside it, and a large family makes words rarer, never bolder.
 The difference p values are one Holm family and those of equivalence another, each at alpha; the two null
-hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. TOST, the
-t tests that papers print, stands beside and decides nothing: where rare items lose everything and the others
-next to nothing, most runs of fifty items hold no such item, and t says "equivalent" of them. The
+hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. TOST,
+the t tests that papers print, stands beside and decides nothing: where rare items lose everything and the
+others next to nothing, most runs of fifty items hold no such item, and t says "equivalent" of them. The
 difference test is the sign-flip test of the macro mean (the exact McNemar test where scores are 0 or 1 and
 there is one stratum, which is the same test counted exactly). Wilcoxon's test is printed and decides nothing:
 it is about ranks, not about the mean.
@@ -197,8 +197,8 @@ def compare_paired(
         The result, with the verdict of a family of one. `adjust` it together with its family.
 
     Raises:
-        ValueError: If the scores do not pair up, hold a nan, differ by more than `worst`, or the margin is not
-            positive.
+        ValueError: If the scores do not pair up, hold a nan, differ by more than `worst`, or the margin is
+            not positive.
 
     Example:
         >>> compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02, worst=1.0).verdict

@@ -112,9 +112,9 @@ def signed_rank(differences: np.ndarray, *, zero_method: str = "wilcox") -> Sign
 
 
 def _counted_ranks(values: np.ndarray) -> tuple[float, float]:
-    """W and its two-sided p over all sign patterns, ties and zeros as they are: the ranks of the positive ones
-    sum to a number of halves, and the patterns that reach each are counted one rank at a time. scipy tries
-    the patterns themselves, a second for twelve pairs."""
+    """W and its two-sided p over all sign patterns, ties and zeros as they are: the ranks of the positive
+    ones sum to a number of halves, and the patterns that reach each are counted one rank at a time. scipy
+    tries the patterns themselves, a second for twelve pairs."""
     halves = np.round(2 * stats.rankdata(np.abs(values))).astype(int)[values != 0]
     ways = np.ones(1)
     for rank in halves:

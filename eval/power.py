@@ -141,10 +141,10 @@ def items_for_equivalence(
 ) -> int:
     """Clusters that it takes to show equivalence.
 
-    "verdict" is the smallest n at which `verdict_power` reaches `power`: what the word needs here. TOST, which
-    papers plan by, needs fewer, since it asks for a 90 % interval and counts nothing that was not seen: "t" is
-    the smallest n at which `equivalence_power` reaches `power`, and "normal" its closed form for a true
-    difference of 0, rounded up: `n = ((z_{1-alpha} + z_{(1+power)/2}) * sd / margin)^2`.
+    "verdict" is the smallest n at which `verdict_power` reaches `power`: what the word needs here. TOST,
+    which papers plan by, needs fewer, since it asks for a 90 % interval and counts nothing that was not seen:
+    "t" is the smallest n at which `equivalence_power` reaches `power`, and "normal" its closed form for a
+    true difference of 0, rounded up: `n = ((z_{1-alpha} + z_{(1+power)/2}) * sd / margin)^2`.
 
     Args:
         sd: Standard deviation of the paired differences.
@@ -174,11 +174,10 @@ def items_for_equivalence(
             raise ValueError("The closed form is for a true difference of 0: use method='t' for another.")
         root = (stats.norm.ppf(1 - alpha) + stats.norm.ppf((1 + power) / 2)) * sd / margin
         return max(2, math.ceil(root**2))
-    asked: dict[str, float] = {"sd": sd, "margin": margin, "alpha": alpha}
-    asked["true_difference"] = float(true_difference)
-    chance = partial(equivalence_power, **asked)
+    true = float(true_difference)
+    chance = partial(equivalence_power, sd=sd, margin=margin, true_difference=true, alpha=alpha)
     if method == "verdict":
-        chance = partial(verdict_power, worst=worst, **asked)
+        chance = partial(verdict_power, sd=sd, margin=margin, true_difference=true, alpha=alpha, worst=worst)
     return _fewest(chance, power)
 
 

@@ -157,9 +157,7 @@ def _head(scores: Scores, manifest: Mapping[str, Any]) -> str:
 
 
 def _claims(claims: Sequence[Claim]) -> str:
-    intro = (
-        "Paired 95 % intervals, in points; verdicts are adjusted (Holm) over the comparisons of a claim."
-    )
+    intro = "Paired 95 % intervals, in points; verdicts are adjusted (Holm) over the comparisons of a claim."
     lines = ["## Claims checked", "", intro, ""]
     for claim in claims:
         lines.append(f"- **{claim.outcome}**: {claim.text}.")

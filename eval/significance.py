@@ -2,10 +2,10 @@
 
 Both policies answered the same items, so what is judged is the difference per item. A task is a stratum and
 the estimate is the *macro* mean, the mean over tasks of each task's mean difference: a task with more items
-does not count for more. Within a task the items vary; every (seed, item) pair is one cluster, since each model
-seed has items of its own. Seeds do not: three are too few to say anything about the seeds that were never
-trained, so every interval is conditional on the seeds at hand, and the report prints the spread over them
-beside it.
+does not count for more. Within a task the items vary; every (seed, item) pair is one cluster, since each
+model seed has items of its own. Seeds do not: three are too few to say anything about the seeds that were
+never trained, so every interval is conditional on the seeds at hand, and the report prints the spread over
+them beside it.
 
 A stratum of one cluster says nothing about its own spread, and with it neither does the macro mean: such a
 comparison has no interval ("undefined", from -inf to +inf) and is inconclusive, unless the policies agree on
@@ -42,8 +42,8 @@ class Interval:
         low: Lower end. Equal to `estimate` where the policies agree on every item; -inf where there is none.
         high: Upper end; inf where there is none.
         level: Coverage, 0.95 for a 95 % interval.
-        method: "t", "BCa", "percentile" (asked for, or where BCa is undefined), "constant" (nothing varies) or
-            "undefined" (a stratum of one cluster; a ratio whose denominator could as well be 0).
+        method: "t", "BCa", "percentile" (asked for, or where BCa is undefined), "constant" (nothing varies)
+            or "undefined" (a stratum of one cluster; a ratio whose denominator could as well be 0).
         num_items: Clusters over all strata.
         num_nonzero: Clusters on which the two policies differ.
     """
@@ -174,8 +174,8 @@ def paired_interval(
     seed: int = 0,
     method: str = "t",
 ) -> Interval:
-    """Interval of the macro mean of paired differences, stratified: Student's t, widened where the differences
-    are skewed.
+    """Interval of the macro mean of paired differences, stratified: Student's t, widened where the
+    differences are skewed.
 
     With K strata of n_k clusters, mean m, `error = sqrt(sum_k v_k) / K`, t the quantile at Welch and
     Satterthwaite's degrees of freedom `(sum_k v_k)^2 / sum_k(v_k^2 / (n_k - 1))`, and g the skewness of m:
@@ -251,8 +251,8 @@ def ratio_interval(
     seed: int = 0,
     method: str = "t",
 ) -> Interval:
-    """Interval of a ratio of macro means over paired items, such as the share of the full cache's score that a
-    policy recovers: `mean_k mean_i a_ki / mean_k mean_i f_ki`.
+    """Interval of a ratio of macro means over paired items, such as the share of the full cache's score that
+    a policy recovers: `mean_k mean_i a_ki / mean_k mean_i f_ki`.
 
     It is the ratio of the means and not the mean of the ratios, which items with f = 0 would leave
     undefined. It holds every ratio r that the items leave open: those for which the interval of the mean of
@@ -276,8 +276,8 @@ def ratio_interval(
         differ, so `identical` says that the ratio is 1 item by item.
 
     Raises:
-        ValueError: If the strata do not pair up or hold a nan, or the mean denominator (of a bootstrap method:
-            of any resample) is not above 0: a ceiling so close to zero discriminates nothing.
+        ValueError: If the strata do not pair up or hold a nan, or the mean denominator (of a bootstrap
+            method: of any resample) is not above 0: a ceiling so close to zero discriminates nothing.
     """
     _known_method(method)
     tops, bottoms = (_checked(one, "ratio_interval") for one in (numerators, denominators))
@@ -328,9 +328,7 @@ def ratio_interval(
         return np.asarray(resampled_mean(tops, picked) / below)
 
     positions = tuple(np.arange(a.size) for a, move in zip(tops, moves, strict=True) if move)
-    return interval(
-        *_resampled(positions, ratio, level=level, resamples=resamples, seed=seed, method=method)
-    )
+    return interval(*_resampled(positions, ratio, level=level, resamples=resamples, seed=seed, method=method))
 
 
 def _fieller(

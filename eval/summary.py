@@ -454,9 +454,7 @@ def check_claims(
         ]
         claims.append(_all_better(policy, compare_family(scores, pairs, **options), baselines))
     claims.append(_no_worse(scores, ratio, options))
-    claims.append(
-        _holds_single_keys(scores, ratio, [t for t in scores.tasks("seen") if t in single_key])
-    )
+    claims.append(_holds_single_keys(scores, ratio, [t for t in scores.tasks("seen") if t in single_key]))
     return claims
 
 

@@ -1,6 +1,5 @@
 """Claims of the fused policy on runs that nobody ran, whose numbers can be worked out by hand."""
 
-import math
 from functools import cache
 
 import numpy as np
@@ -198,10 +197,7 @@ def test_the_family_of_not_worse_is_every_cell_of_one_average() -> None:
     rates = changed(gate=(0.875, 0.8, 0.7), fused=(0.9, 0.8, 0.7))
     alone, parts = check_of({cell: own for cell, own in rates.items() if cell[2] != 0.1})
     both, _ = check_of(rates)
-    ends = [
-        line_of(check_not_worse(scores, parts), "context_only", 0.2, "all").p
-        for scores in (alone, both)
-    ]
+    ends = [line_of(check_not_worse(scores, parts), "context_only", 0.2, "all").p for scores in (alone, both)]
     assert ends[0] is not None and ends[1] == pytest.approx(2 * ends[0])
 
 

@@ -35,10 +35,23 @@ def test_p_is_that_of_drawn_weights(value: float) -> None:
     strata = [*spread_strata(), np.linspace(-3.0, 3.0, 7)]
     wanted = weighed(strata, value)
     assert 0.01 < wanted < 0.99
-    assert bounded(strata).p(value) == pytest.approx(wanted, abs=4 * math.sqrt(wanted * (1 - wanted) / 60_000))
+    assert bounded(strata).p(value) == pytest.approx(
+        wanted, abs=4 * math.sqrt(wanted * (1 - wanted) / 60_000)
+    )
 
 
-@pytest.mark.parametrize(("items", "lost", "rate"), [(1, 0, 0.3), (2, 1, 0.6), (50, 0, 0.02), (300, 3, 0.02), (1000, 100, 0.1), (1260, 4, 0.02), (20_000, 0, 0.02)])
+@pytest.mark.parametrize(
+    ("items", "lost", "rate"),
+    [
+        (1, 0, 0.3),
+        (2, 1, 0.6),
+        (50, 0, 0.02),
+        (300, 3, 0.02),
+        (1000, 100, 0.1),
+        (1260, 4, 0.02),
+        (20_000, 0, 0.02),
+    ],
+)
 def test_of_lost_and_tied_items_it_is_the_exact_binomial_bound(items: int, lost: int, rate: float) -> None:
     values = np.repeat([-100.0, 0.0], [lost, items - lost])
     assert not_worse([values], 100 * rate).p == pytest.approx(stats.binom.cdf(lost, items, rate), rel=1e-7)
@@ -222,7 +235,10 @@ def test_losses_without_a_spread_speak_against_a_policy(strata: list[np.ndarray]
 
 
 def test_everything_lost_has_an_end() -> None:
-    assert (not_worse([np.full(9, -100.0)], 2.0).p, not_worse([np.full(9, -100.0)], 2.0).end(0.025)) == (1, -100)
+    assert (not_worse([np.full(9, -100.0)], 2.0).p, not_worse([np.full(9, -100.0)], 2.0).end(0.025)) == (
+        1,
+        -100,
+    )
 
 
 def test_what_cannot_be_tested_is_refused() -> None:

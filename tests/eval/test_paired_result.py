@@ -163,10 +163,7 @@ def test_a_family_by_hand():
 
 def test_equivalence_is_adjusted_within_its_own_family():
     near = compared(np.tile([-0.3, 0.31], 30))
-    family = {
-        i: replace(near, within_p=p)
-        for i, p in enumerate((0.02, 0.03, 0.001))
-    }
+    family = {i: replace(near, within_p=p) for i, p in enumerate((0.02, 0.03, 0.001))}
     made = adjust(family)
     assert [one.holm_within_p for one in made.values()] == pytest.approx([0.04, 0.04, 0.003])
     assert [one.verdict for one in made.values()] == ["equivalent"] * 3

@@ -235,8 +235,8 @@ def test_items_for_equivalence_of_section_7():
 
 
 def test_verdicts_of_the_table_as_one_family():
-    """By the published rule, with TOST, and by ours: 162 items do not rule out, in a family of six, that one of
-    fifty of those nobody saw loses everything, which is the margin."""
+    """By the published rule, with TOST, and by ours: 162 items do not rule out, in a family of six, that one
+    of fifty of those nobody saw loses everything, which is the margin."""
     made = adjust({name: compared(name) for name in PAIRS}, declared=list(PAIRS))
     tost = holm([one.equivalence.p for one in made.values()])
     published = {

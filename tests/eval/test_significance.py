@@ -115,7 +115,9 @@ def test_the_interval_by_hand():
     assert (alone.low, alone.high) == pytest.approx((plain.low, plain.high))
 
 
-@pytest.mark.parametrize(("strata", "half"), [([np.full(2, 5.0)], 5.0), ([np.full(3, -5.0), np.full(4, 2.0)], None)])
+@pytest.mark.parametrize(
+    ("strata", "half"), [([np.full(2, 5.0)], 5.0), ([np.full(3, -5.0), np.full(4, 2.0)], None)]
+)
 def test_differences_that_are_all_alike_leave_something_open(strata, half):
     """Two equal differences d: anything from 0 to 2 d. Of a hundred next to nothing is open."""
     made = paired_interval(strata)
@@ -229,7 +231,9 @@ def test_stratified_width_agrees_with_the_standard_error():
 
 def test_the_same_seed_gives_the_same_interval():
     differences = [np.random.default_rng(2).integers(-1, 2, 40).astype(float)]
-    assert paired_interval(differences, seed=1, method="BCa") == paired_interval(differences, seed=1, method="BCa")
+    assert paired_interval(differences, seed=1, method="BCa") == paired_interval(
+        differences, seed=1, method="BCa"
+    )
 
 
 @pytest.mark.parametrize(
