@@ -1,6 +1,6 @@
 """Measures how often the intervals hold the truth, and how often "equivalent" is said of what is not.
 
-    python -m retain.eval.interval_coverage [--replicates 1000] [--bootstrap 300] [--seed 0]
+    python -m retain.eval.interval_coverage [--replicates 1000] [--bootstrap 150] [--seed 0]
 
 Draws runs whose true difference is known: sparse differences, small strata, few clusters of unlike sizes, and
 rare large losses beside small jitter. Prints two Markdown tables: the coverage of the 95 % interval
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw, count, print both tables."""
     parser = argparse.ArgumentParser(description="Measure the coverage of intervals and of 'equivalent'.")
     parser.add_argument("--replicates", type=int, default=1000, help="runs of each kind")
-    parser.add_argument("--bootstrap", type=int, default=300, help="of them, runs judged by BCa too; 0: none")
+    parser.add_argument("--bootstrap", type=int, default=150, help="of them, runs judged by BCa too; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     if given.replicates < 1 or not 0 <= given.bootstrap <= given.replicates or given.seed < 0:
