@@ -4,7 +4,8 @@ Every function takes differences per cluster (policy minus baseline, `eval/clust
 scipy or statsmodels; drawn sign flips are our own, since scipy tosses them item by item. The tests do not ask
 the same question. The sign-flip test is about the mean difference, which is what the interval shows and what
 a verdict rests on. Wilcoxon's is about ranks: it can be significant where the mean difference is nil. TOST
-asks whether the mean difference is small, and is the only one whose small p says "the same".
+asks whether the mean difference is small; papers print it, and it believes the spread that it sees, so that
+"equivalent" rests on `retain.eval.not_worse` and not on it.
 
 The one decision taken here: differences that are all zero are no reason for a nan. Two policies that answer
 alike on every item do happen, so each test then says p = 1 ("nothing to test") under its own name. TOST does

@@ -1,4 +1,4 @@
-"""Coverage of intervals, and how often "equivalent" is said of what is not: fewer runs of the command's own."""
+"""Coverage of intervals, and of "equivalent" where it is wrong: the command's own runs, fewer of them."""
 
 import numpy as np
 import pytest
