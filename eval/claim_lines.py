@@ -244,8 +244,9 @@ READING = (
     "beside: the claim does not rest on it.",
     "",
     'Estimate: the paired difference in points; under "Gap closed" the share of the gap in %. Intervals: '
-    "bootstrap over items within tasks (BCa), not adjusted. Adjusted end: the lower end at the level that "
-    "Holm's method leaves the line. Seeds: the estimate of each seed apart, in their order; they are not "
+    "Student's t over items within tasks, widened where differences are skewed, not adjusted. Adjusted end: "
+    "the lower end, at the level that Holm's method leaves the line, of a bound that counts losses too rare "
+    "to be seen. Seeds: the estimate of each seed apart, in their order; they are not "
     "resampled. Lowest task: where the policy falls furthest behind what it is compared with.",
     "",
     "Of several heuristics that are all alike one comes out best on any set of items, so the best one's mean "

@@ -1,16 +1,15 @@
 """Scores of two policies in, paired clusters out: what is independent of what, said once.
 
 A value is one score of one answer. Values that share a problem are not independent: the same item under
-several seeds, or one AIME problem sampled 32 times. They form a cluster, and clusters are what an interval
-resamples and a test counts. Which label makes a cluster says which question is asked:
+several seeds, or one AIME problem sampled 32 times. They form a cluster, and clusters are what varies in an
+interval and what a test counts. Which label makes a cluster says which question is asked:
 
 - the item: its values over several seeds are averaged first, and items stay the unit;
 - (seed, item): where every seed has items of its own, each pair stands for itself;
 - the problem: repeated samples of one problem count once.
 
 The one decision taken here: a cluster's values are *averaged* (`cluster_pairs`), so that every cluster weighs
-the same however often it was sampled. `cluster_interval` keeps the other reading, the mean over all values,
-and resamples whole clusters.
+the same however often it was sampled. `cluster_interval` keeps the other reading, the mean over all values.
 """
 
 import math
@@ -111,7 +110,15 @@ def _labels(labels: Sequence[Hashable] | np.ndarray | None, size: int, name: str
         return [None] * size
     if len(labels) != size:
         raise ValueError(f"{name} needs one label per value: got {len(labels)} labels for {size} values.")
-    return list(labels.tolist() if isinstance(labels, np.ndarray) else labels)
+    own: list[Hashable] = list(labels.tolist() if isinstance(labels, np.ndarray) else labels)
+    # A nan is unlike itself, so each would be a label of its own.
+    bad = [place for place, label in enumerate(own) if label != label]
+    if bad:
+        raise ValueError(
+            f"{name} holds {len(bad)} labels that are nan, at positions {bad[:5]}. Name the item, problem or "
+            "task of each value; leave out values of which it is not known."
+        )
+    return own
 
 
 def _groups(
@@ -155,7 +162,7 @@ def cluster_pairs(
         The cluster means and their differences, per stratum.
 
     Raises:
-        ValueError: If lengths differ, there is nothing, or a score is not finite.
+        ValueError: If lengths differ, there is nothing, a score is not finite, or a label is a nan.
 
     Example:
         >>> made = cluster_pairs([1.0, 0.0, 1.0], [0.0, 0.0, 1.0], clusters=["x", "x", "y"])
@@ -174,7 +181,7 @@ def cluster_pairs(
         # Other differences stay as they are: 0.3 - 0.2 and 0.2 - 0.1 are no tie to a rank test, here as in
         # scipy, so that anyone's `wilcoxon(x, y)` gives the same p (the protection study's own p among them).
         difference = np.where(np.abs(own - other) <= ROUNDING * scale, 0.0, own - other)
-        # The bootstrap draws positions: sorted, its draws do not depend on the order of the rows.
+        # Sorted, neither a sum nor what a bootstrap draws depends on the order of the rows.
         order = np.lexsort((own, difference))
         means.append((own[order], other[order], difference[order]))
     policies, baselines, differences = zip(*means, strict=True)
@@ -188,10 +195,11 @@ def cluster_interval(
     level: float = 0.95,
     resamples: int = 5000,
     seed: int = 0,
-    method: str = "BCa",
+    method: str = "t",
 ) -> Interval:
-    """Bootstrap the mean over all values by resampling whole clusters: `sum_c s_c / sum_c n_c`, where `s_c`
-    is the sum of cluster c's differences and `n_c` their number.
+    """Interval of the mean over all values, whole clusters being what varies: `sum_c s_c / sum_c n_c`, where
+    `s_c` is the sum of cluster c's differences and `n_c` their number
+    (`retain.eval.significance.ratio_interval`).
 
     A cluster of many values weighs more than one of few, which is what `cluster_pairs` avoids; with clusters
     of one size the two have the same estimate and the same interval.
@@ -200,16 +208,17 @@ def cluster_interval(
         differences: Policy minus baseline, one per value.
         clusters: A label per value.
         level: Coverage of the interval, in (0, 1).
-        resamples: Bootstrap resamples.
-        seed: Seed of the resampling.
-        method: "BCa" or "percentile".
+        resamples: Of the bootstrap methods.
+        seed: Of the bootstrap methods.
+        method: "t", "BCa" or "percentile".
 
     Returns:
-        The mean over all values with its interval, "undefined" for a single cluster that is not all zero.
+        The mean over all values with its interval, "undefined" for a single cluster that is not all zero, and
+        where one cluster has so many of the values that the others say nothing of its kind.
         `num_items` counts clusters, and `num_nonzero` the clusters in which any value differs.
 
     Raises:
-        ValueError: If lengths differ, there is nothing, or a difference is not finite.
+        ValueError: If lengths differ, there is nothing, a difference is not finite, or a label is a nan.
     """
     values = _scores(differences, "differences")
     (members,) = _groups(values.size, clusters, None).values()

@@ -172,7 +172,7 @@ def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
     Args:
         scores: Of the run.
         margin: Largest difference that would not matter, in points.
-        resamples: Of intervals and sign flips; more where a family is so large that fewer could not pass.
+        resamples: Of sign flips; more where a family is so large that fewer could not pass.
     """
     made: list[Judged] = []
     for regime in scores.regimes:
@@ -263,7 +263,7 @@ def numbers(one: Judged) -> str:
     if r.verdict in ("better", "worse"):
         return f"{text}, {_p(r.holm_p)}"
     if r.verdict == "equivalent":
-        return f"{text}, TOST {_p(r.holm_equivalence_p)}"
+        return f"{text}, outside the margin: {_p(r.holm_within_p)}"
     if r.verdict == "unjudged":
         return f"{text}, {word_of(r)}{_CHOSEN}"
     if r.verdict == "inconclusive" and one.detectable is not None:

@@ -130,7 +130,7 @@ class CompareConfig:
             the launcher's.
         device: Where models run: "cpu", "cuda" (under `accelerate launch` each process on its own), "auto".
         margin_points: Difference that would not matter, in points of 100, for the verdict "equivalent".
-        resamples: Bootstrap resamples of an interval.
+        resamples: Sign flips of a paired test, at least.
         results: Folder of all runs.
     """
 

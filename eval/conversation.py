@@ -471,11 +471,10 @@ def table(rows: Sequence[dict[str, Any]], pinning: Sequence[dict[str, Any]]) -> 
 
 
 def _pinning_lines(pinning: Sequence[dict[str, Any]]) -> list[str]:
-    """What pinning changes; an interval only where a resample could differ."""
-    methods = sorted({row["method"] for row in pinning} - {"constant"})
+    """What pinning changes; an interval only where something varies within a seed."""
     about = [f"paired over n = {pinning[0]['num_items']} conversations"]
-    if methods:
-        about += [f"{pinning[0]['level']:.0%} intervals: {' or '.join(methods)} bootstrap within each seed"]
+    if any(row["method"] != "constant" for row in pinning):
+        about += [f"{pinning[0]['level']:.0%} intervals: Student's t within each seed"]
     lines = [
         "What pinning the first turn changes at the end, in points of exact match",
         f"({'; '.join([*about, 'conditional on these seeds'])}):",

@@ -87,7 +87,7 @@ class Settings:
         context_tokens: of every context.
         horizon: distance from which a document's own tokens count in the oracle.
         workers: processes; 0: this one.
-        resamples: of an interval.
+        resamples: of a sign-flip test.
         batch_items: questions that are read together.
         results: where runs and tables go.
     """
@@ -272,14 +272,14 @@ def answers(config: CompareConfig, suite: Suite) -> Scores:
     return gather(read_rows(config.folder), suite.tasks)
 
 
-def exact_of(scores: Scores, policy: str, resamples: int) -> dict[str, tuple[float, float, float]]:
-    """`keep_ratio/family` -> mean over tasks of exact match in %, with its 95 % bootstrap interval."""
+def exact_of(scores: Scores, policy: str) -> dict[str, tuple[float, float, float]]:
+    """`keep_ratio/family` -> mean over tasks of exact match in %, with its 95 % interval."""
     found = {}
     for ratio in (1.0,) if policy == "full" else KEEP_RATIOS:
         for family in FAMILIES:
             strata = scores.strata(Cell("context_only", policy, ratio), scores.tasks(family))
             if strata:
-                interval = paired_interval(strata, resamples=resamples)
+                interval = paired_interval(strata)
                 found[f"{ratio:g}/{family}"] = (interval.estimate, interval.low, interval.high)
     return found
 
@@ -297,7 +297,7 @@ def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> lis
     scores = answers(compare_config(suite, name, seeds, "no-gates-{seed}", BASELINE, settings), suite)
     items = {f: scores.num_items(scores.tasks(f)) for f in FAMILIES if scores.tasks(f)}
     lines = [
-        Line("full", "", "", None, None, {}, exact_of(scores, "full", settings.resamples), items),
+        Line("full", "", "", None, None, {}, exact_of(scores, "full"), items),
         Line(
             BASELINE,
             "",
@@ -305,7 +305,7 @@ def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> lis
             None,
             None,
             overlap[BASELINE],
-            exact_of(scores, BASELINE, settings.resamples),
+            exact_of(scores, BASELINE),
             items,
         ),
     ]
@@ -322,7 +322,7 @@ def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> lis
                 parameters=trained_numbers(recipe.folder),
                 seconds=recipe.seconds,
                 overlap=overlap[recipe.name],
-                exact=exact_of(scores, "gate", settings.resamples),
+                exact=exact_of(scores, "gate"),
                 items={f: scores.num_items(scores.tasks(f)) for f in items},
             )
         )

@@ -269,7 +269,7 @@ def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Ch
     Args:
         scores: Of the run.
         margin: Of verdicts, sizes and "alike", in points.
-        resamples: Of the intervals.
+        resamples: Of sign flips.
     """
     checked = []
     table = orderings_of(scores)
@@ -312,7 +312,7 @@ def finding_of(ordering: Ordering, made: Comparison, margin: float) -> Finding:
     """
     if ordering.says == "alike":
         size, result = size_of(made.interval, margin), made.result
-        p = result.equivalence.p if result.holm_equivalence_p is None else result.holm_equivalence_p
+        p = result.within_p if result.holm_within_p is None else result.holm_within_p
         if made.verdict == "identical" or (size == "within" and p < ALPHA):
             return "holds"
         beyond = size in ("above", "below") and made.verdict in ("better", "worse")

@@ -387,11 +387,13 @@ def _reading(config: Mapping[str, Any]) -> list[str]:
         "Scores are in % of what a task is judged by (its metric); means are over tasks, each counting "
         "alike.",
         "Seen: families of tasks that gates were trained on. Held-out: all others.",
-        "Intervals: paired, stratified by task, BCa bootstrap over (seed, item), at least "
-        f"{config['resamples']} resamples. Several questions on one item are averaged first, and so are the "
-        "seeds of an item that all of them answer. A task of one item leaves no interval.",
-        "p: sign-flip test of the mean over tasks, or the exact McNemar test of one task scored right or "
-        "wrong. Wilcoxon's test is printed and decides nothing: it is about ranks.",
+        "Intervals: paired, stratified by task, Student's t over (seed, item), widened where differences are "
+        "skewed. Several questions on one item are averaged first, and so are the seeds of an item that all "
+        "of them answer. A task of one item leaves no interval.",
+        f"p: sign-flip test of the mean over tasks, at least {config['resamples']} resamples, or the exact "
+        "McNemar test of one task scored right or wrong. margin p: of a difference as large as the margin, "
+        "which counts losses too rare to be seen. Wilcoxon's test is printed and decides nothing: it is "
+        "about ranks.",
         "oracle and token_identity are controls, no methods: the true future attention, and a table of "
         "token ids.",
         "Equal memory is checked, not assumed: the run stops where two policies of one budget hold different "

@@ -152,7 +152,8 @@ def comparison_table(judged: Sequence[Judged]) -> Table:
     """Every comparison with its raw and adjusted p."""
     columns = (
         *("regime", "budget", "tasks", "policy", "minus", "verdict", "difference", "low", "high"),
-        *("p", "Holm p", "TOST p", "Holm TOST p", "Wilcoxon p", "items", "differ", "could show", "family"),
+        *("p", "Holm p", "margin p", "Holm margin p", "Wilcoxon p"),
+        *("items", "differ", "could show", "family"),
     )
     rows = tuple(
         (
@@ -181,7 +182,7 @@ def _p_values(r: PairedResult) -> tuple[float | None, ...]:
     """Of a comparison that is judged; a p against the best of several means nothing for the others."""
     if r.family_size is None:
         return (None,) * 5
-    return r.p, r.holm_p, r.equivalence.p, r.holm_equivalence_p, r.signed_rank.p
+    return r.p, r.holm_p, r.within_p, r.holm_within_p, r.signed_rank.p
 
 
 def heat_maps(rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], command: str) -> Figure | None:

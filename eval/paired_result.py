@@ -9,14 +9,16 @@ The one decision taken here is that word, for a family of comparisons. It starts
 - identical: the two agree on every cluster; nothing is tested;
 - better / worse: the interval excludes 0 *and* the Holm-adjusted p of the difference test is below alpha;
 - equivalent: neither of these, the interval lies strictly inside (-margin, +margin) *and* the Holm-adjusted p
-  of TOST is below alpha;
+  of "the difference is at least the margin" (`retain.eval.not_worse.within`) is below alpha;
 - inconclusive: everything else.
 
 A sixth, "unjudged", is given to comparisons that are shown and not tested (`retain.eval.comparisons`).
 
 So no word says more than the interval printed beside it, and a large family makes words rarer, never bolder.
-The difference p values are one Holm family and the TOST p values another, each at alpha; the two null
-hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. The
+The difference p values are one Holm family and those of equivalence another, each at alpha; the two null
+hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. TOST,
+the t tests that papers print, stands beside and decides nothing: where rare items lose everything and the
+others next to nothing, most runs of fifty items hold no such item, and t says "equivalent" of them. The
 difference test is the sign-flip test of the macro mean (the exact McNemar test where scores are 0 or 1 and
 there is one stratum, which is the same test counted exactly). Wilcoxon's test is printed and decides nothing:
 it is about ranks, not about the mean.
@@ -29,6 +31,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from retain.eval.clusters import cluster_pairs
+from retain.eval.not_worse import WORST, within
 from retain.eval.paired_tests import (
     Equivalence,
     ExactBinary,
@@ -58,7 +61,8 @@ class PairedResult:
         sign_flip: Of the macro mean.
         mcnemar: Exact McNemar where every cluster mean is either 0 or one other value (1, or 100 points) and
             there is one stratum; otherwise None.
-        equivalence: TOST against the margin.
+        equivalence: TOST against the margin; decides nothing.
+        within_p: Raw p of "the difference is at least the margin", of the verdict "equivalent".
         num_values: Scores on each side before values were averaged within clusters.
         num_clusters: What was resampled and tested.
         num_strata: Tasks.
@@ -67,7 +71,7 @@ class PairedResult:
         verdict: In one word, for a family of this comparison alone until `adjust` has seen the others.
         alpha: Level of every test that the verdict rests on.
         holm_p: `p` adjusted within its family; None before `adjust`.
-        holm_equivalence_p: TOST's p adjusted within its family; None before `adjust`.
+        holm_within_p: `within_p` adjusted within its family; None before `adjust`.
         family_size: Comparisons declared; None before `adjust`.
     """
 
@@ -79,6 +83,7 @@ class PairedResult:
     sign_flip: SignFlip
     mcnemar: ExactBinary | None
     equivalence: Equivalence
+    within_p: float
     num_values: int
     num_clusters: int
     num_strata: int
@@ -87,7 +92,7 @@ class PairedResult:
     verdict: Verdict
     alpha: float
     holm_p: float | None = None
-    holm_equivalence_p: float | None = None
+    holm_within_p: float | None = None
     family_size: int | None = None
 
     @property
@@ -117,10 +122,11 @@ class PairedResult:
             "margin": self.margin,
             "tost_p": self.equivalence.p,
             "noninferior_p": self.equivalence.p_lower,
+            "within_p": self.within_p,
             "test": self.test,
             "p": self.p,
             "holm_p": self.holm_p,
-            "holm_tost_p": self.holm_equivalence_p,
+            "holm_within_p": self.holm_within_p,
             "family_size": self.family_size,
             "alpha": self.alpha,
             "verdict": self.verdict,
@@ -128,7 +134,7 @@ class PairedResult:
 
 
 def supported_verdict(
-    interval: Interval, margin: float, *, p: float, equivalence_p: float, alpha: float
+    interval: Interval, margin: float, *, p: float, within_p: float, alpha: float
 ) -> Verdict:
     """The word of an interval, kept only where the tests bear it (the rule is in this file's docstring).
 
@@ -136,7 +142,7 @@ def supported_verdict(
         interval: Of policy minus baseline.
         margin: Of equivalence, > 0.
         p: Of the difference test, adjusted for its family.
-        equivalence_p: Of TOST, adjusted for its family.
+        within_p: Of "the difference is at least the margin", adjusted for its family.
         alpha: Level.
     """
     word = verdict(interval, margin)
@@ -146,7 +152,7 @@ def supported_verdict(
         return word
     # A difference that the family cannot bear may still be shown to be small.
     inside = -margin < interval.low and interval.high < margin
-    return "equivalent" if inside and equivalence_p < alpha else "inconclusive"
+    return "equivalent" if inside and within_p < alpha else "inconclusive"
 
 
 def compare_paired(
@@ -159,9 +165,10 @@ def compare_paired(
     zero_method: str = "wilcox",
     level: float = 0.95,
     alpha: float = 0.05,
-    method: str = "BCa",
+    method: str = "t",
     resamples: int = 9999,
     seed: int = 0,
+    worst: float = WORST,
 ) -> PairedResult:
     """Compare two policies that answered the same items.
 
@@ -180,24 +187,27 @@ def compare_paired(
         zero_method: Of Wilcoxon's test, "wilcox" or "pratt".
         level: Coverage of the interval.
         alpha: Level of the tests behind the verdict.
-        method: Of the interval, "BCa" or "percentile".
-        resamples: Of the bootstrap, and at most of the sign-flip test.
+        method: Of the interval, "t", "BCa" or "percentile" (`retain.eval.significance.paired_interval`).
+        resamples: At most of the sign-flip test; of the bootstrap, if asked for.
         seed: Of both.
+        worst: The most that two scores of one item can differ, the width of the scale: 100 of points, 1 of
+            scores in [0, 1]. "Equivalent" has to hold against items that nobody saw.
 
     Returns:
         The result, with the verdict of a family of one. `adjust` it together with its family.
 
     Raises:
-        ValueError: If the scores do not pair up, hold a nan, or the margin is not positive.
+        ValueError: If the scores do not pair up, hold a nan, differ by more than `worst`, or the margin is
+            not positive.
 
     Example:
-        >>> compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02).verdict
+        >>> compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02, worst=1.0).verdict
         'identical'
     """
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must lie in (0, 1), got {alpha}.")
     made = cluster_pairs(policy, baseline, clusters=clusters, strata=strata)
-    inside = equivalence(made.differences, margin)
+    inside = within(made.differences, margin, worst)
     interval = paired_interval(made.differences, level=level, resamples=resamples, seed=seed, method=method)
     flip = sign_flip(made.differences, resamples=resamples, seed=seed)
     binary = None
@@ -214,13 +224,14 @@ def compare_paired(
         signed_rank=signed_rank(np.concatenate(made.differences), zero_method=zero_method),
         sign_flip=flip,
         mcnemar=binary,
-        equivalence=inside,
+        equivalence=equivalence(made.differences, margin),
+        within_p=inside,
         num_values=made.num_values,
         num_clusters=made.num_clusters,
         num_strata=len(made.strata),
         test="sign-flip" if binary is None else "mcnemar",
         p=p,
-        verdict=supported_verdict(interval, margin, p=p, equivalence_p=inside.p, alpha=alpha),
+        verdict=supported_verdict(interval, margin, p=p, within_p=inside, alpha=alpha),
         alpha=alpha,
     )
 
@@ -240,7 +251,7 @@ def adjust(
         alpha: Level of the family; None takes the results' own.
 
     Returns:
-        The results in the same order, with `holm_p`, `holm_equivalence_p`, `family_size`, `alpha` and
+        The results in the same order, with `holm_p`, `holm_within_p`, `family_size`, `alpha` and
         `verdict` of the family.
 
     Raises:
@@ -276,17 +287,15 @@ def adjust(
                 f"resamples={int(np.ceil(4 * size / level))}."
             )
     difference = holm([one.p for one in results.values()])
-    inside = holm([one.equivalence.p for one in results.values()])
+    inside = holm([one.within_p for one in results.values()])
     return {
         name: replace(
             one,
             holm_p=float(p),
-            holm_equivalence_p=float(q),
+            holm_within_p=float(q),
             family_size=size,
             alpha=level,
-            verdict=supported_verdict(
-                one.interval, one.margin, p=float(p), equivalence_p=float(q), alpha=level
-            ),
+            verdict=supported_verdict(one.interval, one.margin, p=float(p), within_p=float(q), alpha=level),
         )
         for (name, one), p, q in zip(results.items(), difference, inside, strict=True)
     }

@@ -157,10 +157,7 @@ def _head(scores: Scores, manifest: Mapping[str, Any]) -> str:
 
 
 def _claims(claims: Sequence[Claim]) -> str:
-    intro = (
-        "Paired 95 % bootstrap intervals, in points; verdicts are adjusted (Holm) over the comparisons of a "
-        "claim."
-    )
+    intro = "Paired 95 % intervals, in points; verdicts are adjusted (Holm) over the comparisons of a claim."
     lines = ["## Claims checked", "", intro, ""]
     for claim in claims:
         lines.append(f"- **{claim.outcome}**: {claim.text}.")
@@ -511,9 +508,10 @@ def _reading(config: Mapping[str, Any]) -> str:
             "- Means are over tasks, each counting alike; **seen** families are those that gates train on.",
             "- ± is 1.96 standard errors of that mean. Whether two policies differ is a paired question: see "
             "the tables of differences.",
-            "- Intervals: paired, stratified by task, BCa bootstrap over (seed, item) clusters, "
-            f"at least {config['resamples']} resamples. An item that every seed answers is one cluster. An "
-            "interval is for one comparison; a verdict is adjusted for its family (Holm, 0.05).",
+            "- Intervals: paired, stratified by task, Student's t over (seed, item) clusters, widened where "
+            "differences are skewed. An item that every seed answers is one cluster. An interval is for one "
+            "comparison; a verdict is adjusted for its family (Holm, 0.05; sign-flip tests of at least "
+            f"{config['resamples']} resamples).",
             "- better / worse: the interval excludes 0 and the adjusted test passes. equivalent: it lies "
             "within the margin and the adjusted equivalence test passes. identical: every item has the same "
             "score. inconclusive: none of these. no interval: a task has a single item.",

@@ -150,7 +150,7 @@ def entries_of(
         scores: Of the run.
         tables: Of `tables_of`.
         margin: Largest difference that would not matter, in points.
-        resamples: Of intervals and sign flips.
+        resamples: Of sign flips.
     """
     made = []
     for table, levels in tables.items():
@@ -396,7 +396,7 @@ def _said(one: Entry) -> str:
         return "winner"
     result = one.made.result
     word = one.made.verdict if one.table == REFERENCES else one.word
-    p = result.holm_equivalence_p if one.made.verdict == "equivalent" else result.holm_p
+    p = result.holm_within_p if one.made.verdict == "equivalent" else result.holm_p
     if p is None or one.made.verdict == "identical":
         return f"{word}, identical" if one.made.verdict == "identical" and word != "identical" else f"{word}"
     return f"{word}, {'p < 0.001' if p < 0.001 else f'p = {p:.3f}'}"

@@ -341,7 +341,7 @@ def compare_family(
         scores: Of the run.
         pairs: Cell, baseline and task family of each comparison, fixed by the config.
         margin: Largest difference that would not matter, in points.
-        resamples: Of intervals and sign flips; more where a family is so large that fewer could not pass.
+        resamples: Of sign flips; more where a family is so large that fewer could not pass.
 
     Returns:
         One for each pair; None where it was not measured, which counts for nothing.
@@ -385,7 +385,7 @@ def learned_against_each(
     Args:
         scores: Of the run.
         margin: Of the verdicts, in points.
-        resamples: Of the intervals.
+        resamples: Of sign flips.
         leave_out: Policies that are neither side of a comparison, under any protection (variants).
     """
     learned = _not_left_out(scores.learned, leave_out)
@@ -434,7 +434,7 @@ def check_claims(
         scores: Of the run.
         single_key: Tasks that one fact of one key answers.
         margin: Of the verdicts, in points.
-        resamples: Of the intervals.
+        resamples: Of sign flips.
         leave_out: Learned policies of which nothing is claimed (variants, controls made of gates).
 
     Returns:
@@ -454,9 +454,7 @@ def check_claims(
         ]
         claims.append(_all_better(policy, compare_family(scores, pairs, **options), baselines))
     claims.append(_no_worse(scores, ratio, options))
-    claims.append(
-        _holds_single_keys(scores, ratio, [t for t in scores.tasks("seen") if t in single_key], resamples)
-    )
+    claims.append(_holds_single_keys(scores, ratio, [t for t in scores.tasks("seen") if t in single_key]))
     return claims
 
 
@@ -481,7 +479,7 @@ def _no_worse(scores: Scores, ratio: float, options: Mapping[str, Any]) -> Claim
     return Claim(text, "holds" if made.interval.low > -2.0 else "fails", (describe(made),))
 
 
-def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str], resamples: int) -> Claim:
+def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str]) -> Claim:
     text = (
         "query_aware, keep_ratio 0.2: snapkv keeps >= 90 % of the full cache's score on each single-key "
         "task that is seen"
@@ -497,7 +495,7 @@ def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str], resam
             numbers.append(f"{task}: the full cache scores 0")
             continue
         kept, whole = scores.strata(cell, [task])[0], scores.strata(full, [task])[0]
-        slack = paired_interval([kept - 0.9 * whole], resamples=resamples)
+        slack = paired_interval([kept - 0.9 * whole])
         reached.append(own >= 0.9 * ceiling)
         numbers.append(
             f"{task}: {own:.1f} of {ceiling:.1f}, {100 * own / ceiling:.1f} %; "

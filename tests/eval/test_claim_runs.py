@@ -2,6 +2,7 @@
 that nobody measured."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def test_other_lines_with_its_gates_are_shown_beside() -> None:
     assert parts_of(scores, [manifest], **names, also=("untrained",)).also == ("untrained",)
     with pytest.raises(ValueError, match=r"also is 'gate_modle', which was not measured \(did you mean"):
         parts_of(scores, [manifest], **names, also=("gate_modle",))
-    for check in (check_better, check_not_worse):
-        claim, alone = check(scores, parts, **OPTIONS), check(scores, plain, **OPTIONS)
+    for check in (partial(check_better, **OPTIONS), check_not_worse):
+        claim, alone = check(scores, parts), check(scores, plain)
         beside = [one for one in claim.lines if one.against == "gate_model"]
         assert len(beside) == 3 * 16 and not any(one.required for one in beside)
         assert {one.outcome for one in beside} <= {"does not hold", "undecided"}
@@ -128,7 +129,7 @@ def test_runs_that_are_not_of_one_kind_are_refused() -> None:
 
 def test_what_is_wanted_and_was_not_measured_is_a_line() -> None:
     """Of every regime and budget, whatever the run happens to have; a claim that lacks one does not hold."""
-    claim = check_not_worse(SCORES, PARTS, **OPTIONS)
+    claim = check_not_worse(SCORES, PARTS)
     lacking = {
         (one.regime, one.budget) for one in claim.lines if one.outcome == "not measured" and one.required
     }
@@ -136,7 +137,7 @@ def test_what_is_wanted_and_was_not_measured_is_a_line() -> None:
     assert lacking == {(regime, budget) for regime in WANTED_IN for budget in WANTED_AT} - there
     assert claim.outcome == "undecided"
     scores, parts = check_of(complete(RATES))
-    whole = check_not_worse(scores, parts, **OPTIONS)
+    whole = check_not_worse(scores, parts)
     assert not [one for one in whole.lines if one.outcome == "not measured"]
     assert whole.outcome == "holds"
     assert "chunked and decode at keep_ratio 0.05, 0.1, 0.2 and 0.4" in whole.text

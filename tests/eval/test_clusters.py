@@ -111,6 +111,23 @@ def test_whole_clusters_weigh_by_their_size():
     assert cluster_pairs(values, [0.0] * 4, clusters=labels).differences[0].mean() == 0.5
 
 
+def test_a_label_that_is_a_nan_is_refused():
+    """Each would be a cluster, or a task, of its own."""
+    scores, labels = [1.0, 0.0, 1.0], np.array([0.0, np.nan, np.nan])
+    with pytest.raises(ValueError, match=r"clusters holds 2 labels that are nan, at positions \[1, 2\]"):
+        cluster_pairs(scores, [0.0] * 3, clusters=labels)
+    with pytest.raises(ValueError, match="strata holds 1 labels that are nan"):
+        cluster_pairs(scores, [0.0] * 3, strata=["x", float("nan"), "x"])
+    with pytest.raises(ValueError, match="clusters holds 2 labels that are nan"):
+        cluster_interval(scores, labels)
+
+
+def test_a_cluster_that_has_nearly_all_values_leaves_no_interval():
+    values, labels = np.arange(63.0) % 5 - 1, [0] * 60 + [1, 2, 3]
+    made = cluster_interval(values, labels)
+    assert (made.method, made.estimate) == ("undefined", pytest.approx(values.mean()))
+
+
 def test_repeated_samples_of_one_problem_are_no_new_evidence():
     # 30 problems, 16 samples each, all alike: 480 values know no more than 30.
     solved = np.random.default_rng(1).integers(0, 2, 30).astype(float)

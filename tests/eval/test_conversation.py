@@ -194,7 +194,7 @@ def test_what_pinning_changes_has_an_interval_only_where_it_can_vary():
     assert shown.endswith("+100.0 (the same in all 4)") and "[" not in shown
     assert line((1, 1), (0, 0))[-1].endswith("+0.0 (the same in all of a seed)")
     about, shown = line((1, 1, 0), (1, 0, 1))[1:]
-    assert "n = 6 conversations; 95% intervals: BCa bootstrap within each seed; conditional" in about
+    assert "n = 6 conversations; 95% intervals: Student's t within each seed; conditional" in about
     assert "+33.3 [" in shown
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.eval.not_worse import within
 from retain.eval.paired_result import PairedResult, adjust, compare_paired, supported_verdict
 from retain.eval.paired_tests import equivalence, sign_flip, signed_rank
 from retain.eval.significance import Interval, paired_interval
@@ -15,7 +16,9 @@ from retain.eval.significance import Interval, paired_interval
 def compared(differences, **settings) -> PairedResult:
     """A comparison with these differences."""
     return compare_paired(
-        np.asarray(differences, dtype=float) + 5.0, np.full(len(differences), 5.0), margin=1.0, **settings
+        np.asarray(differences, dtype=float) + 5.0,
+        np.full(len(differences), 5.0),
+        **{"margin": 1.0, "worst": 10.0, **settings},
     )
 
 
@@ -23,16 +26,17 @@ def test_every_part_is_the_one_of_its_own_function():
     rng = np.random.default_rng(0)
     policy, baseline = rng.uniform(0, 1, 40), rng.uniform(0, 1, 40)
     tasks = ["vt", "cwe"] * 20
-    made = compare_paired(policy, baseline, margin=0.1, strata=tasks, zero_method="pratt", seed=4)
+    made = compare_paired(policy, baseline, margin=0.1, strata=tasks, zero_method="pratt", seed=4, worst=1.0)
     strata = [np.sort((policy - baseline)[start::2]) for start in (1, 0)]  # cwe, vt
-    assert made.interval == paired_interval(strata, resamples=9999, seed=4)
+    assert made.interval == paired_interval(strata)
     assert made.sign_flip == sign_flip(strata, seed=4)
     assert made.equivalence == equivalence(strata, 0.1)
+    assert made.within_p == within(strata, 0.1, 1.0)
     assert made.signed_rank == signed_rank(np.concatenate(strata), zero_method="pratt")
     assert made.mcnemar is None and (made.test, made.p) == ("sign-flip", made.sign_flip.p)
     assert (made.num_values, made.num_clusters, made.num_strata) == (40, 40, 2)
     assert made.estimate == pytest.approx(made.mean_policy - made.mean_baseline)
-    assert (made.holm_p, made.holm_equivalence_p, made.family_size) == (None, None, None)
+    assert (made.holm_p, made.holm_within_p, made.family_size) == (None, None, None)
 
 
 def test_binary_scores_take_the_exact_test_in_any_unit():
@@ -102,18 +106,21 @@ def test_turning_the_comparison_turns_the_word():
 def test_a_wider_margin_only_ever_adds_equivalence():
     scores, near = np.random.default_rng(4).uniform(0, 1, (2, 200))
     near = scores + 0.02 * (near - 0.5)
-    words = [compare_paired(scores, near, margin=m, resamples=500).verdict for m in (0.0005, 0.005, 5.0)]
+    options = {"resamples": 500, "worst": 1.0}
+    words = [compare_paired(scores, near, margin=m, **options).verdict for m in (0.0005, 0.03, 0.9)]
     assert words == ["inconclusive", "equivalent", "equivalent"]
-    # Scaling scores and margin together changes nothing.
-    assert compare_paired(scores * 4, near * 4, margin=0.02, resamples=500).verdict == "equivalent"
+    # Scaling scores, margin and scale together changes nothing.
+    assert compare_paired(scores * 4, near * 4, margin=0.12, resamples=500, worst=4.0).verdict == "equivalent"
+    # On a scale of points these items do not rule out a loss of everything.
+    assert compare_paired(scores, near, margin=0.03, resamples=500).verdict == "inconclusive"
 
 
 def shown(low: float, high: float, nonzero: int = 9) -> Interval:
-    return Interval((low + high) / 2, low, high, 0.95, "BCa", 30, nonzero)
+    return Interval((low + high) / 2, low, high, 0.95, "t", 30, nonzero)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "p", "equivalence_p", "word"),
+    ("low", "high", "p", "within_p", "word"),
     [
         (0.5, 3.0, 0.01, 0.9, "better"),
         (-3.0, -0.5, 0.01, 0.9, "worse"),
@@ -127,18 +134,18 @@ def shown(low: float, high: float, nonzero: int = 9) -> Interval:
         (-0.9, 0.9, 0.05, 0.05, "inconclusive"),  # at alpha is not below it
     ],
 )
-def test_a_word_stands_on_its_interval_and_its_test(low, high, p, equivalence_p, word):
-    assert supported_verdict(shown(low, high), 1.0, p=p, equivalence_p=equivalence_p, alpha=0.05) == word
+def test_a_word_stands_on_its_interval_and_its_test(low, high, p, within_p, word):
+    assert supported_verdict(shown(low, high), 1.0, p=p, within_p=within_p, alpha=0.05) == word
 
 
 def test_identical_needs_no_test():
-    assert supported_verdict(shown(0.0, 0.0, 0), 1.0, p=1.0, equivalence_p=1.0, alpha=0.05) == "identical"
+    assert supported_verdict(shown(0.0, 0.0, 0), 1.0, p=1.0, within_p=1.0, alpha=0.05) == "identical"
 
 
-def with_p(p: float, equivalence_p: float = 1.0) -> PairedResult:
+def with_p(p: float, within_p: float = 1.0) -> PairedResult:
     """A comparison whose interval excludes 0 and whose raw p values are these."""
     made = compared(np.linspace(0.5, 3.0, 20))
-    return replace(made, p=p, equivalence=replace(made.equivalence, p=equivalence_p))
+    return replace(made, p=p, within_p=within_p)
 
 
 def test_a_family_by_hand():
@@ -156,14 +163,11 @@ def test_a_family_by_hand():
 
 def test_equivalence_is_adjusted_within_its_own_family():
     near = compared(np.tile([-0.3, 0.31], 30))
-    family = {
-        i: replace(near, equivalence=replace(near.equivalence, p=p))
-        for i, p in enumerate((0.02, 0.03, 0.001))
-    }
+    family = {i: replace(near, within_p=p) for i, p in enumerate((0.02, 0.03, 0.001))}
     made = adjust(family)
-    assert [one.holm_equivalence_p for one in made.values()] == pytest.approx([0.04, 0.04, 0.003])
+    assert [one.holm_within_p for one in made.values()] == pytest.approx([0.04, 0.04, 0.003])
     assert [one.verdict for one in made.values()] == ["equivalent"] * 3
-    family[3] = replace(near, equivalence=replace(near.equivalence, p=0.9))
+    family[3] = replace(near, within_p=0.9)
     assert [one.verdict for one in adjust(family).values()] == ["inconclusive"] * 2 + [
         "equivalent",
         "inconclusive",
@@ -173,12 +177,12 @@ def test_equivalence_is_adjusted_within_its_own_family():
 def test_identical_comparisons_do_not_help_the_others():
     """They count in the family, and bring no p that would pass it."""
     near = compared(np.tile([-0.3, 0.31], 30))
-    near = replace(near, equivalence=replace(near.equivalence, p=0.02))
+    near = replace(near, within_p=0.02)
     same = compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=1.0)
-    assert (same.p, same.equivalence.p) == (1.0, 1.0)
+    assert (same.p, same.equivalence.p) == (1.0, 1.0) and same.within_p > 0.9
     assert adjust({"near": near})["near"].verdict == "equivalent"
     made = adjust({"near": near, **{str(i): same for i in range(9)}})
-    assert made["near"].holm_equivalence_p == pytest.approx(0.2)
+    assert made["near"].holm_within_p == pytest.approx(0.2)
     assert [one.verdict for one in made.values()] == ["inconclusive"] + ["identical"] * 9
 
 
@@ -250,6 +254,8 @@ def test_what_it_refuses():
         compare_paired([1.0, 2.0], [1.0, 1.0], margin=0.0)
     with pytest.raises(ValueError, match="alpha must lie in"):
         compare_paired([1.0, 2.0], [1.0, 1.0], margin=0.1, alpha=1.0)
+    with pytest.raises(ValueError, match="got 1.0 where an item lost 3. Pass the width of the scale"):
+        compare_paired([1.0, 4.0], [1.0, 1.0], margin=0.1, worst=1.0)
     with pytest.raises(ValueError, match="not finite, at positions"):
         compare_paired([1.0, float("nan")], [1.0, 1.0], margin=0.1)
     with pytest.raises(ValueError, match="Unknown zero method"):

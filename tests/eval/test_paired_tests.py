@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -69,6 +70,30 @@ def test_the_zero_method_moves_p():
     differences = np.concatenate([np.zeros(200), np.linspace(0.1, 1, 30), -np.linspace(2, 3, 12)])
     dropped, ranked = (signed_rank(differences, zero_method=zero).p for zero in ("wilcox", "pratt"))
     assert dropped > 0.7 and ranked < 0.05
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.sampled_from(["wilcox", "pratt"]))
+def test_counted_ranks_are_those_of_every_sign_pattern(numbers, zero_method):
+    values = np.array([*numbers, 1.0, 1.0])
+    used = [x for x in values if x != 0 or zero_method == "pratt"]
+    ranks = [sum(abs(y) < abs(x) for y in used) + (sum(abs(y) == abs(x) for y in used) + 1) / 2 for x in used]
+    ranks, own = zip(*((rank, x) for rank, x in zip(ranks, used, strict=True) if x != 0), strict=True)
+    found = sum(rank for rank, x in zip(ranks, own, strict=True) if x > 0)
+    sums = [
+        sum(rank for rank, sign in zip(ranks, signs, strict=True) if sign)
+        for signs in itertools.product((True, False), repeat=len(ranks))
+    ]
+    wanted = min(1.0, 2 * min(sum(x <= found for x in sums), sum(x >= found for x in sums)) / len(sums))
+    made = signed_rank(values, zero_method=zero_method)
+    assert (made.statistic, made.p) == pytest.approx((min(found, sum(ranks) - found), wanted))
+
+
+def test_tied_pairs_are_counted_and_not_tried():
+    started = time.process_time()
+    for _ in range(20):
+        assert signed_rank(np.array([1.0, 1, 2, 2, 3, 3, -1, -1, 2, 2, 3, 3])).method == "permutation"
+    assert time.process_time() - started < 1.0  # one alone took more
 
 
 def test_sign_flips_by_hand():

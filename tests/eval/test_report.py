@@ -461,14 +461,14 @@ def test_findings_are_read_off_verdicts():
 
 def made_of(low, high):
     """A comparison with this interval, whose tests pass their family wherever the interval says so."""
-    interval = Interval((low + high) / 2, low, high, 0.95, "BCa", 100, 50)
+    interval = Interval((low + high) / 2, low, high, 0.95, "t", 100, 50)
     p = 0.9 if low <= 0 <= high else 0.001
     alike = 0.001 if low > -2 and high < 2 else 0.9
     made = compare_paired([1.0, 0.0], [0.0, 0.0], margin=2.0)
-    word = supported_verdict(interval, 2.0, p=p, equivalence_p=alike, alpha=0.05)
+    word = supported_verdict(interval, 2.0, p=p, within_p=alike, alpha=0.05)
     return Comparison(
         *("a", "b", "context_only", 0.2, "all"),
-        replace(made, interval=interval, holm_p=p, holm_equivalence_p=alike, verdict=word),
+        replace(made, interval=interval, holm_p=p, holm_within_p=alike, verdict=word),
     )
 
 
@@ -495,7 +495,7 @@ def test_a_finding_that_its_family_does_not_bear_is_inconclusive():
     for low, high in ((0.5, 3.0), (2.0, 4.0), (-4.0, -2.0), (-1.0, 1.0)):
         made = made_of(low, high)
         made = replace(
-            made, result=replace(made.result, holm_p=0.2, holm_equivalence_p=0.2, verdict="inconclusive")
+            made, result=replace(made.result, holm_p=0.2, holm_within_p=0.2, verdict="inconclusive")
         )
         for says in ("better", "alike"):
             assert finding_of(Ordering("topic", "a", "b", "", "", says), made, 2.0) == "inconclusive"

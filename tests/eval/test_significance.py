@@ -15,7 +15,7 @@ from retain.eval.significance import (
 
 
 def interval_of(low: float, high: float, *, nonzero: int = 5) -> Interval:
-    return Interval((low + high) / 2, low, high, 0.95, "BCa", 10, nonzero)
+    return Interval((low + high) / 2, low, high, 0.95, "t", 10, nonzero)
 
 
 def test_all_zero_differences_are_identical_not_nan():
@@ -27,7 +27,7 @@ def test_all_zero_differences_are_identical_not_nan():
 def test_differences_that_cancel_are_not_identical():
     made = paired_interval([np.ones(10), -np.ones(3)])
     assert made.estimate == 0.0 and not made.identical
-    assert verdict(made, 2.0) == "equivalent"
+    assert verdict(made, 2.0) == "equivalent" and verdict(made, 0.1) == "inconclusive"
 
 
 def test_tasks_count_alike_whatever_their_size():
@@ -35,12 +35,26 @@ def test_tasks_count_alike_whatever_their_size():
     assert paired_interval([np.ones(2), np.zeros(6)]).estimate == 0.5
 
 
-def test_constant_strata_shift_and_do_not_spread():
+def test_constant_strata_shift_and_do_not_spread_a_bootstrap():
     moving = np.array([0.0, 0.0, 100.0, 100.0, 100.0, 0.0, 0.0, 100.0])
-    alone = paired_interval([moving], seed=3)
-    beside = paired_interval([moving, np.full(4, 10.0)], seed=3)
+    alone = paired_interval([moving], seed=3, method="BCa")
+    beside = paired_interval([moving, np.full(4, 10.0)], seed=3, method="BCa")
     assert beside.low == pytest.approx(alone.low / 2 + 5.0)
     assert beside.high == pytest.approx(alone.high / 2 + 5.0)
+
+
+def test_a_small_stratum_borrows_its_spread():
+    """Four equal items do not show that a task has no spread; four hundred nearly do."""
+    moving = np.tile([0.0, 0.0, 100.0, 100.0, 100.0, 0.0, 0.0, 100.0], 5)
+    widths = []
+    for constant in (4, 400):
+        made = paired_interval([moving, np.full(constant, 10.0)])
+        assert made.estimate == 30.0
+        widths.append(made.high - made.low)
+    alone = paired_interval([moving])
+    own = (alone.high - alone.low) / 2
+    assert widths[0] > 1.2 * own
+    assert own < widths[1] < 1.03 * own
 
 
 def test_a_stratum_of_one_item_leaves_no_interval():
@@ -59,15 +73,74 @@ def test_a_stratum_of_one_item_leaves_no_interval():
 
 
 def test_two_items_by_hand():
-    # Resamples of (0, 1): mean 0 in 1/4, 1/2 in 1/2, 1 in 1/4 of them: 95 % runs from 0 to 1.
+    # Mean 1/2, standard error 1/2, one degree of freedom: 12.706 of them on either side.
     made = paired_interval([np.array([0.0, 1.0])])
-    assert (made.low, made.high) == (0.0, 1.0)
-    assert verdict(made, 0.5) == "inconclusive"
+    assert (made.low, made.high) == pytest.approx((0.5 - 12.706 / 2, 0.5 + 12.706 / 2), abs=1e-3)
+    # Resamples: mean 0 in 1/4, 1/2 in 1/2, 1 in 1/4 of them: 95 % runs from 0 to 1.
+    resampled = paired_interval([np.array([0.0, 1.0])], method="BCa")
+    assert (resampled.low, resampled.high) == (0.0, 1.0)
+    assert verdict(resampled, 0.5) == "inconclusive"
+
+
+def test_the_interval_by_hand():
+    """Three loops: variances, the spread that is borrowed, Welch's degrees of freedom, Hall's skewness."""
+    strata = [np.array([0.0, 0.0, 0.0, 9.0]), np.array([1.0, -1.0, 0.0, 0.0, 2.0, 0.0])]
+    pooled, freedom = 0.0, 0
+    own = []
+    for values in strata:
+        mean = sum(values) / len(values)
+        own.append(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
+        pooled, freedom = pooled + own[-1] * (len(values) - 1), freedom + len(values) - 1
+    pooled /= freedom
+    variance, below, third = 0.0, 0.0, 0.0
+    for spread, values in zip(own, strata, strict=True):
+        n, mean = len(values), sum(values) / len(values)
+        part = max(spread, ((n - 1) * spread + 3 * pooled) / (n + 2)) / n
+        variance, below = variance + part, below + part**2 / (n - 1)
+        third += sum((x - mean) ** 3 for x in values) / n**3 / 8
+    error = np.sqrt(variance) / 2
+    g, t = third / error**3, stats.t.ppf(0.975, variance**2 / below)
+    made = paired_interval(strata)
+    assert made.method == "t" and g > 0.1
+    assert made.low == pytest.approx(made.estimate - t * error)
+    # The long side: u with g of u = -t, u + g u^2 / 3 + g^2 u^3 / 27 + g / 6 = -t.
+    u = (made.estimate - made.high) / error
+    assert u < -t
+    assert u + g * u**2 / 3 + g**2 * u**3 / 27 + g / 6 == pytest.approx(-t)
+    turned = paired_interval([-values for values in strata])
+    assert (turned.low, turned.high) == pytest.approx((-made.high, -made.low))
+    # One stratum without a skew is Student's.
+    plain = stats.ttest_1samp([-2.0, -1.0, 1.0, 2.0], 0).confidence_interval()
+    alone = paired_interval([np.array([-2.0, -1.0, 1.0, 2.0])])
+    assert (alone.low, alone.high) == pytest.approx((plain.low, plain.high))
+
+
+@pytest.mark.parametrize(
+    ("strata", "half"), [([np.full(2, 5.0)], 5.0), ([np.full(3, -5.0), np.full(4, 2.0)], None)]
+)
+def test_differences_that_are_all_alike_leave_something_open(strata, half):
+    """Two equal differences d: anything from 0 to 2 d. Of a hundred next to nothing is open."""
+    made = paired_interval(strata)
+    assert (made.method, made.low < made.estimate < made.high) == ("constant", True)
+    if half is not None:
+        assert made.high - made.estimate == half and verdict(made, 2.0) == "inconclusive"
+    many = paired_interval([np.full(100, 5.0)])
+    assert (many.high - many.low) / 2 == pytest.approx(5.0 * -np.log(0.025) / 100)
+    assert verdict(many, 2.0) == "better"
+
+
+def test_a_nan_is_refused_wherever_it_stands():
+    fine, bad = np.arange(5.0), np.array([1.0, np.nan, 2.0])
+    with pytest.raises(ValueError, match=r"finite numbers, and the strata at positions \[1\] hold a nan"):
+        paired_interval([fine, bad])
+    for pair in (([fine, bad], [fine, np.ones(3)]), ([fine, np.ones(3)], [fine, bad])):
+        with pytest.raises(ValueError, match=r"ratio_interval needs finite numbers.*\[1\]"):
+            ratio_interval(*pair)
 
 
 def test_one_stratum_is_scipys_own_bca():
     differences = np.random.default_rng(0).normal(0.3, 1.0, 60)
-    made = paired_interval([differences], resamples=2000, seed=5)
+    made = paired_interval([differences], resamples=2000, seed=5, method="BCa")
     rng = np.random.default_rng(5)
     own = stats.bootstrap((differences,), np.mean, n_resamples=2000, batch=500, rng=rng).confidence_interval
     assert (made.low, made.high, made.method) == (pytest.approx(own.low), pytest.approx(own.high), "BCa")
@@ -81,7 +154,7 @@ def test_the_percentile_variant_is_the_quantiles_of_resampled_means():
     means = sorted(sum(differences[i] for i in draw) / n for draw in picked)
     assert (made.low, made.high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])))
     assert made.method == "percentile"
-    assert paired_interval([differences], resamples=400, seed=7).method == "BCa"
+    assert paired_interval([differences], resamples=400, seed=7, method="BCa").method == "BCa"
 
 
 def test_a_ratio_is_of_the_means():
@@ -95,7 +168,7 @@ def test_a_ratio_of_one_stratum_is_scipys_own_paired_bca():
     rng = np.random.default_rng(4)
     full = rng.uniform(0.2, 1.0, 50)
     kept = full * rng.uniform(0.5, 1.1, 50)
-    made = ratio_interval([kept], [full], resamples=1500, seed=2)
+    made = ratio_interval([kept], [full], resamples=1500, seed=2, method="BCa")
     own = stats.bootstrap(
         (kept, full),
         lambda a, f, axis: a.mean(axis=axis) / f.mean(axis=axis),
@@ -106,14 +179,14 @@ def test_a_ratio_of_one_stratum_is_scipys_own_paired_bca():
     ).confidence_interval
     assert (made.low, made.high, made.method) == (pytest.approx(own.low), pytest.approx(own.high), "BCa")
     # Pairs matter: against a ceiling that was drawn by itself the interval is several times as wide.
-    alone = ratio_interval([kept[::-1]], [full], resamples=1500, seed=2)
+    alone = ratio_interval([kept[::-1]], [full], resamples=1500, seed=2, method="BCa")
     assert made.high - made.low < 0.7 * (alone.high - alone.low)
 
 
 def test_a_stratified_ratio_is_of_macro_means():
     # Tasks count alike: (0.5 + 0.1) / 2 over (1.0 + 0.5) / 2.
     kept, full = [np.array([0.25, 0.75]), np.full(6, 0.1)], [np.ones(2), np.full(6, 0.5)]
-    made = ratio_interval(kept, full)
+    made = ratio_interval(kept, full, method="BCa")
     assert made.estimate == pytest.approx(0.4)
     # Only the first task varies, over 0.25 to 0.75.
     assert (made.low, made.high) == pytest.approx((0.35 / 1.5, 0.85 / 1.5))
@@ -124,7 +197,27 @@ def test_a_ratio_that_cannot_vary():
     made = ratio_interval(same, same)
     assert (made.estimate, made.low, made.high) == pytest.approx((1.0, 1.0, 1.0)) and made.identical
     fixed = ratio_interval([np.full(3, 0.1)], [np.full(3, 0.4)])
-    assert (fixed.low, fixed.high, fixed.method) == (0.25, 0.25, "constant")
+    assert (fixed.low, fixed.high, fixed.method) == pytest.approx((0.0, 0.5, "constant"))
+    many = ratio_interval([np.full(300, 0.1)], [np.full(300, 0.4)])
+    assert (many.low, many.high) == pytest.approx((0.25, 0.25), abs=0.004)
+
+
+def test_a_ratio_holds_every_share_that_its_items_leave_open():
+    """Above a share exactly where the numerator minus that share of the denominator is above 0."""
+    rng = np.random.default_rng(6)
+    full = [rng.choice([0.0, 100.0], size, p=[0.2, 0.8]) for size in (40, 90)]
+    kept = [values * rng.choice([0.0, 1.0], values.size, p=[0.3, 0.7]) for values in full]
+    made = ratio_interval(kept, full)
+    assert made.low < made.estimate < made.high
+    for share, side in ((made.low, "low"), (made.high, "high")):
+        rest = paired_interval([a - share * f for a, f in zip(kept, full, strict=True)])
+        assert getattr(rest, "high" if side == "low" else "low") * 0 == 0
+        assert (rest.high if side == "high" else rest.low) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_ratio_over_what_may_be_nothing_has_no_interval():
+    made = ratio_interval([np.array([1.0, 0.0, 2.0, 1.0])], [np.array([3.0, -1.0, 0.0, 2.0])])
+    assert (made.estimate, made.method, made.low, made.high) == (1.0, "undefined", -np.inf, np.inf)
 
 
 def test_stratified_width_agrees_with_the_standard_error():
@@ -138,7 +231,9 @@ def test_stratified_width_agrees_with_the_standard_error():
 
 def test_the_same_seed_gives_the_same_interval():
     differences = [np.random.default_rng(2).integers(-1, 2, 40).astype(float)]
-    assert paired_interval(differences, seed=1) == paired_interval(differences, seed=1)
+    assert paired_interval(differences, seed=1, method="BCa") == paired_interval(
+        differences, seed=1, method="BCa"
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +267,7 @@ def test_what_it_refuses():
         paired_interval([np.zeros(0)])
     with pytest.raises(ValueError, match="margin of equivalence must be positive, got 0"):
         verdict(interval_of(0.0, 1.0), 0.0)
-    with pytest.raises(ValueError, match="Unknown bootstrap method 'bca': write 'BCa' or 'percentile'"):
+    with pytest.raises(ValueError, match="Unknown interval 'bca': write 't', 'BCa' or 'percentile'"):
         paired_interval([np.arange(3.0)], method="bca")
 
 
@@ -183,4 +278,4 @@ def test_ratios_that_it_refuses():
     with pytest.raises(ValueError, match=r"mean denominator is 0.0, and it must be positive.*discriminative"):
         ratio_interval([one], [np.zeros(2)])
     with pytest.raises(ValueError, match="in some resamples the denominator is not above zero"):
-        ratio_interval([one], [np.array([0.0, 1.0])])
+        ratio_interval([one], [np.array([0.0, 1.0])], method="BCa")
