@@ -180,6 +180,11 @@ class Run:
         record = self.known(step)
         return record is not None and record["status"] in DONE
 
+    def line(self, step: Step) -> str:
+        """A step in one line: its name, its status if there is one, its limit, and what it tells."""
+        record = self.known(step)
+        return f"{step.name:<24}{record['status'] if record else '-':<9}{step.seconds:>5} s  {step.about}"
+
     def unable(self, step: Step) -> str:
         """Why a step cannot run here; empty: it can."""
         if self.broken:
@@ -396,13 +401,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (ROOT / "pyproject.toml").is_file():
         parser.error(f"{ROOT} is no checkout: call this in the root of one, which has the tests")
     deadline = None if given.minutes is None else time.monotonic() + 60 * given.minutes
-    given.out.mkdir(parents=True, exist_ok=True)
     run = Run(given.out, dry=given.dry_run, deadline=deadline)
     if given.list:
-        for step in STEPS:
-            record = run.known(step)
-            print(f"{step.name:<24}{record['status'] if record else '-':<9}{step.seconds:>5} s  {step.about}")
+        with contextlib.suppress(BrokenPipeError):  # `| head`
+            print("\n".join(run.line(step) for step in STEPS), flush=True)
         return 0
+    given.out.mkdir(parents=True, exist_ok=True)
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         return go(run, wanted, again)
