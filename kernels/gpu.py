@@ -45,10 +45,12 @@ DISTRIBUTIONS = {"yaml": "PyYAML", "flash_attn": "flash-attn", "flashinfer": "fl
 DONE = ("passed", "failed", "timeout")
 # Seconds between asking a step to end and ending it; last characters of its output that its record holds.
 GRACE, TAIL = 5.0, 6000
-# Lines of a step's output that say whether something holds: what the summary shows of it.
+# Lines of a step's output that say whether something holds, which path ran (a reference that is held against
+# itself proves nothing), or what is not there: what the summary shows of it.
 VERDICTS = (
     r"\**(?:held|NOT held|not measured|wrong|WRONG|BROKE)\b.*",
     r"\d+ (?:passed|failed|skipped|error).*",
+    r"(?:path|paths|not installed).*: .*",
 )
 VERDICT = re.compile(rf"^(?:- )?({'|'.join(VERDICTS)})$", re.MULTILINE)
 # What a progress bar has written over.
