@@ -118,7 +118,7 @@ test: lint
 # made): nothing is installed. `make gpu OUT=results/gpu MINUTES=9` writes a record of each step there; the same command goes on with the steps
 # that are not done. `make gpu GPU="--only ops-* generate"`, `GPU="--redo long-32k"`, `GPU=--list`, `GPU=--dry-run`.
 GPU :=
-GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) -m retain.kernels.gpu --out $(or $(OUT),results/gpu) $(if $(MINUTES),--minutes $(MINUTES)) $(GPU)
 

@@ -344,14 +344,14 @@ def summary(found: Sequence[tuple[Step, Mapping[str, Any]]]) -> str:
     if any(record["dry_run"] for _, record in found):
         lines += ["**Dry run**: tiny sizes on a CPU; what runs, not how fast, and no evidence.", ""]
     lines += [
-        "| step | status | s | limit | date | what it tells |",
-        "| --- | --- | ---: | ---: | --- | --- |",
+        "| step | status | s | limit | date | commit | what it tells |",
+        "| --- | --- | ---: | ---: | --- | --- | --- |",
     ]
     for step, record in found:
         reason = f": {record['reason']}" if record["reason"] else ""
         lines.append(
             f"| {step.name} | {record['status']}{reason} | {record['seconds']:.0f} | {record['limit']} | "
-            f"{record['date']} | {step.about} |"
+            f"{record['date']} | {record['commit'][:7]} | {step.about} |"
         )
     for step, record in found:
         if not record["verdicts"] and record["status"] in ("passed", "skipped"):
@@ -387,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="STEP", help="names, or patterns as ops-*"
     )
-    parser.add_argument("--redo", nargs="+", default=[], metavar="STEP", help="repeat these, done or not")
+    parser.add_argument("--redo", nargs="+", default=[], metavar="STEP", help="these too, done or not")
     parser.add_argument("--list", action="store_true", help="print the plan, and run nothing")
     parser.add_argument("--dry-run", action="store_true", help="what a CPU can do of each step, in seconds")
     parser.add_argument("--look", type=Path, help=argparse.SUPPRESS)  # the first step, in its own process

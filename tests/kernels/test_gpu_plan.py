@@ -242,8 +242,8 @@ def test_when_the_minutes_are_over_no_step_begins_and_the_last_one_is_tried_agai
 
 def test_a_run_that_is_stopped_ends_its_step_and_says_so(tmp_path: Path) -> None:
     code = (
-        "from retain.kernels import gpu\nfrom tests.kernels import test_gpu_plan as own\n"
-        "gpu.STEPS = (own.FIRST, own.python('hangs', own.HANGS))\ngpu.GRACE = 0.3\n"
+        "from retain.kernels import gpu\nfrom retain.kernels.gpu_plan import Step\n"
+        f"gpu.STEPS, gpu.GRACE = ({FIRST}, {python('hangs', HANGS)}), 0.3\n"
         f"raise SystemExit(gpu.main(['--out', {str(tmp_path)!r}]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
