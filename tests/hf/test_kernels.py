@@ -202,7 +202,7 @@ def case(name: str, heads_file: str) -> Policy:
     return replace(small(name, heads_file), **POLICIES.get(name, {}))
 
 
-def as_the_oracle(family: str, dtype: torch.dtype, run: Run, device: str) -> None:
+def as_the_oracle(family: str, dtype: torch.dtype, run: Run) -> None:
     """The logits of a run that evicted once are those of a full cache under a mask of what it kept, by the
     project's rule: as good as plain PyTorch in the same precision."""
     ids, mask = tiny_batch(PADS, TOKENS)
@@ -215,9 +215,11 @@ def as_the_oracle(family: str, dtype: torch.dtype, run: Run, device: str) -> Non
     )
     got = torch.stack(run.logits).cpu()
     assert_close(got.double(), exact, plain.double(), dtype=dtype, ops=MODEL)
-    # Not because nothing was evicted: everything kept gives others.
+    # The rule is wide in bfloat16: they are much nearer to these than to a full cache's, behind the prompt.
     everything = masked_logits(tiny_model(family, dtype=torch.float64), None, chunks, seen)
-    assert float((torch.stack([one[:, -1] for one in everything]) - exact).abs().max()) > 1e-2
+    other = torch.stack([logits[:, -1] for logits in everything])
+    apart, off = ((one - exact)[1:].abs().mean() for one in (other, got.double()))
+    assert 10 * off < apart
 
 
 def both_paths(name: str, dtype: torch.dtype, device: str, kernels: str | None, heads_file: str) -> None:
@@ -236,7 +238,7 @@ def both_paths(name: str, dtype: torch.dtype, device: str, kernels: str | None, 
         assert torch.equal(two, three)  # or else a decision hangs on rounding: take another seed
         assert torch.equal(one[:, :, :TOKENS], two[:, :, :TOKENS])
     for run in (plain, fast):
-        as_the_oracle("llama", dtype, run, device)
+        as_the_oracle("llama", dtype, run)
 
 
 @pytest.mark.parametrize(("name", "family", "regime"), MATRIX)
