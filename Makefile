@@ -29,7 +29,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again study study-shift report test bench builds sanitize quantised lint format reference install \
+.PHONY: demo compare methods fused fused-again study study-shift report test gpu bench builds sanitize quantised lint format reference install \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -113,6 +113,14 @@ $(addprefix family-,$(FAMILIES)): family-%: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Everything that waits for a GPU, in the order in which the first ten minutes tell most, with the interpreter that is there (.venv, if it was
+# made): nothing is installed. `make gpu OUT=results/gpu MINUTES=9` writes a record of each step there; the same command goes on with the steps
+# that are not done. `make gpu GPU="--only ops-* generate"`, `GPU="--redo long-32k"`, `GPU=--list`, `GPU=--dry-run`.
+GPU :=
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	$(GPU_PYTHON) -m retain.kernels.gpu --out $(or $(OUT),results/gpu) $(if $(MINUTES),--minutes $(MINUTES)) $(GPU)
 
 # The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
 bench: $(INSTALLED)

@@ -12,7 +12,8 @@ Two full caches stand beside the policies. `plain` is transformers' `DynamicCach
 a model does by itself; it copies a layer's entries whenever it appends one. `full` is our own cache that
 keeps everything, which does not: what a policy gains on it is gained by eviction alone. Policies that take
 gates get linear ones with random weights: the time is that of trained ones, the entries that they keep are
-not.
+not. Where the package `flash_attn` is installed, transformers' cache stands there once more with its
+attention. Published ratios that a run is about are lines behind its table (`speed_published`).
 
 The one decision taken here: a round is a whole life, a prefill and then some tokens, of each side in turn, in
 an order that rotates; ratios are medians of those within a round. First the cache that keeps everything is
@@ -23,6 +24,7 @@ memory is said to, and the others go on.
 import argparse
 import copy
 import gc
+import importlib.util
 import shlex
 import sys
 import warnings
@@ -36,7 +38,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import retain
-from retain.eval import speed
+from retain.eval import speed, speed_published
 from retain.gates import GateSet
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
@@ -57,7 +59,9 @@ from retain.stopwatch import (
     whole_numbers,
 )
 
-PLAIN, FULL = "plain", "full"
+PLAIN, FULL = speed_published.PLAIN, speed_published.FULL
+# Packages that are measured where they are installed, on a GPU: transformers' name of their attention.
+ATTENTIONS = {"flash_attn": "flash_attention_2"}
 # Tokens decoded before the clock starts, and prompt of the check.
 FIRST, CHECKED = 4, 128
 # Error of a logit that is allowed in the check, relative to the largest: the two sum in another order.
@@ -213,7 +217,20 @@ def sides_of(setting: Setting, model: PreTrainedModel, twin: PreTrainedModel, ga
     policies = [Side(entry.typed, model, cut(entry)) for entry in setting.entries()]
     for side in policies:
         side.empty()
-    return [Side(PLAIN, twin, lambda: DynamicCache(config=twin.config)), *policies]
+
+    def plain(name: str, own: PreTrainedModel) -> Side:
+        return Side(name, own, lambda: DynamicCache(config=own.config))
+
+    others = []
+    for package, attention in ATTENTIONS.items() if setting.device.startswith("cuda") else ():
+        if importlib.util.find_spec(package) is not None:
+            own = copy.deepcopy(twin, {id(weight): weight for weight in twin.parameters()})
+            others.append(plain(f"{PLAIN}, {attention}", own))
+            try:
+                own.set_attn_implementation(attention)
+            except (ImportError, ValueError) as error:  # installed, and not for this machine
+                others[-1].failed = str(error).partition("\n")[0]
+    return [plain(PLAIN, twin), *policies, *others]
 
 
 def check(setting: Setting, plain: Side, full: Side, ids_BT: Tensor) -> dict[str, float]:
@@ -359,7 +376,8 @@ def benchmark(setting: Setting, command: str = "") -> dict[str, Any]:
             own = ids_BT[:, : length + FIRST + setting.steps]
             found["lengths"][str(length)] = measure(setting, sides(), length, own)
     found["paths"] = [f"{op}: {path}{why and f' ({why})'}" for op, path, why in backend.said()]
-    return record_of("long", setting, command, started, found)
+    record = record_of("long", setting, command, started, found)
+    return {**record, "published": speed_published.published(record)}
 
 
 def table(record: dict[str, Any]) -> str:
@@ -413,6 +431,7 @@ def table(record: dict[str, Any]) -> str:
         "peak: of the device, weights included. held: keys and values when all was decoded; allocated: the "
         "storage behind.",
         "waits: of the host for the device, a decoded token.",
+        *record["published"],
     ]
     return "\n".join([*lines, ""])
 

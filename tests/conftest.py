@@ -4,6 +4,7 @@ The environment is set before torch, transformers or triton is imported, since e
 hook makes jaxtyping check every annotated function of `retain` through beartype; users never pay for that.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Not `retain.kernels`: Triton compiles the source of a kernel, and a checking wrapper is no part of it.
 _CHECKED = sorted(f"retain.{path.stem}" for path in (ROOT / "retain").iterdir() if path.stem.isidentifier())
-jaxtyping.install_import_hook([*_CHECKED, "retain.train", "retain.eval"], "beartype.beartype")
+# A machine that is there for its GPU may lack beartype; then the head of the report says so.
+_CAN_CHECK = importlib.util.find_spec("beartype") is not None
+if _CAN_CHECK:
+    jaxtyping.install_import_hook([*_CHECKED, "retain.train", "retain.eval"], "beartype.beartype")
+
+
+def pytest_report_header() -> list[str]:
+    return [] if _CAN_CHECK else ["shapes are NOT checked: beartype is not installed"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

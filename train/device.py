@@ -123,7 +123,9 @@ def _memory(device: torch.device) -> float:
 def measured_tflops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
     """Rate of a square matrix product, for about this long."""
     size = 4096 if device.type == "cuda" else 768
-    left = torch.ones(size, size, device=device, dtype=dtype)
+    # Not of equal numbers, which some devices multiply faster.
+    draw = torch.Generator(device).manual_seed(0)
+    left = torch.randn(size, size, device=device, generator=draw).to(dtype)
     left @ left
 
     def wait() -> None:

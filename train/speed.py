@@ -4,9 +4,9 @@
 
 In: the shape of a random Llama, one document, a gate. Out: a table, and every single time beside it as JSON.
 `step` measures the wall time of a layer-local step (walk, targets, gates forward and backward, clipping,
-AdamW) over that of the frozen decoder alone, on the same tokens, without its language-model head. `memory`
-measures, in a process of its own for each length, what a step holds beyond model and gates, and puts the
-plan of `retain.train.plan` beside it.
+AdamW) over that of the frozen decoder alone, on the same tokens, without its language-model head, and holds
+its rate, and on a GPU its peak, against the plan of `retain.train.plan`. `memory` measures, in a process of
+its own for each length, what a step holds beyond model and gates, and puts the plan beside it.
 
 The one decision taken here: a cost is a ratio of neighbours, as in `retain.eval.speed`. The two sides of a
 pair run one after the other, which of them comes first alternates, and the median is taken over the pairs'
@@ -45,11 +45,11 @@ from retain.stopwatch import (
     whole_numbers,
 )
 from retain.train.data import DataSettings, Document
-from retain.train.device import GIB, Device
+from retain.train.device import GIB, Device, PlanSettings, device_here
 from retain.train.local import LayerLocal
 from retain.train.losses import LossSettings
 from retain.train.model_shape import model_shape
-from retain.train.plan import PROCESS_BYTES, plan_of
+from retain.train.plan import PROCESS_BYTES, Plan, plan_of
 from retain.train.recipe import DistillConfig
 from retain.train.schedule import TrainingSettings
 from retain.train.targets import TargetSettings
@@ -167,8 +167,8 @@ class Step:
         """The decoder alone."""
         return base_model(self.model)(input_ids=self.input_ids, use_cache=False)
 
-    def planned_bytes(self) -> float:
-        """What the plan says of this step, the process itself and the weights left out."""
+    def plan(self, device: Device) -> Plan:
+        """The plan of this step on a device."""
         setting = self.setting
         config = DistillConfig(
             output="",
@@ -178,8 +178,12 @@ class Step:
         lengths = [(setting.tokens - APPENDIX, APPENDIX)]
         gates = self.objective.gates
         work = work_of(config, gates, lengths, 1, inputs=gates.inputs, chunk=self.chunk)
-        kind = setting.device.partition(":")[0]
-        plan = plan_of(model_shape(self.model, "random"), work, Device(kind, "", 1.0, None, 0.4, ""))
+        return plan_of(model_shape(self.model, "random"), work, device)
+
+    def planned_bytes(self) -> float:
+        """What the plan says of this step, the process itself and the weights left out."""
+        kind = self.setting.device.partition(":")[0]
+        plan = self.plan(Device(kind, "", 1.0, None, 0.4, ""))
         weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
         return plan.peak_bytes - weights - PROCESS_BYTES[kind]
 
@@ -187,6 +191,8 @@ class Step:
 def measure_step(setting: Setting) -> dict[str, Any]:
     """Pairs of a training step and the decoder alone, alternating."""
     step, seconds = Step(setting), clock(setting.device)
+    # Before the peak is watched: the rate of the device is measured on it.
+    device = device_here(torch.device(setting.device), DTYPES[setting.dtype], PlanSettings())
     step.prepare()
     sides: dict[str, Callable[[], Any]] = {"read": step.read, "train": step.train}
     pairs: list[tuple[float, float]] = []
@@ -211,7 +217,37 @@ def measure_step(setting: Setting) -> dict[str, Any]:
     }
     if on_gpu:
         found["peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / GIB
+    plan = step.plan(device)
+    assert plan.seconds is not None and device.tflops is not None
+    found["plan"] = {
+        # What the process itself takes is no tensor.
+        "peak_gib": (plan.peak_bytes - PROCESS_BYTES[device.kind]) / GIB,
+        "tokens_per_second": setting.tokens / plan.seconds,
+        "efficiency": device.efficiency,
+        "tflops": device.tflops,
+    }
     return found
+
+
+def against_plan(record: dict[str, Any]) -> list[str]:
+    """Whether a step was as fast, and held no more, than its plan says: a line each."""
+    plan, rate = record["plan"], record["tokens_per_second"]
+    reached = plan["efficiency"] * rate / plan["tokens_per_second"]
+    lines = [
+        f"{_held(rate >= plan['tokens_per_second'])}: a step as fast as planned: {rate:,.0f} tokens/s, "
+        f"{plan['tokens_per_second']:,.0f} planned; {reached:.1%} of the {plan['tflops']:.3g} TFLOP/s of a "
+        f"matrix product, {plan['efficiency']:.0%} planned"
+    ]
+    if "peak_gib" in record:
+        lines.append(
+            f"{_held(record['peak_gib'] <= plan['peak_gib'])}: peak memory as planned: "
+            f"{record['peak_gib']:.2f} GiB, {plan['peak_gib']:.2f} planned"
+        )
+    return lines
+
+
+def _held(good: bool) -> str:
+    return "held" if good else "**NOT held**"
 
 
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -310,8 +346,7 @@ def table(record: dict[str, Any]) -> str:
             f"{record['tokens_per_second']:,.0f} tokens/s, {record['hours_per_10m_tokens']:.2f} hours for "
             "ten million tokens",
         ]
-        if "peak_gib" in record:
-            lines.append(f"peak memory: {record['peak_gib']:.1f} GiB")
+        lines += against_plan(record)
     return "\n".join([*lines, ""])
 
 

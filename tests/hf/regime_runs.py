@@ -132,7 +132,7 @@ def held_by(cache: Cache, mask: Tensor) -> list[Tensor]:
     for layer in cache.ragged:
         H = layer.store.num_heads
         held = torch.zeros(len(mask), H, mask.shape[1], dtype=torch.bool)
-        _, _, positions, rows = layer.store.flat()
+        positions, rows = (column.cpu() for column in layer.store.flat()[2:])
         for b in range(len(mask)):
             own = mask[b].nonzero().flatten()
             for h in range(H):

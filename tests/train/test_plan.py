@@ -229,7 +229,9 @@ def test_the_device_at_hand_or_the_one_that_is_stated() -> None:
     assert other.kind == "cuda" and other.memory_bytes == 80 * GIB and other.tflops is None
     told = device_here(torch.device("cpu"), torch.float32, PlanSettings(memory_gib=80.0, tflops=990.0))
     assert told.tflops == 990.0 and told.rate_from == "stated"
+    before = torch.get_rng_state()
     assert measured_tflops(torch.device("cpu"), torch.float32, seconds=0.01) > 0
+    assert torch.equal(torch.get_rng_state(), before), "a run that is planned draws the same numbers"
 
 
 def test_a_precision_that_the_device_takes_apart_is_not_chosen_and_named(

@@ -50,6 +50,23 @@ def test_every_pair_is_in_the_record_and_the_table_says_where_it_is_from() -> No
         assert word in text
 
 
+def test_a_step_is_held_against_its_plan() -> None:
+    record = benchmark("step", Setting(**SMALL))
+    plan = record["plan"]
+    assert plan["peak_gib"] > 0 and plan["tflops"] > 0 and plan["efficiency"] == 0.4
+    (line,) = speed.against_plan(record)
+    assert line in table(record).splitlines() and f"{record['tokens_per_second']:,.0f} tokens/s" in line
+    made = {"peak_gib": 25.0, "tokens_per_second": 8000.0, "efficiency": 0.4, "tflops": 800.0}
+    lines = speed.against_plan({"plan": made, "tokens_per_second": 10000.0, "peak_gib": 24.0})
+    assert lines == [
+        "held: a step as fast as planned: 10,000 tokens/s, 8,000 planned; 50.0% of the 800 TFLOP/s of a "
+        "matrix product, 40% planned",
+        "held: peak memory as planned: 24.00 GiB, 25.00 planned",
+    ]
+    lines = speed.against_plan({"plan": made, "tokens_per_second": 7999.0, "peak_gib": 25.1})
+    assert all(line.startswith("**NOT held**: ") for line in lines)
+
+
 def test_memory_puts_the_plan_beside_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
     def watched(setting: Setting, lengths: list[int]) -> list[dict[str, Any]]:
         return [
