@@ -7,9 +7,11 @@ of what was seen, so that pictures of unlike lengths and budgets compare.
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from retain.budget_table import BudgetTable
+from retain.extras import deferred
+
+with deferred("eval", "matplotlib", "matplotlib.figure", what="a picture"):
+    from matplotlib.figure import Figure
 
 # A picture of more cells than these does not write their numbers.
 NUMBERS = 64

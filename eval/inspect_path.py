@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from retain.command import status_of
 from retain.eval.gate_cost import cost_of
 from retain.eval.inspect_results import (
     ITEMS_FILES,
@@ -31,6 +32,7 @@ from retain.eval.inspect_results import (
     read_mapping,
 )
 from retain.eval.inspect_results import draw as draw_results
+from retain.extras import require
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates
 from retain.hf.saving import FORMAT
 
@@ -60,6 +62,7 @@ class Inspection:
 
     def save_picture(self, path: Path) -> Path:
         """Draw into a PNG."""
+        require("eval", "matplotlib", what="a picture")
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9.0, 4.2), dpi=130, layout="constrained")
@@ -465,4 +468,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

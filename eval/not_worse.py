@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import optimize, stats
 
 from retain.eval.paired_tests import equivalence, holm
 from retain.eval.significance import macro_mean, standard_error
+from retain.extras import deferred
+
+with deferred("eval", "scipy", what="a comparison's statistics"):
+    from scipy import optimize, stats
 
 # One side of a 95 % interval.
 ONE_SIDED = 0.025

@@ -31,6 +31,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from retain.command import status_of
 from retain.eval.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, write_exchange
 from retain.hf.attach import attached
 from retain.hf.cache import Cache
@@ -485,4 +486,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

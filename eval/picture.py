@@ -15,14 +15,17 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
+from retain.command import status_of
 from retain.eval.config import FULL
 from retain.eval.page import tasks_of
 from retain.eval.record import read_manifest, read_rows
 from retain.eval.significance import standard_error
 from retain.eval.summary import ALL, FAMILIES, Cell, Scores, gather, preset_of
+from retain.extras import deferred
 from retain.registry import suggest
+
+with deferred("eval", "matplotlib", what="a picture"):
+    import matplotlib
 
 # Learned policies stand out; heuristics are cool, controls grey. A policy under another protection looks as
 # under its own, but hollow and dashed; policies not named here take matplotlib's own.
@@ -222,4 +225,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -36,6 +36,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import retain
+from retain.command import status_of
 from retain.eval import speed
 from retain.gates import GateSet, build_gates
 from retain.hf.attach import attach
@@ -444,4 +445,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

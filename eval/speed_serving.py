@@ -34,6 +34,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain import resident
+from retain.command import status_of
 from retain.eval import speed
 from retain.eval.speed_long import FULL, PLAIN, random_gates
 from retain.eval.speed_stages import EVICTION, SCORING, staged
@@ -580,4 +581,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from retain.command import status_of
 from retain.gates import build_gates, dims_for
 from retain.hf.model import base_model, describe
 from retain.hf.random_llama import VOCABULARY, random_llama
@@ -352,4 +353,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

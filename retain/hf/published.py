@@ -20,6 +20,7 @@ from huggingface_hub import HfApi, hf_hub_download
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from retain.command import status_of
 from retain.gates import GateSet
 from retain.gates.published import CONFIG_FILE, KINDS, PICKLES, import_published, to_convert
 from retain.gates.store import save_gates
@@ -126,4 +127,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(status_of(main))
