@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.hf.doubt import WRONG, Doubt
+from retain.hf.given import MASK_VALUES
 from retain.rotary import Rotary
 
 
@@ -153,6 +154,9 @@ def read_call(
             doubt=Doubt({name: wrong.any() for name, wrong in found.items()}),
         )
     valid_BS, forgotten_BT = mask_BT[:, seen:], past_BT & ~mask_BT[:, :seen]
+    strange = torch.zeros((), dtype=torch.bool, device=device)
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
     disordered = ((positions_BS[:, 1:] <= positions_BS[:, :-1]) & valid_BS[:, :-1]).any()
     backwards = disordered.new_zeros(())
     if last_B is not None:
@@ -166,9 +170,12 @@ def read_call(
             (mask_BT[:, :seen] & ~past_BT).any(),
             disordered,
             backwards,
+            strange,
         ]
     )
-    padded, right, empty, forgotten, revived, disorder, back = answers.tolist()
+    padded, right, empty, forgotten, revived, disorder, back, other = answers.tolist()
+    if other:
+        raise ValueError(MASK_VALUES)
     if back and forgotten:
         # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
         still_BT = past_BT & ~forgotten_BT
