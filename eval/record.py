@@ -23,6 +23,7 @@ from retain.provenance import write_json, write_text
 ITEMS = "items.jsonl"
 REFERENCES = "references.jsonl"
 MANIFEST = "manifest.json"
+RESTORE = "restore it from a copy, or run its command again with that folder out of the way"
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> 
     lists = {"code_states": [manifest["code"]], "environments": [manifest.get("environment")]}
     has_rows = any(file.stat().st_size > 0 for file in _files(folder, ITEMS))
     if has_rows and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_manifest(folder)
         differing = _differing(before.get("identity", {}), manifest["identity"])
         if differing:
             raise ValueError(
@@ -272,10 +273,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): the run's own command writes it again.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): {RESTORE}.") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object: the run's own command writes it again.")
+        raise ValueError(f"{path} holds no object: {RESTORE}.")
+    for name in ("config", "identity"):
+        if not isinstance(found.get(name, {}), dict):
+            raise ValueError(f"{path} holds {found[name]!r:.60} as its {name!r}, no object: {RESTORE}.")
     return found
 
 
@@ -384,7 +388,7 @@ def _parsed(path: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
         for line in file:
             try:
                 own = json.loads(line) if line.endswith("\n") else None
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, RecursionError):
                 own = None
             yield own if isinstance(own, dict) else None, line
 

@@ -111,6 +111,28 @@ def load(
 ) -> "Cache":
     """Read a conversation back: `retain.Cache.load`, which see."""
     header, tensors = read_saved(Path(path))
+    try:
+        return _made(cls, header, tensors, path, model, gates=gates, tokenizer=tokenizer, policy=policy)
+    # Whole by its digest, which whoever writes other things into it can make too.
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not say what cache.save writes ({type(error).__name__}: {error}): it was changed, "
+            "or another program wrote it. Read the context again."
+        ) from error
+
+
+def _made(
+    cls: "type[Cache]",
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    path: Any,
+    model: nn.Module,
+    *,
+    gates: Any,
+    tokenizer: Any,
+    policy: Any,
+) -> "Cache":
+    """The cache that a sound file describes."""
     _check_model(header, model, path)
     rule, regime = header["rule"], header["regime"]
     cache = cls(
@@ -245,7 +267,7 @@ def read_saved(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             text = (file.metadata() or {}).get(FORMAT)
             tensors = {name: file.get_tensor(name) for name in ([] if text is None else file.keys())}
         record = json.loads(text) if text is not None else {}
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(corrupt.format(error)) from None
     version = record.get("schema_version") if isinstance(record, dict) else None
     if not isinstance(version, int):
@@ -258,7 +280,10 @@ def read_saved(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     header = str(record.get("header"))
     if _digest(header, tensors.items()) != record.get("sha256"):
         raise ValueError(corrupt.format("the sha256 differs"))
-    return json.loads(header), tensors
+    try:
+        return json.loads(header), tensors
+    except (ValueError, RecursionError) as error:
+        raise ValueError(corrupt.format(error)) from None
 
 
 def _check_model(header: Mapping[str, Any], model: nn.Module, path: Any) -> None:
