@@ -23,6 +23,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from retain.command import status_of
+from retain.eval.budget_picture import check_png
 from retain.eval.gate_cost import cost_of
 from retain.eval.inspect_results import (
     ITEMS_FILES,
@@ -61,7 +62,13 @@ class Inspection:
         return "\n".join([f"{self.kind}: {self.path}", *lines])
 
     def save_picture(self, path: Path) -> Path:
-        """Draw into a PNG."""
+        """Draw into a PNG, in exactly that file.
+
+        Raises:
+            ValueError: a folder, or a name of another ending.
+            MissingExtra: matplotlib is not installed.
+        """
+        check_png(path)
         require("eval", "matplotlib", what="a picture")
         from matplotlib.figure import Figure
 
@@ -457,6 +464,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it too")
     given = parser.parse_args(arguments)
     try:
+        if given.picture is not None:
+            check_png(given.picture)
         found = inspect_path(given.path, given.model)
         print(found)
         if given.picture is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from retain.command import status_of
+from retain.eval.budget_picture import check_png
 from retain.eval.config import FULL
 from retain.eval.page import tasks_of
 from retain.eval.record import read_manifest, read_rows
@@ -206,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     out = given.out or given.folder / "chosen.png"
     try:
+        check_png(out)
         manifest, rows = read_manifest(given.folder), read_rows(given.folder)
         there = {row["policy"] for row in rows}
         unknown = [f"{name!r}{suggest(name, sorted(there))}" for name in given.policies if name not in there]

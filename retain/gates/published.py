@@ -80,7 +80,12 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _activation(config: Mapping[str, Any]) -> str:
     """The model's own activation, by either name that transformers has for it; SiLU where nothing is said."""
     text = _text_config(config)
-    return text.get("hidden_activation") or text.get("hidden_act") or "silu"
+    named = text.get("hidden_activation") or text.get("hidden_act") or "silu"
+    if not isinstance(named, str):
+        raise ValueError(
+            f"{CONFIG_FILE} of the release says that the activation is {named!r:.60}: wanted a name."
+        )
+    return named
 
 
 def _linear(name: str, ours: str, out: int, inner: int, bias: str | None = None) -> Parts:
