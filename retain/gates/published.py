@@ -82,9 +82,7 @@ def _activation(config: Mapping[str, Any]) -> str:
     text = _text_config(config)
     named = text.get("hidden_activation") or text.get("hidden_act") or "silu"
     if not isinstance(named, str):
-        raise ValueError(
-            f"{CONFIG_FILE} of the release says that the activation is {named!r:.60}: wanted a name."
-        )
+        raise ValueError(f"{CONFIG_FILE} of the release gives the activation {named!r:.60}: wanted a name.")
     return named
 
 
@@ -271,7 +269,7 @@ def import_published(
             f"{ {part: list(shape) for part, shape in sorted(shapes[first].items())} }, and {error} is "
             f"missing. See retain.gates.published for what was released."
         ) from None
-    ours = {}
+    ours: dict[str, str] = {}
     # All shapes first: nothing is allocated that the files do not hold.
     for layer, parts in layers.items():
         wanted = published.parts(settings, sizes[layer])

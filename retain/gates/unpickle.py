@@ -92,7 +92,8 @@ def _flat(loaded: Any) -> dict[str, Tensor]:
         ValueError: they nest too deep (or hold themselves), are too many, or two have one name.
     """
     found: dict[str, Tensor] = {}
-    waiting, looked_at = [((), loaded)], 0
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), loaded)]
+    looked_at = 0
     while waiting:
         path, value = waiting.pop()
         looked_at += 1

@@ -574,8 +574,12 @@ def _stated(*amounts: int | float | None) -> dict[str, int | float | None]:
 def _check_wanted(wanted: Collection[str], hold_evidence: bool) -> None:
     if isinstance(wanted, str):
         raise ValueError(f"wanted is {wanted!r}, one name: pass several, as in wanted=({wanted!r},).")
+    if not isinstance(wanted, list | tuple | set | frozenset | dict) or any(
+        not isinstance(name, str) for name in wanted
+    ):
+        raise ValueError(f"wanted is {wanted!r:.60}: pass names of inputs of gates, of {', '.join(INPUTS)}.")
     for name in wanted:
-        lookup(name, INPUTS, what="input of gates")
+        lookup(name, INPUTS, what="input of gates (wanted)")
     if wanted and not hold_evidence:
         raise ValueError(
             f"wanted={sorted(wanted)} is shown by held evidence, and none is held: pass evict=False and "
