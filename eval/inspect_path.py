@@ -33,7 +33,7 @@ from retain.eval.inspect_results import (
     read_mapping,
 )
 from retain.eval.inspect_results import draw as draw_results
-from retain.extras import require
+from retain.extras import MissingExtra, require
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates
 from retain.hf.saving import FORMAT
 
@@ -73,7 +73,13 @@ class Inspection:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9.0, 4.2), dpi=130, layout="constrained")
-        self.draw(figure)
+        try:
+            self.draw(figure)
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} does not hold what a picture is made of ({type(error).__name__}: {error}): it "
+                "is damaged."
+            ) from error
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         return path
@@ -100,7 +106,9 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
             try:
                 rows, draw = describe(path, model)
             # What is whole as a file, but says other things than retain writes there.
-            except (AttributeError, IndexError, KeyError, TypeError) as error:
+            except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+                if isinstance(error, MissingExtra) or str(path) in str(error):
+                    raise
                 raise ValueError(
                     f"{path} was taken for this, by its files: {kind}. It does not read as that "
                     f"({type(error).__name__}: {error}): it is damaged, or another program's."

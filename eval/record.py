@@ -23,6 +23,12 @@ from retain.provenance import write_json, write_text
 ITEMS = "items.jsonl"
 REFERENCES = "references.jsonl"
 MANIFEST = "manifest.json"
+# What rows of every version have.
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("regime", "policy", "task", "family"), str),
+    **dict.fromkeys(("seed", "item"), int),
+    "keep_ratio": (int, float),
+}
 RESTORE = "restore it from a copy, or run its command again with that folder out of the way"
 
 
@@ -288,13 +294,23 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: If there are none.
+        ValueError: If one lacks what every row has.
     """
     if not _files(folder, ITEMS):
         raise FileNotFoundError(
             f"{folder / ITEMS} does not exist: nothing was measured there yet. Run eval/compare.py first."
         )
     lines, _ = _lines(folder)
-    return [json.loads(line) for own in lines.values() for line in own]
+    rows = [json.loads(line) for own in lines.values() for line in own]
+    for row in rows:
+        wrong = [name for name, kind in NEEDED.items() if not isinstance(row.get(name), kind)]
+        if wrong:
+            got = f"{wrong[0]} {row[wrong[0]]!r:.60}" if wrong[0] in row else f"no {wrong[0]}"
+            raise ValueError(
+                f"{folder / ITEMS} holds a row of unit {row.get('unit')!r} with {got}, which eval/compare.py "
+                f"does not write: {RESTORE}."
+            )
+    return rows
 
 
 def read_references(folder: Path) -> list[dict[str, Any]]:

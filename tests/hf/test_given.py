@@ -69,7 +69,10 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
         (torch.ones(1, 3), r"input_ids are torch.float32: pass token ids"),
         (torch.ones(1, 3, dtype=torch.bool), r"input_ids are torch.bool: pass token ids"),
         (torch.ones(1, 2, 3, dtype=torch.int64), r"input_ids are of shape \(1, 2, 3\)"),
-        (torch.tensor([[1, VOCAB]]), rf"go from 1 to {VOCAB}, and the model knows tokens 0 to {VOCAB - 1}"),
+        (
+            torch.tensor([[1, VOCAB]]),
+            rf"input_ids go from 1 to {VOCAB}, and the model knows tokens 0 to {VOCAB - 1}",
+        ),
         (torch.tensor([[-100, 1]]), r"input_ids go from -100 to 1"),
     ],
 )
