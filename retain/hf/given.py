@@ -85,7 +85,7 @@ def slack_from(slack: Any) -> int:
     return whole(slack, "slack", "free entries per row", 0, MOST_SLACK)
 
 
-def seeds_from(seeds: Any) -> list[int] | None:
+def seeds_from(seeds: Any) -> Sequence[int] | None:
     """The `seeds` that a user passed; how many sequences there are is not known yet.
 
     Raises:
@@ -96,9 +96,10 @@ def seeds_from(seeds: Any) -> list[int] | None:
     if isinstance(seeds, str | bytes) or not hasattr(seeds, "__iter__") or getattr(seeds, "ndim", 1) != 1:
         raise ValueError(f"seeds is {seeds!r:.60}: pass a list of whole numbers, one per sequence.")
     try:
-        return [operator.index(seed) for seed in seeds]
+        numbers = [operator.index(seed) for seed in seeds]
     except TypeError:
         raise ValueError(f"seeds is {seeds!r:.60}: pass a list of whole numbers, one per sequence.") from None
+    return tuple(numbers) if isinstance(seeds, tuple) else numbers
 
 
 def prompt_from(
