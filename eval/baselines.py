@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float32
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from retain.eval.tasks import Document
@@ -62,13 +62,16 @@ class TokenIdentity:
 
 
 def load_token_identity(path: Path, made_from: dict[str, Any]) -> TokenIdentity | None:
-    """Read a table back; None if there is none, or it was made from something else."""
+    """Read a table back; None if there is none, it is damaged, or it was made from something else."""
     if not path.exists():
         return None
-    with safe_open(path, framework="pt") as file:
-        if json.loads((file.metadata() or {}).get("made_from", "{}")) != made_from:
-            return None
-        return TokenIdentity(file.get_tensor("mean_LHV"))
+    try:
+        with safe_open(path, framework="pt") as file:
+            if json.loads((file.metadata() or {}).get("made_from", "{}")) != made_from:
+                return None
+            return TokenIdentity(file.get_tensor("mean_LHV"))
+    except (SafetensorError, OSError, ValueError):
+        return None
 
 
 @torch.no_grad()

@@ -7,12 +7,25 @@ of what was seen, so that pictures of unlike lengths and budgets compare.
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from retain.budget_table import BudgetTable
+from retain.extras import deferred
+
+with deferred("eval", "matplotlib", "matplotlib.figure", what="a picture"):
+    from matplotlib.figure import Figure
 
 # A picture of more cells than these does not write their numbers.
 NUMBERS = 64
+
+
+def check_png(path: Path) -> None:
+    """Refuse what a picture cannot be written to: matplotlib would append an ending, or draw another kind.
+
+    Raises:
+        ValueError: a folder, or a name of another ending.
+    """
+    if path.is_dir() or path.suffix.lower() != ".png":
+        what = "a folder" if path.is_dir() else "no name of a PNG"
+        raise ValueError(f"{path} is {what}, and a picture is written there: name a file that ends in .png.")
 
 
 def plot_budgets(table: BudgetTable, path: str | Path) -> Path:
@@ -24,7 +37,12 @@ def plot_budgets(table: BudgetTable, path: str | Path) -> Path:
 
     Returns:
         the path.
+
+    Raises:
+        ValueError: a folder, or a name that does not end in .png.
     """
+    path = Path(path)
+    check_png(path)
     share_LH = table.share_LH.numpy()
     layers, heads = share_LH.shape
     figure = Figure(figsize=(min(12.0, 3.0 + 0.45 * heads), min(12.0, 1.8 + 0.3 * layers)), dpi=150)
@@ -44,6 +62,5 @@ def plot_budgets(table: BudgetTable, path: str | Path) -> Path:
                 axes.text(head, layer, f"{100 * own:.0f}", fontsize=8, color=color, **centred)
     figure.colorbar(image, ax=axes)
     figure.tight_layout()
-    path = Path(path)
     figure.savefig(path)
     return path

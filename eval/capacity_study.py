@@ -24,6 +24,7 @@ import torch
 
 from retain.budget import Budget
 from retain.capacity import Capacity, capacity_of, stored_limit
+from retain.command import status_of
 from retain.eval.answers import padded, respond
 from retain.eval.tasks import Item, Suite, load_suite
 from retain.eval.tasks.reference import item_writer
@@ -336,4 +337,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(status_of(main))

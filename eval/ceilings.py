@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import norm
 
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.record import read_rows
 from retain.eval.summary import Cell, Scores, gather
 from retain.eval.tasks import Task
+from retain.extras import deferred
 from retain.provenance import write_json
+
+with deferred("eval", "scipy", "scipy.stats", what="a comparison's statistics"):
+    from scipy.stats import norm
 
 CELLS = "cells.json"
 # Two-sided; of a spread, over all pairs that it was picked from.

@@ -16,8 +16,9 @@ only when it is called, so that `retain --help` needs none of the extras.
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
+from retain.command import status_of
+from retain.extras import MissingExtra, require
 from retain.registry import lookup
 
 __all__ = ["COMMANDS", "main"]
@@ -25,6 +26,9 @@ __all__ = ["COMMANDS", "main"]
 
 def _policies(arguments: Sequence[str]) -> int:
     """Print the table of presets."""
+    if [*arguments] in (["-h"], ["--help"]):
+        print("usage: retain policies\n\nList the policies that ship, and what each needs.")
+        return 0
     if arguments:
         raise ValueError(f"retain policies takes no arguments, got {' '.join(arguments)}.")
     from retain.presets import policies
@@ -39,8 +43,15 @@ def _lm_eval(arguments: Sequence[str]) -> int:
     lm_eval 0.4.13 looks for no plug-ins, so the class is imported first. Where no model is named, `retain` is
     meant: lm-eval's own default would be the full cache.
     """
-    if find_spec("lm_eval") is None:
-        raise ValueError("lm-evaluation-harness is not installed: pip install 'retain[lm-eval]'.")
+    try:
+        require("lm-eval", "lm_eval", what="retain lm-eval")
+    except MissingExtra as error:
+        if not {"-h", "--help"} & {*arguments}:
+            raise
+        print(
+            f"usage: retain lm-eval -- ARGUMENTS\n\nRun lm-evaluation-harness with an evicting cache. {error}"
+        )
+        return 0
     import_module("retain.eval.harness")
     entry: Callable[[], None] = import_module("lm_eval.__main__").cli_evaluate
     given = [*arguments[1:]] if arguments[:1] == ["--"] else [*arguments]
@@ -104,15 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the exit status.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if given else 2
-    try:
+
+    def run() -> int:
+        if not given or given[0] in ("-h", "--help"):
+            print(usage())
+            return 0 if given else 2
         _, call = lookup(given[0], COMMANDS, what="command")
         return call(given[1:])
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    return status_of(run)
 
 
 if __name__ == "__main__":

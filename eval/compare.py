@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retain.command import status_of
 from retain.config import load, save, to_mapping
 from retain.eval.ceilings import write_cells
 from retain.eval.checks import check
@@ -50,6 +51,7 @@ from retain.eval.runner import run_all
 from retain.eval.subject import one_by_one, plan
 from retain.eval.summary import Claim
 from retain.eval.tasks import Suite
+from retain.extras import require
 from retain.hf.model import fingerprint
 from retain.lock import lock_folder
 from retain.provenance import code_state, environment, now, write_json
@@ -217,6 +219,8 @@ def compare(
         ValueError: If the config is wrong, another run holds the folder, or it holds the rows of another
             configuration.
     """
+    # Its reports need them all, hours later.
+    require("eval", "jinja2", "matplotlib", "pyarrow", "scipy", "statsmodels", what="a comparison")
     processes = Processes() if processes is None else processes
     if not processes.first:
         processes.wait()
@@ -282,4 +286,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

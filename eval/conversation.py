@@ -27,9 +27,11 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from retain.command import status_of
 from retain.eval.dialogue import KINDS, SINKS, TURN_TOKENS, Conversation, write_conversation
 from retain.eval.record import tokens_sha
 from retain.eval.significance import paired_interval
+from retain.extras import require
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
@@ -274,7 +276,7 @@ def make_cache(
         protection={"sinks": SINKS, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "recent": RECENT},
         pinned=[(0, TURN_TOKENS)] if pinned else None,
         seeds=list(indices),
-        gates=gates,
+        gates=gates if load_policy(policy).learned else None,
         capacity=None,
         short="raise",
     )
@@ -290,6 +292,7 @@ def run(setting: Setting, say: Callable[[str], None] = lambda line: None) -> lis
     Raises:
         ValueError: a policy that does not fit; before anything is read.
     """
+    require("eval", "scipy", what="a table of conversations with its intervals")
     played = []
     probes = (*(probe for probe in setting.probes if probe < setting.turns), setting.turns)
     arms = [(FULL, False), *((policy, pinned) for policy in setting.policies for pinned in (True, False))]
@@ -559,4 +562,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

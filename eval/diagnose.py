@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from retain.attention_chunks import attention_chunks, truncate
 from retain.budget import Budget
+from retain.command import status_of
 from retain.eval.baselines import oracle
 from retain.eval.config import control_policy
 from retain.eval.diagnose_documents import REFERENCE, load, reference_asked, text_asked
@@ -421,4 +422,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from retain.eval.teacher_forced import Asked
+from retain.hf.named import load_named
 
 REFERENCE = "reference:"
 # Stream of the generator: no other use of it writes these documents (`retain.eval.tasks.reference`).
@@ -40,15 +41,9 @@ def load(name: str, device: str = "cpu") -> tuple[Any, Any]:
             raise ValueError(f"unknown model {name!r}, known: {known}, a local folder, or a hub id.")
         model, tokenizer = load_model(int(seed)), load_tokenizer()
     else:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, ImportError) as error:
-            raise ValueError(
-                f"model {name!r} cannot be loaded: {error} Pass a local folder, a hub id, or reference:0."
-            ) from error
+        model, tokenizer = load_named(name)
+        if tokenizer is None:
+            raise ValueError(f"model={name!r} has no tokenizer, and documents are texts.")
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 

@@ -28,11 +28,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from retain.command import status_of
 from retain.eval.config import FULL
 from retain.eval.record import read_manifest, read_references, read_rows
 from retain.eval.significance import standard_error
 from retain.eval.summary import Cell, Scores, gather
 from retain.eval.tasks import Task
+from retain.extras import require
 from retain.provenance import write_text
 
 PARQUET = "items.parquet"
@@ -74,11 +76,10 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path, manifest: Mappi
     Raises:
         ValueError: If pyarrow is not installed.
     """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(f"{PARQUET} needs pyarrow: pip install 'retain[eval]'.") from error
+    require("eval", "pyarrow", what=PARQUET)
+    import pyarrow
+    from pyarrow import parquet
+
     kinds: dict[str, Any] = {
         **dict.fromkeys(
             ("run", "unit", "task", "family", "regime", "policy", "base_policy"), pyarrow.string()
@@ -371,4 +372,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

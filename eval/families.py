@@ -25,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention_chunks import truncate
+from retain.command import status_of
 from retain.eval.answers import read_back
 from retain.eval.checks import check
 from retain.eval.compare import describe_run
@@ -36,6 +37,7 @@ from retain.eval.subject import plan
 from retain.eval.summary import FAMILIES, Cell, Scores, gather
 from retain.eval.tasks import Suite, load_suite
 from retain.evidence import Evidence
+from retain.extras import require
 from retain.future import future_risk
 from retain.gates import GateSet
 from retain.gates.store import METADATA_FILE, read_metadata
@@ -383,6 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_table(suite: Suite, folder: Path, settings: Settings) -> list[Line]:
     """Measure the recipes of a folder, print their table, and write it to `table.md` and `table.json`."""
+    require("eval", "scipy", what="a table of families with its intervals")
     recipes = find_recipes(folder)
     lines = tabulate(suite, recipes, settings)
     results = Path(settings.results)
@@ -404,4 +407,4 @@ def write_table(suite: Suite, folder: Path, settings: Settings) -> list[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

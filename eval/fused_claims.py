@@ -50,6 +50,7 @@ from typing import Any
 
 import numpy as np
 
+from retain.command import status_of
 from retain.eval.claim_lines import Condition, FusedClaim, Line, Outcome, Parts, all_hold, write_claims
 from retain.eval.claim_runs import gates_of, join, same_gates, unmeasured
 from retain.eval.config import CONTROLS, FULL, SHARED
@@ -582,4 +583,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -135,7 +135,7 @@ def weight_flops(name: str, sizes: Mapping[str, Any]) -> float:
     else:
         try:
             config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a damaged file leads transformers to errors of any class
             raise ValueError(
                 f"--model {name!r} has no config to count with: {error} Pass a local folder, a hub name, or "
                 "reference:0."

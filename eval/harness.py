@@ -33,6 +33,7 @@ from torch.nn.functional import log_softmax
 import retain
 from retain.eval.harness_arguments import EVICT_CONTEXT, REPLACEABLE, check, sorted_out
 from retain.eval.record import gates_identity
+from retain.extras import require
 from retain.gates.store import METADATA_FILE
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
@@ -43,14 +44,9 @@ from retain.hf.regime import Regime
 from retain.presets import Policy
 from retain.provenance import code_state
 
-try:
+with require("lm-eval", "lm_eval", what="retain.eval.harness"):
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"retain.eval.harness needs lm-evaluation-harness ({error}): pip install 'retain[lm-eval]'",
-        name=error.name,
-    ) from None
 
 __all__ = ["Evicted", "RetainLM"]
 

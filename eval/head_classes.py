@@ -25,6 +25,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from retain.attention_chunks import attention_chunks
+from retain.command import status_of
 from retain.eval.tasks import Document, load_suite
 from retain.hf.model import observe
 from retain.hf.named import load_named, reference_seed
@@ -243,4 +244,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -22,6 +22,8 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from retain.command import status_of
+from retain.eval.budget_picture import check_png
 from retain.eval.gate_cost import cost_of
 from retain.eval.inspect_results import (
     ITEMS_FILES,
@@ -31,6 +33,7 @@ from retain.eval.inspect_results import (
     read_mapping,
 )
 from retain.eval.inspect_results import draw as draw_results
+from retain.extras import MissingExtra, require
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates
 from retain.hf.saving import FORMAT
 
@@ -59,11 +62,24 @@ class Inspection:
         return "\n".join([f"{self.kind}: {self.path}", *lines])
 
     def save_picture(self, path: Path) -> Path:
-        """Draw into a PNG."""
+        """Draw into a PNG, in exactly that file.
+
+        Raises:
+            ValueError: a folder, or a name of another ending.
+            MissingExtra: matplotlib is not installed.
+        """
+        check_png(path)
+        require("eval", "matplotlib", what="a picture")
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9.0, 4.2), dpi=130, layout="constrained")
-        self.draw(figure)
+        try:
+            self.draw(figure)
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} does not hold what a picture is made of ({type(error).__name__}: {error}): it "
+                "is damaged."
+            ) from error
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         return path
@@ -90,7 +106,9 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
             try:
                 rows, draw = describe(path, model)
             # What is whole as a file, but says other things than retain writes there.
-            except (AttributeError, IndexError, KeyError, TypeError) as error:
+            except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+                if isinstance(error, MissingExtra) or str(path) in str(error):
+                    raise
                 raise ValueError(
                     f"{path} was taken for this, by its files: {kind}. It does not read as that "
                     f"({type(error).__name__}: {error}): it is damaged, or another program's."
@@ -454,6 +472,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it too")
     given = parser.parse_args(arguments)
     try:
+        if given.picture is not None:
+            check_png(given.picture)
         found = inspect_path(given.path, given.model)
         print(found)
         if given.picture is not None:
@@ -465,4 +485,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retain.extras import require
+
 __all__ = [
     "ITEMS_FILES",
     "Scores",
@@ -78,12 +80,9 @@ def read_items(folder: Path) -> list[dict[str, Any]]:
     rows = [row for path in sorted(folder.glob("items*.jsonl")) for row in read_lines(path)]
     parquet = folder / "items.parquet"
     if not rows and parquet.is_file():
-        try:
-            from pyarrow.parquet import read_table
-        except ModuleNotFoundError:
-            raise ValueError(
-                f"{parquet} is read with pyarrow, which is not installed: pip install 'retain[eval]'."
-            ) from None
+        require("eval", "pyarrow", what=str(parquet))
+        from pyarrow.parquet import read_table
+
         try:
             rows = read_table(parquet).to_pylist()
         except (OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from retain.attention_chunks import truncate
+from retain.command import status_of
 from retain.config import load
 from retain.eval.answers import read_back
 from retain.eval.checks import check
@@ -211,4 +212,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

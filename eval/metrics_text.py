@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from retain.extras import require
+
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # What LongBench removes from Chinese answers besides the punctuation of ASCII.
@@ -208,10 +210,9 @@ def code_similarity_rapidfuzz(prediction: str, references: Sequence[str], **abou
     Raises:
         ValueError: rapidfuzz is not installed.
     """
-    try:
-        from rapidfuzz import fuzz
-    except ImportError as error:
-        raise ValueError(_missing("rapidfuzz", "code_similarity_rapidfuzz")) from error
+    require("eval", "rapidfuzz", what="code_similarity_rapidfuzz")
+    from rapidfuzz import fuzz
+
     return best(prediction, references, lambda p, r: float(fuzz.ratio(code_line(p), r)) / 100)
 
 
@@ -227,10 +228,9 @@ def _difflib_ratio(predicted: str, reference: str) -> float:
 
 
 def _rouge_l(predicted: str, reference: str) -> float:
-    try:
-        from rouge import Rouge
-    except ImportError as error:
-        raise ValueError(_missing("rouge", "rouge_l")) from error
+    require("eval", "rouge", what="rouge_l")
+    from rouge import Rouge
+
     try:
         # It walks back through a pair of sentences by calling itself once a word.
         with _stack(len(predicted.split()) + len(reference.split())):
@@ -252,13 +252,8 @@ def _stack(calls: int) -> Iterator[None]:
 
 
 def _jieba() -> Callable[[str], list[str]]:
-    try:
-        import jieba
-    except ImportError as error:
-        raise ValueError(_missing("jieba", "a metric of Chinese text", extra="chinese")) from error
+    require("chinese", "jieba", what="a metric of Chinese text")
+    import jieba
+
     cut: Callable[[str], list[str]] = jieba.lcut
     return cut
-
-
-def _missing(package: str, metric: str, extra: str = "eval") -> str:
-    return f"{metric} needs the package {package}, which is not installed: pip install 'retain[{extra}]'."

@@ -19,10 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize
 
 from retain.eval.paired_tests import holm
 from retain.eval.significance import macro_mean
+from retain.extras import deferred
+
+with deferred("eval", "scipy", what="a comparison's statistics"):
+    from scipy import optimize
 
 # One side of a 95 % interval.
 ONE_SIDED = 0.025

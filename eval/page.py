@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from retain.command import status_of
 from retain.eval.comparisons import apart, budget_name, judge, paragraphs
 from retain.eval.config import OWN_GATES, RESOLVED, asks_shipped
 from retain.eval.document_view import STEPS, from_diagnostics, view
@@ -44,6 +45,7 @@ from retain.eval.record import read_manifest, read_references, read_rows
 from retain.eval.summary import Scores, gather, heuristics, with_gates
 from retain.eval.tabular import Table, colours, number, words
 from retain.eval.tasks import Task
+from retain.extras import require
 from retain.provenance import write_text
 
 PAGE = "report.html"
@@ -71,10 +73,9 @@ def write_page(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Ta
     Raises:
         ValueError: If jinja2 is not installed, or a file of the folder is damaged.
     """
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ValueError(f"{PAGE} needs jinja2: pip install 'retain[eval]'.") from error
+    require("eval", "jinja2", what=PAGE)
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -434,4 +435,4 @@ def tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

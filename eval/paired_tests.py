@@ -16,27 +16,20 @@ no p.
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import stats
 
 from retain.eval.significance import macro_mean, standard_error
+from retain.extras import deferred, require
+
+with deferred("eval", "scipy", what="a comparison's statistics"):
+    from scipy import stats
 
 # Of the sum of all absolute differences: drawn sums that are no further apart are one.
 TIE = 1e-10
-
-
-@contextmanager
-def statsmodels_needed() -> Iterator[None]:
-    """Around an import of statsmodels: where it is missing, say which extra brings it."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError("These statistics need statsmodels: pip install 'retain[eval]'.") from error
 
 
 def _strata(differences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -255,7 +248,7 @@ def exact_mcnemar(policy: np.ndarray, baseline: np.ndarray) -> ExactBinary:
     (both, only_policy), (only_baseline, neither) = counts
     p = 1.0
     if only_policy + only_baseline:
-        with statsmodels_needed():
+        with require("eval", "statsmodels", what="a comparison's statistics"):
             from statsmodels.stats.contingency_tables import mcnemar
         p = min(1.0, float(mcnemar(counts, exact=True).pvalue))
     return ExactBinary(only_policy, only_baseline, both, neither, p)
@@ -341,7 +334,7 @@ def equivalence(differences: Sequence[np.ndarray], margin: float) -> Equivalence
     if any(stratum.size == 1 for stratum in strata) or all(np.ptp(stratum) == 0 for stratum in strata):
         return Equivalence(1.0, 1.0, 1.0, margin, 0.0)
     if len(strata) == 1:
-        with statsmodels_needed():
+        with require("eval", "statsmodels", what="a comparison's statistics"):
             from statsmodels.stats.weightstats import ttost_paired
         (only,) = strata
         p, (_, p_lower, df), (_, p_upper, _) = ttost_paired(only, np.zeros_like(only), -margin, margin)
@@ -372,7 +365,7 @@ def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
     values = np.asarray(p_values, dtype=np.float64)
     if values.ndim != 1 or values.size == 0 or not ((values >= 0) & (values <= 1)).all():
         raise ValueError(f"Holm's method needs at least one p value, all in [0, 1]; got {values.tolist()}.")
-    with statsmodels_needed():
+    with require("eval", "statsmodels", what="a comparison's statistics"):
         from statsmodels.stats.multitest import multipletests
     # It collects garbage in every call, half a second where torch is loaded; what is frozen is not searched.
     gc.freeze()

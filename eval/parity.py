@@ -34,6 +34,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from retain.apportion import exact
+from retain.command import status_of
 from retain.eval.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, Press, write_exchange
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
@@ -463,4 +464,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -31,10 +31,12 @@ from torch import Tensor
 
 from retain.attention_chunks import truncate
 from retain.budget import Budget
+from retain.command import status_of
 from retain.eval.diagnose_documents import cut, opening_of
 from retain.eval.diagnostics import agreement, divergence, token_loss
 from retain.eval.significance import Interval, paired_interval
 from retain.eval.teacher_forced import ids_on, read_on, read_plainly
+from retain.extras import require
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
@@ -268,6 +270,7 @@ def run(given: argparse.Namespace, command: str) -> dict[str, Any]:
     Raises:
         ValueError: bad input; says what was wanted.
     """
+    require("eval", "scipy", what="a perplexity with its intervals")
     if given.out is not None and Path(given.out).exists():
         raise ValueError(f"{given.out} exists, and nothing is overwritten: pass another --out.")
     if given.scored_tokens < 1:
@@ -342,4 +345,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

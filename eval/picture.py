@@ -15,14 +15,18 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
+from retain.command import status_of
+from retain.eval.budget_picture import check_png
 from retain.eval.config import FULL
 from retain.eval.page import tasks_of
 from retain.eval.record import read_manifest, read_rows
 from retain.eval.significance import standard_error
 from retain.eval.summary import ALL, FAMILIES, Cell, Scores, gather, preset_of
+from retain.extras import deferred
 from retain.registry import suggest
+
+with deferred("eval", "matplotlib", what="a picture"):
+    import matplotlib
 
 # Learned policies stand out; heuristics are cool, controls grey. A policy under another protection looks as
 # under its own, but hollow and dashed; policies not named here take matplotlib's own.
@@ -203,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     out = given.out or given.folder / "chosen.png"
     try:
+        check_png(out)
         manifest, rows = read_manifest(given.folder), read_rows(given.folder)
         there = {row["policy"] for row in rows}
         unknown = [f"{name!r}{suggest(name, sorted(there))}" for name in given.policies if name not in there]
@@ -222,4 +227,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -12,7 +12,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from scipy import optimize, stats
+from retain.extras import deferred
+
+with deferred("eval", "scipy", what="a comparison's statistics"):
+    from scipy import optimize, stats
 
 from retain.eval.not_worse import WORST
 

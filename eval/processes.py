@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from retain.extras import require
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -53,6 +55,7 @@ def launched() -> Processes:
     """This process among those that `accelerate launch` started."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Processes()
+    require("eval", "accelerate", what="a comparison by several processes")
     from accelerate import PartialState
 
     state = PartialState(cpu=True, timeout=timedelta(days=30))

@@ -24,6 +24,13 @@ from retain.provenance import write_json, write_text
 ITEMS = "items.jsonl"
 REFERENCES = "references.jsonl"
 MANIFEST = "manifest.json"
+# What rows of every version have.
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("regime", "policy", "task", "family"), str),
+    **dict.fromkeys(("seed", "item"), int),
+    "keep_ratio": (int, float),
+}
+RESTORE = "restore it from a copy, or run its command again with that folder out of the way"
 
 
 @dataclass(frozen=True)
@@ -180,7 +187,7 @@ def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> 
     lists = {"code_states": [manifest["code"]], "environments": [manifest.get("environment")]}
     has_rows = any(file.stat().st_size > 0 for file in _files(folder, ITEMS))
     if has_rows and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_manifest(folder)
         differing = _differing(before.get("identity", {}), manifest["identity"])
         if differing:
             raise ValueError(
@@ -289,10 +296,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): the run's own command writes it again.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): {RESTORE}.") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object: the run's own command writes it again.")
+        raise ValueError(f"{path} holds no object: {RESTORE}.")
+    for name in ("config", "identity"):
+        if not isinstance(found.get(name, {}), dict):
+            raise ValueError(f"{path} holds {found[name]!r:.60} as its {name!r}, no object: {RESTORE}.")
     return found
 
 
@@ -301,13 +311,23 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: If there are none.
+        ValueError: If one lacks what every row has.
     """
     if not _files(folder, ITEMS):
         raise FileNotFoundError(
             f"{folder / ITEMS} does not exist: nothing was measured there yet. Run eval/compare.py first."
         )
     lines, _ = _lines(folder)
-    return [json.loads(line) for own in lines.values() for line in own]
+    rows = [json.loads(line) for own in lines.values() for line in own]
+    for row in rows:
+        wrong = [name for name, kind in NEEDED.items() if not isinstance(row.get(name), kind)]
+        if wrong:
+            got = f"{wrong[0]} {row[wrong[0]]!r:.60}" if wrong[0] in row else f"no {wrong[0]}"
+            raise ValueError(
+                f"{folder / ITEMS} holds a row of unit {row.get('unit')!r} with {got}, which eval/compare.py "
+                f"does not write: {RESTORE}."
+            )
+    return rows
 
 
 def read_references(folder: Path) -> list[dict[str, Any]]:
@@ -405,7 +425,7 @@ def _parsed(path: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
         for line in file:
             try:
                 own = json.loads(line) if line.endswith("\n") else None
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, RecursionError):
                 own = None
             yield own if isinstance(own, dict) else None, line
 

@@ -23,7 +23,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import optimize, special, stats
+
+from retain.extras import deferred
+
+with deferred("eval", "scipy", what="a comparison's statistics"):
+    from scipy import optimize, special, stats
 
 Verdict = Literal["better", "worse", "equivalent", "inconclusive", "identical", "unjudged"]
 Method = Literal["t", "BCa", "percentile", "constant", "undefined"]

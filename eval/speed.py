@@ -32,6 +32,7 @@ import torch
 import yaml
 from transformers import DynamicCache, PreTrainedModel
 
+from retain.command import status_of
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.model import base_model
@@ -355,4 +356,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from retain.attend import attend
 from retain.cache import GROWTH, RaggedStore
+from retain.command import status_of
 from retain.kernels.measure import FLOOR
 from retain.stopwatch import (
     DTYPES,
@@ -392,4 +393,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -37,6 +37,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import retain
 from retain.cache import RaggedStore
+from retain.command import status_of
 from retain.eval.speed_decode import attend_store, unequal
 from retain.hf.attach import attach
 from retain.hf.cache import Cache
@@ -553,4 +554,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -38,6 +38,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import retain
+from retain.command import status_of
 from retain.eval import speed, speed_published
 from retain.gates import GateSet
 from retain.hf.attach import attach
@@ -466,4 +467,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

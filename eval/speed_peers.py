@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from retain import resident
+from retain.command import status_of
 from retain.eval.peer import INSTALL, LIBRARY, PRESSES, Peer, write_exchange
 from retain.eval.speed_long import PLAIN
 from retain.eval.speed_serving import (
@@ -377,4 +378,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

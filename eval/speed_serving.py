@@ -35,6 +35,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain import resident
+from retain.command import status_of
 from retain.eval import speed
 from retain.eval.cache_bytes import cache_bytes
 from retain.eval.speed_long import FULL, PLAIN, random_gates
@@ -45,6 +46,7 @@ from retain.hf.attach import attach
 from retain.hf.cache import Cache
 from retain.hf.gates import load_gates
 from retain.hf.model import describe
+from retain.hf.named import load_named_model
 from retain.reference import load_model
 from retain.stopwatch import (
     DTYPES,
@@ -253,11 +255,9 @@ def load(setting: Setting) -> PreTrainedModel:
     if setting.model == REFERENCE:
         model: Any = load_model(setting.seed).to(dtype)
     else:
-        from transformers import AutoModelForCausalLM
-
         try:
-            model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=dtype)
-        except (OSError, ValueError) as error:
+            model = load_named_model(setting.model, dtype=setting.dtype)
+        except ValueError as error:
             said = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"benchmark: model {setting.model!r} cannot be loaded: {said} Pass 'random', 'reference', a "
@@ -583,4 +583,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

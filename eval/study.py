@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from retain.command import status_of
 from retain.config import load, save, to_mapping
 from retain.eval.compare import command_of, compare
 from retain.eval.config import suite_of
@@ -165,4 +166,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -36,8 +36,8 @@ def stale_gates(study: StudyConfig, plan: Plan) -> list[str]:
             path = Path(folder) / CONFIG
             if folder not in read or not path.is_file():
                 continue
-            there = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            stated = yaml.safe_load(Path(training.config).read_text(encoding="utf-8")) or {}
+            there = _read(path)
+            stated = _read(Path(training.config))
             for change in training.changes:
                 _change(stated, change.replace("{seed}", str(seed)))
             apart = [
@@ -52,6 +52,21 @@ def stale_gates(study: StudyConfig, plan: Plan) -> list[str]:
                     "way), or say in the study how they were made"
                 )
     return said
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a run was told.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable YAML ({' '.join(str(error).split())[:200]}).") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} holds {read!r:.60}, where names and values were wanted.")
+    return read
 
 
 def _change(mapping: dict[str, Any], change: str) -> None:

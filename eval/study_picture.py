@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from retain.eval.study_table import Entry
 from retain.eval.summary import ALL
+from retain.extras import deferred
+
+with deferred("eval", "matplotlib", what="a picture"):
+    import matplotlib
 
 COLOURS = ("#00224e", "#3b6fb6", "#d98e04", "#8a8a8a", "#7b3294", "#1b7837")
 # Room of a row, shared by its budgets.

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -300,7 +301,7 @@ def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: An
     }
     path = config.folder / f"head_classes-seed{seed}.tsv"
     note = path.with_suffix(".json")
-    if not (path.exists() and note.exists() and json.loads(note.read_text()) == made_from):
+    if not (path.exists() and note.exists() and _says(note, made_from)):
         documents = suite.documents(seed, config.control_documents, config.context_tokens)
         table_LH = measure_head_classes(model, documents, sinks=protection.sinks, recent=protection.recent)
         note.unlink(missing_ok=True)
@@ -311,3 +312,11 @@ def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: An
         allocation = replace(own.allocation, head_classes=str(path))
         policies[name] = replace(own, allocation=allocation)
     return policies
+
+
+def _says(note: Path, made_from: Mapping[str, Any]) -> bool:
+    """Whether a file says that it was made from this; a damaged one does not."""
+    try:
+        return bool(json.loads(note.read_text(encoding="utf-8")) == made_from)
+    except (ValueError, RecursionError):
+        return False

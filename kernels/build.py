@@ -10,7 +10,7 @@ the same tile tables, so that what is compiled here is what runs there.
 """
 
 import argparse
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -171,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="default: all")
     parser.add_argument("--arch", nargs="+", type=int, choices=sorted(SHARED_LIMIT), default=[80, 90])
     given = parser.parse_args(arguments)
+    if importlib.util.find_spec("triton") is None:
+        parser.error("Triton is not installed (pip install 'retain[kernels]')")
     wrong = number = 0
     for op, built in compile_all(given.op, given.arch):
         number += 1

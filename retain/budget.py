@@ -59,7 +59,7 @@ class Budget:
                 f"a budget is stated once, as {', '.join(names[:-1])} or {names[-1]}; got {given}."
             )
         for name, value in stated.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
                 raise ValueError(f"{name} is a number; got {value!r}.")
         if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
             raise ValueError(

@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from tqdm import tqdm
 
 from retain.config import to_mapping
 from retain.evidence import Evidence
+from retain.extras import deferred
 from retain.gates import GateSet
 from retain.hf.lookahead import observe_ahead
 from retain.provenance import code_state, environment
@@ -41,6 +40,10 @@ from retain.train.recipe import DistillConfig
 from retain.train.signals import Signals
 from retain.train.targets import TargetSettings, layer_target, target_unit
 from retain.train.teacher import Frozen, View, walk
+
+with deferred("train", "accelerate", "accelerate.utils", what="training"):
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast_object_list, gather_object
 
 # Documents on which a finished soft stage is asked whether its gates do anything.
 NOOP_DOCUMENTS = 8

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from retain.command import status_of
 from retain.config import leaves
 from retain.gates.store import read_metadata, write_beside
 from retain.train.checkpoint import read_log
@@ -401,4 +402,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

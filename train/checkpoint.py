@@ -37,16 +37,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from retain.config import leaves, read_mapping
+from retain.extras import deferred
 from retain.gates.store import METADATA_FILE, write_beside
 from retain.train.data import AnyCorpus
 from retain.train.parallel import Synchroniser
+
+with deferred("train", "accelerate", "accelerate.utils", what="training"):
+    from accelerate import Accelerator
+    from accelerate.utils import gather_object
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
 from retain.config import leaves, load, to_mapping
+from retain.extras import deferred
 from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.store import save_gates
 from retain.hf.gates import load_gates, new_gates
@@ -70,6 +70,9 @@ from retain.train.signals import EXIT_INTERRUPTED, StopRequested, forget_
 from retain.train.soft import EndToEnd
 from retain.train.teacher import Frozen, load_frozen, load_unread
 from retain.train.work import work_of
+
+with deferred("train", "accelerate", what="training"):
+    from accelerate import Accelerator
 
 
 def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from retain.config import Count
@@ -269,9 +269,14 @@ def _documents_in(folder: Path) -> dict[str, Path]:
     """Document name -> its shard, from the headers of all shards."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("shard-*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in json.loads((file.metadata() or {})[_HEADER]):
-                found[name] = path
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(json.loads((file.metadata() or {})[_HEADER]), path)
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is truncated or corrupt ({type(error).__name__}: {error}): delete it, and its "
+                "documents are read again."
+            ) from None
     return found
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-
+from retain.extras import deferred
 from retain.lock import leave_lock, take_lock
+
+with deferred("train", "accelerate", "accelerate.utils", what="training"):
+    from accelerate import Accelerator
+    from accelerate.utils import gather_object
 
 OTHERWISE = "another `output` (a file STOP in the folder stops the other run)"
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 
+from retain.extras import deferred
 from retain.gates import GateSet
 from retain.train.checkpoint import (
     append_log,
@@ -36,6 +35,10 @@ from retain.train.parallel import Synchroniser
 from retain.train.progress import Progress, tracked
 from retain.train.schedule import TrainingSettings, learning_rate
 from retain.train.signals import Signals
+
+with deferred("train", "accelerate", "accelerate.utils", what="training"):
+    from accelerate import Accelerator
+    from accelerate.utils import gather_object
 
 
 @runtime_checkable

@@ -23,16 +23,18 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 
+from retain.extras import deferred, require
 from retain.hf.model import base_model
+
+with deferred("train", "accelerate", "accelerate.utils", what="training"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, gather_object
 
 # How frozen weights lie on several devices: whole on each, in parts (two ways), or spread by one process.
 Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
@@ -40,7 +42,6 @@ Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
 _SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
 # What AdamW remembers of every parameter, beside the number of steps.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-NO_DEEPSPEED = 'this accelerate config needs DeepSpeed: pip install "retain[deepspeed]".'
 
 
 class Surrogate(nn.Module):
@@ -367,8 +368,7 @@ def leave_alone_() -> None:
 
 
 def _deepspeed_engine(module: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> Any:
-    if find_spec("deepspeed") is None:
-        raise ValueError(NO_DEEPSPEED)
+    require("deepspeed", "deepspeed", what="this accelerate config")
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(config))
@@ -463,8 +463,7 @@ def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:
 
 def _partition_(model: nn.Module, accelerator: Accelerator, config: Mapping[str, Any]) -> None:
     """By `zero.Init` and not by the engine, which would first bring the whole model to the device."""
-    if find_spec("deepspeed") is None:
-        raise ValueError(NO_DEEPSPEED)
+    require("deepspeed", "deepspeed", what="this accelerate config")
     import deepspeed
 
     dtype = next(model.parameters()).dtype

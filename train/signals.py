@@ -18,10 +18,13 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
 
+from retain.extras import deferred
 from retain.train.checkpoint import same_command
 from retain.train.launcher import LAUNCHER_GONE
+
+with deferred("train", "accelerate", what="training"):
+    from accelerate import Accelerator
 
 STOP_FILE = "STOP"
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Protocol, runtime_checkable
 
 from retain.config import what_is_at
+from retain.extras import require
 from retain.registry import suggest
 
 Kind = Literal["jsonl", "parquet", "text"]
@@ -338,13 +339,10 @@ def _pieces(path: Path, separator: str | None) -> Iterator[str]:
 
 
 def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row | None]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(
-            'data.source=parquet needs the `pyarrow` package: pip install "retain[train]".'
-        ) from None
+    require("train", "pyarrow", what="data.source=parquet")
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = tuple(file.schema_arrow.names)
@@ -390,12 +388,8 @@ class Hub:
         self.path, self.subset, self.split, self.revision = path, subset, split, revision
 
     def open(self, state: Mapping[str, Any] | None = None) -> "HubCursor":
-        try:
-            import datasets
-        except ImportError:
-            raise ValueError(
-                'data.source=hub needs the `datasets` package: pip install "retain[train]".'
-            ) from None
+        require("train", "datasets", what="data.source=hub")
+        import datasets
         from huggingface_hub import constants
 
         # Streaming asks the hub which files there are; what was downloaded earlier is found only without.

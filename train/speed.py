@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from retain.command import status_of
 from retain.hf.gates import new_gates
 from retain.hf.model import base_model
 from retain.hf.random_llama import VOCABULARY, random_llama
@@ -384,4 +385,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -23,6 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from retain.eval.tasks.words import plain
+from retain.extras import require
 from retain.registry import lookup
 
 DEFAULT = "gen-prose"
@@ -139,13 +140,9 @@ def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
             f"haystack 'file:{path}' cannot be read: {error}. Pass a text in UTF-8, or {DEFAULT!r}, which "
             "needs none."
         ) from error
-    try:
-        from pysbd import Segmenter
-    except ImportError as error:
-        raise ValueError(
-            "a haystack from a file is split into sentences by pysbd, which is not installed: pip install "
-            "'retain[eval]'."
-        ) from error
+    require("eval", "pysbd", what="a haystack from a file, which is split into sentences,")
+    from pysbd import Segmenter
+
     # A paragraph at a time: pysbd's time grows faster than the text.
     segmenter = Segmenter(language="en", clean=False)
     paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))

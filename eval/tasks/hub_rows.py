@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+from retain.extras import require
 from retain.registry import suggest
 
 ENDINGS = (".jsonl", ".json", ".parquet")
@@ -176,13 +177,10 @@ def _stamp(source: RowSource) -> float:
 
 
 def _hub_table(source: RowSource) -> Sequence[Row]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            f"{source} is read through the package datasets, which is not installed: pip install "
-            f"'retain[eval]', or give a file: path=/your/{source.names[0]}.jsonl."
-        ) from error
+    require(
+        "eval", "datasets", what=str(source), otherwise=f"give a file: path=/your/{source.names[0]}.jsonl"
+    )
+    from datasets import load_dataset
 
     def fetch() -> Any:
         return load_dataset(source.hub, source.config, split=source.split, revision=source.revision)
@@ -217,10 +215,9 @@ def _zipped(path: Path, names: Sequence[str]) -> list[Row]:
 
 
 def _parquet(path: Path) -> list[Row]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f"{path} needs the package pyarrow: pip install 'retain[eval]'.") from error
+    require("eval", "pyarrow", what=str(path))
+    import pyarrow.parquet
+
     try:
         return cast(list[Row], pyarrow.parquet.read_table(path).to_pylist())
     except (OSError, ValueError) as error:

@@ -25,6 +25,7 @@ from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import different_places, most_that_fit
 from retain.eval.tasks.ruler import NOISE
 from retain.eval.tasks.words import all_words, draw_word
+from retain.extras import require
 
 VT_INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 VT_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."
@@ -227,6 +228,7 @@ def ruler_fwe(asking: Asking, *, alpha: float = 2.0, letters: int = 6) -> TextIt
     Raises:
         ValueError: alpha of 1 or less, or a context too short to tell the third word from the fourth.
     """
+    require("eval", "scipy", what="ruler_fwe")
     from scipy.special import zeta
 
     if not alpha > 1:

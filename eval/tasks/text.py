@@ -274,7 +274,9 @@ def _ends(name: str, revision: str | None, trust_remote_code: bool) -> tuple[int
 
     try:
         said = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
-    except OSError:
+    except OSError as error:
+        if (Path(name) / "generation_config.json").exists():
+            raise ValueError(f"model={name!r}: its generation_config.json is damaged: {error}") from None
         said = None  # not every model has one
     return end_ids_of(tokenizer, [said] if isinstance(said, int) else list(said or ()))
 
@@ -286,9 +288,12 @@ def _window(name: str, revision: str | None, trust_remote_code: bool) -> int | N
         return None
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(
-        name, revision=revision or "main", trust_remote_code=trust_remote_code
-    ).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(
+            name, revision=revision or "main", trust_remote_code=trust_remote_code
+        ).get_text_config()
+    except Exception as error:  # a damaged file leads transformers to errors of any class
+        raise ValueError(f"model={name!r} has no config that can be read: {error}") from error
     return getattr(config, "max_position_embeddings", None)
 
 

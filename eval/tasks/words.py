@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 
+from retain.extras import require
 from retain.registry import lookup
 
 
@@ -25,13 +26,8 @@ def listed(part: str) -> tuple[str, ...]:
         ValueError: another part of speech, or wonderwords is not installed.
     """
     lookup(part, dict.fromkeys(("noun", "verb", "adjective")), what="part of speech")
-    try:
-        text = (files("wonderwords.assets") / f"{part}list.txt").read_text(encoding="utf-8")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "generated tasks draw their words from wonderwords, which is not installed: pip install "
-            "'retain[eval]'."
-        ) from error
+    require("eval", "wonderwords", what="a generated task, which draws its words,")
+    text = (files("wonderwords.assets") / f"{part}list.txt").read_text(encoding="utf-8")
     return tuple(sorted({word.strip() for word in text.splitlines()} - {""}))
 
 

@@ -16,6 +16,8 @@ from retain.gates.calibrate import EDGE, PARTS, REACH, Calibrator, Scale, Shared
 from retain.gates.families import GATES, alike, settings_of
 from retain.registry import suggest
 
+# More layers than any model has, and more knots than any curve needs: what is built takes time for each.
+MOST_LAYERS, MOST_KNOTS = 2048, 2**16
 # Units that a score can be said to have.
 SCORE_UNITS = tuple(sorted(set(UNITS.values())))
 
@@ -66,8 +68,8 @@ def _check_calibration(calibration: Mapping[str, Any], heads: Mapping[int, int])
     if calibration.get("layers"):
         calibrators = _layers(calibration["layers"], "calibration.layers")
         for layer, dims in calibrators.items():
-            for name in ("H", "K"):
-                _size(dims.get(name), f"calibration.layers.{layer}.{name}")
+            for name, most in (("H", None), ("K", MOST_KNOTS)):
+                _size(dims.get(name), f"calibration.layers.{layer}.{name}", most)
             for name in ("kind", "space", "unit"):
                 if name in dims and not isinstance(dims[name], str):
                     raise ValueError(f"calibration.layers.{layer}.{name} is {dims[name]!r}: wanted a name")
@@ -180,6 +182,8 @@ def _layers(value: Any, name: str, of: type = dict) -> dict[int, Any]:
     found = {}
     if not _mapping(value, name):
         raise ValueError(f"{name} is empty: it describes no gates")
+    if len(value) > MOST_LAYERS:
+        raise ValueError(f"{name} has {len(value)} layers: wanted {MOST_LAYERS} at most")
     for key, inner in _mapping(value, name).items():
         if not key.isascii() or not key.isdecimal() or len(key) > 6 or str(int(key)) != key:
             raise ValueError(f"{name} has a layer {key!r}: wanted an index, as in '0' or '17'")
@@ -189,9 +193,10 @@ def _layers(value: Any, name: str, of: type = dict) -> dict[int, Any]:
     return found
 
 
-def _size(value: Any, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {_shown(value)}: wanted a whole number of at least 1")
+def _size(value: Any, name: str, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value > (most or value):
+        bounds = "of at least 1" if most is None else f"from 1 to {most}"
+        raise ValueError(f"{name} is {_shown(value)}: wanted a whole number {bounds}")
 
 
 def _numbers(value: Any, name: str) -> list[float]:

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from retain.extras import require
 from retain.gates.base import Extension, Gate, GateInputs
 from retain.kernels.attention_stats import attention_stats
 
@@ -228,13 +229,10 @@ class LookaheadExtension(Extension):
         """The modules as peft wraps them, on this extension's own parameters."""
         if not found:
             return {}
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-            from peft.tuners.tuners_utils import BaseTunerLayer
-        except ImportError:
-            raise ValueError(
-                'lookahead gates run their tokens through adapters of peft: pip install "retain[train]".'
-            ) from None
+        require("train", "peft", what="a lookahead gate, whose tokens run through adapters of peft,")
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
         if taken := [name for name, module in found.items() if isinstance(module, BaseTunerLayer)]:
             raise ValueError(
                 f"the model carries an adapter of peft on {taken[0]} already, and {len(taken) - 1} more: "

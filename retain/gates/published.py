@@ -22,7 +22,7 @@ the released weights were at hand when this was written. `python -m retain.hf.pu
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from retain.gates.base import GateSet
 from retain.gates.families import build_gates, dims_for
 from retain.registry import lookup
 
-__all__ = ["KINDS", "Kind", "import_published", "to_convert"]
+__all__ = ["KINDS", "Kind", "import_published", "safetensors_at", "to_convert"]
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 CONFIG_FILE = "config.json"
@@ -80,7 +80,10 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _activation(config: Mapping[str, Any]) -> str:
     """The model's own activation, by either name that transformers has for it; SiLU where nothing is said."""
     text = _text_config(config)
-    return text.get("hidden_activation") or text.get("hidden_act") or "silu"
+    named = text.get("hidden_activation") or text.get("hidden_act") or "silu"
+    if not isinstance(named, str):
+        raise ValueError(f"{CONFIG_FILE} of the release gives the activation {named!r:.60}: wanted a name.")
+    return named
 
 
 def _linear(name: str, ours: str, out: int, inner: int, bias: str | None = None) -> Parts:
@@ -180,7 +183,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="kvzap",
             paper="KVzap, arXiv 2601.07891",
-            pattern=re.compile(r"^(?:layers|module_list)\.(\d+)\.(.+)$"),
+            pattern=re.compile(r"^(?:layers|module_list)\.([0-9]{1,6})\.(.+)$"),
             merged=False,
             family=lambda shapes, config: "mlp" if "0.weight" in shapes else "linear",
             settings=_kvzap_settings,
@@ -192,7 +195,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="fastkvzip",
             paper="Fast KVzip, arXiv 2601.17668",
-            pattern=re.compile(r"^(?:module\.)?(\d+)\.(.+)$"),
+            pattern=re.compile(r"^(?:module\.)?([0-9]{1,6})\.(.+)$"),
             merged=False,
             family=lambda shapes, config: "lowrank",
             settings=_fastkvzip_settings,
@@ -202,7 +205,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="trimkv",
             paper="TRIM-KV, arXiv 2512.03324; DBTrimKV, arXiv 2605.09649",
-            pattern=re.compile(r"^(?:.*\.)?layers\.(\d+)\.self_attn\.retention_gate\.(.+)$"),
+            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.retention_gate\.(.+)$"),
             merged=True,
             family=_trimkv_family,
             settings=_trimkv_settings,
@@ -211,7 +214,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="locret",
             paper="Locret, arXiv 2410.01805",
-            pattern=re.compile(r"^(?:.*\.)?layers\.(\d+)\.self_attn\.(fc\d\..+)$"),
+            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(fc\d\..+)$"),
             merged=True,
             family=lambda shapes, config: "qkv",
             settings=_locret_settings,
@@ -220,7 +223,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="wgkv",
             paper="KV Admission (WG-KV), arXiv 2512.17452",
-            pattern=re.compile(r"^(?:.*\.)?layers\.(\d+)\.self_attn\.g_predictors\.(.+)$"),
+            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.g_predictors\.(.+)$"),
             merged=True,
             family=lambda shapes, config: "admission",
             settings=_wgkv_settings,
@@ -249,15 +252,13 @@ def import_published(
             is of another width than the model's.
     """
     path = Path(path)
-    files = _files(path)
+    files = safetensors_at(path)
     where = _names(files)
     published = _kind_of(where, kind, path)
     config = _config(path)
     layers = _layers(published, where, sizes, path)
-    shapes = {
-        layer: {part: _shape(where[name], name) for part, name in parts.items()}
-        for layer, parts in layers.items()
-    }
+    known = _shapes(where, {name for parts in layers.values() for name in parts.values()})
+    shapes = {layer: {part: known[name] for part, name in parts.items()} for layer, parts in layers.items()}
     first = min(shapes)
     try:
         family = published.family(shapes[first], config)
@@ -268,15 +269,25 @@ def import_published(
             f"{ {part: list(shape) for part, shape in sorted(shapes[first].items())} }, and {error} is "
             f"missing. See retain.gates.published for what was released."
         ) from None
-    gates = build_gates(family, dims_for(family, {layer: sizes[layer] for layer in layers}, settings))
-    state = gates.state_dict()
+    ours: dict[str, str] = {}
+    # All shapes first: nothing is allocated that the files do not hold.
     for layer, parts in layers.items():
         wanted = published.parts(settings, sizes[layer])
         _check(published, layer, shapes[layer], {part: shape for part, (_, shape) in wanted.items()}, path)
-        for part, name in parts.items():
-            ours = f"gates.{layer}.{wanted[part][0]}"
-            with safe_open(where[name], "pt") as file:
-                state[ours] = file.get_tensor(name).float().reshape(state[ours].shape)
+        ours |= {name: f"gates.{layer}.{wanted[part][0]}" for part, name in parts.items()}
+    try:
+        gates = build_gates(family, dims_for(family, {layer: sizes[layer] for layer in layers}, settings))
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(
+            f"{path}, with its {CONFIG_FILE}, describes {published.name} gates that cannot be built: {error}"
+        ) from None
+    state = gates.state_dict()
+    for file, names in _by_file(where, ours):
+        for name in names:
+            tensor = file.get_tensor(name)
+            if not tensor.is_floating_point():
+                raise ValueError(f"{path}: {name!r} holds {tensor.dtype}, wanted fractions: fetch it again.")
+            state[ours[name]] = tensor.float().reshape(state[ours[name]].shape)
     gates.load_state_dict(state)
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise ValueError(f"{path} holds numbers that are not finite: fetch it again.")
@@ -286,8 +297,12 @@ def import_published(
     return gates.eval().requires_grad_(False)
 
 
-def _files(path: Path) -> list[Path]:
-    """The safetensors files at a path."""
+def safetensors_at(path: Path) -> list[Path]:
+    """The safetensors files of a release.
+
+    Raises:
+        ValueError: there is none; of a pickle it says how to convert it.
+    """
     if path.is_file():
         if path.suffix == ".safetensors":
             return [path]
@@ -328,15 +343,32 @@ def _names(files: Sequence[Path]) -> dict[str, Path]:
     for path in files:
         try:
             with safe_open(path, "pt") as file:
-                where.update(dict.fromkeys(file.keys(), path))
-        except SafetensorError as error:
+                names = list(file.keys())
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is truncated or corrupt ({error}): fetch it again.") from None
+        if twice := sorted(where.keys() & {*names}):
+            raise ValueError(
+                f"{path} and {where[twice[0]].name} beside it both hold {twice[0]!r}, and nothing says which "
+                "is meant: pass one file, or a folder with one release."
+            )
+        where.update(dict.fromkeys(names, path))
     return where
 
 
-def _shape(path: Path, name: str) -> tuple[int, ...]:
-    with safe_open(path, "pt") as file:
-        return tuple(file.get_slice(name).get_shape())
+def _by_file(where: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[Any, list[str]]]:
+    """Each file, opened once, and which of these names are in it."""
+    found: dict[Path, list[str]] = {}
+    for name in names:
+        found.setdefault(where[name], []).append(name)
+    for path, own in found.items():
+        with safe_open(path, "pt") as file:
+            yield file, own
+
+
+def _shapes(where: Mapping[str, Path], names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(file.get_slice(name).get_shape()) for file, own in _by_file(where, names) for name in own
+    }
 
 
 def _kind_of(names: Mapping[str, Path], kind: str, path: Path) -> Kind:
@@ -361,7 +393,7 @@ def _config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not readable JSON ({error}): fetch it again.") from None
     return config if isinstance(config, dict) else {}
 
@@ -374,7 +406,12 @@ def _layers(
     for name in names:
         match = published.pattern.match(name)
         if match is not None:
-            layers.setdefault(int(match[1]), {})[match[2]] = name
+            other = layers.setdefault(int(match[1]), {}).setdefault(match[2], name)
+            if other != name:
+                raise ValueError(
+                    f"{path} holds {other!r} and {name!r}, the same part of layer {int(match[1])}: pass the "
+                    "file with one set of gates."
+                )
         elif not published.merged:
             raise ValueError(
                 f"{path} holds {name!r}, which is no part of {published.name} gates: pass the file with the "

@@ -5,7 +5,7 @@ decision taken here: torch's restricted unpickler reads it or nobody does.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from retain.gates.store import write_beside
 
+# A release nests a few lists and mappings; of what it shares between layers the target holds copies.
+DEEPEST, MOST_TENSORS, MOST_COPIES = 64, 2**18, 128
 # Of what the arrays beside released gates are made.
 NUMBERS = (torch.float32, torch.float64, torch.int64)
 
@@ -33,7 +35,8 @@ def unpickle(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         the target.
 
     Raises:
-        ValueError: it cannot be read that way, or holds no tensor; the target is the source, or is not named
+        ValueError: it cannot be read that way, holds no tensor, tensors that are no plain numbers, two of one
+            name, or more than the file has bytes for; the target is the source, or is not named
             `.safetensors`.
         OSError: the target could not be written.
     """
@@ -56,7 +59,11 @@ def unpickle(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
             f"{source} could not be read without running code of its own ({type(error).__name__}: {reason}): "
             "fetch it again, or save its tensors as safetensors where you trust it."
         ) from None
-    tensors = _flat(loaded, "")
+    try:
+        tensors = _flat(loaded)
+        _check_plain(tensors, MOST_COPIES * source.stat().st_size)
+    except ValueError as error:
+        raise ValueError(f"{source} {error}: pass the file with the gates' weights alone.") from None
     if not tensors:
         raise ValueError(f"{source} holds no tensor: pass the file with the gates' weights.")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -78,17 +85,42 @@ def _numpy() -> list[Any]:
     return [reconstruct, older, type(arrays[0]), any_dtype, *(type(array.dtype) for array in arrays)]
 
 
-def _flat(value: Any, name: str) -> dict[str, Tensor]:
-    """Tensors of nested lists and mappings, by dotted name."""
-    if isinstance(value, Tensor):
-        return {name: value}
-    if isinstance(value, Mapping):
-        items: Sequence[tuple[Any, Any]] = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
-    else:
-        return {}
+def _flat(loaded: Any) -> dict[str, Tensor]:
+    """Tensors of nested lists and mappings, by dotted name.
+
+    Raises:
+        ValueError: they nest too deep (or hold themselves), are too many, or two have one name.
+    """
     found: dict[str, Tensor] = {}
-    for key, inner in items:
-        found.update(_flat(inner, f"{name}.{key}" if name else str(key)))
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), loaded)]
+    looked_at = 0
+    while waiting:
+        path, value = waiting.pop()
+        looked_at += 1
+        if isinstance(value, Tensor):
+            name = ".".join(path)
+            if name in found:
+                raise ValueError(f"holds two tensors of the name {name!r}")
+            found[name] = value
+        elif isinstance(value, Mapping | list | tuple):
+            if len(path) >= DEEPEST:
+                raise ValueError(f"nests lists and mappings more than {DEEPEST} deep")
+            if looked_at + len(waiting) + len(value) > MOST_TENSORS:
+                raise ValueError(f"holds more than {MOST_TENSORS} values")
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            waiting += reversed([((*path, f"{key!s:.200}"), inner) for key, inner in items])
     return found
+
+
+def _check_plain(tensors: Mapping[str, Tensor], most_bytes: int) -> None:
+    """Refuse what cannot be written as plain numbers, or only as many more than were read."""
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+            kind = "meta" if tensor.is_meta else "quantised" if tensor.is_quantized else str(tensor.layout)
+            raise ValueError(f"holds {name!r}, a {kind} tensor, where plain numbers were wanted")
+        if tensor.is_complex():
+            raise ValueError(f"holds {name!r}, of {tensor.dtype}, where plain numbers were wanted")
+        num_bytes += tensor.numel() * tensor.element_size()
+    if num_bytes > most_bytes:
+        raise ValueError(f"describes {num_bytes} bytes of tensors, far more than it holds")

@@ -32,17 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retain.extras import require
 from retain.gates import GATES, Gate, GateSet
 from retain.hf.layout import LayerSpec
 from retain.hf.model import base_model, describe
 from retain.registry import lookup
 
-try:
+with require("train", "peft", what="an adapter of peft that holds gates"):
     from peft import PeftConfig, PeftModel, get_peft_model
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils import PeftType, register_peft_method
-except ImportError:
-    raise ImportError('gates as a peft adapter need peft: pip install "retain[train]".') from None
 
 # peft's name for our method, and what the names of an adapter's containers begin with.
 NAME, PREFIX = "retain", "retain_"

@@ -30,7 +30,7 @@ from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf import foreign, saving
 from retain.hf.engine import Engine
-from retain.hf.given import Given, pinned_of, seeds_of
+from retain.hf.given import Given, pinned_of, prompt_from, seeds_from, seeds_of, slack_from, whole
 from retain.hf.guarded import AUTO, OWN, make_guard
 from retain.hf.history import History
 from retain.hf.lookahead import look_ahead
@@ -129,6 +129,7 @@ class Cache(Engine):
         rule.check(own)
         self.model, self._given_short = model, (short, short_tokens)
         self._given_guard = (capacity, make_guard(capacity, rule))
+        slack, seeds = slack_from(slack), seeds_from(seeds)
         super().__init__(layout, rule, own, slack=slack, seeds=seeds, pinned=pinned)
 
     @torch.no_grad()
@@ -162,12 +163,15 @@ class Cache(Engine):
             this cache.
 
         Raises:
-            ValueError: settings that do not go together, unknown names in `wanted`, or a cache that has seen
-                tokens; nothing was read then.
+            ValueError: ids or a mask that are none, settings that do not go together, unknown names in
+                `wanted`, or a cache that has seen tokens; nothing was read then.
         """
+        if chunk_size is not None:
+            chunk_size = whole(chunk_size, "chunk_size", "tokens a forward", 1)
         self._check_prefill(chunk_size, evict, hold_evidence)
         _check_wanted(wanted, hold_evidence)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        vocabulary = base_model(self.model).get_input_embeddings().num_embeddings
+        input_ids, mask = prompt_from(input_ids, attention_mask, vocabulary)
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         self._evict_at_prefill, self._hold_evidence = evict, hold_evidence
         self._recorded = frozenset(wanted)
@@ -203,11 +207,8 @@ class Cache(Engine):
                 f"evict=False leaves the eviction to you, and regime {self.regime.name!r} evicts by itself "
                 "later: make the cache with regime='prefill', or let it evict."
             )
-        if chunk_size is not None and (chunk_size < 1 or not evict):
-            raise ValueError(
-                f"chunk_size is {chunk_size} with evict={evict}: pass at least 1 token a chunk, and "
-                "evict=True."
-            )
+        if chunk_size is not None and not evict:
+            raise ValueError(f"chunk_size is {chunk_size} with evict={evict}: pass evict=True.")
         if (kind := learned_prompt(self.model)) is not None:
             raise ValueError(
                 f"this model carries a learned prompt of peft ({kind}), which prefill would leave out, since "
@@ -274,7 +275,7 @@ class Cache(Engine):
             guard = guard if policy is None else make_guard(self._given_guard[0], rule)
         else:
             guard = make_guard(capacity, rule)
-        chosen = self.seeds if seeds is None else seeds_of(seeds, self.batch_size)
+        chosen = self.seeds if seeds is None else seeds_of(seeds_from(seeds), self.batch_size)
         evidence: Sequence[Evidence] = self.evidence
         pinned_BT = pinned_of(self._pins if pinned is None else pinned, evidence[0].valid_BT)
         if rule.looks_ahead and rule.request is not None:
@@ -398,6 +399,7 @@ class Cache(Engine):
         """
         if not caches:
             raise ValueError("concat needs at least one cache.")
+        slack = None if slack is None else slack_from(slack)
         seen = sorted({cache.num_seen for cache in caches})
         if len(seen) != 1 or not seen[0]:
             raise ValueError(
@@ -596,8 +598,12 @@ def _stated(*amounts: SupportsFloat | None) -> dict[str, int | float | None]:
 def _check_wanted(wanted: Collection[str], hold_evidence: bool) -> None:
     if isinstance(wanted, str):
         raise ValueError(f"wanted is {wanted!r}, one name: pass several, as in wanted=({wanted!r},).")
+    if not isinstance(wanted, list | tuple | set | frozenset | dict) or any(
+        not isinstance(name, str) for name in wanted
+    ):
+        raise ValueError(f"wanted is {wanted!r:.60}: pass names of inputs of gates, of {', '.join(INPUTS)}.")
     for name in wanted:
-        lookup(name, INPUTS, what="input of gates")
+        lookup(name, INPUTS, what="input of gates (wanted)")
     if wanted and not hold_evidence:
         raise ValueError(
             f"wanted={sorted(wanted)} is shown by held evidence, and none is held: pass evict=False and "

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from retain.columns import tokens_last
 from retain.hf.doubt import WRONG, Doubt
+from retain.hf.given import MASK_VALUES
 from retain.rotary import Rotary
 
 
@@ -185,7 +186,9 @@ def read_call(
             return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
     forgotten_BT = past_BT & ~mask_BT[:, :seen]
     no = valid_BS.new_zeros(())
-    between, behind, disordered, backwards = no, no, no, no
+    between, behind, disordered, backwards, strange = no, no, no, no, no
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
     if S > 1:
         before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
         disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
@@ -203,9 +206,12 @@ def read_call(
             (mask_BT[:, :seen] & ~past_BT).any(),
             disordered,
             backwards,
+            strange,
         ]
     )
-    padded, gaps, right, empty, forgotten, revived, disorder, back = answers.tolist()
+    padded, gaps, right, empty, forgotten, revived, disorder, back, other = answers.tolist()
+    if other:
+        raise ValueError(MASK_VALUES)
     if back and forgotten:
         # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
         still_BT = past_BT & ~forgotten_BT

@@ -2,20 +2,28 @@
 
 In: a name and how to load it. Out: a causal language model as transformers loads it, and its tokenizer. The
 one decision taken here: whatever cannot be loaded ends in one `ValueError` that names the model and says
-what could be passed instead; a missing tokenizer is none of that, since token ids need none.
+what could be passed instead, and no weight is ever made up; a missing tokenizer is none of that, since token
+ids need none, and a damaged one is.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-__all__ = ["REFERENCE", "load_named", "load_named_tokenizer", "reference_seed"]
+__all__ = ["REFERENCE", "load_named", "load_named_model", "load_named_tokenizer", "reference_seed"]
 
 # What the names of the models that ship with this package begin with.
 REFERENCE = "reference:"
+# A folder with one of them has a tokenizer, or the rest of one.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+)
 
 
 def reference_seed(name: str) -> int | None:
@@ -42,7 +50,38 @@ def load_named(
     quantization: Mapping[str, Any] | None = None,
     loading: AbstractContextManager[Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Load a causal language model, in eval mode, and its tokenizer.
+    """Load a causal language model, in eval mode, and its tokenizer: `load_named_model`, then
+    `load_named_tokenizer`, which see.
+
+    Returns:
+        The model, and its tokenizer; None if it has none.
+
+    Raises:
+        ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
+    """
+    model = load_named_model(
+        name,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        quantization=quantization,
+        loading=loading,
+    )
+    return model, load_named_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_named_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
+    loading: AbstractContextManager[Any] | None = None,
+) -> Any:
+    """Load a causal language model, in eval mode.
 
     Args:
         name: `reference:<seed>`, a local folder, or a hub name.
@@ -53,11 +92,9 @@ def load_named(
         quantization: transformers' quantisation config as a mapping; None: as the checkpoint is.
         loading: entered while weights are read.
 
-    Returns:
-        The model, and its tokenizer; None if it has none.
-
     Raises:
-        ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
+        ValueError: the name cannot be resolved, its files are damaged or lack weights, or the model cannot
+            be loaded like this; says why.
     """
     seed = reference_seed(name)
     if seed is not None:
@@ -66,10 +103,10 @@ def load_named(
                 f"model={name!r} is a small model made on the spot, which is neither quantised nor spread "
                 "over devices: leave out device_map and quantization."
             )
-        from retain.reference import load_model, load_tokenizer
+        from retain.reference import load_model
 
         model = load_model(seed=seed)
-        return model if dtype == "auto" else model.to(getattr(torch, dtype)), load_tokenizer()
+        return model if dtype == "auto" else model.to(getattr(torch, dtype))
     from transformers import AutoModelForCausalLM
 
     origin = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
@@ -78,23 +115,66 @@ def load_named(
         how["device_map"] = device_map if isinstance(device_map, str) else {**device_map}
     if quantization is not None:
         how["quantization_config"] = {**quantization}
+    instead = "Pass a local folder, a hub name, or reference:0."
     try:
         with loading or nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(name, **how, **origin)
-    except (OSError, ValueError, ImportError) as error:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name, **how, **origin, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+    except Exception as error:  # a damaged folder leads transformers to errors of any class
         asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
-        raise ValueError(
-            f"model={name!r} cannot be loaded{asked}: {error} Pass a local folder, a hub name, or "
-            "reference:0."
-        ) from error
-    return model.eval(), load_named_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+        said = _damaged(name) or (str(error) if isinstance(error, OSError | ValueError) else repr(error))
+        raise ValueError(f"model={name!r} cannot be loaded{asked}: {said} {instead}") from error
+    # transformers draws what a checkpoint lacks at random. (A quantised one names its tensors otherwise.)
+    if getattr(model, "hf_quantizer", None) is None and (lacking := _lacking(found)):
+        raise ValueError(f"model={name!r} cannot be loaded: {lacking} {instead}")
+    return model.eval()
+
+
+def _damaged(name: str) -> str | None:
+    """What is wrong with the weight files of a folder; None where they can be read, or it is no folder."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return None
+    if (path := folder / "config.json").is_file():
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            return f"{path} is not a valid JSON file ({error}): fetch it again."
+        if not isinstance(read, dict):
+            return f"{path} holds {read!r:.60}, no object: fetch it again."
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{path} is truncated or corrupt ({error}): fetch it again."
+    return None
+
+
+def _lacking(found: Mapping[str, Any]) -> str | None:
+    """What the weights of a checkpoint lack of what its config describes; None where all is there."""
+    if others := sorted(found.get("mismatched_keys") or ()):
+        key, had, wanted = others[0]
+        return (
+            f"{len(others)} of its weights are not of the shape that its config.json describes, the first "
+            f"is {key!r}, {tuple(had)} where {tuple(wanted)} is wanted: the two files are of different "
+            "models, or damaged."
+        )
+    if missing := sorted(found.get("missing_keys") or ()):
+        return (
+            f"{len(missing)} weights that its config.json describes are not in the checkpoint, the first is "
+            f"{missing[0]!r}: it is damaged, or of another architecture."
+        )
+    return None
 
 
 def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer alone; None if the model has none.
 
     Raises:
-        ValueError: whether it has one cannot be known, since the hub is out of reach.
+        ValueError: it has one that cannot be read; or whether it has one cannot be known, since the hub is
+            out of reach.
     """
     if reference_seed(name) is not None:
         from retain.reference import load_tokenizer
@@ -106,7 +186,14 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
         return AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # as above
+        if files := [file for file in TOKENIZER_FILES if (Path(name) / file).exists()]:
+            raise ValueError(
+                f"model={name!r} has a tokenizer ({', '.join(files)}) that cannot be read: {error} Fetch it "
+                "again; or take its files away, and pass token ids."
+            ) from error
+        if not isinstance(error, OSError | ValueError | KeyError):
+            raise
         if not Path(name).is_dir() and _out_of_reach(error):
             raise ValueError(
                 f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, or pass a "

@@ -14,18 +14,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 from torch import nn
-from transformers import AutoModelForCausalLM
 
+from retain.command import status_of
 from retain.gates import GateSet
-from retain.gates.published import CONFIG_FILE, KINDS, PICKLES, import_published, to_convert
+from retain.gates.published import CONFIG_FILE, KINDS, PICKLES, import_published, safetensors_at, to_convert
 from retain.gates.store import save_gates
 from retain.gates.unpickle import unpickle
 from retain.hf.gates import UNREACHABLE
 from retain.hf.model import describe, fingerprint
+from retain.hf.named import load_named_model
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -48,12 +48,23 @@ def published_gates(
     Raises:
         ValueError: nothing is there, it is a pickle, of an unknown kind, incomplete, or of another model.
     """
+    path = _released_at(path_or_hub_id, revision)
+    return _imported(path, os.fspath(path_or_hub_id), model, kind)
+
+
+def _released_at(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> Path:
+    """Where a release lies, fetched if it has to be, with weights in it that are read."""
     path = Path(path_or_hub_id)
     if not path.exists():
         path = _download(os.fspath(path_or_hub_id), revision)
+    safetensors_at(path)
+    return path
+
+
+def _imported(path: Path, source: str, model: nn.Module, kind: str) -> GateSet:
     sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     gates = import_published(path, sizes, kind=kind)
-    gates.metadata["published"]["source"] = os.fspath(path_or_hub_id)
+    gates.metadata["published"]["source"] = source
     gates.metadata["base_model"] = (
         getattr(getattr(model, "config", None), "name_or_path", "") or "(not stated)"
     )
@@ -74,8 +85,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
                 f"FOLDER/{file} --out FOLDER/gates.safetensors`, and import FOLDER/gates.safetensors."
             )
         if INDEX_FILE in names:
-            index = json.loads(Path(hf_hub_download(hub_id, INDEX_FILE, revision=revision)).read_text())
-            weights = sorted({file for name, file in index["weight_map"].items() if _of_a_gate(name)})
+            weights = _named_by(Path(hf_hub_download(hub_id, INDEX_FILE, revision=revision)))
         if not weights:
             raise ValueError(
                 f"{hub_id} has no safetensors with gates in them: pass what the authors released."
@@ -89,6 +99,19 @@ def _download(hub_id: str, revision: str | None) -> Path:
             f"and as a hub repository it could not be fetched ({type(error).__name__}: {reason}). Pass what "
             "the authors released, as a folder or a hub id."
         ) from None
+
+
+def _named_by(index: Path) -> list[str]:
+    """Files of a model in parts that hold gates.
+
+    Raises:
+        ValueError: the index is none.
+    """
+    try:
+        found = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of weights ({error!r:.100}): fetch it again.") from None
+    return sorted({str(file) for name, file in found if _of_a_gate(name)})
 
 
 def _of_a_gate(name: str) -> bool:
@@ -114,8 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.convert:
             print(f"wrote {unpickle(given.convert, given.out)}")
             return 0
-        model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto")
-        gates = published_gates(given.source, model, kind=given.kind, revision=given.revision)
+        # A release that cannot be read is told of before a model is loaded for it.
+        path = _released_at(given.source, given.revision)
+        model = load_named_model(given.model)
+        gates = _imported(path, given.source, model, given.kind)
         folder = save_gates(gates, given.out, fingerprint=fingerprint(model))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -126,4 +151,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(status_of(main))

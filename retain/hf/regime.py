@@ -35,7 +35,7 @@ class Regime:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.name not in NAMES:
+        if not isinstance(self.name, str) or self.name not in NAMES:
             hint = suggest(str(self.name), NAMES)
             problems.append(f"regime is {self.name!r}{hint}, and must be one of {', '.join(NAMES)}")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:

@@ -267,6 +267,11 @@ def make_rule(
             spans_by_sequence(pinned)
         except ValueError as error:
             problems.append(f"pinned {error}")
+    if gates is not None and not chosen.learned:
+        problems.append(
+            f"gates would not be read: policy {chosen.name!r} takes none. Leave them out, or name a policy "
+            "that takes gates, such as 'fused' or 'gate'."
+        )
     if problems:
         raise ValueError("\n".join(problems))
     if chosen.keeps_all and scorer is None:

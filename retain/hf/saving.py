@@ -19,7 +19,7 @@ the next eviction will look at (regimes that evict again), the states of layers 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,10 @@ from retain.cache import RaggedStore
 from retain.capacity import Guard
 from retain.gates.store import save_beside
 from retain.hf import foreign
+from retain.hf.given import pinned_of, pins_of, seeds_from
 from retain.hf.guarded import AUTO
 from retain.hf.history import History
+from retain.hf.layout import LayerSpec
 from retain.hf.model import base_model, describe, fingerprint
 from retain.hf.recent import Recent
 from retain.hf.rule import Rule
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 FORMAT = "retain.cache"
+# Beyond what any model reads: tables of positions are made.
+MOST_POSITIONS = 2**24
 # Counters of `retain.hf.engine.Engine` that go into the header as they are.
 COUNTERS = ("_width", "_prompt_B", "_moments", "_noted", "evictions", "evicted_at")
 # How a rule can be made again: from its settings, from its settings and a function, from a function, or from
@@ -104,7 +108,33 @@ def load(
 ) -> "Cache":
     """Read a conversation back: `retain.Cache.load`, which see."""
     header, tensors = read_saved(Path(path))
+    try:
+        return _made(cls, header, tensors, path, model, gates=gates, tokenizer=tokenizer, policy=policy)
+    except ValueError as error:
+        raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
+    # Whole by its digest, which whoever writes other things into it can make too.
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"{path} does not hold what cache.save writes ({type(error).__name__}: {error}): it was changed, "
+            "or another program wrote it."
+        ) from error
+
+
+def _made(
+    cls: "type[Cache]",
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    path: Any,
+    model: nn.Module,
+    *,
+    gates: Any,
+    tokenizer: Any,
+    policy: Any,
+) -> "Cache":
+    """The cache that a sound file describes."""
     _check_model(header, model, path)
+    if wrong := next(_wrong(header, tensors, describe(model)), None):
+        raise ValueError(f"{path} holds {wrong}: it was changed, or another program wrote it.")
     rule, regime = header["rule"], header["regime"]
     # Files that do not say were written when short sequences were refused.
     short, short_tokens = header.get("short", ("raise", 256))
@@ -131,6 +161,8 @@ def load(
         setattr(cache, name, header[name.lstrip("_")])
     cache.held_whole = header.get("held_whole", [])
     _fill(cache, tensors, model)
+    cache._pins = pins_of(cache._pins, cache.batch_size)
+    pinned_of(cache._pins, cache.valid_BT)  # refuses spans that are none
     return cache
 
 
@@ -245,7 +277,7 @@ def read_saved(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             text = (file.metadata() or {}).get(FORMAT)
             tensors = {name: file.get_tensor(name) for name in ([] if text is None else file.keys())}
         record = json.loads(text) if text is not None else {}
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(corrupt.format(error)) from None
     version = record.get("schema_version") if isinstance(record, dict) else None
     if not isinstance(version, int):
@@ -258,7 +290,10 @@ def read_saved(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     header = str(record.get("header"))
     if _digest(header, tensors.items()) != record.get("sha256"):
         raise ValueError(corrupt.format("the sha256 differs"))
-    return json.loads(header), tensors
+    try:
+        return json.loads(header), tensors
+    except (ValueError, RecursionError) as error:
+        raise ValueError(corrupt.format(error)) from None
 
 
 def _check_model(header: Mapping[str, Any], model: nn.Module, path: Any) -> None:
@@ -277,6 +312,66 @@ def _check_model(header: Mapping[str, Any], model: nn.Module, path: Any) -> None
             f"the cache in {path} is of a model in {header['dtype']}, and this one is in {dtype}: load the "
             f"model with dtype={header['dtype']}, or read the context again."
         )
+
+
+def _wrong(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: Sequence[LayerSpec]
+) -> Iterator[str]:
+    """What of a file cannot be: counters that are no numbers, tensors of other shapes or kinds."""
+    for name in (own.lstrip("_") for own in COUNTERS):
+        value = header[name]
+        several = name in ("prompt_B", "moments")
+        counts = value if several and isinstance(value, list) else [value]
+        empty = value is None and name in ("width", "prompt_B")
+        whole = all(type(one) is int and 0 <= one <= MOST_POSITIONS for one in counts)
+        if not empty and (not whole or several is not isinstance(value, list)):
+            yield f"{name} {value!r:.60}"
+    B, T = tensors["history.valid"].shape
+    for name in ("prompt_B", "seeds"):
+        if header[name] is not None and len(header[name]) != B:
+            yield f"{name} for {len(header[name])} sequences, and {B} sequences"
+    seeds_from(header["seeds"])
+    given = _guard(header.get("capacity"))
+    if given is not None and not isinstance(given, Guard):
+        yield f"capacity {given!r:.60}"
+    shapes: dict[str, tuple[str, tuple[int | None, ...]]] = {
+        "history.valid": ("bool", (B, T)),
+        "history.positions": ("whole", (B, T)),
+        "history.last": ("whole", (B,)),
+        "history.ids": ("whole", (B, T)),
+        "history.announced": ("bool", (B, None)),
+    }
+    for spec in layers:
+        store, recent = f"layer.{spec.layer_idx}.store.", f"layer.{spec.layer_idx}.recent."
+        N, kind = int(tensors[f"{store}lengths"].sum()), str(spec.dtype).removeprefix("torch.")
+        shapes |= {
+            f"{store}keys": (kind, (N, spec.head_dim)),
+            f"{store}values": (kind, (N, spec.head_dim)),
+            f"{store}positions": ("whole", (N,)),
+            f"{store}lengths": ("whole", (B * spec.num_kv_heads,)),
+            f"{recent}queries": ("", (B, spec.num_heads, None, spec.head_dim)),
+            f"{recent}hidden": ("", (B, None, spec.hidden_size)),
+            f"{recent}stream": ("", (B, None, spec.hidden_size)),
+        }
+    positions_BT = tensors["history.positions"]
+    limit = 1 + (int(positions_BT.max()) if positions_BT.numel() else 0)
+    for name, tensor in sorted(tensors.items()):
+        kind, shape = shapes.get(name, ("", ()))
+        if shape and (
+            tensor.ndim != len(shape)
+            or any(own not in (got, None) for own, got in zip(shape, tensor.shape, strict=True))
+        ):
+            yield f"{name} of shape {tuple(tensor.shape)}"
+        held = str(tensor.dtype).removeprefix("torch.")
+        if kind and held != kind and not (kind == "whole" and held in ("int32", "int64")):
+            yield f"{name} of {tensor.dtype}"
+        if kind == "whole" and tensor.numel():
+            least, most = int(tensor.min()), int(tensor.max())
+            inside = name.endswith("store.positions")
+            if least < (0 if inside else -1) or most >= (limit if inside else MOST_POSITIONS):
+                yield f"{name} from {least} to {most}"
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()) and ".state." not in name:
+            yield f"{name} that is not finite"
 
 
 def _request(rule: Mapping[str, Any], path: Any, gates: Any, policy: Any) -> dict[str, Any]:

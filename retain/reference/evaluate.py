@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
+from retain.command import status_of
 from retain.reference.documents import Writer
 from retain.reference.items import TASKS, Item, write_item
 from retain.reference.model import load_folder, load_model
@@ -88,7 +91,7 @@ def accuracy(
     return results
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: print accuracies, and whether they reach what the project asks of a reference model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -102,18 +105,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, or cuda:1 (default cpu)")
     parser.add_argument("--batch-size", type=int, default=8, help="items read together")
     parser.add_argument("--output", type=Path, default=None, help="JSON file")
-    arguments = parser.parse_args()
+    given = parser.parse_args(arguments)
     model: Any = (
-        load_model(arguments.seed, path=arguments.weights)
-        if arguments.model is None
-        else load_folder(arguments.model)
+        load_model(given.seed, path=given.weights) if given.model is None else load_folder(given.model)
     )
     results = accuracy(
-        model.to(arguments.device),
-        items=arguments.items,
-        context_tokens=arguments.context_tokens,
-        tasks=tuple(arguments.tasks),
-        batch_size=arguments.batch_size,
+        model.to(given.device),
+        items=given.items,
+        context_tokens=given.context_tokens,
+        tasks=tuple(given.tasks),
+        batch_size=given.batch_size,
     )
     for task, row in results.items():
         verdict = (
@@ -125,13 +126,13 @@ def main() -> None:
             f"{task:12s} exact {row['exact']:.3f} +- {row['standard_error']:.3f}  "
             f"partial {row['partial']:.3f}{verdict}"
         )
-    if arguments.output is not None:
-        arguments.output.write_text(
+    if given.output is not None:
+        given.output.write_text(
             json.dumps(
                 {
-                    "seed": arguments.seed if arguments.model is None else None,
-                    "model": None if arguments.model is None else str(arguments.model),
-                    "context_tokens": arguments.context_tokens,
+                    "seed": given.seed if given.model is None else None,
+                    "model": None if given.model is None else str(given.model),
+                    "context_tokens": given.context_tokens,
                     "tasks": results,
                 },
                 indent=2,
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(status_of(main))

@@ -66,6 +66,7 @@ def load_model(seed: int = 0, *, path: Path | None = None) -> Qwen3ForCausalLM:
     Raises:
         ValueError: There is no such seed.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import Qwen3ForCausalLM
 
@@ -77,8 +78,11 @@ def load_model(seed: int = 0, *, path: Path | None = None) -> Qwen3ForCausalLM:
             f"make it with `python -m retain.reference.train --seed {seed}`"
         )
     model = Qwen3ForCausalLM(config())
-    state = {name: value.float() for name, value in load_file(path).items()}
-    model.load_state_dict(state, strict=False)
+    try:
+        state = {name: value.float() for name, value in load_file(path).items()}
+        model.load_state_dict(state, strict=False)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ValueError(f"{path} holds no weights of a reference model: {error}") from None
     model.tie_weights()
     missing = {name for name, _ in model.named_parameters()} - state.keys() - {"lm_head.weight"}
     if missing:
@@ -135,7 +139,10 @@ def load_folder(folder: str | Path) -> Any:
             f"--output {folder}`, or pass the folder of one"
         )
     # Looked at before weights are read, which another model may have many of.
-    known = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    try:
+        known = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder / 'config.json'} is damaged: {error!r}") from None
     if known != VOCAB_SIZE:
         raise ValueError(
             f"the model at {str(folder)!r} knows {known} tokens, and the reference tasks are asked in the "
@@ -146,8 +153,10 @@ def load_folder(folder: str | Path) -> Any:
 
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the model at {str(folder)!r} cannot be loaded: {error}") from error
+    except Exception as error:  # a damaged folder leads transformers to errors of any class
+        raise ValueError(
+            f"the model at {str(folder)!r} cannot be loaded ({type(error).__name__}): {error}"
+        ) from error
     return model.eval().requires_grad_(False)
 
 

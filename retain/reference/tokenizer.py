@@ -7,9 +7,14 @@ needles included, is ordinary text, so that no token by itself betrays a needle.
 
 from __future__ import annotations
 
+import argparse
 import functools
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from retain.command import status_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,10 +65,16 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> PreTraine
     )
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: train the tokenizer again, over the one that ships."""
     from retain.reference.text import sources
 
-    train_tokenizer([text for split in ("train", "eval") for _, text in sources(split)]).save_pretrained(
-        FOLDER
-    )
+    parser = argparse.ArgumentParser(prog="python -m retain.reference.tokenizer", description=main.__doc__)
+    parser.parse_args(arguments)
+    texts = [text for split in ("train", "eval") for _, text in sources(split)]
+    train_tokenizer(texts).save_pretrained(FOLDER)
     print(f"saved to {FOLDER}")
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from retain.command import status_of
 from retain.reference.batches import batches, parts
 from retain.reference.curriculum import KINDS, WEIGHTS, Batch
 from retain.reference.model import build, save_folder, save_model, weights_path
@@ -430,4 +431,4 @@ def _device(name: str) -> torch.device:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(status_of(main))

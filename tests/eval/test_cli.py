@@ -1,5 +1,6 @@
 """The command `retain`: commands are found, misspelt ones are named, and help needs no extra."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,48 @@ def test_help_imports_neither_torch_nor_an_extra() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_reader_that_goes_away_ends_the_command_without_a_word() -> None:
+    """As `retain --help | head -1`: what is printed afterwards has no reader."""
+    code = "import sys, retain.eval.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
+    for typed in ["--help"], ["policies"], ["inspect", "--help"]:
+        command = [sys.executable, "-c", code, *typed]
+        # Buffered, as for users: argparse itself swallows what an unbuffered write says.
+        where = {"env": {**os.environ, "PYTHONUNBUFFERED": ""}, "cwd": ROOT}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **where) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b"" and process.wait() == 141, typed
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            PermissionError(13, "Permission denied", "x.md"),
+            2,
+            "error: [Errno 13] Permission denied: 'x.md'\n",
+        ),
+        (ValueError("no such run"), 2, "error: no such run\n"),
+    ],
+)
+def test_what_ends_a_command_early_is_one_line(
+    raised: BaseException,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    class Module:
+        @staticmethod
+        def main(arguments: list[str]) -> int:
+            raise raised
+
+    monkeypatch.setattr(cli, "import_module", lambda name: Module)
+    assert cli.main(["compare"]) == status
+    assert capsys.readouterr().err == said
+
+
 def test_an_unknown_command_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspct"]) == 2
     captured = capsys.readouterr()
@@ -43,6 +86,8 @@ def test_policies_lists_presets_with_what_they_need(capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in lines] == ["name", *(preset.name for preset in policies())]
     (fused,) = [line for line in lines if line.startswith("fused ")]
     assert "gates" in fused
+    assert cli.main(["policies", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: retain policies")
     assert cli.main(["policies", "fused"]) == 2
     assert "takes no arguments" in capsys.readouterr().err
 
@@ -86,7 +131,7 @@ def test_a_command_that_says_nothing_went_well(monkeypatch: pytest.MonkeyPatch) 
 def test_lm_eval_without_it_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert cli.main(["lm-eval", "--", "--tasks", "ruler"]) == 2
     assert "pip install 'retain[lm-eval]'" in capsys.readouterr().err
 
@@ -115,7 +160,7 @@ def test_lm_eval_is_asked_for_our_class_unless_another_is_named(
         def cli_evaluate() -> None:
             seen.append(sys.argv)
 
-    monkeypatch.setattr(cli, "find_spec", lambda name: object())
+    monkeypatch.setattr(cli, "require", lambda *names, what: None)
     monkeypatch.setattr(cli, "import_module", lambda name: Main)
     before = sys.argv
     assert cli.main(["lm-eval", *typed.split()]) == 0

@@ -375,6 +375,19 @@ def test_the_picture_lies_where_it_was_asked_for_and_nothing_else_is_written(
     assert "picture: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["", "picture", "picture.jpg"])
+def test_a_picture_is_written_to_no_other_name_than_the_one_that_is_said(
+    name: str, results_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of `--picture FOLDER` matplotlib makes FOLDER.png, beside it."""
+    made = tmp_path / "made"
+    made.mkdir()
+    assert main(["inspect", str(results_folder), "--picture", str(made / name)]) == 2
+    captured = capsys.readouterr()
+    assert "name a file that ends in .png" in captured.err and captured.out == ""
+    assert sorted(tmp_path.rglob("*")) == [made]
+
+
 def test_a_path_of_nothing_says_what_was_looked_for(
     gates_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,7 +230,7 @@ def test_a_manifest_that_is_not_there_or_not_whole_is_named(tmp_path):
         read_manifest(tmp_path)
     for damaged in ("{", "[]"):
         (tmp_path / MANIFEST).write_text(damaged)
-        with pytest.raises(ValueError, match="manifest.json (is damaged|holds no object).*writes it again"):
+        with pytest.raises(ValueError, match="manifest.json (is damaged|holds no object).*restore it from"):
             read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_text('{"run": "x"}')
     assert read_manifest(tmp_path) == {"run": "x"}
@@ -267,3 +267,28 @@ def test_a_command_on_a_full_disk_ends_in_one_line(tmp_path, monkeypatch, capsys
     said = capsys.readouterr().err
     assert f"error: cannot write {tmp_path}/" in said and "No space left on device. Make room" in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"task": 3}, "with task 3"), ({"seed": None}, "with seed None"), ({}, "with no policy")],
+)
+def test_a_row_of_other_things_is_refused_by_its_file(changes, said, tmp_path):
+    append_unit(tmp_path, [row("a", 0)])
+    line = {**json.loads((tmp_path / ITEMS).read_text()), **changes}
+    if not changes:
+        del line["policy"]
+    (tmp_path / ITEMS).write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=rf"items\.jsonl holds a row of unit 'a' {said}, which"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"config": 3}', '{"identity": []}'])
+def test_a_damaged_manifest_is_refused_by_its_file(text, tmp_path):
+    """Also where a run would be taken up: what made its rows is then not known."""
+    append_unit(tmp_path, [row("a", 0)])
+    (tmp_path / MANIFEST).write_text(text)
+    run = {"identity": {}, "code": {}}
+    for read in (lambda: read_manifest(tmp_path), lambda: open_run(tmp_path, run, ["a"])):
+        with pytest.raises(ValueError, match=r"manifest\.json (is damaged|holds) .*restore it from a copy"):
+            read()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -560,6 +560,90 @@ def test_of_several_pickles_all_are_named(tmp_path: Path) -> None:
         "holds pickles .*llama.pt, .*qwen3-8b.pt., .*--convert FILE --out FILE.safetensors.*import FILE.saf"
     )
     with pytest.raises(ValueError, match=wanted):
+        import_published(tmp_path, SIZES)
+
+
+def nested(depth: int) -> Any:
+    value: Any = torch.ones(1)
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def holds_itself() -> Any:
+    value: list[Any] = [torch.ones(1)]
+    value.append(value)
+    return value
+
+
+def doubled(times: int) -> Any:
+    """Lists that share what they hold: a few bytes, and as many tensors as 10 to this power."""
+    value: Any = torch.ones(1)
+    for _ in range(times):
+        value = [value] * 10
+    return value
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: nested(200), "nests lists and mappings more than 64 deep"),
+        (holds_itself, "nests lists and mappings more than 64 deep"),
+        (lambda: doubled(9), "holds more than 262144 values"),
+        (lambda: {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "two tensors of the name 'a.b'"),
+        (lambda: {1: torch.ones(1), "1": torch.zeros(1)}, "two tensors of the name '1'"),
+        (lambda: {"a": torch.ones(2, 2).to_sparse()}, "holds 'a', a torch.sparse_coo tensor"),
+        (lambda: {"a": torch.ones(2, device="meta")}, "holds 'a', a meta tensor"),
+        (lambda: {"a": torch.ones(2, dtype=torch.complex64)}, "holds 'a', of torch.complex64"),
+        (lambda: {"a": torch.zeros(1).expand(10**12)}, "describes 4000000000000 bytes of tensors"),
+    ],
+)
+def test_a_pickle_of_other_things_is_refused_and_nothing_is_written(
+    made: Callable[[], Any], said: str, tmp_path: Path
+) -> None:
+    torch.save(made(), tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=rf"weights\.pt .*{said}.*: pass the file with the gates' weights"):
+        unpickle(tmp_path / "weights.pt", tmp_path / "gates.safetensors")
+    assert not (tmp_path / "gates.safetensors").exists()
+
+
+def test_a_tensor_that_layers_share_is_written_for_each(tmp_path: Path) -> None:
+    shared = torch.randn(3, 4)
+    torch.save({"layers": [{"w": shared}, {"w": shared}]}, tmp_path / "weights.pt")
+    found = load_file(unpickle(tmp_path / "weights.pt", tmp_path / "gates.safetensors"))
+    assert sorted(found) == ["layers.0.w", "layers.1.w"]
+    assert all(torch.equal(tensor, shared) for tensor in found.values())
+
+
+def test_a_part_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Of two files, or of two spellings of a layer, the last one would be taken without a word."""
+    state = release("kvzap_linear", tmp_path)
+    save_file({"layers.0.bias": torch.zeros(H)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"other\.safetensors and model\..* both hold 'layers.0.bias'"):
+        import_published(tmp_path, SIZES)
+    (tmp_path / "other.safetensors").unlink()
+    save_file({**state, "layers.00.bias": torch.zeros(H)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds 'layers.0+.bias' and .* the same part of layer 0"):
+        import_published(tmp_path, SIZES)
+
+
+def test_a_shape_without_numbers_allocates_nothing(tmp_path: Path) -> None:
+    """A tensor of 10**12 x 0 has no byte in the file; the layer that it describes would have terabytes."""
+    state = release("kvzap_mlp", tmp_path)
+    for layer in range(2):
+        state[f"layers.{layer}.0.weight"] = torch.zeros(10**12, 0)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'0.weight' of layer 0 is \[1000000000000, 0\]"):
+        import_published(tmp_path, SIZES)
+
+
+@pytest.mark.parametrize(
+    "config", ["[" * 100_000, '{"hidden_act": ["silu"]}', '{"hidden_act": {"a": 1}}', "{"]
+)
+def test_a_config_of_other_things_is_refused_by_its_file(config: str, tmp_path: Path) -> None:
+    release("trimkv", tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"config\.json"):
         import_published(tmp_path, SIZES)
 
 

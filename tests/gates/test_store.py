@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,10 @@ def halves(last: list[list[float]]) -> dict[str, object]:
         (calibrated(kind=3), "calibration.layers.0.kind is 3: wanted a name"),
         (calibrated(K=-1), "calibration.layers.0.K is -1: wanted a whole number"),
         (calibrated(H=3), "the calibrator of layer 0 is for 3 KV heads and its gate for 2"),
+        (
+            calibrated(K=10**12),
+            "layers.0.K is 1000000000000: wanted a whole number from 1 to 65536",
+        ),
         (calibrated(), "not hold the tensors"),
         (calibrated(layers=("0",)), "calibrators are for layers .0. and gates for layers .0, 3."),
         ({"calibration": {"curve": [1, 2]}}, "calibration.curve is .1, 2.: wanted a mapping"),
@@ -287,6 +292,23 @@ def test_inconsistent_metadata(folder: Path, changes: dict, message: str) -> Non
     rewrite(folder, **changes)
     with pytest.raises(ValueError, match=message):
         load_gates(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": {str(layer): DIMS for layer in range(20_000)}},
+        calibrated(tuple(map(str, range(20_000)))),
+        {"calibration": {"fusion": {"log_linear": {str(layer): [0.5, 0.5] for layer in range(20_000)}}}},
+    ],
+)
+def test_more_layers_than_any_model_has_are_refused_before_one_is_built(folder: Path, changes: dict) -> None:
+    """It took minutes and gigabytes to find that the weights have other layers."""
+    rewrite(folder, **changes)
+    before = time.process_time()
+    with pytest.raises(ValueError, match="has 20000 layers: wanted 2048 at most"):
+        load_gates(folder)
+    assert time.process_time() - before < 30
 
 
 def test_unreadable_metadata(folder: Path) -> None:

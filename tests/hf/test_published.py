@@ -96,6 +96,16 @@ def test_errors_of_the_command_line(
     assert "--from needs --model" in capsys.readouterr().err
 
 
+def test_a_pickle_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "weights.pt")
+    monkeypatch.setattr(published, "load_named_model", lambda name: pytest.fail("it was loaded"))
+    given = ["--from", str(tmp_path / "weights.pt"), "--model", "no/model", "--out", str(tmp_path / "out")]
+    assert published.main(given) == 1
+    assert "weights.pt is a pickle, which is a program" in capsys.readouterr().err
+
+
 def test_a_pickle_is_converted_by_the_command_that_the_error_names(
     model: nn.Module, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,7 +65,9 @@ def test_what_a_regime_is_not(exact, forwards):
         cache = Cache(model, "knorm", keep_ratio=0.5, regime=regime, protection=FEW)
         with pytest.raises(ValueError, match=rf"evict=False leaves .* regime '{re.escape(regime)}'"):
             cache.prefill(ids, mask, evict=False)
-    with pytest.raises(ValueError, match="at least 1 token a chunk"):
+    with pytest.raises(
+        ValueError, match="chunk_size is 0: pass tokens a forward, a whole number of at least 1"
+    ):
         Cache(model, "knorm", keep_ratio=0.5, protection=FEW).prefill(ids, mask, chunk_size=0)
     assert not forwards
 

@@ -54,7 +54,7 @@ def test_named_policies_evict_in_generate_exactly_their_budget(name, gates_folde
 def test_one_prefill_serves_many_policies(name, gates_folder):
     model = tiny_model("qwen3")
     ids, mask = tiny_batch((0, 3, 11), 120)
-    gates = load_gates(gates_folder, model)
+    gates = load_gates(gates_folder, model) if name == "fused" else None
     settings = {"keep_ratio": 0.4, "protection": SMALL}
     with retain.attach(model):
         alone = Cache(model, policy=name, gates=gates, **settings).prefill(ids, mask)
@@ -113,7 +113,6 @@ def test_gates_of_a_larger_protected_window_are_refused(tmp_path):
             with pytest.raises(ValueError, match=wanted):
                 Cache(model, policy=name, keep_ratio=0.5, gates=given)
     Cache(model, policy="gate", keep_ratio=0.5, gates=folder, protection=Protection(recent=64))
-    Cache(model, policy="snapkv", keep_ratio=0.5, gates=folder)
 
 
 def test_what_scores_in_a_gates_place_needs_no_metadata():

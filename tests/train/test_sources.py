@@ -279,7 +279,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r'needs the `pyarrow` package: pip install "retain\[train\]"'):
+    with pytest.raises(ValueError, match=r"needs the package pyarrow, .*pip install 'retain\[train\]'"):
         read(tmp_path, "parquet")
 
 
@@ -417,7 +417,7 @@ def test_a_hub_that_breaks_off(monkeypatch: pytest.MonkeyPatch, online: None) ->
 
 def test_hub_without_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="needs the `datasets` package"):
+    with pytest.raises(ValueError, match="needs the package datasets"):
         load(HUB)
 
 

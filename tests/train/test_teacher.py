@@ -179,7 +179,7 @@ def test_a_tokenizer_that_cannot_be_asked_for_is_not_taken_for_none(
     """The weights are at hand, the hub does not answer: that is said, and not that there is no tokenizer."""
     tiny_model("llama").save_pretrained(tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: whole)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: (whole, {}))
 
     def unreachable(*_: Any, **__: Any) -> None:
         try:

@@ -1,0 +1,43 @@
+"""Runs a command line to its exit status: what ends it early is one line on stderr, never a traceback.
+
+A wrong request (`ValueError`, `OSError`) is said and gives 2. Ctrl-C gives 130, and a reader that went away
+(`retain --help | head -1`) 141 and no word, as shells report both. Anything else is a defect of ours, and
+keeps its traceback.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+__all__ = ["INTERRUPTED", "UNREAD", "WRONG", "status_of"]
+
+WRONG, INTERRUPTED, UNREAD = 2, 130, 141
+
+
+def status_of(main: Callable[[], int | None]) -> int:
+    """Call a command's `main`.
+
+    Args:
+        main: gives an exit status; None: all went well.
+
+    Returns:
+        the exit status.
+
+    Raises:
+        SystemExit: as `main` raised it (argparse does, after `--help` and after a wrong option).
+    """
+    try:
+        try:
+            return int(main() or 0)
+        finally:
+            sys.stdout.flush()  # here, where a reader that went away can be met
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere; at its end the interpreter would flush it, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
