@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 Path = Literal["triton", "reference"]
-Given, Found = ParamSpec("Given"), TypeVar("Found")
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 # Versions of Triton that the kernels are written for, as pyproject.toml has them: from, and below.
 OLDEST, TOO_NEW = (3, 6), (3, 9)

@@ -166,12 +166,24 @@ class RaggedStore:
         return store
 
     @property
+    def _entries(self) -> dict[str, Tensor]:
+        """The columns of keys, values and positions."""
+        if self._steps is not None:
+            self._steps.write_positions_(self._held["positions"], self.num_heads)
+        return self._held
+
+    @_entries.setter
+    def _entries(self, entries: dict[str, Tensor]) -> None:
+        self._steps: Steps | None = None
+        self._held = entries
+
+    @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
-        return self._entries["keys"]
+        return self._held["keys"]
 
     @property
     def values_CD(self) -> Float[Tensor, "C D"]:
-        return self._entries["values"]
+        return self._held["values"]
 
     @property
     def positions_C(self) -> Int[Tensor, " C"]:
@@ -269,23 +281,27 @@ class RaggedStore:
             )
         if self.free < S:
             self._grow_(S)
-        new = (keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S))
         if S == 1 and valid_BS is None and not keys_BHSD.is_cuda and which(self.lengths_R) == "reference":
-            return self._append_step_(new)
-        self._steps = None
+            return self._append_step_(keys_BHSD, values_BHSD, positions_BS)
+        new = (keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S))
         # It raises the lengths last: had a write failed, free slots would have been written to.
         seen_RS = append_(list(self._entries.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
+        self._steps = None
         self.free -= S
         return seen_RS
 
-    def _append_step_(self, new: Sequence[Tensor]) -> Int[Tensor, "R 1"]:
-        """Append one token to every row on a CPU: what such a step cannot change is found out once."""
+    def _append_step_(
+        self, keys_BH1D: Tensor, values_BH1D: Tensor, positions_B1: Tensor
+    ) -> Int[Tensor, "R 1"]:
+        """Append one token to every row on a CPU: what such a step cannot change is found out once, and
+        positions are written when somebody asks for them."""
         if self._steps is None:
             with normal_tensors():
                 next_R = self.offsets_R1[:-1] + self.lengths_R
                 self._steps = Steps(self.pages, self.keys_CD, self.values_CD, next_R, self.lengths_R)
-        write_(zip(self._entries.values(), new, strict=True), self._steps.next_R, None)
-        self._steps.advance_()
+        columns = ((self.keys_CD, keys_BH1D), (self.values_CD, values_BH1D))
+        write_(columns, self._steps.next_R, None)
+        self._steps.advance_(positions_B1)
         self.lengths_R += 1
         self.free -= 1
         return self.lengths_R[:, None]
@@ -486,7 +502,7 @@ class RaggedStore:
         """This is where rows lie from now on; the columns are somebody else's business."""
         self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
         self.lengths_R, self.free = layout.lengths_R, layout.free
-        self._steps: Steps | None = None
+        self._steps = None
 
     def _lay_out_anew_(self, layout: _Layout, moved: Callable[[Tensor], Tensor]) -> None:
         """Another layout, and each column as `moved` gives it, one after another: an old one is let go before

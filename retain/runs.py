@@ -102,6 +102,7 @@ class Steps:
 
     def __init__(self, pages: Pages, keys_CD: Tensor, values_CD: Tensor, next_R: Tensor, lengths_R: Tensor):
         self.next_R = next_R
+        self.pending: list[Tensor] = []  # positions of the last entries, not yet written
         self.runs = find_runs(pages, keys_CD, values_CD, lengths_R[:, None], 1)
         self.mask_C: Tensor | None = None
         uneven = [run for run in self.runs or () if run.fewest < run.most]
@@ -114,14 +115,22 @@ class Steps:
                 start = run.keys.storage_offset() // keys_CD.shape[1]
                 run.mask = self.mask_C[start : start + rows * room].view(rows, 1, 1, room)
 
-    def advance_(self) -> None:
-        """Every row holds one entry more."""
+    def advance_(self, positions_B1: Tensor) -> None:
+        """Every row holds one entry more, at this position of its sequence."""
+        self.pending.append(positions_B1)
         if self.mask_C is not None:
             self.mask_C.index_fill_(0, self.next_R, 0.0)
         self.next_R += 1
         for run in self.runs or ():
             run.fewest += 1
             run.most += 1
+
+    def write_positions_(self, positions_C: Int[Tensor, " C"], num_heads: int) -> None:
+        """Write the positions of the entries that came since the last time."""
+        if self.pending:
+            new_BS, self.pending = torch.cat(self.pending, dim=1), []
+            index_RS = self.next_R[:, None] + torch.arange(-new_BS.shape[1], 0)
+            positions_C[index_RS] = new_BS.repeat_interleave(num_heads, 0).to(positions_C.dtype)
 
 
 def fits(runs: Sequence[Run], queries_BQSD: Tensor) -> bool:

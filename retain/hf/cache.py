@@ -27,10 +27,18 @@ from retain.budget_table import BudgetTable
 from retain.cache import SLACK, RaggedStore
 from retain.config import plain_numbers
 from retain.evidence import Evidence
-from retain.gates.base import INPUTS
 from retain.hf import foreign, saving
 from retain.hf.engine import Engine
-from retain.hf.given import Given, pinned_of, prompt_from, seeds_from, seeds_of, slack_from, whole
+from retain.hf.given import (
+    Given,
+    check_wanted,
+    pinned_of,
+    prompt_from,
+    seeds_from,
+    seeds_of,
+    slack_from,
+    whole,
+)
 from retain.hf.guarded import AUTO, OWN, make_guard
 from retain.hf.history import History
 from retain.hf.lookahead import look_ahead
@@ -40,7 +48,6 @@ from retain.hf.regime import Regime
 from retain.hf.report import Report, report_of
 from retain.hf.rule import Rule, make_rule, short_limit
 from retain.protection import spans_by_sequence
-from retain.registry import lookup
 
 
 class Cache(Engine):
@@ -169,7 +176,7 @@ class Cache(Engine):
         if chunk_size is not None:
             chunk_size = whole(chunk_size, "chunk_size", "tokens a forward", 1)
         self._check_prefill(chunk_size, evict, hold_evidence)
-        _check_wanted(wanted, hold_evidence)
+        check_wanted(wanted, hold_evidence)
         vocabulary = base_model(self.model).get_input_embeddings().num_embeddings
         input_ids, mask = prompt_from(input_ids, attention_mask, vocabulary)
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
@@ -593,19 +600,3 @@ def _stated(*amounts: SupportsFloat | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.Budget` takes it; None is not stated."""
     names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
     return dict(zip(names, plain_numbers(amounts), strict=True))
-
-
-def _check_wanted(wanted: Collection[str], hold_evidence: bool) -> None:
-    if isinstance(wanted, str):
-        raise ValueError(f"wanted is {wanted!r}, one name: pass several, as in wanted=({wanted!r},).")
-    if not isinstance(wanted, list | tuple | set | frozenset | dict) or any(
-        not isinstance(name, str) for name in wanted
-    ):
-        raise ValueError(f"wanted is {wanted!r:.60}: pass names of inputs of gates, of {', '.join(INPUTS)}.")
-    for name in wanted:
-        lookup(name, INPUTS, what="input of gates (wanted)")
-    if wanted and not hold_evidence:
-        raise ValueError(
-            f"wanted={sorted(wanted)} is shown by held evidence, and none is held: pass evict=False and "
-            "hold_evidence=True too."
-        )

@@ -23,7 +23,7 @@ from retain.capacity import CapacityError
 from retain.columns import align_last, last_tokens
 from retain.evidence import Evidence
 from retain.hf.call import Call, Step, read_call
-from retain.hf.foreign import thaw_, trim_
+from retain.hf.foreign import refuse_padding, thaw_, trim_
 from retain.hf.given import Arriving, pins_of, seeds_of
 from retain.hf.guarded import Guarded
 from retain.hf.history import History
@@ -119,7 +119,10 @@ class Engine(Guarded):
         if call.is_prefill:
             self.seeds = seeds_of(self.seeds, call.mask_BT.shape[0])
             self._pins = pins_of(self._pins, call.mask_BT.shape[0])
-        self._check_alone(call)
+        begun_BT = None if past is None else past.valid_BT
+        refuse_padding(
+            self.layout.alone, call.valid_BS, call.forgotten_BT, begun_BT, waits=call.doubt is None
+        )
         self.evidence = [] if call.is_prefill and self._hold_evidence else None
         if call.forgotten_BT is not None:
             self._drop(call.forgotten_BT)
@@ -144,35 +147,6 @@ class Engine(Guarded):
         """Whether attention over what is held takes kernels: no step after another is waited for there."""
         store = self.ragged[0].store
         return store is not None and path_of(store.keys_CD, store.values_CD) == "triton"
-
-    def _check_alone(self, call: Call) -> None:
-        """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
-
-        Raises:
-            ValueError: padding behind a sequence's own tokens, on a model with such layers.
-        """
-        if not self.layout.alone:
-            return
-        recurrent = any(left.window is None for left in self.layout.alone.values())
-        if call.forgotten_BT is not None and recurrent:
-            raise ValueError(
-                "this call's mask takes back tokens that were seen, as those are that generate puts behind a "
-                "sequence that has ended, and the model has layers with a recurrent state, which cannot "
-                "forget them: continue such sequences in caches of their own (batch_select_indices)."
-            )
-        if call.valid_BS is None or call.doubt is not None:
-            return
-        begun_BS = call.valid_BS.cumsum(-1) > 0
-        if self.history is not None:
-            begun_BS |= self.history.valid_BT.any(-1, keepdim=True).to(begun_BS.device)
-        if bool((begun_BS & ~call.valid_BS).any()):
-            kinds = ", ".join(sorted({left.kind for left in self.layout.alone.values()}))
-            raise ValueError(
-                "this call has padding behind tokens that its sequences have seen already, and the model has "
-                f"layers ({kinds}) that are left to transformers, which would take it for tokens: read "
-                "turns of different lengths in caches of their own (batch_select_indices), or pad the first "
-                "prompt only, before its first token."
-            )
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""

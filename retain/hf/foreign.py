@@ -27,6 +27,49 @@ COUNT = "cumulative_length"
 PREVIOUS = "has_previous_state"
 
 
+def refuse_padding(
+    alone: Mapping[int, LeftAlone],
+    valid_BS: Tensor | None,
+    forgotten_BT: Tensor | None,
+    seen_BT: Tensor | None,
+    *,
+    waits: bool,
+) -> None:
+    """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
+
+    Args:
+        alone: these layers; none, nothing is refused.
+        valid_BS: False on padding among new tokens; None: there is none.
+        forgotten_BT: past tokens that are declared padding; None: there are none.
+        seen_BT: False on padding among the tokens that were seen; None before the first.
+        waits: whether the device is waited for; else padding among new tokens is not looked at here.
+
+    Raises:
+        ValueError: padding behind a sequence's own tokens, on a model with such layers.
+    """
+    if not alone:
+        return
+    if forgotten_BT is not None and any(left.window is None for left in alone.values()):
+        raise ValueError(
+            "this call's mask takes back tokens that were seen, as those are that generate puts behind a "
+            "sequence that has ended, and the model has layers with a recurrent state, which cannot "
+            "forget them: continue such sequences in caches of their own (batch_select_indices)."
+        )
+    if valid_BS is None or not waits:
+        return
+    begun_BS = valid_BS.cumsum(-1) > 0
+    if seen_BT is not None:
+        begun_BS |= seen_BT.any(-1, keepdim=True).to(begun_BS.device)
+    if bool((begun_BS & ~valid_BS).any()):
+        kinds = ", ".join(sorted({left.kind for left in alone.values()}))
+        raise ValueError(
+            "this call has padding behind tokens that its sequences have seen already, and the model has "
+            f"layers ({kinds}) that are left to transformers, which would take it for tokens: read "
+            "turns of different lengths in caches of their own (batch_select_indices), or pad the first "
+            "prompt only, before its first token."
+        )
+
+
 def foreign_layer(left: LeftAlone) -> Any:
     """A new, empty cache layer of transformers for a layer that is left alone."""
     return copy.deepcopy(left.empty)

@@ -6,7 +6,7 @@ it. What is passed by hand is checked here before anything is allocated for it.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.budget import Stock
+from retain.gates.base import INPUTS
 from retain.protection import pinned_mask, spans_by_sequence
+from retain.registry import lookup
 
 MASK_VALUES = (
     "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
@@ -186,3 +188,24 @@ def _repeated(given: Sequence[Any], num_sequences: int, what: str) -> Sequence[A
             "where generate repeats prompts for beams or several returned sequences)."
         )
     return [one for one in given for _ in range(num_sequences // len(given))]
+
+
+def check_wanted(wanted: Collection[str], hold_evidence: bool) -> None:
+    """Refuse inputs of gates, to be shown by held evidence, that cannot be.
+
+    Raises:
+        ValueError: no names, unknown names, or no evidence is held.
+    """
+    if isinstance(wanted, str):
+        raise ValueError(f"wanted is {wanted!r}, one name: pass several, as in wanted=({wanted!r},).")
+    if not isinstance(wanted, list | tuple | set | frozenset | dict) or any(
+        not isinstance(name, str) for name in wanted
+    ):
+        raise ValueError(f"wanted is {wanted!r:.60}: pass names of inputs of gates, of {', '.join(INPUTS)}.")
+    for name in wanted:
+        lookup(name, INPUTS, what="input of gates (wanted)")
+    if wanted and not hold_evidence:
+        raise ValueError(
+            f"wanted={sorted(wanted)} is shown by held evidence, and none is held: pass evict=False and "
+            "hold_evidence=True too."
+        )
