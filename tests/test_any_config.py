@@ -165,7 +165,9 @@ def test_any_config_is_built_or_refused_by_name(tmp_path_factory: pytest.TempPat
             ask(cls, path, overrides)
         except ValueError as error:
             said = str(error)
-            assert path.name in said or any(name and name[:50] in said for name in names), said
+            # Where two keys contradict each other, it may be the other one that is named.
+            known = {*names, *(name for key in KEYS[cls] for name in key if name not in INNER)}
+            assert path.name in said or any(name and name[:50] in said for name in known), said
             assert len(said) < 100_000
 
 

@@ -1,14 +1,12 @@
 """The cache that `model.generate` is given: it evicts as it is filled, and holds exactly what was kept.
 
-In: a forward on an attached model. The first one on an empty cache is the prefill: each layer attends
-densely, shows its evidence, and is cut to its kept entries before the next layer runs, so the peak is what is
-held plus one layer. Every later forward, of one token or of a left-padded chunk, appends to the ragged rows
-and attends over them; when the regime says so (`retain.hf.regime`), all layers are cut back to the budget
-behind it (`retain.hf.later`). Layers that have no full attention keep a cache layer of transformers.
+The first forward on an empty cache is the prefill: each layer attends densely, shows its evidence, and is cut
+to its kept entries before the next layer runs, so the peak is what is held plus one layer. Later forwards
+append to the ragged rows and attend over them; when the regime says so (`retain.hf.regime`), all layers are
+cut back to the budget (`retain.hf.later`). Layers without full attention keep a cache layer of transformers.
 
-The one decision taken here: length means tokens *seen*. Positions, masks and slicing follow it as if nothing
-had been evicted; what is held shows only in `report()` and `bytes_held()`. All state of a conversation is
-here, none on the model.
+Length means tokens *seen*: positions, masks and slicing follow it as if nothing had been evicted; what is held
+shows only in `report()` and `bytes_held()`. All state of a conversation is here, none on the model.
 """
 
 import copy
