@@ -306,7 +306,7 @@ class _Builder:
         return self.problem(where, f"expected {_named(hint)}", value)
 
     def choice(self, value: Any, choices: tuple[Any, ...], where: str) -> Any:
-        if any(value == choice and type(value) is type(choice) for choice in choices):
+        if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
         near = suggest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else ""
         return self.problem(where, f"expected one of {', '.join(map(repr, choices))}", value, near)

@@ -229,7 +229,6 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             ((place, value) for place, value in places.items() if value not in UNSTATED), (name, None)
         )
 
-    _check_ids(cache, given.get("input_ids", given.get("inputs")), given.get("attention_mask"))
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
     for name, reason in REFUSED.items():
@@ -253,6 +252,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                 "attention_mask, chunk_size=...) and generate from there."
             )
         width = ids.shape[1]
+    cache.check_whole()
+    _check_ids(cache, given.get("input_ids", given.get("inputs")), given.get("attention_mask"))
     before, criteria = cache.num_seen, given.get("stopping_criteria")
     if fills(stated("eos_token_id")[1], criteria):
         criteria, at = StoppingCriteriaList([*(criteria or ()), Ended(cache.hear_ends)]), len(args)

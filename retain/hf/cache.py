@@ -5,8 +5,8 @@ to its kept entries before the next layer runs, so the peak is what is held plus
 append to the ragged rows and attend over them; when the regime says so (`retain.hf.regime`), all layers are
 cut back to the budget (`retain.hf.later`). Layers without full attention keep a cache layer of transformers.
 
-Length means tokens *seen*: positions, masks and slicing follow it as if nothing had been evicted; what is held
-shows only in `report()` and `bytes_held()`. All state of a conversation is here, none on the model.
+Length means tokens *seen*: positions, masks and slicing follow it as if nothing had been evicted; only
+`report()` and `bytes_held()` show what is held. All state of a conversation is here, none on the model.
 """
 
 import copy
@@ -175,7 +175,7 @@ class Cache(Engine):
             chunk_size = whole(chunk_size, "chunk_size", "tokens a forward", 1)
         self._check_prefill(chunk_size, evict, hold_evidence)
         check_wanted(wanted, hold_evidence)
-        vocabulary = base_model(self.model).get_input_embeddings().num_embeddings
+        vocabulary = base_model(self.model).config.get_text_config().vocab_size
         input_ids, mask = prompt_from(input_ids, attention_mask, vocabulary)
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         self._evict_at_prefill, self._hold_evidence = evict, hold_evidence

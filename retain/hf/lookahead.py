@@ -255,7 +255,7 @@ def lookahead_gates(
             num_tokens=num_tokens, E=specs[0].hidden_size, rank=rank, alpha=alpha, modules=modules
         )
         embedding: Any = base.get_input_embeddings()
-        drawn = torch.randint(embedding.num_embeddings, (num_tokens,))
+        drawn = torch.randint(base.config.get_text_config().vocab_size, (num_tokens,))
     with torch.no_grad():
         extension.tokens_SE.copy_(embedding(drawn.to(embedding.weight.device)).float().cpu())
     gates = {

@@ -430,5 +430,6 @@ def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
     except ValueError as error:
         near = [f"{name!r}{suggest(name, KEYWORDS)}" for name in overrides if not hasattr(policy, name)]
         also = "".join(f"\n  - of Cache itself: {hint}" for hint in near if "did you mean" in hint)
-        problems = str(error).partition("\n")[2]
+        first, _, problems = str(error).partition("\n")
+        problems = problems or f"  - {first}"
         raise ValueError(f"unfit settings of Cache or of policy {policy.name!r}:\n{problems}{also}") from None

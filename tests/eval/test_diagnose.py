@@ -465,7 +465,7 @@ def test_wrong_input_from_python(local, tmp_path):
         record_of([], {}, "")
     with pytest.raises(ValueError, match="the text has 681 tokens, but 1 pieces of 10000 need 10000"):
         next(text_asked(local / "text.txt", load_tokenizer(), 1, 10_000))
-    with pytest.raises(ValueError, match="model '.*' cannot be loaded: .* or reference:0"):
+    with pytest.raises(ValueError, match="model='.*' cannot be loaded: .* or reference:0"):
         load(str(tmp_path / "nothing"))
     (tmp_path / "picture.txt").write_bytes(b"\xff\xfe\x00\xd8")
     with pytest.raises(ValueError, match="is no UTF-8 text"):

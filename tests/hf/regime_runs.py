@@ -102,8 +102,9 @@ def exact_model(family: str = "qwen3") -> PreTrainedModel:
 
 
 def gates_of(model: PreTrainedModel) -> GateSet:
-    """Random gates, whose scores differ enough to matter."""
-    gates = retain.new_gates(model, "linear")
+    """Random gates, whose scores differ enough to matter; float64, so that a token that comes twice has one
+    score wherever in a product it stands, on every CPU."""
+    gates = retain.new_gates(model, "linear").double()
     draw = torch.Generator().manual_seed(0)
     for parameter in gates.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
