@@ -167,7 +167,7 @@ def test_wrong_overrides_are_refused_at_construction_all_at_once():
         ({"observed_settings": {"window": "8"}}, "window is a whole number of at least 1, got '8'"),
         ({"observed_settings": {"pool": "mean"}}, "pool is 'avg', 'max' or None; got 'mean'"),
         ({"observed_settings": {"pool_size": 4}}, "pool_size is odd.* got 4"),
-        ({"protection": {"sinks": -1}}, "sinks is -1"),
+        ({"protection": {"sinks": -1}}, "protection.sinks: expected int at least 0, got -1"),
         ({"protection": 3}, "protection: expected a section"),
     ):
         with pytest.raises(ValueError, match=message):
