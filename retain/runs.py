@@ -1,51 +1,43 @@
 """Attends over the rows of a ragged store by a few dense calls, on a CPU.
 
-Neighbouring rows with equal room and about equal length are a *run*: one strided `[rows, length, D]` view of
-the store, which PyTorch's own attention reads without a copy. A policy that keeps as much of each head is one
-run, a policy with a budget for each head has about one run a head. A mask hides what the shorter rows lack.
+Neighbouring rows of equal room and length are a *run*: one strided `[rows, length, D]` view of the store,
+which PyTorch's own attention reads without a copy. A policy that keeps as much of each head is one run or two
+(where a total does not divide), a policy with a budget for each head has about one run a head.
 `retain.kernels.ragged_attention` is the definition; it takes several times as long here.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from retain.kernels.compact.reference import spans
 from retain.kernels.ragged_attention.pages import PAGE, Pages
 
 # Runs up to which each is a call of its own: a call costs some 20 us, a page of the op's batch 2.
 MOST_RUNS = 64
-# Entries by which the rows of a run may differ.
-MOST_APART = PAGE
 # Elements of the mask of several queries, at most: it becomes as many float32.
 MOST_MASKED = 1 << 22
 
 
 @dataclass(eq=False)
 class Run:
-    """Neighbouring rows with equal room.
+    """Neighbouring rows of equal room and equal length.
 
     Args:
         row: the first of them.
         keys: a view of the store, `[rows, 1, room, D]`.
         values: a view of the store, `[rows, 1, room, V]`.
-        fewest: entries that the shortest row holds.
-        most: entries that the longest row holds.
-        mask: float32 `[rows, 1, 1, room]`, 0 on entries and -inf behind them; None where rows are of equal
-            length, or where the mask is made for a call.
+        length: entries that each row holds.
     """
 
     row: int
     keys: Float[Tensor, "rows 1 room D"]
     values: Float[Tensor, "rows 1 room V"]
-    fewest: int
-    most: int
-    mask: Float[Tensor, "rows 1 1 room"] | None = None
+    length: int
 
 
 def find_runs(
@@ -66,27 +58,20 @@ def find_runs(
     seen = seen_RS[:, -1].tolist()
     if S > 1 and (num_queries * S * max(seen, default=0) > MOST_MASKED or not bool(seen_RS.all())):
         return None
-    found: list[tuple[int, int, int, int, int, int]] = []
-    for row, (start, count, length) in enumerate(
-        zip(accumulate(pages.counts, initial=0), pages.counts, seen, strict=False)
-    ):
-        if found:
-            first, rows, begin, room, fewest, most = found[-1]
-            low, high = min(fewest, length), max(most, length)
-            if room == PAGE * count and high - low <= MOST_APART and (low > 0 or high == 0):
-                found[-1] = (first, rows + 1, begin, room, low, high)
-                continue
-        found.append((row, 1, PAGE * start, PAGE * count, length, length))
+    rows = zip(range(R), accumulate(pages.counts, initial=0), pages.counts, seen, strict=False)
+    found = [list(alike) for _, alike in groupby(rows, key=lambda row: row[2:])]
     if len(found) > MOST_RUNS:
         return None
 
     def view(column: Tensor, start: int, rows: int, room: int) -> Tensor:
         return column[start : start + rows * room].view(rows, 1, room, column.shape[1])
 
-    return [
-        Run(first, view(keys_CD, begin, rows, room), view(values_CD, begin, rows, room), fewest, most)
-        for first, rows, begin, room, fewest, most in found
-    ]
+    runs = []
+    for alike in found:
+        row, start, count, length = alike[0]
+        places = PAGE * start, len(alike), PAGE * count
+        runs.append(Run(row, view(keys_CD, *places), view(values_CD, *places), length))
+    return runs
 
 
 class Steps:
@@ -104,26 +89,13 @@ class Steps:
         self.next_R = next_R
         self.pending: list[Tensor] = []  # positions of the last entries, not yet written
         self.runs = find_runs(pages, keys_CD, values_CD, lengths_R[:, None], 1)
-        self.mask_C: Tensor | None = None
-        uneven = [run for run in self.runs or () if run.fewest < run.most]
-        if uneven:
-            starts_R = next_R - lengths_R
-            self.mask_C = keys_CD.new_full((keys_CD.shape[0],), float("-inf"), dtype=torch.float32)
-            self.mask_C[spans(starts_R, lengths_R)] = 0.0
-            for run in uneven:
-                rows, _, room, _ = run.keys.shape
-                start = run.keys.storage_offset() // keys_CD.shape[1]
-                run.mask = self.mask_C[start : start + rows * room].view(rows, 1, 1, room)
 
     def advance_(self, positions_B1: Tensor) -> None:
         """Every row holds one entry more, at this position of its sequence."""
         self.pending.append(positions_B1)
-        if self.mask_C is not None:
-            self.mask_C.index_fill_(0, self.next_R, 0.0)
         self.next_R += 1
         for run in self.runs or ():
-            run.fewest += 1
-            run.most += 1
+            run.length += 1
 
     def write_positions_(self, positions_C: Int[Tensor, " C"], num_heads: int) -> None:
         """Write the positions of the entries that came since the last time."""
@@ -161,18 +133,15 @@ def attend_runs(
     queries_RMD = queries_BQSD.reshape(R, 1, group * S, D)
     outs = []
     for run in runs:
-        rows, most = run.keys.shape[0], run.most
+        rows, length, mask = run.keys.shape[0], run.length, None
         queries = queries_RMD if rows == R else queries_RMD.narrow(0, run.row, rows)
-        if not most:  # padding, which sees nothing
+        if not length:  # padding, which sees nothing
             outs.append(queries.new_zeros(rows, 1, group * S, run.values.shape[-1]))
             continue
-        mask = None
-        if run.mask is not None:
-            mask = run.mask.narrow(3, 0, most).to(queries.dtype)
-        elif S > 1 or run.fewest < most:
-            mask = torch.arange(most) < seen_RS.narrow(0, run.row, rows)[:, None, :, None]
-            mask = mask.repeat(1, 1, group, 1) if S > 1 else mask
-        keys, values = run.keys.narrow(2, 0, most), run.values.narrow(2, 0, most)
+        if S > 1:
+            mask = torch.arange(length) < seen_RS.narrow(0, run.row, rows)[:, None, :, None]
+            mask = mask.repeat(1, 1, group, 1)
+        keys, values = run.keys.narrow(2, 0, length), run.values.narrow(2, 0, length)
         outs.append(scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.view(B, Q, S, out.shape[-1])

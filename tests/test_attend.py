@@ -331,7 +331,7 @@ def test_steps_over_runs_equal_the_op(lengths, dtype):
             assert store.runs is None  # rows may have become unequal
 
 
-def test_rows_of_one_room_are_one_run():
+def test_equal_rows_are_one_run():
     def runs(*lengths, slack=0):
         T = max(lengths)
         keep = torch.arange(T) < torch.tensor(lengths)[:, None]
@@ -340,11 +340,11 @@ def test_rows_of_one_room_are_one_run():
         return find_runs(store.pages, store.keys_CD, store.values_CD, store.lengths_R[:, None], 1)
 
     def found(*lengths):
-        return [(run.row, len(run.keys), run.fewest, run.most) for run in runs(*lengths)]
+        return [(run.row, len(run.keys), run.length) for run in runs(*lengths)]
 
-    assert found(9, 9, 9) == [(0, 3, 9, 9)]
-    assert found(10, 9, 9) == [(0, 3, 9, 10)]
-    assert found(64, 65, 1) == [(0, 1, 64, 64), (1, 1, 65, 65), (2, 1, 1, 1)]  # rooms of 1, 2 and 1 pages
+    assert found(9, 9, 9) == [(0, 3, 9)]
+    assert found(10, 9, 9) == [(0, 1, 10), (1, 2, 9)]
+    assert found(64, 65, 65) == [(0, 1, 64), (1, 2, 65)]  # rooms of 1 and 2 pages
     assert runs(*[1, 65] * 40) is None  # too many calls: the op
 
 

@@ -340,7 +340,9 @@ def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
     ids, mask = tiny_batch((0,), 12)
     with retain.attach(model):
         cache = Cache(model, policy=None)
-        with pytest.raises(ValueError, match="unknown input of gates .wanted. 'steam': did you mean 'stream'"):
+        with pytest.raises(
+            ValueError, match="unknown input of gates .wanted. 'steam': did you mean 'stream'"
+        ):
             cache.prefill(ids, mask, evict=False, hold_evidence=True, wanted=("hidden", "steam"))
         with pytest.raises(
             ValueError, match=r"wanted=\['stream'\] is shown by held evidence.*hold_evidence="
