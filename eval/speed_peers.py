@@ -217,7 +217,7 @@ def _own_row(side: Side, batch: int) -> dict[str, Any]:
         "token_over_plain": spread_and_all(side.token_over_plain),
         "peak_bytes": {"prefill": side.prefill_peak, "decode": side.decode_peak},
         "cache_bytes": {"held": held, "allocated": allocated, "full": full, "beside": 0},
-        "memory": memory_of(allocated, full, side.keep_ratio),
+        "memory": "full" if side.policy in NAMED else memory_of(allocated, full, side.keep_ratio),
     }
 
 
