@@ -153,7 +153,7 @@ def held_out(model, gates, settings, documents=4):
 
 
 def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
-    model, gates = tiny_model("qwen3"), gates_of(tiny_model("qwen3"))
+    model, gates = tiny_model("qwen3"), gates_of(tiny_model("qwen3")).float()  # as they are read back
     settings = CalibrationSettings(knots=6, window=8, grid=5)
     looks = held_out(model, gates, settings)
     plain = looks[0][0].score_HT

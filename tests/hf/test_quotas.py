@@ -112,7 +112,7 @@ def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_quota(budget)
 
 def test_saved_quotas_are_loaded_and_a_fork_that_evicts_later_keeps_the_same(tmp_path):
     model = tiny_model("qwen3")
-    gates, (ids, mask) = stored(gates_of(model)), tiny_batch((0, 4), 80)
+    gates, (ids, mask) = stored(gates_of(model)).float(), tiny_batch((0, 4), 80)  # as they are read back
     back = load_gates(save_gates(gates, tmp_path, fingerprint=fingerprint(model)))
     assert back.quotas == gates.quotas
     with retain.attach(model):
