@@ -42,7 +42,7 @@ class Step:
 
 
 OPS = ("ragged_attention", "compact", "attention_stats", "value_norm", "gated_attention")
-PYTEST = "{python} -m pytest -q -p no:cacheprovider -W default"
+PYTEST = "{python} -m pytest --all -q -p no:cacheprovider -W default"
 LONG = "{python} -m retain.eval.speed_long --output {record}"
 TRAINING = "{python} -m retain.train.speed --output {record}"
 # Sizes at which a CPU takes seconds.

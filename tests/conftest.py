@@ -21,6 +21,8 @@ import jaxtyping
 import pytest
 import torch
 
+from tests import tiers
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Not `retain.kernels`: Triton compiles the source of a kernel, and a checking wrapper is no part of it.
@@ -47,7 +49,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"skipped tests: {len(terminalreporter.stats.get('skipped', []))}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also slow tests, and every case of every grid")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.all:
+        items[:], left_out = tiers.choose(items)
+        config.hook.pytest_deselected(items=left_out)
     if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return
     reason = (

@@ -193,7 +193,9 @@ def test_the_slurm_script_launches_every_node_and_stops_in_time(
         script, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as job:
         if asked:
+            until = time.monotonic() + 60
             while not (tmp_path / "launched").exists() or len((tmp_path / "launched").read_text()) < 300:
+                assert job.poll() is None and time.monotonic() < until, "nothing was launched"
                 time.sleep(0.05)
             job.send_signal(asked)
         said = job.communicate(timeout=60)[0]

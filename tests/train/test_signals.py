@@ -102,12 +102,13 @@ def test_the_end_of_the_launcher_is_no_second_signal(
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells of a parent's end")
 def test_a_run_does_not_outlive_its_launcher() -> None:
     """`accelerate launch` of one process ends at SIGTERM without a word to the process that it started."""
+    # Blocked, the signal waits until it is asked for: `pause` would sleep for ever if it came just before.
     trainer = (
         "import signal; from retain.train.launcher import LAUNCHER_GONE, follow_launcher_\n"
-        "signal.signal(LAUNCHER_GONE, lambda *_: print('asked to stop', flush=True))\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [LAUNCHER_GONE])\n"
         "follow_launcher_()\n"
         "print('training', flush=True)\n"
-        "signal.pause()\n"
+        "if signal.sigtimedwait([LAUNCHER_GONE], 60): print('asked to stop', flush=True)\n"
     )
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {trainer!r}])"
     command = [sys.executable, "-c", launcher, "accelerate", "launch"]
