@@ -60,6 +60,6 @@ def test_the_default_tier_leaves_out_slow_tests_and_most_of_a_grid(pytester: pyt
         def test_one_slow_case(a): pass
         """
     )
-    arguments = ("-p", "no:cacheprovider", "-o", f"pythonpath={TESTS.parent}", "-o", "markers=slow\nevery_case")
-    outcome = pytester.runpytest(*arguments)
+    settings = (f"pythonpath={TESTS.parent}", "markers=slow\nevery_case")
+    outcome = pytester.runpytest("-p", "no:cacheprovider", *(f"-o{setting}" for setting in settings))
     outcome.assert_outcomes(passed=1 + 12 + 20 + 12, deselected=1 + 8 + 1)

@@ -1,9 +1,9 @@
-"""Chooses the tests of the default tier: no test marked `slow`, and at most a dozen cases of each parametrised function.
+"""Chooses the tests of the default tier: none marked `slow`, at most a dozen cases of a function.
 
-Cases are chosen pairwise: as many pairs of values of two parameters as possible occur in the chosen cases (with one
-parameter, as many of its values as possible). The choice depends on a function's own cases only, so that it is
-the same in every selection of files and on every worker. `--all` runs every case. A function marked `every_case` is never
-sampled: its cases are quick and each holds something of its own.
+Cases are chosen pairwise: as many pairs of values of two parameters as possible occur in the chosen cases
+(with one parameter, as many of its values as possible). The choice depends on a function's own cases only:
+it is the same in every selection of files and on every worker. `--all` runs every case. A function marked
+`every_case` is never sampled: its cases are quick and each holds something of its own.
 """
 
 import itertools
@@ -16,12 +16,15 @@ MAX_CASES = 12
 
 
 def pairwise(cases: Sequence[tuple[Hashable, ...]], limit: int = MAX_CASES, salt: str = "") -> list[int]:
-    """Indices of at most `limit` cases that together hold as many pairs of parameter values as a greedy choice finds.
+    """Chooses at most `limit` cases that together hold many pairs of parameter values, greedily.
 
     Args:
         cases: one tuple a case, with the value of each parameter.
         limit: how many cases to choose at most.
-        salt: orders cases that add equally many pairs, so that functions over the same list choose different ones.
+        salt: orders cases that add equally many pairs, so that functions over the same list choose others.
+
+    Returns:
+        The indices of the chosen cases, in order.
     """
     if len(cases) <= limit:
         return list(range(len(cases)))
@@ -46,7 +49,7 @@ def _pairs(case: tuple[Hashable, ...]) -> list[tuple[Hashable, ...]]:
 
 
 def _values(item: pytest.Function) -> tuple[Hashable, ...]:
-    """The value of each of a case's parameters, or its place in the parameter's list where it cannot be hashed."""
+    """The value of each parameter of a case, or its index in the parameter's list if it cannot be hashed."""
     values: list[Hashable] = []
     for name, value in sorted(item.callspec.params.items()):
         try:
