@@ -29,7 +29,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again study study-shift report test test-all gpu bench builds sanitize quantised lint format reference install \
+.PHONY: demo compare methods fused fused-again study study-shift report test test-all size gpu bench builds sanitize quantised lint format reference install \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -114,11 +114,15 @@ $(addprefix family-,$(FAMILIES)): family-%: $(INSTALLED)
 # The time limit is against tests that never end; no test is held to a time.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 900
 test: lint
-	$(PYTEST)
+	$(PYTEST) --junitxml results/tests.xml
 
 # Every case of every test: before a change is handed in.
 test-all: lint
-	$(PYTEST) --all
+	$(PYTEST) --all --junitxml results/tests-all.xml
+
+# Lines and statements by room, cases and minutes by tier.
+size: $(INSTALLED)
+	$(BIN)/python -m tests.size
 
 # Everything that waits for a GPU, in the order in which the first ten minutes tell most, with the interpreter that is there (.venv, if it was
 # made): nothing is installed. `make gpu OUT=results/gpu MINUTES=9` writes a record of each step there; the same command goes on with the steps
