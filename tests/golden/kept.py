@@ -38,7 +38,7 @@ FILE = FOLDER / "kept.jsonl"
 # model -> which documents it reads, what share of them is kept, tokens of a chunk.
 MODELS = {"reference": ("reference", 0.25, 96), "llama": ("tiny", 0.4, 64), "qwen3": ("tiny", 0.4, 64)}
 REGIMES = ("context_only", "query_aware", "chunked", "decode", "prefill+decode")
-# Tokens between evictions while decoding; two of the 14 tokens come after the last eviction.
+# Tokens between evictions while decoding; two of the ten tokens come after the last eviction.
 EVERY = 4
 SEEDS = (3, 4)
 # Relative noise of weights, of the size of a few float32 roundings, and how often it is drawn.
@@ -62,6 +62,7 @@ class Cell:
         return f"{self.model}/{self.policy}/{self.regime}"
 
 
+@functools.cache
 def policy_names() -> list[str]:
     """Every preset, and every variant of one as `preset:variant`."""
     return [
@@ -77,12 +78,12 @@ def grid() -> list[Cell]:
 
 
 def sample() -> list[Cell]:
-    """Every policy once: regimes take turns, and each fifth policy of a regime is on the reference model."""
+    """Every policy once: regimes take turns, and each sixth policy of a regime is on the reference model."""
     tiny = [name for name in MODELS if name != "reference"]
     cells = []
     for number, policy in enumerate(policy_names()):
         turn, place = divmod(number, len(REGIMES))
-        model = "reference" if turn % 5 == 0 else tiny[turn % len(tiny)]
+        model = "reference" if turn % 6 == 0 else tiny[turn % len(tiny)]
         cells.append(Cell(model, policy, REGIMES[place]))
     return cells
 
