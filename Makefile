@@ -29,7 +29,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again study study-shift report test test-all size gpu bench builds sanitize quantised lint format reference install \
+.PHONY: demo compare methods fused fused-again study study-shift report golden test test-all size gpu bench builds sanitize quantised lint format reference install \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -89,6 +89,10 @@ report: $(INSTALLED)
 		--keep-ratios 0.1,0.2,0.4 --batches 1 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
 	$(BIN)/python -m retain.eval.kept --config configs/compare/report.yaml
 	$(BIN)/python -m retain.eval.page $(REPORT)
+
+# What a rebuilding of the tree must not change: kept entries, report, commands and names, gates of `make demo` (six minutes of one core).
+golden: $(INSTALLED)
+	$(BIN)/python -m tests.golden.make all --check
 
 reference-gates: gates-seed0 gates-seed1 gates-seed2
 
