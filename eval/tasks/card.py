@@ -88,7 +88,7 @@ class Card:
     Attributes:
         about: What is asked, in one line.
         generator: Name in `GENERATORS`.
-        metric: Name in `retain.eval.metrics.METRICS`.
+        metric: Name in `retain.eval.metrics.scorers.METRICS`.
         max_new_tokens: Most tokens of an answer.
         source: Where data and definition come from: a paper, a repository, a data set.
         licence: Of the data.

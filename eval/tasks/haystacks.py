@@ -23,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from retain.eval.tasks.words import plain
-from retain.extras import require
+from retain.process.extras import require
 from retain.registry import lookup
 
 DEFAULT = "gen-prose"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from retain.config import load
-from retain.eval.metrics import METRICS
+from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks import Document, Item, Suite, Task
 from retain.eval.tasks.card import Asking, Card, Generator
 from retain.eval.tasks.rendering import end_ids_of, render
-from retain.hf.named import load_named, load_named_tokenizer, reference_seed
+from retain.hf.model.named import load_named, load_named_tokenizer, reference_seed
 from retain.registry import lookup
 
 CARDS = Path(__file__).parent / "cards"

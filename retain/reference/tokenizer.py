@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retain.command import status_of
+from retain.process.command import status_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.train import data
-from retain.train.data import (
+from retain.train.data.corpora import (
     Corpus,
     DataSettings,
     Document,
@@ -22,6 +21,7 @@ from retain.train.data import (
     held_out_fraction,
     load_corpus,
 )
+from retain.train.data.corpora import corpora as data
 
 
 def encode(text: str, special: bool) -> list[int]:
