@@ -49,7 +49,7 @@ from retain.eval.run.results_store import MANIFEST, disk_error, open_run
 from retain.eval.run.runner import run_all
 from retain.eval.stats.ceilings import write_cells
 from retain.eval.stats.summary import Claim
-from retain.eval.tasks import Suite
+from retain.eval.tasks.suite import Suite
 from retain.hf.model.decoder import fingerprint
 from retain.process.command import status_of
 from retain.process.extras import require

@@ -15,7 +15,8 @@ import torch
 
 from retain.budget.statement import Budget
 from retain.config import Count, Many, ProperShare, Range, Tokens, Whole
-from retain.eval.tasks import Suite, load_suite
+from retain.eval.tasks.suite import Suite
+from retain.eval.tasks.suites import load_suite
 from retain.presets import Policy, load_policy
 
 Regime = Literal["context_only", "query_aware", "chunked", "decode", "prefill+decode", "chunked+decode"]

@@ -21,7 +21,8 @@ from retain.gates.base import UNITS
 from retain.train.data.branches import readings_of
 from retain.train.data.corpora import Document
 from retain.train.data.features import Example, Examples
-from retain.train.objectives.losses import LossSettings, check_fit, head_overlaps, local_losses, total_loss
+from retain.train.objectives.case import LossSettings
+from retain.train.objectives.losses import check_fit, head_overlaps, local_losses, total_loss
 from retain.train.objectives.targets import (
     TargetSettings,
     baselines_of,

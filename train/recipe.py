@@ -23,7 +23,8 @@ from retain.train.data.branches import check_branches
 from retain.train.data.corpora import DataSettings, Document, check_data, check_lengths
 from retain.train.data.features import FeatureSettings, check_features
 from retain.train.local_stage import check_unit
-from retain.train.objectives.losses import LossSettings, check_fit, check_losses
+from retain.train.objectives.case import LossSettings
+from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
 from retain.train.run.device import PlanSettings
 from retain.train.run.model_shape import Precision

@@ -47,7 +47,7 @@ from retain.process.stopwatch import (
 from retain.registry import lookup
 from retain.train.data.corpora import DataSettings, Document
 from retain.train.local_stage import LayerLocal
-from retain.train.objectives.losses import LossSettings
+from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import DistillConfig
 from retain.train.run.device import GIB, Device, PlanSettings, device_here

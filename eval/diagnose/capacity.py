@@ -25,9 +25,10 @@ import torch
 from retain.budget.capacity import Capacity, capacity_of, stored_limit
 from retain.budget.statement import Budget
 from retain.eval.run.answers import padded, respond
-from retain.eval.tasks import Item, Suite, load_suite
 from retain.eval.tasks.reference import item_writer
 from retain.eval.tasks.reference_shift import crowd_item
+from retain.eval.tasks.suite import Item, Suite
+from retain.eval.tasks.suites import load_suite
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates

@@ -34,7 +34,8 @@ from retain.eval.run.results_store import open_run, read_rows
 from retain.eval.run.runner import run_all
 from retain.eval.stats.significance import paired_interval
 from retain.eval.stats.summary import FAMILIES, Cell, Scores, gather
-from retain.eval.tasks import Suite, load_suite
+from retain.eval.tasks.suite import Suite
+from retain.eval.tasks.suites import load_suite
 from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.gates import GateSet

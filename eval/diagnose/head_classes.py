@@ -25,7 +25,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from retain.attention.chunked import attention_chunks
-from retain.eval.tasks import Document, load_suite
+from retain.eval.tasks.suite import Document
+from retain.eval.tasks.suites import load_suite
 from retain.hf.model.decoder import observe
 from retain.hf.model.named import load_named, reference_seed
 from retain.process.command import status_of

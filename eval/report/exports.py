@@ -32,7 +32,7 @@ from retain.eval.config import FULL
 from retain.eval.run.results_store import read_manifest, read_references, read_rows
 from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import Cell, Scores, gather
-from retain.eval.tasks import Task
+from retain.eval.tasks.suite import Task
 from retain.process.command import status_of
 from retain.process.extras import require
 from retain.process.provenance import write_text

@@ -43,7 +43,7 @@ from retain.eval.report.tabular import Table, colours, number, words
 from retain.eval.run.results_store import read_manifest, read_references, read_rows
 from retain.eval.stats.comparisons import apart, budget_name, judge, paragraphs
 from retain.eval.stats.summary import Scores, gather, heuristics, with_gates
-from retain.eval.tasks import Task
+from retain.eval.tasks.suite import Task
 from retain.process.command import status_of
 from retain.process.extras import require
 from retain.process.provenance import write_text
@@ -420,7 +420,7 @@ def tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
     """The tasks of a run's suite, without its model; a suite that only a program made has none here."""
     config = manifest["config"]
     if config["suite"] == "reference":
-        from retain.eval.tasks import load_suite
+        from retain.eval.tasks.suites import load_suite
 
         return load_suite("reference").tasks
     if config["suite"] == "text":

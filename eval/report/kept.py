@@ -35,7 +35,7 @@ from retain.eval.run.shared_prefill import (
     stages_of,
     wanted_by,
 )
-from retain.eval.tasks import Item, Suite
+from retain.eval.tasks.suite import Item, Suite
 from retain.hf.cache.cache import Cache
 from retain.policy import decide_layers
 from retain.process.command import status_of

@@ -41,7 +41,7 @@ from retain.eval.studies.orderings import (
     in_words,
     topics,
 )
-from retain.eval.tasks import Task
+from retain.eval.tasks.suite import Task
 from retain.process.provenance import write_text
 from retain.protection import Protection, protected_mask
 

@@ -28,7 +28,7 @@ from retain.eval.stats.comparisons import Judged, budget_name, is_bound, word_of
 from retain.eval.stats.paired_result import PairedResult
 from retain.eval.stats.significance import Interval, standard_error
 from retain.eval.stats.summary import FAMILIES, Cell, Scores
-from retain.eval.tasks import Task
+from retain.eval.tasks.suite import Task
 
 # More policies than this are drawn as a ranking.
 MANY = 12

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from retain.eval.config import CompareConfig, Line
 from retain.eval.run.evaluated_model import Unit
 from retain.eval.run.results_store import Reference, Row, tokens_sha
-from retain.eval.tasks import Item, Suite
+from retain.eval.tasks.suite import Item, Suite
 
 # Stands where a shorter context has nothing; masked, so that it matters nowhere.
 PAD = 0

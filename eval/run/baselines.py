@@ -22,7 +22,7 @@ from jaxtyping import Float32
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from retain.eval.tasks import Document
+from retain.eval.tasks.suite import Document
 from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.gates.store import save_beside

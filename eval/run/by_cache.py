@@ -34,7 +34,7 @@ from retain.eval.run.evaluated_model import Subject, Unit, item_seed, naming
 from retain.eval.run.first_read import FirstRead, read_first
 from retain.eval.run.results_store import Row
 from retain.eval.run.shared_prefill import wanted_by
-from retain.eval.tasks import Item, Suite
+from retain.eval.tasks.suite import Item, Suite
 from retain.hf.cache.cache import Cache
 
 FULL_LINE = Line(FULL, FULL)

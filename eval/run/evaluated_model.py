@@ -32,7 +32,7 @@ from retain.eval.config import (
 from retain.eval.diagnose.head_classes import measure_head_classes, write_head_classes
 from retain.eval.run.baselines import TokenIdentity, fit_token_identity, load_token_identity
 from retain.eval.run.gate_sources import load_source, sha_of
-from retain.eval.tasks import Suite
+from retain.eval.tasks.suite import Suite
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates

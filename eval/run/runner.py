@@ -30,7 +30,7 @@ from retain.eval.run.evaluated_model import SHARED_PATH, Subject, Subjects, Unit
 from retain.eval.run.processes import Processes
 from retain.eval.run.results_store import Asking, Reference, Row, append_unit, finished, read_rows, take_up
 from retain.eval.run.shared_prefill import run_shared
-from retain.eval.tasks import Item, Suite
+from retain.eval.tasks.suite import Item, Suite
 
 
 @dataclass(frozen=True)

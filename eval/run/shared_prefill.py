@@ -52,7 +52,7 @@ from retain.eval.run.answers import (
 from retain.eval.run.baselines import largest, oracle
 from retain.eval.run.evaluated_model import Subject, Unit, item_seed, naming
 from retain.eval.run.results_store import Row
-from retain.eval.tasks import Item, Suite
+from retain.eval.tasks.suite import Item, Suite
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.lookahead_pass import look_ahead

@@ -19,7 +19,7 @@ import numpy as np
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.run.results_store import read_rows
 from retain.eval.stats.summary import Cell, Scores, gather
-from retain.eval.tasks import Task
+from retain.eval.tasks.suite import Task
 from retain.process.extras import deferred
 from retain.process.provenance import write_json
 

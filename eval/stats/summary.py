@@ -22,7 +22,7 @@ import numpy as np
 
 from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired
 from retain.eval.stats.significance import Interval, Verdict, macro_mean, paired_interval
-from retain.eval.tasks import Task
+from retain.eval.tasks.suite import Task
 from retain.presets import policies
 
 FAMILIES = ("seen", "held-out")

@@ -28,7 +28,7 @@ from retain.eval.study.gates import stale_gates
 from retain.eval.study.picture import draw_study
 from retain.eval.study.plan import Plan, StudyConfig, absent_gates, plan_of, train_commands
 from retain.eval.study.table import as_markdown, as_rows, entries_of, ingredients_of, tables_of
-from retain.eval.tasks import Suite
+from retain.eval.tasks.suite import Suite
 from retain.process.command import status_of
 from retain.process.provenance import write_json, write_text
 

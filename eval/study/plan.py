@@ -19,7 +19,7 @@ from typing import Literal
 
 from retain.eval.config import CONTROLS, FULL, OWN_GATES, CompareConfig, gate_names
 from retain.eval.run.checks import check
-from retain.eval.tasks import Suite
+from retain.eval.tasks.suite import Suite
 from retain.presets import Policy, load_policy, policies
 from retain.registry import suggest
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from retain.eval.tasks import Provenance
+from retain.eval.tasks.suite import Provenance
 
 __all__ = ["Asking", "Card", "Generator", "TextItem", "TextQuestion"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retain.eval.tasks import Asked, Document, Family, Item, Suite, Task
+from retain.eval.tasks.suite import Asked, Document, Family, Item, Suite, Task
 
 if TYPE_CHECKING:
     from retain.reference.documents import Writer

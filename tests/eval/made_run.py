@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from retain.eval.run.results_store import ITEMS, MANIFEST, REFERENCES, Reference, Row, tokens_sha
-from retain.eval.tasks import Task
+from retain.eval.tasks.suite import Task
 
 HOSTILE = "<script>alert('kept')</script>"
 TASKS = {

@@ -21,9 +21,9 @@ from retain.eval.diagnose.capacity import (
     written,
 )
 from retain.eval.diagnose.command import capacity as capacity_study
-from retain.eval.tasks import load_suite
 from retain.eval.tasks.reference import item_writer
 from retain.eval.tasks.reference_shift import CROWD, crowd_item, reference_shift_item
+from retain.eval.tasks.suites import load_suite
 from retain.reference import load_model
 from tests.eval.stub import STUB
 from tests.hf.regime_runs import gates_of

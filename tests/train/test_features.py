@@ -213,7 +213,7 @@ def test_training_from_disk_gives_the_losses_of_training_from_the_teacher(
     from retain.gates import build_gates
     from retain.hf.model.decoder import describe
     from retain.train.local_stage import LayerLocal, TeacherExamples
-    from retain.train.objectives.losses import LossSettings
+    from retain.train.objectives.case import LossSettings
     from retain.train.objectives.targets import TargetSettings
     from retain.train.teacher import load_frozen
 

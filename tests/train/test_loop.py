@@ -18,7 +18,7 @@ from retain.train.data.branches import PROMPT_TOKENS, TAIL, readings_of, row_tok
 from retain.train.data.corpora import Corpus, Document, load_corpus
 from retain.train.local_stage import LayerLocal
 from retain.train.loop import Lesson
-from retain.train.objectives.losses import LossSettings, target_for_loss
+from retain.train.objectives.case import LossSettings, target_for_loss
 from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.recipe import check_lockstep
 from retain.train.run.parallel import Synchroniser

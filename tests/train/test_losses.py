@@ -10,6 +10,7 @@ import torch
 from retain.attention.chunked import truncate
 from retain.evidence import Evidence, attention_probs
 from retain.gates import Gate, GateInputs
+from retain.train.objectives.case import Case, LossSettings, keyed_generator
 from retain.train.objectives.layer_output import (
     bound_coefficients,
     layer_output,
@@ -19,14 +20,11 @@ from retain.train.objectives.layer_output import (
 from retain.train.objectives.losses import (
     CLAMP,
     TERMS,
-    Case,
-    LossSettings,
     check_fit,
     check_losses,
     head_overlaps,
     hinge_loss,
     huber_loss,
-    keyed_generator,
     local_losses,
     mse_loss,
     pair_draws,

@@ -14,7 +14,7 @@ from retain.hf.model.decoder import observe
 from retain.train.data.branches import Branch, Reading
 from retain.train.data.corpora import Document
 from retain.train.local_stage import LayerLocal
-from retain.train.objectives.losses import LossSettings
+from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import (
     TargetSettings,
     baseline_overlaps,

@@ -31,7 +31,7 @@ from retain.scores import SCORES, Score
 from retain.train.calibration.capacity_limit import limit_record
 from retain.train.calibration.isotonic import fit_remaps, fit_scales, fit_shared, space_of
 from retain.train.calibration.quotas import count_of, fit_quotas, report_quotas
-from retain.train.objectives.losses import keyed_generator
+from retain.train.objectives.case import keyed_generator
 
 # Entries of a document, spread evenly, that are fitted to and reported on.
 MOST_ENTRIES = 4096

@@ -28,7 +28,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.corpora import Document
 from retain.train.local_stage import HELD_OUT_STEP
-from retain.train.objectives.losses import keyed_generator
+from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.soft_losses import VOCABULARY
 from retain.train.objectives.soft_threshold import Opening
 from retain.train.soft_stage import BUDGETED, EndToEnd, SoftSettings

@@ -22,7 +22,7 @@ from retain.attention.received import paid
 from retain.evidence import Evidence
 from retain.kernels.gated_attention import gated_attention
 from retain.scores.value_norm import value_norms
-from retain.train.objectives.losses import Case, LossSettings, boundary_of, keyed_generator
+from retain.train.objectives.case import Case, LossSettings, boundary_of, keyed_generator
 
 # Set behind the key of a document, so that these draws are not those of its pairs.
 QUERIES = 0x0BEE

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retain.gates import Gate, GateSet
 from retain.hf.training.soft_attention import own_form
-from retain.train.objectives.losses import keyed_generator
+from retain.train.objectives.case import keyed_generator
 
 # Openness of what a hard decision closes: a million of them weigh as much as one open entry.
 CLOSED = 1e-6

@@ -22,7 +22,8 @@ from retain.registry import lookup
 from retain.scores import value_norm_l1
 from retain.train.data.branches import Reading
 from retain.train.data.features import Example
-from retain.train.objectives.losses import head_overlaps, keyed_generator
+from retain.train.objectives.case import keyed_generator
+from retain.train.objectives.losses import head_overlaps
 from retain.train.teacher import Frozen, View, walk
 
 Granularity = Literal["head", "layer", "token"]
