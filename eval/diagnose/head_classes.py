@@ -27,7 +27,7 @@ from torch import Tensor
 from retain.attention.chunked import attention_chunks
 from retain.eval.tasks.suite import Document
 from retain.eval.tasks.suites import load_suite
-from retain.hf.model.decoder import observe
+from retain.hf.intercept.observe import observe
 from retain.hf.model.named import load_named, reference_seed
 from retain.process.command import status_of
 

@@ -1,1 +1,4 @@
-"""TODO."""
+"""lm-evaluation-harness with an evicting cache.
+
+Reading order: `model`, `arguments`.
+"""

@@ -1,1 +1,4 @@
-"""TODO."""
+"""`retain inspect`: what lies at a path.
+
+Reading order: `path`, `results`, `budget_picture`.
+"""

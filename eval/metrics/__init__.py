@@ -1,1 +1,4 @@
-"""TODO."""
+"""Metrics: the score of one answer.
+
+Reading order: `scorers` (by name, and their means), `text`, `numbers`, `found`, `steps`.
+"""

@@ -37,8 +37,8 @@ from retain.budget.largest_remainder import exact
 from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, Press, write_exchange
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
+from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
-from retain.hf.model.decoder import observe
 from retain.process.command import status_of
 from retain.ranking import rank_entries
 from retain.reference import load_model

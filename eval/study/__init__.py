@@ -1,1 +1,4 @@
-"""TODO."""
+"""A study: which ingredient of a policy pays.
+
+Reading order: `plan`, `gates`, `command`, `table`, `picture`.
+"""

@@ -36,7 +36,7 @@ from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import observe
+from retain.hf.intercept.observe import observe
 from retain.hf.model.gates import load_gates
 from retain.policy import decide_layers, score_entries
 from retain.reference import load_tokenizer

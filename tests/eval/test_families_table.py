@@ -25,7 +25,8 @@ from retain.future import future_risk
 from retain.gates import GATES, GateSet
 from retain.gates.store import save_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.hf.model.decoder import fingerprint, observe
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
 from tests.eval.stub import STUB, stub_model
 from tests.naive import naive_overlap

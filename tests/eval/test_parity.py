@@ -12,7 +12,7 @@ from retain.eval.speed.peer import WINDOW
 from retain.eval.studies import parity
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import observe
+from retain.hf.intercept.observe import observe
 from retain.policy import load_policy
 from tests.eval import press as stand_in
 from tests.evictions import FOLDER

@@ -27,7 +27,7 @@ from retain.eval.run.runner import items_in, run_unit
 from retain.eval.run.shared_prefill import observed_tokens, run_shared, seen_tokens, stages_of
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import observe
+from retain.hf.intercept.observe import observe
 from retain.policy import Policy, decide_layers, score_entries
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, spoken, stub_config, stub_item
 from tests.tiny import VOCAB, tiny_model

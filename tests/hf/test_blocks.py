@@ -11,7 +11,8 @@ from torch import Tensor
 from retain.evidence import Evidence
 from retain.hf.intercept.attach import attach, attachment_of
 from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
-from retain.hf.model.decoder import base_model, describe, observe
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import base_model, describe
 from retain.hf.training import causal_attention as causal
 from retain.hf.training.block_reader import Shown, Text, read_texts
 from retain.hf.training.causal_attention import causal_attention

@@ -9,8 +9,8 @@ from retain.budget.allocation import Allocation
 from retain.eval.inspection.budget_picture import plot_budgets
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attachment_of
+from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
-from retain.hf.model.decoder import observe
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score

@@ -13,7 +13,8 @@ from retain.gates import GateSet, MLPGate
 from retain.gates.calibrate import build_calibrator
 from retain.gates.store import load_gates, save_gates
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe, fingerprint, observe
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe, fingerprint
 from retain.policy import Policy, decide_layers, score_entries
 from retain.protection import Protection
 from retain.scores import Score

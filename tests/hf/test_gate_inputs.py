@@ -11,7 +11,8 @@ from retain.budget.allocation import Allocation
 from retain.gates import Gate, GateSet
 from retain.gates.base import INPUTS as INPUTS_OF_GATES
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import base_model, describe, observe
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import base_model, describe
 from retain.policy import Policy
 from retain.protection import Protection
 from retain.scores import Score

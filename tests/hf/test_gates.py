@@ -10,7 +10,8 @@ import retain
 from retain.gates import GATES, build_gates
 from retain.gates.store import save_gates
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe, fingerprint, observe
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe, fingerprint
 from tests.tiny import tiny_batch, tiny_model
 
 

@@ -15,8 +15,9 @@ from retain.gates.store import save_gates
 from retain.hf.cache.batch_context import Given
 from retain.hf.cache.bound_policy import make_rule
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates, observe_ahead
-from retain.hf.model.decoder import describe, fingerprint, observe
+from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
+from retain.hf.intercept.observe import observe, observe_ahead
+from retain.hf.model.decoder import describe, fingerprint
 from tests.close import MODEL, assert_close
 from tests.hf.behind import paid_behind
 from tests.tiny import tiny_batch, tiny_model

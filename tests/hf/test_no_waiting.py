@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retain
 from retain.hf.cache.cache import Cache, engine
 from retain.hf.cache.cache import mask_checks as doubt
-from retain.hf.model.decoder import observe
+from retain.hf.intercept.observe import observe
 from retain.kernels import backend
 from tests.evictions import PRESETS, small
 from tests.hf.masked import positions_of

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import retain
-from retain.hf.model.decoder import describe, observe, published
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe, published
 from tests.tiny import tiny_model
 
 

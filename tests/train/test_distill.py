@@ -18,7 +18,7 @@ import yaml
 import retain
 from retain.config import load, save
 from retain.gates import GATES
-from retain.hf.model.decoder import observe
+from retain.hf.intercept.observe import observe
 from retain.policy import load_policy
 from retain.train import local_stage as local
 from retain.train import loop

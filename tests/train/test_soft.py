@@ -10,7 +10,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
-from retain.hf.model.decoder import describe, observe
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe
 from retain.hf.training.soft_attention import soft_gated
 from retain.train.calibration.noop_controls import noop_report
 from retain.train.data.document import Document

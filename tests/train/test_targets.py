@@ -10,7 +10,7 @@ from torch import Tensor
 from retain.config import build
 from retain.future import future_risk, future_use
 from retain.gates import build_gates
-from retain.hf.model.decoder import observe
+from retain.hf.intercept.observe import observe
 from retain.train.data.branches import Branch, Reading
 from retain.train.data.corpora import Document
 from retain.train.local_stage import LayerLocal

@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from retain.hf.model.decoder import observe
+from retain.hf.intercept.observe import observe
 from retain.train.data.branches import Branch, Reading
 from retain.train.data.corpora import Document
 from retain.train.objectives.targets import TargetSettings, layer_target

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from retain.config import to_mapping
 from retain.evidence import Evidence
 from retain.gates import GateSet
-from retain.hf.intercept.lookahead_pass import observe_ahead
+from retain.hf.intercept.observe import observe_ahead
 from retain.process.extras import deferred
 from retain.process.provenance import code_state, environment
 from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at

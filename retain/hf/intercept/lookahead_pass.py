@@ -190,32 +190,6 @@ def look_ahead(
     ]
 
 
-@torch.no_grad()
-def observe_ahead(
-    model: nn.Module,
-    gates: GateSet,
-    input_ids: Int[Tensor, "B T"],
-    attention_mask: Int[Tensor, "B T"] | None = None,
-) -> list[Evidence]:
-    """What every layer shows over a whole prompt (`retain.hf.model.decoder.observe`), lookahead queries
-    included.
-
-    Args:
-        model: a causal language model; attached or not.
-        gates: with an extension.
-        input_ids: token ids, left-padded.
-        attention_mask: 1 on tokens, 0 on padding; None: no padding.
-    """
-    from retain.hf.cache.cache import Cache
-    from retain.hf.intercept.attach import attach
-
-    with attach(model):
-        cache = Cache(model, policy=None)
-        cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)
-        assert cache.evidence is not None
-        return look_ahead(model, gates, cache.read_only(), cache.evidence)
-
-
 def lookahead_gates(
     model: nn.Module,
     *,

@@ -72,7 +72,7 @@ def press_score(
         if evidence.hidden_BTE is None:
             raise ValueError(
                 f"{name} scores from the attention input, and this evidence has none (hidden_BTE is None): "
-                "record it (retain.hf.model.decoder.observe does, and so does a cache at prefill)."
+                "record it (retain.hf.intercept.observe.observe does, and so does a cache at prefill)."
             )
         if attentions and evidence.num_queries != evidence.num_seen:
             raise ValueError(

@@ -12,18 +12,15 @@ missing. A half-understood one would give numbers that look right.
 import hashlib
 import json
 import sys
-from collections.abc import Collection
 from typing import Any
 
 import transformers
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicLayer
 
 from retain.attention.rotary import Rotary
-from retain.evidence import Evidence
 from retain.hf.model import rotary_probe
 from retain.hf.model.families import (
     ALONE,
@@ -47,7 +44,6 @@ __all__ = [
     "describe",
     "fingerprint",
     "layout_of",
-    "observe",
     "rotary_of",
 ]
 
@@ -295,35 +291,3 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
         for sample in sample_of(module):
             digest.update(sample)
     return {**dims, "sha256": digest.hexdigest()}
-
-
-def observe(
-    model: nn.Module,
-    input_ids: Int[Tensor, "B T"],
-    attention_mask: Int[Tensor, "B T"] | None = None,
-    *,
-    wanted: Collection[str] = (),
-) -> list[Evidence]:
-    """What every layer shows over a whole sequence: one forward of the frozen decoder, without its head.
-
-    Nothing is evicted and nothing stays on the model. Memory: queries, keys, values and attention inputs of
-    all layers that evict.
-
-    Args:
-        model: a causal language model; attached or not.
-        input_ids: token ids, left-padded.
-        attention_mask: 1 on tokens, 0 on padding; None: no padding.
-        wanted: what gates look at (`GateSet.inputs`); of it `stream`, the residual stream, is held only where
-            it is named here.
-
-    Returns:
-        one `Evidence` per layer that evicts, with S == T queries.
-    """
-    from retain.hf.cache.cache import Cache
-    from retain.hf.intercept.attach import attach
-
-    with attach(model):
-        cache = Cache(model, policy=None)
-        cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True, wanted=wanted)
-    assert cache.evidence is not None
-    return list(cache.evidence)
