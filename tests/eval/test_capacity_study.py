@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import retain
+from retain.eval.diagnose import capacity as capacity_study
 from retain.eval.diagnose.capacity import (
     SIGNALS,
     auroc,
@@ -20,7 +21,6 @@ from retain.eval.diagnose.capacity import (
     tables,
     written,
 )
-from retain.eval.diagnose.command import capacity as capacity_study
 from retain.eval.tasks.reference import item_writer
 from retain.eval.tasks.reference_shift import CROWD, crowd_item, reference_shift_item
 from retain.eval.tasks.suites import load_suite

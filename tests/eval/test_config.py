@@ -29,7 +29,7 @@ from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import plan
 from retain.eval.studies.orderings import ORDERINGS
 from retain.eval.study.plan import StudyConfig
-from retain.eval.tasks.suite import text
+from retain.eval.tasks import text
 from retain.gates import GateSet
 from retain.gates.store import WEIGHTS_FILE
 from retain.presets import policies

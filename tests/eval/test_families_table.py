@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import retain
-from retain.eval.diagnose.command import families
+from retain.eval.diagnose import families
 from retain.eval.diagnose.families import (
     BASELINE,
     DOCUMENTS,

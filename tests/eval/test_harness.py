@@ -46,7 +46,7 @@ BY_HAND = {"observed_settings": {"window": 4}, "protection": {"minimum": 1, "sin
 
 @pytest.fixture(scope="module", autouse=True)
 def harness() -> Any:
-    from retain.eval.harness.model import model as harness
+    from retain.eval.harness import model as harness
 
     return harness
 

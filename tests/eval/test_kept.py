@@ -7,9 +7,9 @@ import yaml
 
 from retain.config import to_mapping
 from retain.eval.config import CompareConfig
+from retain.eval.report import kept
 from retain.eval.report.document_view import view
 from retain.eval.report.kept import collect, main, token_texts
-from retain.eval.report.markdown import kept
 from retain.eval.run.evaluated_model import Unit, load_subject
 from retain.eval.run.runner import run_unit
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_item

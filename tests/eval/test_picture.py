@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from retain.eval.report.markdown import picture
+from retain.eval.report import picture
 from retain.eval.run.results_store import MANIFEST, read_manifest, read_rows
 from retain.eval.stats.summary import Cell, gather
 from retain.process.provenance import write_json

@@ -27,7 +27,7 @@ from retain.eval.run.results_store import (
     take_up,
     tokens_sha,
 )
-from retain.eval.study.command import command as study
+from retain.eval.study import command as study
 from retain.gates import build_gates
 from retain.gates.store import save_gates
 from retain.process.provenance import code_state

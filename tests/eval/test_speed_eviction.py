@@ -5,6 +5,7 @@ import torch
 
 import retain
 from retain.cache.store import RaggedStore
+from retain.eval.speed import eviction as speed_eviction
 from retain.eval.speed.eviction import (
     SINKS,
     Setting,
@@ -15,7 +16,6 @@ from retain.eval.speed.eviction import (
     model_of,
     rows_held,
 )
-from retain.eval.speed.scoring import eviction as speed_eviction
 from retain.hf.intercept.attach import attach, attachment_of
 from retain.presets import load_policy
 

@@ -4,9 +4,9 @@ import warnings
 import pytest
 import torch
 
+from retain.eval.speed import long as speed_long
 from retain.eval.speed import scoring as speed
 from retain.eval.speed.long import FIRST, Setting, Side, describe_side, main, table, waits_of
-from retain.eval.speed.scoring import long as speed_long
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attachment_of
 from retain.hf.model.random_llama import VOCABULARY

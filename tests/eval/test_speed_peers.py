@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
+from retain.eval.speed import peers as speed_peers
 from retain.eval.speed import scoring as speed
 from retain.eval.speed.peers import Foreign, main, memory_of, table
 from retain.eval.speed.scoring import build_model
-from retain.eval.speed.scoring import peers as speed_peers
 from retain.eval.speed.serving import Setting, Side
 from tests.eval.test_speed_serving import ENTRY, TINY
 

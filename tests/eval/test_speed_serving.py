@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from retain.eval.speed import scoring as speed
+from retain.eval.speed import serving as speed_serving
+from retain.eval.speed import stages as speed_stages
 from retain.eval.speed.cache_bytes import cache_bytes
-from retain.eval.speed.scoring import serving as speed_serving
-from retain.eval.speed.scoring import stages as speed_stages
 from retain.eval.speed.serving import Bench, Setting, Side, main, measure, round_of, row_of
 from retain.eval.speed.stages import EVICTION, SCORING, staged
 from retain.eval.speed.table import serving, show_median, show_mib, show_share, show_spread, spread_and_all
 from retain.gates.store import save_gates
 from retain.hf.cache.eviction_request import Request
 from retain.hf.intercept.attach import attach, attachment_of
+from retain.hf.model import gates as hf_gates
 from retain.hf.model.decoder import fingerprint
-from retain.hf.model.decoder import gates as hf_gates
 from retain.policy import policies
 from retain.process import memory as resident
 

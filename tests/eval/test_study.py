@@ -14,10 +14,10 @@ import pytest
 from retain.config import load, save
 from retain.eval import cli
 from retain.eval.config import CompareConfig, GateSource
-from retain.eval.diagnose.command import command as diagnose
-from retain.eval.report.markdown import kept
+from retain.eval.diagnose import command as diagnose
+from retain.eval.report import kept
 from retain.eval.run.results_store import ITEMS, read_manifest, read_rows
-from retain.eval.study.command import command as entry
+from retain.eval.study import command as entry
 from retain.eval.study.command import main, run_study
 from retain.eval.study.plan import Level, StudyConfig, Training, Winner, plan_of
 from tests.eval.stub import STUB, save_stub_gates, stub_config

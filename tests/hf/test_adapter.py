@@ -13,7 +13,8 @@ from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, get_peft_model
 import retain
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import adapter, fingerprint
+from retain.hf.model import adapter
+from retain.hf.model.decoder import fingerprint
 from tests.close import assert_close
 from tests.tiny import tiny_batch, tiny_model
 

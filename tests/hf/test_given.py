@@ -12,8 +12,8 @@ import torch
 
 import retain
 from retain.gates import build_gates, dims_for
+from retain.hf.cache import batch_context as given
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.cache import batch_context as given
 from retain.hf.model.decoder import describe
 from tests.tiny import VOCAB, tiny_batch, tiny_model
 

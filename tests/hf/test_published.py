@@ -15,7 +15,8 @@ from torch.nn import functional
 
 import retain
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import describe, published
+from retain.hf.model import published
+from retain.hf.model.decoder import describe
 from tests.tiny import tiny_model
 
 

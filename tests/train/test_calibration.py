@@ -15,18 +15,18 @@ from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
 from retain.gates.qkv import QKVGate
 from retain.ranking import order_entries
+from retain.train.calibration import fit as calibration
+from retain.train.calibration import isotonic
 from retain.train.calibration.fit import (
     CalibrationSettings,
     LayerLook,
     calibrate_,
-    isotonic,
     kept_shares,
     overlap_of,
     report,
     sampled,
     threshold_curve,
 )
-from retain.train.calibration.fit import fit as calibration
 from tests.close import assert_close
 
 H, T, LAYERS = 2, 200, (1, 3)

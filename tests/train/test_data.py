@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retain.train.data import corpora as data
 from retain.train.data.corpora import (
     Corpus,
     DataSettings,
@@ -21,7 +22,6 @@ from retain.train.data.corpora import (
     held_out_fraction,
     load_corpus,
 )
-from retain.train.data.corpora import corpora as data
 
 
 def encode(text: str, special: bool) -> list[int]:

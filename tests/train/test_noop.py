@@ -12,7 +12,7 @@ from retain.future import future_risk
 from retain.gates import GateSet, build_gates
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.train.calibration.fit import noop_controls as module
+from retain.train.calibration import noop_controls as module
 from retain.train.calibration.noop_controls import Control, noop_report
 from retain.train.data.document import Document
 from retain.train.objectives.soft_threshold import Moment, Opening
