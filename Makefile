@@ -54,12 +54,12 @@ ALSO := $(addprefix --also ,gate+joint each_head added recent32 curves alike obs
 fused: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates remap-gates alike-gates
 	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
-	$(BIN)/python -m retain.eval.fused_claims results/fused --oracle oracle+joint $(ALSO)
+	$(BIN)/python -m retain.eval.claims.fused results/fused --oracle oracle+joint $(ALSO)
 
 # Then where entries go again and again (an hour of two cores): only both runs together say "not worse in any regime".
 fused-again: fused
 	$(BIN)/python eval/compare.py --config configs/compare/fused_again.yaml
-	$(BIN)/python -m retain.eval.fused_claims results/fused results/fused_again --oracle oracle+joint $(ALSO)
+	$(BIN)/python -m retain.eval.claims.fused results/fused results/fused_again --oracle oracle+joint $(ALSO)
 
 # Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
 # `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.
@@ -87,8 +87,8 @@ report: $(INSTALLED)
 		--policies random recency snapkv h2o defensivekv gate fused oracle --out $(REPORT)
 	$(BIN)/python -m retain.eval.speed --what serving --model reference --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
 		--keep-ratios 0.1,0.2,0.4 --batches 1 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
-	$(BIN)/python -m retain.eval.kept --config configs/compare/report.yaml
-	$(BIN)/python -m retain.eval.page $(REPORT)
+	$(BIN)/python -m retain.eval.report.kept --config configs/compare/report.yaml
+	$(BIN)/python -m retain.eval.report.html_page $(REPORT)
 
 # What a rebuilding of the tree must not change: kept entries, report, commands and names, gates of `make demo` (six minutes of one core).
 golden: $(INSTALLED)
@@ -110,7 +110,7 @@ $(OTHER_SEEDS): $(INSTALLED)
 # Every family of gates by its own recipe, and one table of them: overlap, score, parameters, seconds.
 gates: $(INSTALLED)
 	$(MAKE) -j 2 $(addprefix family-,$(FAMILIES))
-	$(BIN)/python -m retain.eval.families --folder runs/families
+	$(BIN)/python -m retain.eval.diagnose.families --folder runs/families
 
 $(addprefix family-,$(FAMILIES)): family-%: $(INSTALLED)
 	$(DISTILL) --config configs/distill/families/$*.yaml

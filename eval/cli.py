@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from retain.command import status_of
-from retain.extras import MissingExtra, require
+from retain.process.command import status_of
+from retain.process.extras import MissingExtra, require
 from retain.registry import lookup
 
 __all__ = ["COMMANDS", "main"]
@@ -52,7 +52,7 @@ def _lm_eval(arguments: Sequence[str]) -> int:
             f"usage: retain lm-eval -- ARGUMENTS\n\nRun lm-evaluation-harness with an evicting cache. {error}"
         )
         return 0
-    import_module("retain.eval.harness")
+    import_module("retain.eval.harness.model")
     entry: Callable[[], None] = import_module("lm_eval.__main__").cli_evaluate
     given = [*arguments[1:]] if arguments[:1] == ["--"] else [*arguments]
     named = {argument.partition("=")[0] for argument in given} & {"--model", "-M", "--config", "-C"}
@@ -82,17 +82,17 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "policies": ("list the policies that ship, and what each needs", _policies),
     "inspect": (
         "say what is in a gate artifact, a training run, results or a saved cache",
-        _main_of("retain.eval.inspect_path"),
+        _main_of("retain.eval.inspection.path"),
     ),
     "compare": ("compare policies at equal achieved memory", _main_of("retain.eval.compare")),
-    "study": ("say which ingredient of a policy pays", _main_of("retain.eval.study")),
+    "study": ("say which ingredient of a policy pays", _main_of("retain.eval.study.command")),
     "fused-claims": (
         "check on a finished run what the fused policy is claimed to do",
-        _main_of("retain.eval.fused_claims"),
+        _main_of("retain.eval.claims.fused"),
     ),
     "capacity": (
         "measure how well an eviction's own numbers tell that its answer will be wrong",
-        _main_of("retain.eval.capacity_study"),
+        _main_of("retain.eval.diagnose.capacity"),
     ),
     "lm-eval": ("run lm-evaluation-harness with an evicting cache: retain lm-eval -- ...", _lm_eval),
 }

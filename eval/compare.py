@@ -23,10 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retain.command import status_of
 from retain.config import load, save, to_mapping
-from retain.eval.ceilings import write_cells
-from retain.eval.checks import check
 from retain.eval.config import (
     NOT_IDENTITY,
     OWN_GATES,
@@ -41,20 +38,23 @@ from retain.eval.config import (
     suite_of,
     with_all_tasks,
 )
-from retain.eval.exports import write_exports
-from retain.eval.gate_sources import source_identity
-from retain.eval.page import write_page
-from retain.eval.processes import Processes, launched
-from retain.eval.record import MANIFEST, disk_error, open_run
-from retain.eval.report import section, write_report
-from retain.eval.runner import run_all
-from retain.eval.subject import one_by_one, plan
-from retain.eval.summary import Claim
-from retain.eval.tasks import Suite
-from retain.extras import require
-from retain.hf.model import fingerprint
-from retain.lock import lock_folder
-from retain.provenance import code_state, environment, now, write_json
+from retain.eval.report.exports import write_exports
+from retain.eval.report.html_page import write_page
+from retain.eval.report.markdown import section, write_report
+from retain.eval.run.checks import check
+from retain.eval.run.evaluated_model import one_by_one, plan
+from retain.eval.run.gate_sources import source_identity
+from retain.eval.run.processes import Processes, launched
+from retain.eval.run.results_store import MANIFEST, disk_error, open_run
+from retain.eval.run.runner import run_all
+from retain.eval.stats.ceilings import write_cells
+from retain.eval.stats.summary import Claim
+from retain.eval.tasks.suite import Suite
+from retain.hf.model.decoder import fingerprint
+from retain.process.command import status_of
+from retain.process.extras import require
+from retain.process.lock import lock_folder
+from retain.process.provenance import code_state, environment, now, write_json
 
 # As a script this file has another name.
 MODULE = "retain.eval.compare"

@@ -1,7 +1,7 @@
 """What a comparison is told: a grid of policies, protections, budgets, regimes, tasks and seeds.
 
 In: a YAML file and `key=value` overrides. Out: a `CompareConfig`, and what follows from it: the suite, the
-lines of a table, the policy of each. Whether it can work is `retain.eval.checks`. The one decision taken
+lines of a table, the policy of each. Whether it can work is `retain.eval.run.checks`. The one decision taken
 here: what a score depends on is in the config, and what it does not depend on is listed (`NOT_IDENTITY`).
 """
 
@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 
-from retain.budget import Budget
+from retain.budget.statement import Budget
 from retain.config import Count, Many, ProperShare, Range, Tokens, Whole
-from retain.eval.tasks import Suite, load_suite
+from retain.eval.tasks.suite import Suite
+from retain.eval.tasks.suites import load_suite
 from retain.presets import Policy, load_policy
 
 Regime = Literal["context_only", "query_aware", "chunked", "decode", "prefill+decode", "chunked+decode"]
@@ -49,7 +50,7 @@ class GateSource:
         control: "none": the gates as they were trained. "random": the same family and sizes with fresh
             weights, which follow from the run's seed and the set's name. "other_layer": layer `l` is scored
             by the gate, and its calibrator, of the next layer that has one; the last by the first's
-            (`retain.eval.gate_sources`).
+            (`retain.eval.run.gate_sources`).
     """
 
     folder: str = ""

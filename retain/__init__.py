@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retain.hf.attach import attach
-    from retain.hf.cache import Cache
-    from retain.hf.gates import load_gates, new_gates
+    from retain.hf.cache.cache import Cache
+    from retain.hf.intercept.attach import attach
+    from retain.hf.model.gates import load_gates, new_gates
     from retain.policy import load_policy, policies
 
 __version__ = "0.1.0"
@@ -29,11 +29,11 @@ __version__ = "0.1.0"
 __all__ = ["Cache", "attach", "load_gates", "load_policy", "new_gates", "policies"]
 
 _HOMES = {
-    "Cache": "retain.hf.cache",
-    "attach": "retain.hf.attach",
-    "load_gates": "retain.hf.gates",
+    "Cache": "retain.hf.cache.cache",
+    "attach": "retain.hf.intercept.attach",
+    "load_gates": "retain.hf.model.gates",
     "load_policy": "retain.policy",
-    "new_gates": "retain.hf.gates",
+    "new_gates": "retain.hf.model.gates",
     "policies": "retain.policy",
 }
 

@@ -7,8 +7,8 @@ knows transformers.
 
 The one decision taken here: causality is by *entry index*, not by position id. Query `s` of `S` sits at entry
 index `T - S + s`, whatever its RoPE position is, so padding and gaps in the positions cannot change who sees
-whom. Once entries were evicted, the entries are columns (`retain.columns`), which heads may hold or not:
-then only distance, which sliding windows are stated in, is counted in places.
+whom. Once entries were evicted, the entries are columns (`retain.cache.dense_view`), which heads may hold or
+not: then only distance, which sliding windows are stated in, is counted in places.
 """
 
 from dataclasses import dataclass, replace
@@ -18,12 +18,13 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
-from retain.rotary import Rotary
+from retain.attention.rotary import Rotary
 
 
 @dataclass(frozen=True)
 class Running:
-    """What a cache that saw every query knows of each entry that it still holds (`retain.running` counts it).
+    """What a cache that saw every query knows of each entry that it still holds
+    (`retain.attention.running_statistics` counts it).
 
     Args:
         mass_BHT: float32, attention received so far, summed over queries, averaged over the group.

@@ -53,7 +53,7 @@ def fuse(
         how: which fusion.
         weight: of the learned side in `log_linear`, `rank_blend` and `veto`, in [0, 1]: one number, or one
             per KV head `[H]`; `calibrated` (not for `veto`): the one per KV head that the learned score
-            brings (`train/calibration.py`).
+            brings (`train/calibration/fit.py`).
 
     Returns:
         the fused score.

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from retain.attention_chunks import truncate
+from retain.attention.chunked import truncate
+from retain.attention.received import paid
 from retain.evidence import Evidence
-from retain.paid import paid
 from retain.registry import lookup
 from retain.scores.value_norm import value_norms
 

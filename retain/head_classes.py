@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
-from retain.apportion import fill, round_shares
+from retain.budget.largest_remainder import fill, round_shares
 
 
 def read_head_classes(path: str) -> tuple[tuple[float, ...], ...]:
@@ -33,7 +33,7 @@ def read_head_classes(path: str) -> tuple[tuple[float, ...], ...]:
         raise FileNotFoundError(
             f"head classes file {path!r} does not exist: pass allocation={{'head_classes': path}}, a "
             "tab-separated table of one row a layer and one number in 0..1 a KV head (DuoAttention's layout; "
-            "python -m retain.eval.head_classes measures one)."
+            "python -m retain.eval.diagnose.head_classes measures one)."
         )
     return _parsed(path, Path(path).stat().st_mtime_ns)
 

@@ -4,8 +4,8 @@ In: the evidence of the layers, a budget, and a gate's scores if the policy uses
 decision taken here is only the order of the stages; each stage is a file of its own. `score_entries` is
 separate, so that a comparison scores once and selects at many budgets, and either score may be handed in, so
 that controls run through the very same stages. `plan_of` and `candidates_of` are separate, so that a cache
-may decide layer by layer (`retain.cascade`) with what `decide_layers` decides at once, and evict again later
-(`retain.budget.Stock`), when heads hold different numbers of entries already.
+may decide layer by layer (`retain.budget.cascade`) with what `decide_layers` decides at once, and evict again
+later (`retain.budget.statement.Stock`), when heads hold different numbers of entries already.
 """
 
 import math
@@ -17,19 +17,19 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from retain.allocation import Allocation, entropy_weight, make_bids, normalised
-from retain.budget import Budget, LayerShape, Stock, spread
-from retain.cascade import Candidates, Shares, keep_sets
-from retain.drawing import draw_keys
+from retain.budget.allocation import Allocation, entropy_weight, make_bids, normalised
+from retain.budget.cascade import Candidates, Shares, keep_sets
+from retain.budget.priority_sampling import draw_keys
+from retain.budget.quotas import Quotas, quotas_of
+from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
-from retain.quotas import Quotas, quotas_of
 from retain.ranking import rank_kept_first
 from retain.scores import SCORES, Score, masked_score
-from retain.stages import forced_by_score, stage_by_mass
 from retain.turns import TurnMarkers, turn_mask
+from retain.two_stage import forced_by_score, stage_by_mass
 
 __all__ = [
     "Decision",

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from retain import config
-from retain.allocation import Allocation
-from retain.budget import Scope
-from retain.cascade import Split
+from retain.budget.allocation import Allocation
+from retain.budget.cascade import Split
+from retain.budget.priority_sampling import Draw
+from retain.budget.statement import Scope
 from retain.config import Share
-from retain.drawing import Draw
 from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
 from retain.protection import Protection
 from retain.registry import lookup, suggest
 from retain.scores import SCORES, Score
 from retain.scores.trial import try_settings
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 
 Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
@@ -39,11 +39,11 @@ class Policy:
         fusion: how the two become one; None is `max` with both, and the one that there is with one.
         fusion_weight: of the learned side, for `log_linear`, `rank_blend` and `veto`: a number in 0..1, or
             (not for `veto`) `calibrated`, one per head that was fitted for the gates
-            (`train/calibration.py`).
+            (`train/calibration/fit.py`).
         floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
         first_stage: entries that are kept before the score ranks the rest; None for one stage.
         draw: share of a budget that heads share which is drawn by lot, in proportion to what was observed
-            (`retain.drawing`); None: all of it goes by score.
+            (`retain.budget.priority_sampling`); None: all of it goes by score.
         protection: what is never evicted.
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.

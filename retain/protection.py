@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from retain.apportion import exact
+from retain.budget.largest_remainder import exact
 from retain.config import Share, Whole, check_fields
 
 Suffix = Literal["dynamic", "static"]

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from retain.allocation import LAYERS, Allocation
-from retain.apportion import exact
-from retain.budget import Budget, Stock, spread
-from retain.drawing import Draw
+from retain.attention.rotary import Rotary
+from retain.budget.allocation import LAYERS, Allocation
+from retain.budget.largest_remainder import exact
+from retain.budget.priority_sampling import Draw
+from retain.budget.statement import Budget, Stock, spread
 from retain.evidence import Evidence
 from retain.policy import (
     Plan,
@@ -28,9 +29,8 @@ from retain.policy import (
 )
 from retain.presets import Policy
 from retain.protection import Protection
-from retain.rotary import Rotary
 from retain.scores import Score, masked_score
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.naive import random_evidence
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from retain.attention.rotary import Rotary
 from retain.evidence import Evidence, Running
-from retain.rotary import Rotary
 from retain.scores.value_norm import value_norm_l1
 from tests.naive import random_evidence
 

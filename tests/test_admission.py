@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 import retain.admission
 from retain.admission import admit
-from retain.allocation import Allocation
-from retain.budget import Budget
-from retain.cascade import Cascade
+from retain.budget.allocation import Allocation
+from retain.budget.cascade import Cascade
+from retain.budget.statement import Budget
 from retain.policy import candidates_of, check_budget, decide_layers, load_policy
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.evictions import (
     held_scores,
     keeps_of_columns,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.allocation import (
+from retain.budget.allocation import (
     Allocation,
     allocate_joint,
     allocate_uniform,

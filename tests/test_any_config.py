@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retain.config import load
-from retain.eval import checks
 from retain.eval.config import CompareConfig, all_lines, find_policy
-from retain.eval.study_plan import StudyConfig, plan_of
+from retain.eval.run import checks
+from retain.eval.study.plan import StudyConfig, plan_of
 from retain.presets import Policy, load_policy
 from retain.train import distill
-from retain.train.model_shape import meta_model
 from retain.train.recipe import DistillConfig, check
+from retain.train.run.model_shape import meta_model
 from tests.eval.stub import STUB
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.apportion import apportion, exact
+from retain.budget.largest_remainder import apportion, exact
 
 
 def test_a_number_is_taken_as_it_was_written():

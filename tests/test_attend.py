@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retain.attend import attend
-from retain.cache import RaggedStore
+from retain.cache.attend import attend
+from retain.cache.equal_rows import find_runs
+from retain.cache.store import RaggedStore
 from retain.kernels.ragged_attention import ragged_attention, reference
 from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
-from retain.runs import find_runs
 from tests.close import assert_close
 
 # name -> (B, H, G, S, D, kept lengths per row); covers an empty row, one entry, odd lengths, several pages,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget import Budget, LayerShape, spread
+from retain.budget.statement import Budget, LayerShape, spread
 
 ONE = [LayerShape(1, 1)]
 

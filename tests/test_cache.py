@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from retain.cache import RaggedStore
+from retain.cache.store import RaggedStore
 from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.kernels.device import DEVICE

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.allocation import Allocation
-from retain.budget import Budget
-from retain.capacity import (
+from retain.budget.allocation import Allocation
+from retain.budget.capacity import (
     FINEST,
     Capacity,
     Gauge,
@@ -21,13 +20,14 @@ from retain.capacity import (
     needed,
     stored_limit,
 )
-from retain.cascade import Cascade, Split, keep_sets
-from retain.drawing import Draw
+from retain.budget.cascade import Cascade, Split, keep_sets
+from retain.budget.priority_sampling import Draw
+from retain.budget.statement import Budget
 from retain.policy import candidates_of, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.evictions import make_evidence
 
 FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)

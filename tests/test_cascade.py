@@ -10,15 +10,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from retain.allocation import Allocation
-from retain.budget import Budget, LayerShape, spread
-from retain.cascade import Candidates, Cascade, Shares, Split, keep_sets
-from retain.drawing import Draw
+from retain.budget.allocation import Allocation
+from retain.budget.cascade import Candidates, Cascade, Shares, Split, keep_sets
+from retain.budget.priority_sampling import Draw
+from retain.budget.statement import Budget, LayerShape, spread
 from retain.policy import candidates_of, decide_layers, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.naive import random_evidence
 
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=3)

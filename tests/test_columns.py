@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retain.columns import Columns, align_last, columns_of, last_tokens
+from retain.cache.dense_view import Columns, align_last, columns_of, last_tokens
 from retain.evidence import Evidence, attention_probs
 from tests.close import assert_close
 from tests.naive import LAYERS, random_evidence, special_layer

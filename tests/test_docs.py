@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import retain
+from retain.budget.priority_sampling import Draw
 from retain.config import load
-from retain.drawing import Draw
 from retain.gates import GATES, Gate
 from retain.gates.store import save_gates
-from retain.hf import attach
-from retain.hf.cache import Cache
-from retain.hf.model import fingerprint
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept import attach
+from retain.hf.model.decoder import fingerprint
 from retain.reference import load_model
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig
@@ -273,7 +273,7 @@ def test_the_page_of_gates_is_right_about_every_family() -> None:
 
 
 def test_the_table_of_families_is_the_table_of_the_code() -> None:
-    from retain.hf.families import FAMILIES as TABLE
+    from retain.hf.model.families import FAMILIES as TABLE
 
     named = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", page("families"), flags=re.MULTILINE)[1:]
     assert {name for cell in named for name in re.findall(r"`(\w+)`", cell)} == set(TABLE)

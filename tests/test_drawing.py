@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.allocation import Allocation, allocate_joint, make_bids
-from retain.budget import Budget
-from retain.cascade import Cascade
-from retain.drawing import Draw, draw_keys
+from retain.budget.allocation import Allocation, allocate_joint, make_bids
+from retain.budget.cascade import Cascade
+from retain.budget.priority_sampling import Draw, draw_keys
+from retain.budget.statement import Budget
 from retain.policy import candidates_of, decide_layers, score_entries
 from retain.presets import Policy, load_policy
 from retain.scores import SCORES, Score, masked_score
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.evictions import (
     FIXED,
     VARIANTS,

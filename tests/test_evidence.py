@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.attention_chunks import attention_chunks, truncate
+from retain.attention.chunked import attention_chunks, truncate
 from retain.evidence import Evidence, Running, attention_probs, padded_columns
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention
@@ -118,7 +118,7 @@ def test_how_far_padding_reaches(pad, columns):
 def test_chunks_ask_once_where_padding_is(monkeypatch, held):
     """The answer is waited for; and where it is known which head holds what, it does not matter."""
     asked = []
-    for module in ("retain.evidence", "retain.attention_chunks"):
+    for module in ("retain.evidence", "retain.attention.chunked"):
         monkeypatch.setattr(f"{module}.padded_columns", lambda one: asked.append(one) or padded_columns(one))
     evidence = make(S=9)
     evidence = replace(evidence, held_BHT=evidence.exists_BHT) if held else evidence

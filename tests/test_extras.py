@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from retain.extras import MissingExtra, deferred, require
+from retain.process.extras import MissingExtra, deferred, require
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -107,9 +107,9 @@ def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -
         "eval": [
             ("retain.eval.cli", ["compare", "--config", "configs/compare/demo.yaml"]),
             ("retain.eval.cli", ["inspect", str(tmp_path), "--picture", str(tmp_path / "x.png")]),
-            ("retain.eval.perplexity", ["--policies", "snapkv", "--keep-ratio", "0.2"]),
-            ("retain.eval.conversation", []),
-            ("retain.eval.families", ["--folder", str(tmp_path)]),
+            ("retain.eval.diagnose.perplexity", ["--policies", "snapkv", "--keep-ratio", "0.2"]),
+            ("retain.eval.studies.conversation", []),
+            ("retain.eval.diagnose.families", ["--folder", str(tmp_path)]),
         ],
         "train": [
             ("retain.train.distill", distill),

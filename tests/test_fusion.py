@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.budget import Budget
+from retain.budget.statement import Budget
 from retain.fusion import FUSIONS, IN_RISK, floor, fuse
 from retain.policy import decide_layers
 from retain.presets import Policy, load_policy

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.attention_chunks import truncate
+from retain.attention.chunked import truncate
 from retain.future import AGGREGATES, WEIGHTS, future_risk, future_use
 from tests.close import assert_close
 from tests.memory import Watch

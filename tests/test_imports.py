@@ -17,10 +17,11 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 # Stages are composed by retain.policy and do not know one another, nor what composes them.
 STAGES = (
     *("scores", "gates", "fusion", "protection", "turns"),
-    *("budget", "allocation", "stages", "head_classes", "quotas", "selection", "admission"),
+    *("budget.statement", "budget.allocation", "budget.quotas"),
+    *("two_stage", "head_classes", "selection", "admission"),
 )
 COMPOSED = (
-    *("policy", "cascade", "presets", "cache", "attend", "columns"),
+    *("policy", "budget.cascade", "presets", "cache"),
     *("hf", "future", "reference", "train", "eval"),
 )
 SCORE_TYPE = "retain.scores.score"  # not a stage: what scores, gates and fusion exchange
@@ -122,11 +123,11 @@ def reachable(starts: list[str]) -> set[str]:
 
 
 def test_future_is_out_of_reach_of_what_users_run() -> None:
-    starts = ["retain", "retain.policy", "retain.cache", "retain.attend"]
+    starts = ["retain", "retain.policy", "retain.cache.store", "retain.cache.attend"]
     starts += [module for module in sources() if within(module, "retain.hf", "retain.gates", "retain.scores")]
     reached = reachable(starts)
     assert "retain.future" in sources()
-    assert {"retain.evidence", "retain.fusion", "retain.selection", "retain.hf.cache"} <= reached
+    assert {"retain.evidence", "retain.fusion", "retain.selection", "retain.hf.cache.cache"} <= reached
     assert "retain.future" not in reached
 
 

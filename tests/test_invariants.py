@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.allocation import Allocation
-from retain.budget import Budget
+from retain.budget.allocation import Allocation
+from retain.budget.statement import Budget
 from retain.policy import (
     decide_layers,
     shape_of,
@@ -16,7 +16,7 @@ from retain.policy import (
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.evictions import (
     EVICTING,
     FIXED,

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.allocation import Allocation
-from retain.budget import Budget, Stock
-from retain.cascade import Cascade
-from retain.drawing import Draw
+from retain.budget.allocation import Allocation
+from retain.budget.cascade import Cascade
+from retain.budget.priority_sampling import Draw
+from retain.budget.statement import Budget, Stock
 from retain.policy import candidates_of, decide_layers, keep_masks, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import masked_score
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.evictions import (
     EVICTING,
     FIXED,

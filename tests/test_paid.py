@@ -5,10 +5,10 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 import torch
 
+from retain.attention.received import paid
 from retain.evidence import Evidence
 from retain.kernels import backend
 from retain.kernels.attention_stats import Pool
-from retain.paid import paid
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention, naive_place_pool, single
 from tests.kernels.device import DEVICE

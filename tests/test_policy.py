@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import retain.policy
-from retain.budget import Budget
-from retain.drawing import Draw, draw_keys
+from retain.budget.priority_sampling import Draw, draw_keys
+from retain.budget.statement import Budget
 from retain.fusion import floor
 from retain.policy import Policy, decide, load_policy, score_entries
 from retain.protection import Protection

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from retain import presets
-from retain.allocation import Allocation
-from retain.budget import Budget
+from retain.budget.allocation import Allocation
+from retain.budget.statement import Budget
 from retain.policy import (
     decide_layers,
     load_policy,
@@ -18,7 +18,7 @@ from retain.presets import REGIMES, Policy
 from retain.protection import Protection
 from retain.scores import SCORES, UNITS, masked_score
 from retain.scores.trial import try_settings
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, small
 
 # What the files say.

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain import config
-from retain.allocation import Allocation
-from retain.budget import Budget, LayerShape, Stock
-from retain.cascade import Cascade
+from retain.budget.allocation import Allocation
+from retain.budget.cascade import Cascade
+from retain.budget.quotas import Quotas, quota_budgets, quotas_of
+from retain.budget.statement import Budget, LayerShape, Stock
 from retain.policy import candidates_of, decide_layers, keep_masks, plan_of, score_entries, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
-from retain.quotas import Quotas, quota_budgets, quotas_of
 from retain.scores import Score, masked_score
 from tests.naive import random_evidence
 

@@ -11,7 +11,7 @@ import pytest
 
 from retain.config import Range, build, load, problems_of
 from retain.eval.config import CompareConfig
-from retain.eval.study_plan import StudyConfig
+from retain.eval.study.plan import StudyConfig
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.train.recipe import DistillConfig

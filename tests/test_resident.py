@@ -3,8 +3,8 @@ import mmap
 import pytest
 import torch
 
-from retain import resident
-from retain.resident import Peak, held_at_most, held_now, in_a_process, measurable, reset_peak
+from retain.process import memory as resident
+from retain.process.memory import Peak, held_at_most, held_now, in_a_process, measurable, reset_peak
 
 MIB = 2**20
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from retain.rotary import Rotary, rotate_half, turn
+from retain.attention.rotary import Rotary, rotate_half, turn
 from tests.close import MODEL, assert_close
 
 FREQUENCIES = torch.tensor([1.0, 0.25, 0.01])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.attention_chunks import truncate
+from retain.attention.chunked import truncate
+from retain.attention.running_statistics import _entries_seen, advance
 from retain.evidence import Running, visible
-from retain.running import _entries_seen, advance
 from retain.scores import h2o, lru
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention

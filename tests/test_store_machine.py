@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from retain.attend import attend
-from retain.cache import RaggedStore
+from retain.cache.attend import attend
+from retain.cache.store import RaggedStore
 from tests.close import assert_close
 from tests.test_cache import assert_counts
 

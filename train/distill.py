@@ -19,15 +19,22 @@ from torch import nn
 from tqdm import tqdm
 
 from retain.config import leaves, load, to_mapping
-from retain.extras import deferred
 from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.store import save_gates
-from retain.hf.gates import load_gates, new_gates
-from retain.hf.model import describe, fingerprint
-from retain.train.artifact import command_line, metadata_of, reports_of
-from retain.train.branches import lengths_of, row_tokens
-from retain.train.card import write_card
-from retain.train.checkpoint import (
+from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.gates import load_gates, new_gates
+from retain.process.extras import deferred
+from retain.train.data.branches import lengths_of, row_tokens
+from retain.train.data.corpora import AnyCorpus, Document, load_corpus
+from retain.train.data.features import CachedExamples, fill_, recipe_of
+from retain.train.local_stage import LayerLocal, TeacherExamples, check_unit
+from retain.train.lookahead_stage import Lookahead
+from retain.train.loop import Lesson, Objective, train
+from retain.train.objectives.soft_threshold import check_shift, regressed
+from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
+from retain.train.run.artifact import command_line, metadata_of, reports_of
+from retain.train.run.card import write_card
+from retain.train.run.checkpoint import (
     adopt_,
     begin_,
     by_the_first,
@@ -37,15 +44,10 @@ from retain.train.checkpoint import (
     finish_,
     inspect_run,
 )
-from retain.train.data import AnyCorpus, Document, load_corpus
-from retain.train.device import device_here, multiplies
-from retain.train.features import CachedExamples, fill_, recipe_of
-from retain.train.launcher import follow_launcher_
-from retain.train.local import LayerLocal, TeacherExamples, check_unit
-from retain.train.lock import locked
-from retain.train.lookahead import Lookahead
-from retain.train.loop import Lesson, Objective, train
-from retain.train.model_shape import (
+from retain.train.run.device import device_here, multiplies
+from retain.train.run.launcher import follow_launcher_
+from retain.train.run.lock import locked
+from retain.train.run.model_shape import (
     Precision,
     lookahead_on_meta,
     meta_model,
@@ -53,8 +55,7 @@ from retain.train.model_shape import (
     named_config,
     precision_of,
 )
-from retain.train.opening import check_shift, regressed
-from retain.train.parallel import (
+from retain.train.run.parallel import (
     Sharding,
     check_alike,
     is_sharded,
@@ -63,13 +64,12 @@ from retain.train.parallel import (
     shard_frozen_,
     sharding_of,
 )
-from retain.train.plan import Plan, plan_of
-from retain.train.progress import check_tracker, tracker_options
-from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
-from retain.train.signals import EXIT_INTERRUPTED, StopRequested, forget_
-from retain.train.soft import EndToEnd
+from retain.train.run.plan import Plan, plan_of
+from retain.train.run.progress import check_tracker, tracker_options
+from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, forget_
+from retain.train.run.workload import work_of
+from retain.train.soft_stage import EndToEnd
 from retain.train.teacher import Frozen, load_frozen, load_unread
-from retain.train.work import work_of
 
 with deferred("train", "accelerate", what="training"):
     from accelerate import Accelerator

@@ -6,7 +6,7 @@ and a step's loss is the mean over its documents. So a resumed run equals the un
 two processes compute what one would, up to rounding.
 
 An objective adds gradients of its own documents to the parameters, pack by pack; the processes meet once a
-step, in `retain.train.parallel.Synchroniser`. The frozen model is in no checkpoint.
+step, in `retain.train.run.parallel.Synchroniser`. The frozen model is in no checkpoint.
 """
 
 import math
@@ -18,9 +18,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from retain.extras import deferred
 from retain.gates import GateSet
-from retain.train.checkpoint import (
+from retain.process.extras import deferred
+from retain.train.data.corpora import Document, num_packs, packs, share_of
+from retain.train.data.packing import Size, plain_size
+from retain.train.run.checkpoint import (
     append_log,
     by_the_first,
     latest,
@@ -29,12 +31,10 @@ from retain.train.checkpoint import (
     rewind_log_,
     save_checkpoint,
 )
-from retain.train.data import Document, num_packs, packs, share_of
-from retain.train.packing import Size, plain_size
-from retain.train.parallel import Synchroniser
-from retain.train.progress import Progress, tracked
-from retain.train.schedule import TrainingSettings, learning_rate
-from retain.train.signals import Signals
+from retain.train.run.parallel import Synchroniser
+from retain.train.run.progress import Progress, tracked
+from retain.train.run.schedule import TrainingSettings, learning_rate
+from retain.train.run.signals import Signals
 
 with deferred("train", "accelerate", "accelerate.utils", what="training"):
     from accelerate import Accelerator

@@ -16,19 +16,20 @@ import torch
 from retain.config import Count, Whole, problems_of
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
-from retain.hf.lookahead import TARGETS, lookahead_gates
+from retain.hf.intercept.lookahead_pass import TARGETS, lookahead_gates
 from retain.registry import lookup, suggest
-from retain.train.branches import check_branches
-from retain.train.calibration import CalibrationSettings
-from retain.train.data import DataSettings, Document, check_data, check_lengths
-from retain.train.device import PlanSettings
-from retain.train.features import FeatureSettings, check_features
-from retain.train.local import check_unit
-from retain.train.losses import LossSettings, check_fit, check_losses
-from retain.train.model_shape import Precision
-from retain.train.schedule import TrainingSettings, check_training
-from retain.train.soft import SoftSettings, check_soft
-from retain.train.targets import TargetSettings, check_targets
+from retain.train.calibration.fit import CalibrationSettings
+from retain.train.data.branches import check_branches
+from retain.train.data.corpora import DataSettings, Document, check_data, check_lengths
+from retain.train.data.features import FeatureSettings, check_features
+from retain.train.local_stage import check_unit
+from retain.train.objectives.case import LossSettings
+from retain.train.objectives.losses import check_fit, check_losses
+from retain.train.objectives.targets import TargetSettings, check_targets
+from retain.train.run.device import PlanSettings
+from retain.train.run.model_shape import Precision
+from retain.train.run.schedule import TrainingSettings, check_training
+from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.teacher import Frozen, check_document
 
 # Widest of what a gate is made of.

@@ -5,12 +5,12 @@
 In: the shape of a random Llama, one document, a gate. Out: a table, and every single time beside it as JSON.
 `step` measures the wall time of a layer-local step (walk, targets, gates forward and backward, clipping,
 AdamW) over that of the frozen decoder alone, on the same tokens, without its language-model head, and holds
-its rate, and on a GPU its peak, against the plan of `retain.train.plan`. `memory` measures, in a process of
-its own for each length, what a step holds beyond model and gates, and puts the plan beside it.
+its rate, and on a GPU its peak, against the plan of `retain.train.run.plan`. `memory` measures, in a process
+of its own for each length, what a step holds beyond model and gates, and puts the plan beside it.
 
-The one decision taken here: a cost is a ratio of neighbours, as in `retain.eval.speed`. The two sides of a
-pair run one after the other, which of them comes first alternates, and the median is taken over the pairs'
-ratios, so that a machine that drifts moves both sides alike.
+The one decision taken here: a cost is a ratio of neighbours, as in `retain.eval.speed.scoring`. The two sides
+of a pair run one after the other, which of them comes first alternates, and the median is taken over the
+pairs' ratios, so that a machine that drifts moves both sides alike.
 """
 
 import argparse
@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 
-from retain.command import status_of
-from retain.hf.gates import new_gates
-from retain.hf.model import base_model
-from retain.hf.random_llama import VOCABULARY, random_llama
-from retain.registry import lookup
-from retain.resident import Peak, in_a_process
-from retain.stopwatch import (
+from retain.hf.model.decoder import base_model
+from retain.hf.model.gates import new_gates
+from retain.hf.model.random_llama import VOCABULARY, random_llama
+from retain.process.command import status_of
+from retain.process.memory import Peak, in_a_process
+from retain.process.stopwatch import (
     DTYPES,
     Started,
     clock,
@@ -45,17 +44,18 @@ from retain.stopwatch import (
     unfit,
     whole_numbers,
 )
-from retain.train.data import DataSettings, Document
-from retain.train.device import GIB, Device, PlanSettings, device_here
-from retain.train.local import LayerLocal
-from retain.train.losses import LossSettings
-from retain.train.model_shape import model_shape
-from retain.train.plan import PROCESS_BYTES, Plan, plan_of
+from retain.registry import lookup
+from retain.train.data.corpora import DataSettings, Document
+from retain.train.local_stage import LayerLocal
+from retain.train.objectives.case import LossSettings
+from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import DistillConfig
-from retain.train.schedule import TrainingSettings
-from retain.train.targets import TargetSettings
+from retain.train.run.device import GIB, Device, PlanSettings, device_here
+from retain.train.run.model_shape import model_shape
+from retain.train.run.plan import PROCESS_BYTES, Plan, plan_of
+from retain.train.run.schedule import TrainingSettings
+from retain.train.run.workload import work_of
 from retain.train.teacher import Frozen
-from retain.train.work import work_of
 
 # Of a setting, what the model is made of.
 MODEL = ("tokens", "layers", "width", "heads", "kv_heads", "intermediate", "device", "seed")

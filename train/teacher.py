@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
-from retain.hf.blocks import Shown, Text, forward_of, read_texts
-from retain.hf.layout import Layout
-from retain.hf.model import layout_of, rotary_of
-from retain.hf.named import load_named, load_named_tokenizer
-from retain.rotary import Rotary
-from retain.train.branches import Reading
-from retain.train.chat import Chat, chat_of
-from retain.train.data import Document, Encode
-from retain.train.model_shape import Precision, named_config
-from retain.train.parallel import loaded_whole
+from retain.hf.model.decoder import layout_of, rotary_of
+from retain.hf.model.layout import Layout
+from retain.hf.model.named import load_named, load_named_tokenizer
+from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
+from retain.train.data.branches import Reading
+from retain.train.data.chat import Chat, chat_of
+from retain.train.data.corpora import Document, Encode
+from retain.train.run.model_shape import Precision, named_config
+from retain.train.run.parallel import loaded_whole
 
 # Tokens that feed-forward parts take at a time: more are no faster, and are held at once.
 CHUNK = 8192
@@ -117,9 +117,9 @@ def walk(
     """Run the frozen model over documents and their branches, and show every evicting layer once.
 
     One forward of the decoder, without its head, over the packed row `[document | branch | branch | document
-    | ...]` in which attention goes block by block (`retain.hf.blocks`); what is shown equals separate
-    forwards of each `[document; branch]`. `visit` is called with the views of one layer, of all readings,
-    layers in order. What comes after the last evicting layer's keys and values is not run.
+    | ...]` in which attention goes block by block (`retain.hf.training.block_reader`); what is shown equals
+    separate forwards of each `[document; branch]`. `visit` is called with the views of one layer, of all
+    readings, layers in order. What comes after the last evicting layer's keys and values is not run.
 
     Models with recurrent layers, which cannot be packed, read the document again for each branch, and hold
     what every layer showed of the earlier branches (queries, keys, values and what is `joined`) until the

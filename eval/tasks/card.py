@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from retain.eval.tasks import Provenance
+from retain.eval.tasks.suite import Provenance
 
 __all__ = ["Asking", "Card", "Generator", "TextItem", "TextQuestion"]
 
@@ -88,7 +88,7 @@ class Card:
     Attributes:
         about: What is asked, in one line.
         generator: Name in `GENERATORS`.
-        metric: Name in `retain.eval.metrics.METRICS`.
+        metric: Name in `retain.eval.metrics.scorers.METRICS`.
         max_new_tokens: Most tokens of an answer.
         source: Where data and definition come from: a paper, a repository, a data set.
         licence: Of the data.

@@ -11,7 +11,7 @@ tasks are ours.
 - `rule`: a rule that makes each number from the one before; the prompt is needed only for the rule.
 
 The one decision taken here: a step is written in full and alone on its line, and scored alone
-(`retain.eval.metrics_steps`), so that where a chain broke can be seen, and the final state is half the score.
+(`retain.eval.metrics.steps`), so that where a chain broke can be seen, and the final state is half the score.
 """
 
 import random

@@ -23,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from retain.eval.tasks.words import plain
-from retain.extras import require
+from retain.process.extras import require
 from retain.registry import lookup
 
 DEFAULT = "gen-prose"
@@ -156,7 +156,7 @@ def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=1)
 def _python_lines() -> tuple[str, ...]:
-    from retain.reference.text import sources
+    from retain.reference.library import sources
 
     return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from retain.extras import require
+from retain.process.extras import require
 from retain.registry import suggest
 
 ENDINGS = (".jsonl", ".json", ".parquet")

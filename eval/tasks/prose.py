@@ -62,7 +62,8 @@ def paragraphs(said: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
 @cache
 def prose_text() -> tuple[str, ...]:
     """All paragraphs, each once, in a fixed shuffled order."""
-    from retain.reference.text import docstrings, sources
+    from retain.reference.library import sources
+    from retain.reference.text import docstrings
 
     seen = frozenset(line.strip() for _, text in sources("train") for line in text.splitlines())
     found: dict[str, None] = {}

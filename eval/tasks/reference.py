@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retain.eval.tasks import Asked, Document, Family, Item, Suite, Task
+from retain.eval.tasks.suite import Asked, Document, Family, Item, Suite, Task
 
 if TYPE_CHECKING:
     from retain.reference.documents import Writer
@@ -164,7 +164,7 @@ def reference_model(name: str, seed: int) -> Any:
     Raises:
         ValueError: If there is none, or it is one of another vocabulary.
     """
-    from retain.hf.named import reference_seed
+    from retain.hf.model.named import reference_seed
     from retain.reference import load_model
     from retain.reference.model import load_folder
 

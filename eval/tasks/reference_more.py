@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retain.eval.tasks import Asked, Item, Suite, Task
 from retain.eval.tasks.reference import MODEL, item_writer, reference_item, reference_suite, stated
+from retain.eval.tasks.suite import Asked, Item, Suite, Task
 from retain.registry import lookup
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from retain.eval.tasks import Asked, Item, Suite, Task
 from retain.eval.tasks.prose import prose
 from retain.eval.tasks.reference import MODEL, item_writer, reference_suite, span
+from retain.eval.tasks.suite import Asked, Item, Suite, Task
 from retain.registry import lookup
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def reference_shift_suite(model: str = MODEL) -> Suite:
 @cache
 def random_words() -> np.ndarray:
     """Words of the pool that needles are made of, at random: as filler, nothing but decoys."""
-    from retain.reference.text import words
+    from retain.reference.documents import words
 
     return np.random.default_rng(0).choice(words(), size=1 << 16)
 

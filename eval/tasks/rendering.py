@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from retain.eval.metrics import METRICS, first_line
-from retain.eval.tasks import Asked, Item
+from retain.eval.metrics.scorers import METRICS, first_line
 from retain.eval.tasks.card import Card, TextItem, TextQuestion
+from retain.eval.tasks.suite import Asked, Item
 
 __all__ = ["Frame", "end_ids_of", "frame_of", "render"]
 
 # Stand for the messages while a chat template is rendered: no template and no task contains them.
 SEAMS = tuple(f"\u2063retain{number}\u2063" for number in range(3))
-# The day that templates are told which write one: an item is the same tomorrow. As `retain.train.chat` says.
+# The day that templates are told which write one: an item is the same tomorrow. As `retain.train.data.chat`
+# says.
 TODAY = datetime.datetime(2024, 7, 26)
 # Ends of a text or a turn that tokenizers know beside their `eos_token`.
 ENDS = (

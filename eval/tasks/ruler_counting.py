@@ -25,7 +25,7 @@ from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import different_places, most_that_fit
 from retain.eval.tasks.ruler import NOISE
 from retain.eval.tasks.words import all_words, draw_word
-from retain.extras import require
+from retain.process.extras import require
 
 VT_INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 VT_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."

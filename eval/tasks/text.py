@@ -15,11 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from retain.config import load
-from retain.eval.metrics import METRICS
-from retain.eval.tasks import Document, Item, Suite, Task
+from retain.eval.metrics.scorers import METRICS
+from retain.eval.tasks import (
+    chains,
+    longbench,
+    longbench_v2,
+    longmemeval,
+    mathematics,
+    multi_turn,
+    niah,
+    ruler,
+    ruler_counting,
+    ruler_qa,
+)
 from retain.eval.tasks.card import Asking, Card, Generator
 from retain.eval.tasks.rendering import end_ids_of, render
-from retain.hf.named import load_named, load_named_tokenizer, reference_seed
+from retain.eval.tasks.suite import Document, Item, Suite, Task
+from retain.hf.model.named import load_named, load_named_tokenizer, reference_seed
 from retain.registry import lookup
 
 CARDS = Path(__file__).parent / "cards"
@@ -63,19 +75,6 @@ class TextSettings:
 @cache
 def generators() -> Mapping[str, Generator]:
     """Every generator by name; each module of tasks lists its own."""
-    from retain.eval.tasks import (
-        chains,
-        longbench,
-        longbench_v2,
-        longmemeval,
-        mathematics,
-        multi_turn,
-        niah,
-        ruler,
-        ruler_counting,
-        ruler_qa,
-    )
-
     modules = (
         *(ruler, ruler_counting, ruler_qa, niah, multi_turn, chains),
         *(longbench, longbench_v2, longmemeval, mathematics),
@@ -86,8 +85,6 @@ def generators() -> Mapping[str, Generator]:
 @cache
 def sizes() -> Mapping[str, Callable[..., int]]:
     """How many items the generators that read a data set have, by name: functions of a card's settings."""
-    from retain.eval.tasks import longbench, longbench_v2, longmemeval, mathematics, ruler_qa
-
     modules = (longbench, longbench_v2, longmemeval, mathematics, ruler_qa)
     return {name: size for module in modules for name, size in module.SIZES.items()}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 
-from retain.extras import require
+from retain.process.extras import require
 from retain.registry import lookup
 
 

@@ -13,8 +13,6 @@ it, so that there are no atomics and results do not change from run to run.
 import triton
 import triton.language as tl
 
-from retain.kernels.build import Build
-
 # Lower than any product, yet finite: nothing subtracted from it makes a NaN.
 _LOW = tl.constexpr(-1e30)
 EPS = tl.constexpr(1e-10)
@@ -22,13 +20,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Of `WINDOW`, 0 being none: it is counted in entries, or in places.
 BY_ENTRY, BY_PLACE = tl.constexpr(1), tl.constexpr(2)
-
-
-def builds() -> list[Build]:
-    """Every kernel with every tile that its launcher can choose, and what is switched on and off in it."""
-    from retain.kernels.attention_stats.launch import builds as of_launcher
-
-    return of_launcher()
 
 
 @triton.jit

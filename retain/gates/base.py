@@ -40,7 +40,7 @@ INPUTS = {
     "keys_before": "keys after norm, before RoPE",
     "values": "values",
     "token_ids": "token ids",
-    "lookahead": "queries of the gate's own lookahead tokens (retain.hf.lookahead)",
+    "lookahead": "queries of the gate's own lookahead tokens (retain.hf.intercept.lookahead_pass)",
 }
 
 
@@ -325,9 +325,9 @@ class GateSet(nn.Module):
 
     @property
     def quotas(self) -> Mapping[str, Any] | None:
-        """What share of a joint budget each head took on held-out documents (`retain.quotas`): `keep_ratio`,
-        and `parts`, layer -> keep_ratio by keep_ratio -> parts of a million for each KV head; None where none
-        are stored."""
+        """What share of a joint budget each head took on held-out documents (`retain.budget.quotas`):
+        `keep_ratio`, and `parts`, layer -> keep_ratio by keep_ratio -> parts of a million for each KV head;
+        None where none are stored."""
         return (self.metadata.get("calibration") or {}).get("quotas")
 
     def threshold_for(self, keep_ratio: float) -> float:
@@ -539,9 +539,9 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
         if tensor is None:
             step = f"pass {name}_{axes}"
             if name.endswith("_before"):
-                step = "pass rotary (retain.hf.model.rotary_of)"
+                step = "pass rotary (retain.hf.model.decoder.rotary_of)"
             elif name == "lookahead":
-                step = "run retain.hf.lookahead.look_ahead on it"
+                step = "run retain.hf.intercept.lookahead_pass.look_ahead on it"
             raise ValueError(
                 f"{where} looks at {INPUTS[name]}, which this evidence does not hold: record it with "
                 f"retain.attach(model) and a retain.Cache that was made with these gates, or {step}."

@@ -2,7 +2,7 @@
 
 In: the scores of one layer, in whatever unit the gate has. Out: the same scores as risk (or as the mass that
 the targets were in), in the same order inside each head, and comparable across heads and layers. So gates of
-any family can be fused with observed risk, and can share a budget. `train/calibration.py` fits the curves
+any family can be fused with observed risk, and can share a budget. `train/calibration/fit.py` fits the curves
 after training; they are stored with the gates and applied by `GateSet.score`.
 
 The one decision taken here: curves are straight lines between knots, log-risk against the logarithm of the

@@ -1,11 +1,11 @@
 """Lookahead gates: a few learned tokens behind the prompt ask, in the answer's place, what it will look at.
 
 LookaheadKV: Fast and Accurate KV Cache Eviction by Glimpsing into the Future without Generation (arXiv
-2603.10899). In: queries and keys of the lookahead tokens, which `retain.hf.lookahead` runs through the model
-behind the prompt, and the prompt's keys. Out: the attention that they pay to each entry. The one decision
-taken here: the gate has nothing to learn; what is trained are the tokens and the low-rank adapters on their
-path alone (`LookaheadExtension`), kept as plain parameters, so that an artifact is read without peft, which
-is needed first when they enter a model.
+2603.10899). In: queries and keys of the lookahead tokens, which `retain.hf.intercept.lookahead_pass` runs
+through the model behind the prompt, and the prompt's keys. Out: the attention that they pay to each entry.
+The one decision taken here: the gate has nothing to learn; what is trained are the tokens and the low-rank
+adapters on their path alone (`LookaheadExtension`), kept as plain parameters, so that an artifact is read
+without peft, which is needed first when they enter a model.
 """
 
 import math
@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retain.extras import require
 from retain.gates.base import Extension, Gate, GateInputs
 from retain.kernels.attention_stats import attention_stats
+from retain.process.extras import require
 
 # Under which our adapter stands in peft's layers.
 ADAPTER = "retain_lookahead"
@@ -303,7 +303,7 @@ class LookaheadGate(Gate):
         if own is None or inputs.scaling is None:
             raise ValueError(
                 "a lookahead gate takes the lookahead tokens' keys and the layer's scaling too: pass "
-                "lookahead_keys_BHSD and scaling (retain.hf.lookahead.look_ahead gives both)."
+                "lookahead_keys_BHSD and scaling (retain.hf.intercept.lookahead_pass.look_ahead gives both)."
             )
         paid_BQT = asked(
             queries,

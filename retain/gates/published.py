@@ -16,7 +16,8 @@ the whole model merged in only the gates are read. Where the authors released a 
 | `wgkv` | pickle | `<a>.g_predictors`: `pre_key_norm`, `post_key_norm`, `conv1`, `conv2` | `admission` |
 
 with `<a>` for `model.layers.<l>.self_attn`. Layouts are those of the code that the authors released; none of
-the released weights were at hand when this was written. `python -m retain.hf.published` is the command line.
+the released weights were at hand when this was written. `python -m retain.hf.model.published` is the command
+line.
 """
 
 import json
@@ -320,7 +321,7 @@ def safetensors_at(path: Path) -> list[Path]:
             what = f"{path} holds pickles ({listing}), which are programs,"
         raise ValueError(
             f"{what} and weights are read from safetensors alone: convert the one for your model once with "
-            f"`python -m retain.hf.published --convert {file} --out {target}`, and import {target}."
+            f"`python -m retain.hf.model.published --convert {file} --out {target}`, and import {target}."
         )
     raise ValueError(
         f"there are no published gates at {path}: it is no safetensors file, and no folder with one. Pass "

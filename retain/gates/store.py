@@ -72,7 +72,7 @@ def save_gates(
     Args:
         gates: the trained gates, with their calibrators and their extension, if they have any.
         folder: where; made if missing.
-        fingerprint: of the base model (`retain.hf.model.fingerprint`).
+        fingerprint: of the base model (`retain.hf.model.decoder.fingerprint`).
         metadata: anything JSON to keep with it: target and loss recipe, data revision, protected window,
             `score_unit`, `calibration` (its `layers` are written from the gates' calibrators). It is added
             to the gates' own metadata (what they were loaded with), and wins where both name something.

@@ -14,13 +14,16 @@ of this size did not learn to look facts up backwards.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from retain.reference.text import Split, prose, stream, words
+from retain.reference.library import Split
+from retain.reference.text import prose, stream
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
 FACT_FORMATS = (" set{key}{value};", " note:{key} is{value}.", "#{key} ->{value}\n")
@@ -440,3 +443,26 @@ def distill_document(writer: Writer, context_tokens: int) -> Document:
     groups = writer.groups(content, reuses=round(context_tokens / 100))
     ids, _, _ = writer.weave(groups, context_tokens, taken_words(content), content.topics)
     return Document(tuple(ids.tolist()), tuple(i for question in asked for i in question.segment().ids))
+
+
+NUM_WORDS = 512
+
+
+@functools.cache
+def words() -> np.ndarray:
+    """Ids of the words that needles are made of: whole lower-case words of one token, ` name` with its space.
+
+    They come from the tokenizer alone (its merges are ordered by frequency), so that every Python version
+    draws the same pool. The most frequent words are left out (keywords), as are the words that statements and
+    questions are phrased in.
+    """
+    tokenizer = load_tokenizer()
+    reserved = set(tokenizer(PHRASING, add_special_tokens=False)["input_ids"])
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    whole = [i for token, i in vocabulary if re.fullmatch("Ġ[a-z]{3,}", token) and i not in reserved]
+    if len(whole) < NUM_WORDS:
+        raise ValueError(
+            f"the tokenizer holds {len(whole)} whole words, {NUM_WORDS} are needed: "
+            "train it again with a larger vocabulary"
+        )
+    return np.asarray(whole[-NUM_WORDS:], dtype=np.int64)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from retain.command import status_of
+from retain.process.command import status_of
 from retain.reference.documents import Writer
 from retain.reference.items import TASKS, Item, write_item
 from retain.reference.model import load_folder, load_model

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retain.command import status_of
+from retain.process.command import status_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +67,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> PreTraine
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line: train the tokenizer again, over the one that ships."""
-    from retain.reference.text import sources
+    from retain.reference.library import sources
 
     parser = argparse.ArgumentParser(prog="python -m retain.reference.tokenizer", description=main.__doc__)
     parser.parse_args(arguments)

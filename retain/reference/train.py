@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from retain.command import status_of
+from retain.process.command import status_of
 from retain.reference.batches import batches, parts
+from retain.reference.checkpoint import Unfinished
 from retain.reference.curriculum import KINDS, WEIGHTS, Batch
 from retain.reference.model import build, save_folder, save_model, weights_path
 from retain.reference.recipe import SIZES, SMALL, Phase, Recipe, Size
-from retain.reference.unfinished import Unfinished
 from retain.registry import lookup
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retain.attention.rotary import turn
 from retain.evidence import Evidence
-from retain.rotary import turn
 from retain.scores.score import Score, masked_score
 from retain.scores.value_norm import FLOATS_AT_ONCE, value_norms
 from retain.scores.value_norm_l2 import value_norm_l2
@@ -86,7 +86,8 @@ def expected_attention(
         raise ValueError(
             "expected_attention turns the queries back to before RoPE, and this evidence has no rotary "
             "embedding. Of a model's cache that means that the model has none, or one that is not understood "
-            "(retain.hf.model.rotary_of(model) is None): use a score that needs none, such as snapkv. "
+            "(retain.hf.model.decoder.rotary_of(model) is None): use a score that needs none, such as "
+            "snapkv. "
             "Evidence that you make yourself takes it as rotary=."
         )
     if evidence.soft_cap is not None:

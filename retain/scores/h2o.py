@@ -9,8 +9,8 @@ that the score also works where only the last queries are left.
 from jaxtyping import Float
 from torch import Tensor
 
+from retain.attention.running_statistics import advance
 from retain.evidence import Evidence
-from retain.running import advance
 from retain.scores.score import Score, masked_score
 
 

@@ -9,8 +9,8 @@ first access, as in any LRU, so that an entry which nobody attends to is as old 
 from jaxtyping import Int64
 from torch import Tensor
 
+from retain.attention.running_statistics import advance
 from retain.evidence import Evidence
-from retain.running import advance
 from retain.scores.score import Score, masked_score
 
 

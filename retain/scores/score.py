@@ -29,13 +29,16 @@ class Score:
             or a divisor is not), `mass` (attention alone, or a share of it) or `rank` (only the order inside
             a head is claimed to mean something; heads may still be told to compete by the numbers as they
             are, as released presses do).
-        first_BHT: what the first of two stages ranks by (`retain.stages`), float32; None where there is one.
-        draw_BHT: what a drawn share of a budget goes by (`retain.drawing`), float32; None where none is.
+        first_BHT: what the first of two stages ranks by (`retain.two_stage`), float32; None where there is
+        one.
+        draw_BHT: what a drawn share of a budget goes by (`retain.budget.priority_sampling`), float32; None
+        where none is.
         window: of the entries, the last so many are the observation window that the score was made with.
         layer_weight_B: float64, what this layer asks for of a budget that layers share (CAKE); None if the
             score does not say.
         fusion_weights: of a gate's score, fusion -> its calibrated weight `[H]` in 0..1; None without any.
-        quotas: of a gate's score, what is stored of each head's share of a budget (`retain.quotas`), of all
+        quotas: of a gate's score, what is stored of each head's share of a budget (`retain.budget.quotas`),
+        of all
             layers; None without any.
     """
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from retain.attention.rotary import Rotary
+from retain.attention.running_statistics import advance
 from retain.evidence import Evidence
 from retain.registry import suggest
-from retain.rotary import Rotary
-from retain.running import advance
 from retain.scores import SCORES, Score
 from retain.scores.value_norm import value_norm_l1
 

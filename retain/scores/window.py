@@ -16,9 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from retain.attention.received import paid
 from retain.evidence import Evidence, attention_probs
 from retain.kernels.attention_stats import Pool
-from retain.paid import paid
 
 
 def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"]:
@@ -44,8 +44,8 @@ def window_paid(
     keep_mass: bool = False,
     group: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Statistics of what the last `window` queries pay to each entry (`retain.paid`), of rows that are pooled
-    first if a pool is named.
+    """Statistics of what the last `window` queries pay to each entry (`retain.attention.received`), of rows
+    that are pooled first if a pool is named.
 
     Args:
         evidence: the layer, whose window was looked at (`check_window`).

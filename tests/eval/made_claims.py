@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retain.eval.claim_lines import FusedClaim, Line
-from retain.eval.fused_claims import FRESH_FROM, WANTED_AT, WANTED_IN, parts_of
-from retain.eval.summary import Scores, gather
+from retain.eval.claims.fused import FRESH_FROM, WANTED_AT, WANTED_IN, parts_of
+from retain.eval.claims.lines import FusedClaim, Line
+from retain.eval.stats.summary import Scores, gather
 
 FAMILY = {"copy": "seen", "pair": "seen", "odd": "held-out"}
 SEEDS = (0, 1, 2)

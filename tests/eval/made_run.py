@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from retain.eval.record import ITEMS, MANIFEST, REFERENCES, Reference, Row, tokens_sha
-from retain.eval.tasks import Task
+from retain.eval.run.results_store import ITEMS, MANIFEST, REFERENCES, Reference, Row, tokens_sha
+from retain.eval.tasks.suite import Task
 
 HOSTILE = "<script>alert('kept')</script>"
 TASKS = {
@@ -176,7 +176,7 @@ def make_kept() -> dict[str, Any]:
                 "kept": kept,
             }
         )
-    command = "python -m retain.eval.kept --config configs/compare/made.yaml"
+    command = "python -m retain.eval.report.kept --config configs/compare/made.yaml"
     return {"schema": 1, "command": command, "made": {"layers": [0, 1, 2, 3]}, "documents": documents}
 
 
@@ -261,7 +261,7 @@ def make_speed() -> dict[str, Any]:
     return {
         "what": "serving",
         "date": "2026-01-02",
-        "command": "python -m retain.eval.speed_serving --output results/made/speed.json",
+        "command": "python -m retain.eval.speed.serving --output results/made/speed.json",
         "model": {"name": "random", "parameters": 1_000_000},
         "peak_of": "process: resident memory beyond the weights",
         "rows": [*rows, lost],

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from retain.eval.compare import compare
 from retain.eval.config import CompareConfig
-from retain.eval.processes import launched
-from retain.eval.record import ITEMS, finished
-from retain.eval.runner import run_all
-from retain.eval.subject import plan
+from retain.eval.run.evaluated_model import plan
+from retain.eval.run.processes import launched
+from retain.eval.run.results_store import ITEMS, finished
+from retain.eval.run.runner import run_all
 from tests.eval.stub import MORE_STUB, stub_config
 
 
@@ -78,7 +78,7 @@ def several(folder: Path, doomed: int | None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     from retain.eval.compare import describe_run
-    from retain.eval.record import open_run
+    from retain.eval.run.results_store import open_run
 
     if processes.first:
         open_run(config.folder, describe_run(config, MORE_STUB), [own.key for own in plan(config, MORE_STUB)])

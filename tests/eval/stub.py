@@ -10,9 +10,9 @@ import torch
 
 import retain
 from retain.eval.config import CompareConfig
-from retain.eval.tasks import Asked, Item, Suite, Task
+from retain.eval.tasks.suite import Asked, Item, Suite, Task
 from retain.gates.store import save_gates
-from retain.hf.model import fingerprint
+from retain.hf.model.decoder import fingerprint
 from tests.tiny import VOCAB, tiny_model
 
 TASKS = {

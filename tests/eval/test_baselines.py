@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from retain.eval.baselines import fit_token_identity, load_token_identity, oracle
+from retain.eval.run.baselines import fit_token_identity, load_token_identity, oracle
 from retain.evidence import attention_probs
 from retain.future import future_risk
-from retain.hf.model import observe
+from retain.hf.intercept.observe import observe
 from tests.eval.stub import stub_documents, stub_model
 from tests.tiny import VOCAB
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.eval import by_cache
-from retain.eval.by_cache import (
+from retain.eval.config import Line, lines_of
+from retain.eval.run import by_cache
+from retain.eval.run.by_cache import (
     Watch,
     bytes_beside,
     check_equal_memory,
@@ -15,11 +16,10 @@ from retain.eval.by_cache import (
     positions_held,
     run_by_cache,
 )
-from retain.eval.config import Line, lines_of
-from retain.eval.runner import items_in, run_unit
-from retain.eval.shared_prefill import run_shared
-from retain.eval.subject import Unit, load_subject, plan
-from retain.hf.cache import Cache
+from retain.eval.run.evaluated_model import Unit, load_subject, plan
+from retain.eval.run.runner import items_in, run_unit
+from retain.eval.run.shared_prefill import run_shared
+from retain.hf.cache.cache import Cache
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_item
 
 BARE = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix_fraction=0")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import retain
-from retain.eval import capacity_study
-from retain.eval.capacity_study import (
+from retain.eval.diagnose import capacity as capacity_study
+from retain.eval.diagnose.capacity import (
     SIGNALS,
     auroc,
     auroc_within,
@@ -21,9 +21,9 @@ from retain.eval.capacity_study import (
     tables,
     written,
 )
-from retain.eval.tasks import load_suite
 from retain.eval.tasks.reference import item_writer
 from retain.eval.tasks.reference_shift import CROWD, crowd_item, reference_shift_item
+from retain.eval.tasks.suites import load_suite
 from retain.reference import load_model
 from tests.eval.stub import STUB
 from tests.hf.regime_runs import gates_of
@@ -124,7 +124,7 @@ def test_the_page_says_the_whole_command(tmp_path, monkeypatch, capsys):
     main(typed)
     page = (tmp_path / "out" / "capacity.md").read_text()
     (command,) = [line.strip("`") for line in page.splitlines() if line.startswith("`python")]
-    assert shlex.split(command) == ["python", "-m", "retain.eval.capacity_study", *typed]
+    assert shlex.split(command) == ["python", "-m", "retain.eval.diagnose.capacity", *typed]
     assert command in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["capacity_study.py", *typed[:-1], str(tmp_path / "own")])
     main()

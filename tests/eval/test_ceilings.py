@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from retain.eval.ceilings import CELLS, cells_of, discriminate, noise_of, write_cells
-from retain.eval.record import ITEMS
-from retain.eval.summary import Cell, gather
+from retain.eval.run.results_store import ITEMS
+from retain.eval.stats.ceilings import CELLS, cells_of, discriminate, noise_of, write_cells
+from retain.eval.stats.summary import Cell, gather
 
 FULL = Cell("decode", "full", 1.0)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from retain.eval.metrics_steps import final_step, step_share, steps, written_steps
+from retain.eval.metrics.steps import final_step, step_share, steps, written_steps
 from retain.eval.tasks.chains import chain_registers, chain_rule, chain_running
 from retain.eval.tasks.rendering import render
 from tests.eval.asked_in_text import asking, made, measure, of_group, tokenizer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from retain.eval.fused_claims import FRESH_FROM, check_conditions, main
-from retain.eval.summary import Scores, gather
+from retain.eval.claims.fused import FRESH_FROM, check_conditions, main
+from retain.eval.stats.summary import Scores, gather
 from tests.eval.made_claims import (
     FAMILY,
     PARTS,

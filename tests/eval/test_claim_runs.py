@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from retain.eval.claim_runs import join
-from retain.eval.fused_claims import WANTED_AT, WANTED_IN, check_better, check_not_worse, main, parts_of
-from retain.eval.summary import Cell, gather
+from retain.eval.claims.fused import WANTED_AT, WANTED_IN, check_better, check_not_worse, main, parts_of
+from retain.eval.claims.runs import join
+from retain.eval.stats.summary import Cell, gather
 from tests.eval.made_claims import (
     FAMILY,
     OPTIONS,

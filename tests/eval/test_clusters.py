@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.eval.clusters import cluster_interval, cluster_pairs, pair_items
-from retain.eval.significance import paired_interval
+from retain.eval.stats.clusters import cluster_interval, cluster_pairs, pair_items
+from retain.eval.stats.significance import paired_interval
 
 
 def test_items_pair_by_key_and_not_by_line():

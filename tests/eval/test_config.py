@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from retain.budget import Budget
+from retain.budget.statement import Budget
 from retain.config import load
-from retain.eval import checks
 from retain.eval import config as grid
-from retain.eval.checks import check
+from retain.eval.claims.fused import FRESH_FROM
 from retain.eval.compare import compare, main
 from retain.eval.config import (
     REGIMES,
@@ -25,10 +24,11 @@ from retain.eval.config import (
     suite_of,
     with_all_tasks,
 )
-from retain.eval.fused_claims import FRESH_FROM
-from retain.eval.orderings import ORDERINGS
-from retain.eval.study_plan import StudyConfig
-from retain.eval.subject import plan
+from retain.eval.run import checks
+from retain.eval.run.checks import check
+from retain.eval.run.evaluated_model import plan
+from retain.eval.studies.orderings import ORDERINGS
+from retain.eval.study.plan import StudyConfig
 from retain.eval.tasks import text
 from retain.gates import GateSet
 from retain.gates.store import WEIGHTS_FILE

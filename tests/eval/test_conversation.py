@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from retain.config import save
-from retain.eval import conversation
-from retain.eval.conversation import (
+from retain.eval.studies import conversation
+from retain.eval.studies.conversation import (
     FULL,
     Setting,
     main,
@@ -15,8 +15,8 @@ from retain.eval.conversation import (
     play,
     run,
 )
-from retain.eval.dialogue import PROMPT_TOKENS, SINKS, TURN_TOKENS, Conversation, write_conversation
-from retain.hf.attach import attach
+from retain.eval.studies.dialogue import PROMPT_TOKENS, SINKS, TURN_TOKENS, Conversation, write_conversation
+from retain.hf.intercept.attach import attach
 from retain.presets import load_policy
 from retain.reference import load_model
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID

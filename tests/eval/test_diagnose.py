@@ -6,22 +6,29 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.attention_chunks import truncate
-from retain.budget import Budget
-from retain.eval import diagnose as command
-from retain.eval import perplexity
-from retain.eval.diagnose import FILE, ORACLE, Setting, diagnose, main, policy_of, read_layers
-from retain.eval.diagnose_documents import cut, load, opening_of, reference_asked, text_asked
-from retain.eval.diagnose_record import FULL, record_of, table
-from retain.eval.diagnostics import coverage, head_perturbation
-from retain.eval.shared_prefill import first_entries
-from retain.eval.teacher_forced import Answer, Asked, end_tokens, read_plainly, respond, split, transcript
+from retain.attention.chunked import truncate
+from retain.budget.statement import Budget
+from retain.eval.diagnose import command, perplexity
+from retain.eval.diagnose.command import FILE, ORACLE, Setting, diagnose, main, policy_of, read_layers
+from retain.eval.diagnose.documents import cut, load, opening_of, reference_asked, text_asked
+from retain.eval.diagnose.measures import coverage, head_perturbation
+from retain.eval.diagnose.record import FULL, record_of, table
+from retain.eval.diagnose.teacher_forced import (
+    Answer,
+    Asked,
+    end_tokens,
+    read_plainly,
+    respond,
+    split,
+    transcript,
+)
+from retain.eval.run.shared_prefill import first_entries
 from retain.evidence import attention_probs
 from retain.future import future_risk
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
-from retain.hf.gates import load_gates
-from retain.hf.model import observe
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.observe import observe
+from retain.hf.model.gates import load_gates
 from retain.policy import decide_layers, score_entries
 from retain.reference import load_tokenizer
 from retain.scores import Score

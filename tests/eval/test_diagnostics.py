@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from retain.eval.diagnostics import (
+from retain.eval.diagnose.measures import (
     agreement,
     coverage,
     coverage_numbers,
@@ -22,7 +22,7 @@ from retain.eval.diagnostics import (
     token_loss,
 )
 from retain.evidence import attention_probs
-from retain.hf.model import observe
+from retain.hf.intercept.observe import observe
 from retain.scores.value_norm import value_norm_l1, value_norms
 from tests.close import assert_close
 from tests.tiny import tiny_batch, tiny_model

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from retain.eval.exports import file_name, kvpress_name, main, write_exports
-from retain.eval.record import ITEMS
+from retain.eval.report.exports import file_name, kvpress_name, main, write_exports
+from retain.eval.run.results_store import ITEMS
 from tests.eval.made_run import (
     BUDGETS,
     HOSTILE,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import retain
-from retain.eval import families
-from retain.eval.families import (
+from retain.eval.diagnose import families
+from retain.eval.diagnose.families import (
     BASELINE,
     DOCUMENTS,
     Line,
@@ -24,9 +24,10 @@ from retain.eval.families import (
 from retain.future import future_risk
 from retain.gates import GATES, GateSet
 from retain.gates.store import save_gates
-from retain.hf.gates import load_gates
-from retain.hf.lookahead import lookahead_gates
-from retain.hf.model import fingerprint, observe
+from retain.hf.intercept.lookahead_pass import lookahead_gates
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import fingerprint
+from retain.hf.model.gates import load_gates
 from tests.eval.stub import STUB, stub_model
 from tests.naive import naive_overlap
 

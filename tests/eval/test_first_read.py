@@ -4,15 +4,15 @@ is read once for all cells."""
 import pytest
 import torch
 
-from retain.eval.by_cache import run_by_cache
-from retain.eval.first_read import read_first
-from retain.eval.runner import items_in
-from retain.eval.subject import Unit, load_subject
+from retain.eval.run.by_cache import run_by_cache
+from retain.eval.run.evaluated_model import Unit, load_subject
+from retain.eval.run.first_read import read_first
+from retain.eval.run.runner import items_in
 from retain.gates import GATES
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
-from retain.hf.model import base_model
-from retain.hf.regime import NAMES
+from retain.hf.cache.cache import Cache
+from retain.hf.cache.regime import NAMES
+from retain.hf.intercept.attach import attach
+from retain.hf.model.decoder import base_model
 from tests.eval.stub import MORE_STUB, save_stub_gates, stub_config
 from tests.eval.test_families_table import gates_of
 from tests.tiny import tiny_batch, tiny_model

@@ -5,8 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from retain.eval.claim_lines import HEADS, Condition, FusedClaim, Line, Outcome, all_hold, as_markdown
-from retain.eval.fused_claims import (
+from retain.eval.claims.fused import (
     MARGIN,
     check_better,
     check_gap_closed,
@@ -15,9 +14,10 @@ from retain.eval.fused_claims import (
     groups_of,
     parts_of,
 )
-from retain.eval.paired_result import compare_paired
-from retain.eval.paired_tests import holm
-from retain.eval.summary import Cell, Scores, best_of, gather
+from retain.eval.claims.lines import HEADS, Condition, FusedClaim, Line, Outcome, all_hold, as_markdown
+from retain.eval.stats.paired_result import compare_paired
+from retain.eval.stats.paired_tests import holm
+from retain.eval.stats.summary import Cell, Scores, best_of, gather
 from tests.eval.made_claims import (
     FAMILY,
     OPTIONS,

@@ -13,10 +13,12 @@ from torch.nn.functional import linear
 
 import retain
 from retain.config import load
-from retain.eval.checks import check
 from retain.eval.compare import compare, describe_run
 from retain.eval.config import CompareConfig, GateSource, Line, gate_names, gate_users
-from retain.eval.gate_sources import (
+from retain.eval.report.kept import collect
+from retain.eval.run.checks import check
+from retain.eval.run.evaluated_model import Subjects, Unit, load_subject, plan
+from retain.eval.run.gate_sources import (
     load_source,
     other_layer,
     random_gates,
@@ -24,17 +26,15 @@ from retain.eval.gate_sources import (
     source_identity,
     weights_sha256,
 )
-from retain.eval.kept import collect
-from retain.eval.record import Row, gates_identity, open_run, read_manifest, read_rows
-from retain.eval.runner import run_all, run_unit
-from retain.eval.subject import Subjects, Unit, load_subject, plan
+from retain.eval.run.results_store import Row, gates_identity, open_run, read_manifest, read_rows
+from retain.eval.run.runner import run_all, run_unit
 from retain.gates import GATES, GateSet, build_gates, dims_for, settings_of
 from retain.gates.calibrate import CALIBRATORS, Remap, build_calibrator
 from retain.gates.store import METADATA_FILE, load_gates, save_gates
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
-from retain.hf.lookahead import lookahead_gates
-from retain.hf.model import describe, fingerprint
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.lookahead_pass import lookahead_gates
+from retain.hf.model.decoder import describe, fingerprint
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_model
 
 SETS = {

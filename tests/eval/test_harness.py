@@ -46,7 +46,7 @@ BY_HAND = {"observed_settings": {"window": 4}, "protection": {"minimum": 1, "sin
 
 @pytest.fixture(scope="module", autouse=True)
 def harness() -> Any:
-    from retain.eval import harness
+    from retain.eval.harness import model as harness
 
     return harness
 
@@ -393,7 +393,7 @@ def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
 def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> None:
     from retain.gates import build_gates
     from retain.gates.store import save_gates
-    from retain.hf.model import describe, fingerprint
+    from retain.hf.model.decoder import describe, fingerprint
     from retain.reference import load_model
 
     model = load_model(0)

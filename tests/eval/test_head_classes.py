@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from retain.eval.head_classes import (
+from retain.eval.diagnose.head_classes import (
     TextDocument,
     load,
     main,
@@ -15,7 +15,7 @@ from retain.eval.head_classes import (
     write_head_classes,
 )
 from retain.head_classes import read_head_classes
-from retain.hf.model import observe
+from retain.hf.intercept.observe import observe
 from tests.close import assert_close
 from tests.naive import naive_attention
 from tests.tiny import tiny_batch, tiny_model

@@ -10,11 +10,11 @@ import torch
 
 import retain
 from retain.eval.cli import main
-from retain.eval.gate_cost import GateCost, cost_of, gate_flops, projection_flops, weight_flops
-from retain.eval.inspect_path import inspect_path
+from retain.eval.diagnose.gate_cost import GateCost, cost_of, gate_flops, projection_flops, weight_flops
+from retain.eval.inspection.path import inspect_path
 from retain.gates import GATES, build_gates
 from retain.gates.store import save_gates
-from retain.hf.model import describe, fingerprint
+from retain.hf.model.decoder import describe, fingerprint
 from tests.tiny import VOCAB, tiny_model
 
 E, H, F = 32, 2, 16
@@ -171,7 +171,7 @@ def test_a_damaged_artifact_is_not_described(gates_folder: Path, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory, gates_folder: Path) -> Path:
-    """What a killed training run leaves, by the layout of train/checkpoint.py."""
+    """What a killed training run leaves, by the layout of train/run/checkpoint.py."""
     import hashlib
 
     root = tmp_path_factory.mktemp("runs") / "killed"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from retain.eval.interval_coverage import DESIGNS, RARE, Design, Rare, main
+from retain.eval.studies.interval_coverage import DESIGNS, RARE, Design, Rare, main
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from retain.config import to_mapping
-from retain.eval import kept
 from retain.eval.config import CompareConfig
-from retain.eval.document_view import view
-from retain.eval.kept import collect, main, token_texts
-from retain.eval.runner import run_unit
-from retain.eval.subject import Unit, load_subject
+from retain.eval.report import kept
+from retain.eval.report.document_view import view
+from retain.eval.report.kept import collect, main, token_texts
+from retain.eval.run.evaluated_model import Unit, load_subject
+from retain.eval.run.runner import run_unit
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_item
 
 POLICIES = ("random", "snapkv", "adakv", "gate", "oracle", "token_identity")
@@ -82,7 +82,10 @@ def test_the_command(gated, tmp_path, monkeypatch, capsys):
     written = tmp_path / "results" / "stub" / "kept.json"
     assert capsys.readouterr().out.strip() == str(written)
     made = json.loads(written.read_text())
-    assert made["command"] == f"python -m retain.eval.kept --config {path} --documents 1 'keep_ratios=[0.6]'"
+    assert (
+        made["command"]
+        == f"python -m retain.eval.report.kept --config {path} --documents 1 'keep_ratios=[0.6]'"
+    )
     assert [(own["policy"], own["budget"]) for own in made["documents"][0]["kept"]] == [
         *(("random", 0.6), ("snapkv", 0.6))
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from retain.eval.metrics import METRICS
+from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks import longbench_v2 as module_v2
 from retain.eval.tasks.card import Asking, TextItem
 from retain.eval.tasks.longbench import EVEN, GENERATORS, SIZES, length_bin, longbench, longbench_size
@@ -17,7 +17,7 @@ from retain.eval.tasks.longbench_prompts import PROMPTS
 from retain.eval.tasks.longbench_v2 import longbench_v2, longbench_v2_size
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.text import cards
-from retain.hf.named import load_named_tokenizer
+from retain.hf.model.named import load_named_tokenizer
 
 # Of THUDM/LongBench's config/dataset2prompt.json, read as JSON and written with sorted keys.
 PROMPTS_SHA256 = "e7d865d712fe45e2455f5e864ac474001d7758d68d349e76ffbcdd382483358f"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from retain.eval.metrics import METRICS
+from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks.card import Asking
 from retain.eval.tasks.longmemeval import FILES, SIZES, longmemeval, longmemeval_size
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.text import cards
-from retain.hf.named import load_named_tokenizer
+from retain.hf.model.named import load_named_tokenizer
 
 
 def words(text: str) -> int:

@@ -13,7 +13,7 @@ from retain.eval.tasks.card import Asking
 from retain.eval.tasks.mathematics import PROBLEMS, SIZES, mathematics, mathematics_size
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.text import cards
-from retain.hf.named import load_named_tokenizer
+from retain.hf.model.named import load_named_tokenizer
 
 ROWS = {
     "gsm8k": {"question": "Ann has 9 hens. \n", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"},

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retain.eval.not_worse import ONE_SIDED, SMALLEST, NotWorse, Step, bounded, not_worse, step_down, within
-from retain.eval.significance import standard_error
+from retain.eval.stats.not_worse import (
+    ONE_SIDED,
+    SMALLEST,
+    NotWorse,
+    Step,
+    bounded,
+    not_worse,
+    step_down,
+    within,
+)
+from retain.eval.stats.significance import standard_error
 
 ALPHAS = (0.2, 0.05, 0.025, 0.001)
 

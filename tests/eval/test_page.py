@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retain.eval.comparisons import ALPHA, Place, budget_name, is_judged, judge, paragraphs, word_of
-from retain.eval.document_view import STEPS, from_diagnostics, step_of, view
-from retain.eval.figures import Difference, Panel, Series, draw_forest, draw_lines, look, ticks
-from retain.eval.page import PARTS, context, inert, main, tasks_of, write_page
-from retain.eval.page_scores import heat_maps, styles_of
-from retain.eval.record import ITEMS
-from retain.eval.summary import Cell, gather
-from retain.eval.tabular import LEVELS, colours, heat, luminance, number, p_value
+from retain.eval.report.document_view import STEPS, from_diagnostics, step_of, view
+from retain.eval.report.figures import Difference, Panel, Series, draw_forest, draw_lines, look, ticks
+from retain.eval.report.html_page import PARTS, context, inert, main, tasks_of, write_page
+from retain.eval.report.page_scores import heat_maps, styles_of
+from retain.eval.report.tabular import LEVELS, colours, heat, luminance, number, p_value
+from retain.eval.run.results_store import ITEMS
+from retain.eval.stats.comparisons import ALPHA, Place, budget_name, is_judged, judge, paragraphs, word_of
+from retain.eval.stats.summary import Cell, gather
 from tests.eval.made_run import (
     BUDGETS,
     HOSTILE,
@@ -173,8 +173,8 @@ def test_every_figure_says_what_makes_it(page):
         commands = [own for own in page.inside(one, "p") if own.get("class") == "command"]
         assert commands and said(page.inside(one, "code")[0]).startswith("python ")
         assert page.inside(one, "figcaption")
-    assert "retain.eval.diagnose" in said(page.by_id("fig-coverage"))
-    assert "retain.eval.speed_serving" in said(page.by_id("fig-speed"))
+    assert "retain.eval.diagnose.command" in said(page.by_id("fig-coverage"))
+    assert "retain.eval.speed.serving" in said(page.by_id("fig-speed"))
     assert "configs/compare/made.yaml" in said(page.by_id("fig-scores"))
     for drawing in page.all("svg", role="img"):
         assert said(page.by_id(drawing["aria-labelledby"]))
@@ -264,9 +264,9 @@ def test_what_is_missing_is_a_sentence_with_its_command(bare):
     missing = [said(one) for one in bare.all("p", **{"class": "missing"})]
     assert len(missing) == 5 and all("This was not measured for this run" in text for text in missing)
     for ident, command in (
-        ("documents", "python -m retain.eval.kept --config configs/compare/made.yaml"),
+        ("documents", "python -m retain.eval.report.kept --config configs/compare/made.yaml"),
         ("coverage", "python -m retain.eval.diagnose --model reference:0 --policies random recency snapkv"),
-        ("memory", "python -m retain.eval.speed_serving --policies random,recency,snapkv,h2o"),
+        ("memory", "python -m retain.eval.speed.serving --policies random,recency,snapkv,h2o"),
     ):
         assert command in said(bare.by_id(ident))
     assert {one["id"] for one in bare.all("figure")} == {"fig-scores", "fig-forest", "fig-needles"}
@@ -407,7 +407,7 @@ def test_colours_are_monotone_and_readable():
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_lines_and_words_stand_out_from_the_ground(scheme):
-    css = (Path(__file__).parents[2] / "eval/report_page/page.css").read_text()
+    css = (Path(__file__).parents[2] / "eval/report/template/page.css").read_text()
     block = css.split("prefers-color-scheme: dark")[scheme == "dark"]
     values = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6})", block))
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.eval.not_worse import within
-from retain.eval.paired_result import PairedResult, adjust, compare_paired, supported_verdict
-from retain.eval.paired_tests import equivalence, sign_flip, signed_rank
-from retain.eval.significance import Interval, paired_interval
+from retain.eval.stats.not_worse import within
+from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired, supported_verdict
+from retain.eval.stats.paired_tests import equivalence, sign_flip, signed_rank
+from retain.eval.stats.significance import Interval, paired_interval
 
 
 def compared(differences, **settings) -> PairedResult:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.eval.paired_tests import (
+from retain.eval.stats.paired_tests import (
     Equivalence,
     equivalence,
     exact_binomial,

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from retain.eval import parity
-from retain.eval.peer import WINDOW
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
-from retain.hf.model import observe
+from retain.eval.speed.peer import WINDOW
+from retain.eval.studies import parity
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.observe import observe
 from retain.policy import load_policy
 from tests.eval import press as stand_in
 from tests.evictions import FOLDER

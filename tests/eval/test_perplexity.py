@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from retain.eval.diagnose_documents import cut
-from retain.eval.perplexity import FULL, Reading, main, read_pieces, summarise, table
+from retain.eval.diagnose.documents import cut
+from retain.eval.diagnose.perplexity import FULL, Reading, main, read_pieces, summarise, table
 from retain.presets import load_policy
 from retain.reference import load_model
 from retain.reference.text import stream
@@ -100,7 +100,7 @@ def test_command(tmp_path, capsys):
     record = json.loads(out.read_text())
     assert record["control_kl"] < 1e-8 and record["made"]["text"] == "own.txt"
     assert [row["policy"] for row in record["rows"]] == ["snapkv,protection.recent=4"]
-    assert record["command"].startswith("python -m retain.eval.perplexity --text")
+    assert record["command"].startswith("python -m retain.eval.diagnose.perplexity --text")
     assert "snapkv,protection.recent=4" in capsys.readouterr().out
     before = out.read_text()
     assert main(typed) == 2 and out.read_text() == before

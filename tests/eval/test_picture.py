@@ -4,10 +4,10 @@ from dataclasses import asdict
 
 import pytest
 
-from retain.eval import picture
-from retain.eval.record import MANIFEST, read_manifest, read_rows
-from retain.eval.summary import Cell, gather
-from retain.provenance import write_json
+from retain.eval.report import picture
+from retain.eval.run.results_store import MANIFEST, read_manifest, read_rows
+from retain.eval.stats.summary import Cell, gather
+from retain.process.provenance import write_json
 from tests.eval.made_run import BUDGETS, make_rows, make_run
 
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retain.eval.not_worse import within
-from retain.eval.power import (
+from retain.eval.stats.not_worse import within
+from retain.eval.stats.power import (
     equivalence_power,
     items_for_difference,
     items_for_equivalence,
     smallest_difference,
     verdict_power,
 )
-from retain.eval.significance import paired_interval
+from retain.eval.stats.significance import paired_interval
 
 
 @pytest.mark.parametrize(("printed_sd", "items"), [(0.127, 348), (0.166, 589), (0.217, 1009)])

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from retain.eval.ceilings import CELLS
 from retain.eval.compare import compare
-from retain.eval.processes import Processes, launched
-from retain.eval.record import ITEMS, MANIFEST, read_references, read_rows
-from retain.lock import LOCK_FILE, lock_folder
+from retain.eval.run.processes import Processes, launched
+from retain.eval.run.results_store import ITEMS, MANIFEST, read_references, read_rows
+from retain.eval.stats.ceilings import CELLS
+from retain.process.lock import LOCK_FILE, lock_folder
 from tests.eval.run_stub import config_of
 from tests.eval.stub import MORE_STUB
 from tests.launch import ROOT, launch_environment

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from retain.eval.clusters import cluster_pairs, pair_items
-from retain.eval.paired_result import PairedResult, adjust, compare_paired, supported_verdict
-from retain.eval.paired_tests import holm, signed_rank
-from retain.eval.power import items_for_equivalence
-from retain.eval.significance import paired_interval, ratio_interval
+from retain.eval.stats.clusters import cluster_pairs, pair_items
+from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired, supported_verdict
+from retain.eval.stats.paired_tests import holm, signed_rank
+from retain.eval.stats.power import items_for_equivalence
+from retain.eval.stats.significance import paired_interval, ratio_interval
 
 ROWS = Path(__file__).resolve().parents[3] / "shared" / "data" / "protection_study_items.csv"
 pytestmark = pytest.mark.skipif(not ROWS.exists(), reason=f"../shared/data/{ROWS.name} is absent")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from retain.eval import compare as entry
-from retain.eval import study
-from retain.eval.record import (
+from retain.eval.run.results_store import (
     ITEMS,
     MANIFEST,
     REFERENCES,
@@ -28,9 +27,10 @@ from retain.eval.record import (
     take_up,
     tokens_sha,
 )
+from retain.eval.study import command as study
 from retain.gates import build_gates
 from retain.gates.store import save_gates
-from retain.provenance import code_state
+from retain.process.provenance import code_state
 
 
 def row(unit: str, item: int, rows: int = 1) -> Row:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from retain.eval.tasks import load_suite
 from retain.eval.tasks.prose import compiled_docstrings, paragraphs, prose, prose_text
 from retain.eval.tasks.reference_shift import (
     ABOUT,
@@ -22,9 +21,10 @@ from retain.eval.tasks.reference_shift import (
     reference_shift_item,
     reference_shift_suite,
 )
+from retain.eval.tasks.suites import load_suite
 from retain.reference import documents, load_model
-from retain.reference.documents import fill
-from retain.reference.text import sources, words
+from retain.reference.documents import fill, words
+from retain.reference.library import sources
 from retain.reference.tokenizer import QUESTION_ID, load_tokenizer
 
 UNFAMILIAR = (*FACT_FORMATS, *MULTI_FORMATS, *LINK_FORMATS, *LIST_FORMATS)
@@ -247,7 +247,7 @@ def test_docstrings_of_modules():
 def test_a_source_that_this_python_cannot_read_says_nothing(monkeypatch):
     whole = "Return all of the entries that were kept by it here."
     held = {"train": [("a.py", "")], "eval": [("broken.py", "def (:"), ("b.py", f'"""{whole}"""')]}
-    monkeypatch.setattr("retain.reference.text.sources", lambda split: held[split])
+    monkeypatch.setattr("retain.reference.library.sources", lambda split: held[split])
     monkeypatch.setattr("retain.eval.tasks.prose.COMPILED", ())
     assert prose_text.__wrapped__() == (whole,)
 

@@ -8,9 +8,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from retain.eval.comparisons import can_reach, fewest, is_judged, judge, numbers
 from retain.eval.config import asks_shipped
-from retain.eval.orderings import (
+from retain.eval.report.html_page import _limits, context
+from retain.eval.report.markdown import section, write_report
+from retain.eval.run.results_store import ITEMS
+from retain.eval.stats.comparisons import can_reach, fewest, is_judged, judge, numbers
+from retain.eval.stats.paired_result import compare_paired, supported_verdict
+from retain.eval.stats.significance import Interval
+from retain.eval.stats.summary import (
+    Cell,
+    Comparison,
+    best_heuristic,
+    best_of,
+    check_claims,
+    compare,
+    gather,
+    heuristics,
+    learned_against_each,
+)
+from retain.eval.studies.orderings import (
     DEFENSIVE,
     HEADS,
     LAVA,
@@ -24,22 +40,6 @@ from retain.eval.orderings import (
     orderings_of,
     size_of,
     topics,
-)
-from retain.eval.page import _limits, context
-from retain.eval.paired_result import compare_paired, supported_verdict
-from retain.eval.record import ITEMS
-from retain.eval.report import section, write_report
-from retain.eval.significance import Interval
-from retain.eval.summary import (
-    Cell,
-    Comparison,
-    best_heuristic,
-    best_of,
-    check_claims,
-    compare,
-    gather,
-    heuristics,
-    learned_against_each,
 )
 from tests.eval.stub import TASKS
 

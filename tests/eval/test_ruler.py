@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from retain.eval.metrics import METRICS
+from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks.haystacks import (
     different_places,
     identity,

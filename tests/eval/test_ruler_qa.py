@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from retain.eval.metrics import METRICS
+from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks.card import Asking, TextItem
 from retain.eval.tasks.ruler_qa import GENERATORS, OPENING, SIZES, ruler_qa, ruler_qa_size, synthqa
 from retain.eval.tasks.squad_hotpot import load_pool

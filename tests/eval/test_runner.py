@@ -14,23 +14,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from retain.budget import Budget
+from retain.budget.statement import Budget
 from retain.config import load, save
-from retain.eval import cli, runner, shared_prefill
+from retain.eval import cli
 from retain.eval import compare as entry
-from retain.eval import subject as subjects
-from retain.eval.answers import read_back
-from retain.eval.baselines import oracle
 from retain.eval.compare import compare, describe_run
 from retain.eval.config import CompareConfig, find_policy, fits_tables
-from retain.eval.head_classes import measure_head_classes
-from retain.eval.processes import Processes
-from retain.eval.record import ITEMS, MANIFEST, REFERENCES, open_run, read_references, read_rows
-from retain.eval.runner import run_all
-from retain.eval.shared_prefill import first_entries, observed_tokens, seen_tokens
-from retain.eval.subject import Subjects, Unit, item_seed, load_subject, one_by_one, plan
+from retain.eval.diagnose.head_classes import measure_head_classes
+from retain.eval.run import evaluated_model as subjects
+from retain.eval.run import runner, shared_prefill
+from retain.eval.run.answers import read_back
+from retain.eval.run.baselines import oracle
+from retain.eval.run.evaluated_model import Subjects, Unit, item_seed, load_subject, one_by_one, plan
+from retain.eval.run.processes import Processes
+from retain.eval.run.results_store import ITEMS, MANIFEST, REFERENCES, open_run, read_references, read_rows
+from retain.eval.run.runner import run_all
+from retain.eval.run.shared_prefill import first_entries, observed_tokens, seen_tokens
 from retain.head_classes import read_head_classes
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from retain.policy import decide_layers, score_entries
 from retain.scores import Score
 from tests.eval.stub import STUB, TASKS, save_stub_gates, stub_config, stub_item
@@ -582,7 +583,7 @@ def test_a_worker_ends_with_the_run_that_started_it():
     """Also where that was killed and could tell nobody."""
     script = (
         "import os, subprocess, sys, time\n"
-        "waits = 'import os; from retain.eval.runner import _end_with; '\n"
+        "waits = 'import os; from retain.eval.run.runner import _end_with; '\n"
         "waits += f'print(1, flush=True); _end_with({os.getpid()})'\n"
         "worker = subprocess.Popen([sys.executable, '-c', waits], stdout=subprocess.PIPE, text=True)\n"
         "worker.stdout.readline()\n"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from retain.eval.page import write_page
+from retain.eval.report.html_page import write_page
 from tests.eval import made_run
 from tests.eval.made_run import TASKS, make_manifest, make_run
 

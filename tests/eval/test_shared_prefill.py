@@ -7,18 +7,27 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from retain.budget import Budget
-from retain.eval import shared_prefill
-from retain.eval.answers import Answer, alike, cut, needle_share, needle_tokens, padded, read_back, respond
-from retain.eval.baselines import largest, oracle
-from retain.eval.by_cache import run_by_cache
+from retain.budget.statement import Budget
 from retain.eval.config import find_policy
-from retain.eval.runner import items_in, run_unit
-from retain.eval.shared_prefill import observed_tokens, run_shared, seen_tokens, stages_of
-from retain.eval.subject import Unit, load_subject, naming
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
-from retain.hf.model import observe
+from retain.eval.run import shared_prefill
+from retain.eval.run.answers import (
+    Answer,
+    alike,
+    cut,
+    needle_share,
+    needle_tokens,
+    padded,
+    read_back,
+    respond,
+)
+from retain.eval.run.baselines import largest, oracle
+from retain.eval.run.by_cache import run_by_cache
+from retain.eval.run.evaluated_model import Unit, load_subject, naming
+from retain.eval.run.runner import items_in, run_unit
+from retain.eval.run.shared_prefill import observed_tokens, run_shared, seen_tokens, stages_of
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.observe import observe
 from retain.policy import Policy, decide_layers, score_entries
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, spoken, stub_config, stub_item
 from tests.tiny import VOCAB, tiny_model

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retain.eval.significance import (
+from retain.eval.stats.significance import (
     Interval,
     macro_mean,
     paired_interval,

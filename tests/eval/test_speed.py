@@ -7,8 +7,8 @@ import statistics
 import pytest
 import torch
 
-from retain.eval import speed
-from retain.eval.speed import (
+from retain.eval.speed import scoring as speed
+from retain.eval.speed.scoring import (
     POLICIES,
     Setting,
     Timing,
@@ -20,7 +20,7 @@ from retain.eval.speed import (
     parse_entry,
     table,
 )
-from retain.hf.attach import attachment_of
+from retain.hf.intercept.attach import attachment_of
 from retain.policy import policies
 
 TINY = Setting(

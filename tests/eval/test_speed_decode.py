@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from retain.eval import speed_decode
-from retain.eval.speed_decode import Setting, benchmark, main, spread_of
+from retain.eval.speed import decode as speed_decode
+from retain.eval.speed.decode import Setting, benchmark, main, spread_of
 
 TINY = ["--batch", "1", "--heads", "4", "--kv-heads", "2", "--width", "8", "--seen", "400", "--threads", "1"]
 TINY += ["--evicted", "5", "--layers", "2", "--rounds", "2"]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import retain
-from retain.cache import RaggedStore
-from retain.eval import speed_eviction
-from retain.eval.speed_eviction import (
+from retain.cache.store import RaggedStore
+from retain.eval.speed import eviction as speed_eviction
+from retain.eval.speed.eviction import (
     SINKS,
     Setting,
     benchmark,
@@ -16,7 +16,7 @@ from retain.eval.speed_eviction import (
     model_of,
     rows_held,
 )
-from retain.hf.attach import attach, attachment_of
+from retain.hf.intercept.attach import attach, attachment_of
 from retain.presets import load_policy
 
 SHAPE = {"batch": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "width": 8, "threads": 1}
@@ -95,8 +95,8 @@ def test_a_record_has_both_readings_of_a_step(tmp_path, capsys):
 
 def broken(monkeypatch, how):
     if how == "attention":
-        attend = retain.hf.engine.attend
-        monkeypatch.setattr(retain.hf.engine, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
+        attend = retain.hf.cache.engine.attend
+        monkeypatch.setattr(retain.hf.cache.engine, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
     elif how == "compaction":
         compact_ = RaggedStore.compact_
 
@@ -107,7 +107,7 @@ def broken(monkeypatch, how):
         monkeypatch.setattr(RaggedStore, "compact_", shifted)
         monkeypatch.setattr(RaggedStore, "filter_", shifted)
     else:
-        monkeypatch.setattr(retain.hf.engine.Engine, "_evict_again", lambda *args, **settings: None)
+        monkeypatch.setattr(retain.hf.cache.engine.Engine, "_evict_again", lambda *args, **settings: None)
 
 
 @pytest.mark.parametrize(

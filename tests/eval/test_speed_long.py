@@ -4,11 +4,12 @@ import warnings
 import pytest
 import torch
 
-from retain.eval import speed, speed_long
-from retain.eval.speed_long import FIRST, Setting, Side, describe_side, main, table, waits_of
-from retain.hf.attach import attachment_of
-from retain.hf.cache import Cache
-from retain.hf.random_llama import VOCABULARY
+from retain.eval.speed import long as speed_long
+from retain.eval.speed import scoring as speed
+from retain.eval.speed.long import FIRST, Setting, Side, describe_side, main, table, waits_of
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attachment_of
+from retain.hf.model.random_llama import VOCABULARY
 
 TINY = {
     **{"tokens": "200,260", "policies": "fused,defensivekv,lava", "steps": 3, "batch": 2, "layers": 2},
@@ -66,7 +67,7 @@ def test_a_record_tells_of_every_side_at_every_length(tmp_path, capsys):
         "prefill of 200",
         "decoding behind 260",
         "gates: random, linear",
-        "python -m retain.eval.speed_long",
+        "python -m retain.eval.speed.long",
     ):
         assert part in text
     assert "paths: " in text and "reference (the tensors are not on CUDA)" in text

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
-from retain.eval import speed, speed_peers
-from retain.eval.speed import build_model
-from retain.eval.speed_peers import Foreign, main, memory_of, table
-from retain.eval.speed_serving import Setting, Side
+from retain.eval.speed import peers as speed_peers
+from retain.eval.speed import scoring as speed
+from retain.eval.speed.peers import Foreign, main, memory_of, table
+from retain.eval.speed.scoring import build_model
+from retain.eval.speed.serving import Setting, Side
 from tests.eval.test_speed_serving import ENTRY, TINY
 
 # Answers like peer_side.py: everything takes as long as it is told here, and AdaKV frees nothing.
@@ -103,7 +104,7 @@ def test_both_libraries_are_measured_at_the_same_budget(tmp_path, monkeypatch, c
     ratios = [own / 3.0 for own in ours["ttft_ms"]["all"]]
     assert theirs["ttft_ours_over_theirs"]["all"] == pytest.approx(ratios)
     assert len(rows["transformers", "DynamicCache, there"]["ttft_ms"]["all"]) == 2 * 2
-    for part in ("kvpress 9.9", "simulated", "python -m retain.eval.speed_peers"):
+    for part in ("kvpress 9.9", "simulated", "python -m retain.eval.speed.peers"):
         assert part in text
 
     asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]

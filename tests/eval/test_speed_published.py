@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from retain.eval import speed_long, speed_published
-from retain.eval.speed_long import Setting, table
-from retain.eval.speed_published import DECODE, PREFILL, PUBLISHED, Published, published
+from retain.eval.speed import long as speed_long
+from retain.eval.speed import published as speed_published
+from retain.eval.speed.long import Setting, table
+from retain.eval.speed.published import DECODE, PREFILL, PUBLISHED, Published, published
 
 TINY: dict[str, Any] = {
     **{"tokens": "128,200", "policies": "snapkv", "steps": 2, "batch": 2, "layers": 2, "width": 32},

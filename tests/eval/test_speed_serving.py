@@ -6,18 +6,20 @@ import time
 import pytest
 import torch
 
-from retain import resident
-from retain.eval import speed, speed_serving, speed_stages
-from retain.eval.cache_bytes import cache_bytes
-from retain.eval.speed_serving import Bench, Setting, Side, main, measure, round_of, row_of
-from retain.eval.speed_stages import EVICTION, SCORING, staged
-from retain.eval.speed_table import serving, show_median, show_mib, show_share, show_spread, spread_and_all
+from retain.eval.speed import scoring as speed
+from retain.eval.speed import serving as speed_serving
+from retain.eval.speed import stages as speed_stages
+from retain.eval.speed.cache_bytes import cache_bytes
+from retain.eval.speed.serving import Bench, Setting, Side, main, measure, round_of, row_of
+from retain.eval.speed.stages import EVICTION, SCORING, staged
+from retain.eval.speed.table import serving, show_median, show_mib, show_share, show_spread, spread_and_all
 from retain.gates.store import save_gates
-from retain.hf import gates as hf_gates
-from retain.hf.attach import attach, attachment_of
-from retain.hf.model import fingerprint
-from retain.hf.request import Request
+from retain.hf.cache.eviction_request import Request
+from retain.hf.intercept.attach import attach, attachment_of
+from retain.hf.model import gates as hf_gates
+from retain.hf.model.decoder import fingerprint
 from retain.policy import policies
+from retain.process import memory as resident
 
 TINY = {
     **{"tokens": 96, "policies": "snapkv;adakv,protection.recent=32", "keep_ratios": "0.5,0.75", "steps": 3},
@@ -83,7 +85,7 @@ def test_one_run_tells_of_every_policy_and_the_full_caches(record):
         **{"name": "random", "kind": "LlamaForCausalLM", "layers": 2, "evicting_layers": 2, "width": 32},
         **{"heads": 4, "kv_heads": 2, "parameters": 0, "weights_bytes": 0},
     }
-    for part in ("python -m retain.eval.speed_serving", "batch 2", "peak: not measured", "50.0%", "75.0%"):
+    for part in ("python -m retain.eval.speed.serving", "batch 2", "peak: not measured", "50.0%", "75.0%"):
         assert part in text
 
 
@@ -194,7 +196,7 @@ def test_the_memory_of_a_life_is_watched_in_a_process_of_its_own(monkeypatch):
     assert [(one["prefill"], one["decode"]) for one in found][:2] == [(1, 2), (3, 4)]
 
     def run(module, flags):
-        assert module == "retain.eval.speed_serving" and flags == [
+        assert module == "retain.eval.speed.serving" and flags == [
             "--watch",
             *(f"--{name.replace('_', '-')}={value}" for name, value in vars(setting).items()),
         ]
@@ -279,7 +281,7 @@ def test_it_is_reached_from_the_first_benchmark(monkeypatch):
     monkeypatch.setattr(speed_serving, "main", lambda arguments: seen.append(arguments) or 0)
     assert speed.main(["--what", "serving", "--tokens", "96", "--no-memory"]) == 0
     assert seen == [["--tokens", "96", "--no-memory"]]
-    with pytest.raises(ValueError, match="has a setting of its own: call retain.eval.speed_serving"):
+    with pytest.raises(ValueError, match="has a setting of its own: call retain.eval.speed.serving"):
         speed.benchmark("serving", speed.Setting(), ["snapkv"])
 
 

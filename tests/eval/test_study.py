@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from retain.config import load, save
-from retain.eval import cli, diagnose, kept
-from retain.eval import study as entry
+from retain.eval import cli
 from retain.eval.config import CompareConfig, GateSource
-from retain.eval.record import ITEMS, read_manifest, read_rows
-from retain.eval.study import main, run_study
-from retain.eval.study_plan import Level, StudyConfig, Training, Winner, plan_of
+from retain.eval.diagnose import command as diagnose
+from retain.eval.report import kept
+from retain.eval.run.results_store import ITEMS, read_manifest, read_rows
+from retain.eval.study import command as entry
+from retain.eval.study.command import main, run_study
+from retain.eval.study.plan import Level, StudyConfig, Training, Winner, plan_of
 from tests.eval.stub import STUB, save_stub_gates, stub_config
 
 
@@ -136,14 +138,14 @@ def test_the_page_of_a_study_names_commands_that_work(tmp_path, monkeypatch):
     page = (folder / "report.html").read_text()
     shown = [html.unescape(one) for one in re.findall("<code>(python [^<]*)</code>", page)]
     commands = {part[2]: part[3:] for part in map(shlex.split, shown) if part[1] == "-m"}
-    assert commands["retain.eval.kept"] == ["--config", str(folder / "compare.yaml")]
+    assert commands["retain.eval.report.kept"] == ["--config", str(folder / "compare.yaml")]
     monkeypatch.setattr(kept, "suite_of", lambda config: STUB)
-    assert kept.main(commands["retain.eval.kept"]) == 0 and (folder / "kept.json").is_file()
+    assert kept.main(commands["retain.eval.report.kept"]) == 0 and (folder / "kept.json").is_file()
     # All its policies are variants: the winner is what is diagnosed.
-    given = diagnose.parser().parse_args(commands["retain.eval.diagnose"])
+    given = diagnose.parser().parse_args(commands["retain.eval.diagnose.command"])
     assert given.policies == ["fused,fusion=max,draw=null"] and given.gates == str(tmp_path / "gates-seed0")
     assert [diagnose.policy_of(typed).fusion for typed in given.policies] == ["max"]
-    assert commands["retain.eval.speed_serving"] == ["--output", str(folder / "speed.json")]
+    assert commands["retain.eval.speed.serving"] == ["--output", str(folder / "speed.json")]
 
 
 def test_the_command_prints_what_trains_the_gates(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from retain.config import build, load, to_mapping
 from retain.eval.config import CompareConfig, GateSource, find_policy, suite_of
-from retain.eval.study_plan import (
+from retain.eval.study.plan import (
     Level,
     Plan,
     StudyConfig,

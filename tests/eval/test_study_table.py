@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from retain.eval.config import GateSource
-from retain.eval.study_picture import draw_study
-from retain.eval.study_plan import Level, StudyConfig, Winner, plan_of
-from retain.eval.study_table import (
+from retain.eval.stats.summary import Cell, Scores, gather
+from retain.eval.study.picture import draw_study
+from retain.eval.study.plan import Level, StudyConfig, Winner, plan_of
+from retain.eval.study.table import (
     Entry,
     Ingredient,
     as_markdown,
@@ -22,7 +23,6 @@ from retain.eval.study_table import (
     unequal,
     untouched,
 )
-from retain.eval.summary import Cell, Scores, gather
 from tests.eval.stub import STUB, stub_config
 
 OPTIONS: dict[str, Any] = {"margin": 2.0, "resamples": 400}

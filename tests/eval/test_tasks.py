@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from retain.eval.tasks import load_suite
 from retain.eval.tasks.reference import (
     ABOUT,
     SINGLE_KEY,
@@ -18,6 +17,7 @@ from retain.eval.tasks.reference import (
 )
 from retain.eval.tasks.reference_more import DEPTHS, LENGTHS, reference_more_item
 from retain.eval.tasks.reference_more import TASKS as MORE
+from retain.eval.tasks.suites import load_suite
 from retain.reference import load_model
 from retain.reference.documents import Writer
 from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS, write_item

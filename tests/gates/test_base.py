@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.fusion import fuse
 from retain.gates import GATES, GateInputs, GateSet, build_gates, dims_for, inputs_of
 from retain.gates.base import INPUTS, UNITS
 from retain.gates.calibrate import Remap
-from retain.rotary import Rotary
 from retain.scores.score import Score
 from tests.close import assert_close
 
@@ -164,7 +164,11 @@ def test_missing_layer_inputs_and_wrong_width_are_refused() -> None:
         ("linear", "hidden_BTE", "looks at the attention input, .* pass hidden_BTE"),
         ("dms", "stream_BTE", "looks at the residual stream, .* pass stream_BTE"),
         ("admission", "rotary", r"looks at keys after norm, before RoPE, .* or pass rotary \(retain"),
-        ("lookahead", "lookahead_BQSD", "looks at queries of .* or run retain.hf.lookahead.look_ahead on it"),
+        (
+            "lookahead",
+            "lookahead_BQSD",
+            "looks at queries of .* or run retain.hf.intercept.lookahead_pass.look_ahead on it",
+        ),
     ):
         with pytest.raises(ValueError, match=missing):
             gates_of(family).score(replace(evidence(), **{name: None}))

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.published import KINDS, import_published
 from retain.gates.store import load_gates, save_gates
 from retain.gates.unpickle import unpickle
-from retain.rotary import Rotary
 from tests.close import assert_close
 
 E, H, Q, D, T, F = 12, 2, 8, 4, 9, 10

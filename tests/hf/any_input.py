@@ -27,9 +27,8 @@ import retain
 from retain.gates import build_gates, dims_for
 from retain.gates.calibrate import build_calibrator
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
-from retain.hf import saving
-from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint
+from retain.hf.cache.cache import Cache, saving
+from retain.hf.model.decoder import describe, fingerprint
 from tests.tiny import tiny_batch, tiny_model
 
 # Seconds and bytes that one example may take on top of what is there: against loops and tables.

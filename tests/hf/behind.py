@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from retain.gates.lookahead import LookaheadExtension
-from retain.hf.model import base_model, describe
+from retain.hf.model.decoder import base_model, describe
 
 
 def paid_behind(

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 import retain
 from retain.gates import GateSet
-from retain.hf.cache import Cache
-from retain.hf.model import layout_of
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import layout_of
 from tests.close import assert_close
 from tests.hf.masked import masked_logits, positions_of
 from tests.tiny import VOCAB, tiny_batch, tiny_model

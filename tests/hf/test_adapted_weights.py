@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import retain
-from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint, observe, rotary_of
-from retain.hf.projection import _DENSE, dense_weight
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe, fingerprint, rotary_of
+from retain.hf.model.projection import _DENSE, dense_weight
 from tests.close import assert_close
 from tests.hf.test_projection import Int8Linear
 from tests.tiny import tiny_batch, tiny_model

@@ -12,9 +12,9 @@ from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, get_peft_model
 
 import retain
 from retain.gates import GateSet
-from retain.hf import adapter
-from retain.hf.cache import Cache
-from retain.hf.model import fingerprint
+from retain.hf.cache.cache import Cache
+from retain.hf.model import adapter
+from retain.hf.model.decoder import fingerprint
 from tests.close import assert_close
 from tests.tiny import tiny_batch, tiny_model
 
@@ -215,11 +215,11 @@ def test_retain_alone_registers_nothing_and_peft_then_knows_no_gates(tmp_path: P
     adapter.wrap(model, gates_of_family("linear", model)).save_pretrained(tmp_path)
     script = f"""
 import sys
-import retain, retain.hf.cache
-assert "peft" not in sys.modules and "retain.hf.adapter" not in sys.modules
+import retain, retain.hf.cache.cache
+assert "peft" not in sys.modules and "retain.hf.model.adapter" not in sys.modules
 from peft import PeftConfig
 from peft.utils import PeftType
-import retain.hf.adapter as adapter
+import retain.hf.model.adapter as adapter
 assert "RETAIN" not in PeftType.__members__
 try:
     PeftConfig.from_pretrained({str(tmp_path)!r})

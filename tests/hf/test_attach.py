@@ -7,8 +7,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 
 import retain
-from retain.hf.attach import PREVIOUS, attach, attachment_of
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import PREVIOUS, attach, attachment_of
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
 
 # Every family with every attention implementation that it has.
@@ -168,7 +168,7 @@ def test_nothing_is_patched_at_import():
         "import transformers.cache_utils as c, torch\n"
         "before = sorted(A._global_mapping), sorted(M._global_mapping), sorted(vars(c.Cache)), "
         "sorted(vars(torch.nn.Module))\n"
-        "import retain, retain.hf.attach, retain.hf.cache, retain.hf.model\n"
+        "import retain, retain.hf.intercept.attach, retain.hf.cache.cache, retain.hf.model.decoder\n"
         "after = sorted(A._global_mapping), sorted(M._global_mapping), sorted(vars(c.Cache)), "
         "sorted(vars(torch.nn.Module))\n"
         "assert before == after\n"

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import retain
-from retain.hf.attach import attach
+from retain.hf.intercept.attach import attach
 from retain.kernels.attention_stats import attention_stats
 from retain.kernels.ragged_attention import ragged_attention
 from tests.tiny import tiny_batch, tiny_model

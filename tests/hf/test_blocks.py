@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from retain.evidence import Evidence
-from retain.hf import causal
-from retain.hf.attach import attach, attachment_of
-from retain.hf.blocks import Shown, Text, read_texts
-from retain.hf.causal import causal_attention
-from retain.hf.model import base_model, describe, observe
-from retain.hf.pieces import token_wise_in_pieces
+from retain.hf.intercept.attach import attach, attachment_of
+from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import base_model, describe
+from retain.hf.training import causal_attention as causal
+from retain.hf.training.block_reader import Shown, Text, read_texts
+from retain.hf.training.causal_attention import causal_attention
 from tests.memory import Watch
 from tests.tiny import FAMILIES, tiny_model
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import retain
-from retain.cache import RaggedStore
-from retain.hf.cache import Cache
+from retain.cache.store import RaggedStore
+from retain.hf.cache.cache import Cache
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.hf.test_saving import assert_same_state, forward, grown
@@ -142,7 +142,7 @@ def test_what_has_left_a_window_goes_first_and_may_break_off_too(tmp_path, monke
         cache, mask = begun(model, "decode", 1)
         with monkeypatch.context() as patch:
             patch.setattr(
-                "retain.hf.engine.expire_", lambda *args: (_ for _ in ()).throw(MemoryError("none"))
+                "retain.hf.cache.engine.expire_", lambda *args: (_ for _ in ()).throw(MemoryError("none"))
             )
             with pytest.raises(MemoryError):
                 steps(model, cache, mask, 4)

@@ -5,16 +5,16 @@ import pytest
 import torch
 
 import retain
-from retain.allocation import Allocation
-from retain.eval.budget_picture import plot_budgets
-from retain.hf.attach import attachment_of
-from retain.hf.cache import Cache
-from retain.hf.model import observe
-from retain.hf.press import press_score
+from retain.budget.allocation import Allocation
+from retain.eval.inspection.budget_picture import plot_budgets
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attachment_of
+from retain.hf.intercept.observe import observe
+from retain.hf.intercept.press import press_score
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
-from retain.stages import FirstStage
+from retain.two_stage import FirstStage
 from tests.chat import chat_tokenizer
 from tests.close import assert_close
 from tests.hf.masked import masked_logits, positions_of

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import retain
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close

@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, positions_of
 from tests.hf.moments import FullCache

@@ -7,17 +7,18 @@ import pytest
 import torch
 
 import retain
-from retain.allocation import Allocation
-from retain.budget import Budget
+from retain.budget.allocation import Allocation
+from retain.budget.statement import Budget
 from retain.gates import GateSet, MLPGate
 from retain.gates.calibrate import build_calibrator
 from retain.gates.store import load_gates, save_gates
-from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint, observe
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe, fingerprint
 from retain.policy import Policy, decide_layers, score_entries
 from retain.protection import Protection
 from retain.scores import Score
-from retain.train.calibration import CalibrationSettings, calibrate_, look_at
+from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import (
     assert_same_held,

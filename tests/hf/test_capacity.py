@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import retain
-from retain.allocation import Allocation
-from retain.capacity import Capacity, CapacityError, CapacityWarning, Guard, capacity_of, ceiled
-from retain.cascade import keep_sets
-from retain.drawing import Draw
+from retain.budget.allocation import Allocation
+from retain.budget.capacity import Capacity, CapacityError, CapacityWarning, Guard, capacity_of, ceiled
+from retain.budget.cascade import keep_sets
+from retain.budget.priority_sampling import Draw
 from retain.gates.store import load_gates, save_gates
-from retain.hf.cache import Cache
-from retain.hf.model import fingerprint
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import fingerprint
 from retain.presets import Policy
 from tests.evictions import small
 from tests.hf.regime_runs import exact_model, gates_of, held_by
@@ -342,7 +342,7 @@ def test_what_no_limit_means_anything_for_is_refused(model):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="warn")
     with pytest.raises(ValueError, match=r"did you mean 'keep'"):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="kepe")
-    with pytest.raises(ValueError, match="a retain.capacity.Guard or None; got 3"):
+    with pytest.raises(ValueError, match="a retain.budget.capacity.Guard or None; got 3"):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=3)
     guard = Guard("warn", 1.0)
     with pytest.raises(ValueError, match="what it observes is past"):

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 
 import retain
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from tests.close import MODEL, assert_close
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy

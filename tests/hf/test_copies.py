@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import retain
-from retain.hf.attach import attach, attachment_of
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach, attachment_of
 from tests.hf.test_attach import REGISTRIES, everything_about
 from tests.tiny import tiny_batch, tiny_model
 

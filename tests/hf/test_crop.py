@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import retain
-from retain.hf.cache import Cache
-from retain.hf.engine import MOST_UNNOTED
-from retain.hf.regime import NAMES
+from retain.hf.cache.cache import Cache
+from retain.hf.cache.engine import MOST_UNNOTED
+from retain.hf.cache.regime import NAMES
 from tests.close import MODEL, assert_close
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy

@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import retain
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from tests.hf.test_generate import After, whole_mask
 from tests.tiny import PAD, tiny_batch, tiny_model
 

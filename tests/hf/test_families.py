@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import retain
-from retain.hf.cache import Cache
-from retain.hf.model import layout_of
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import layout_of
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting, full_cache, masked, masked_logits, positions_of, random_keep
 from tests.tiny import EAGER, FAMILIES, PLAIN, tiny_batch, tiny_model

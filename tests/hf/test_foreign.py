@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from retain.hf import foreign
-from retain.hf.model import layout_of
+from retain.hf.cache import pass_through_layers as foreign
+from retain.hf.model.decoder import layout_of
 from tests.tiny import tiny_batch, tiny_model
 
 FAMILIES = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5")

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import retain
-from retain.allocation import Allocation
-from retain.drawing import Draw
+from retain.budget.allocation import Allocation
+from retain.budget.priority_sampling import Draw
 from retain.fusion import FUSIONS, IN_RISK
-from retain.hf.cache import Cache
-from retain.hf.model import describe, layout_of
-from retain.hf.regime import NAMES
+from retain.hf.cache.cache import Cache
+from retain.hf.cache.regime import NAMES
+from retain.hf.model.decoder import describe, layout_of
 from retain.presets import Policy
 from tests.evictions import small
 from tests.hf.masked import positions_of

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import retain
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from tests.close import MODEL, assert_close
 from tests.evictions import small
 from tests.hf.masked import positions_of

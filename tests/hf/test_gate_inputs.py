@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import retain
-from retain.allocation import Allocation
+from retain.budget.allocation import Allocation
 from retain.gates import Gate, GateSet
 from retain.gates.base import INPUTS as INPUTS_OF_GATES
-from retain.hf.cache import Cache
-from retain.hf.model import base_model, describe, observe
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import base_model, describe
 from retain.policy import Policy
 from retain.protection import Protection
 from retain.scores import Score
@@ -363,7 +364,7 @@ def test_gates_of_other_head_sizes_are_refused():
 
 def test_what_is_before_rope_needs_a_rotation_that_is_understood(monkeypatch):
     model = tiny_model("gpt_oss")
-    monkeypatch.setattr("retain.hf.rule.rotary_of", lambda model: None)
+    monkeypatch.setattr("retain.hf.cache.bound_policy.rotary_of", lambda model: None)
     with pytest.raises(
         ValueError, match="keys_before and queries_before, that is before RoPE, and how GptOss"
     ):

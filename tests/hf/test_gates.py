@@ -9,8 +9,9 @@ import torch
 import retain
 from retain.gates import GATES, build_gates
 from retain.gates.store import save_gates
-from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint, observe
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe, fingerprint
 from tests.tiny import tiny_batch, tiny_model
 
 
@@ -121,7 +122,7 @@ def test_a_hub_id_fetches_the_two_files_alone(artifact: Path, monkeypatch: pytes
         asked.update(settings, repo_id=repo_id)
         return str(artifact)
 
-    monkeypatch.setattr("retain.hf.gates.snapshot_download", download)
+    monkeypatch.setattr("retain.hf.model.gates.snapshot_download", download)
     assert retain.load_gates("someone/gates").family == "linear"
     assert asked["repo_id"] == "someone/gates"
     assert asked["allow_patterns"] == ["gates.json", "gates.safetensors"]

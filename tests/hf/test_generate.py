@@ -16,9 +16,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import retain
-from retain.hf.attach import attach, attachment_of
-from retain.hf.cache import Cache
-from retain.hf.regime import NAMES
+from retain.hf.cache.cache import Cache
+from retain.hf.cache.regime import NAMES
+from retain.hf.intercept.attach import attach, attachment_of
 from tests.chat import chat_tokenizer
 from tests.close import MODEL, assert_close
 from tests.hf.moments import oracle, policy

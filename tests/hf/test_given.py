@@ -12,9 +12,9 @@ import torch
 
 import retain
 from retain.gates import build_gates, dims_for
-from retain.hf import given
-from retain.hf.cache import Cache
-from retain.hf.model import describe
+from retain.hf.cache import batch_context as given
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import describe
 from tests.tiny import VOCAB, tiny_batch, tiny_model
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import retain
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from tests.tiny import PAD, tiny_batch, tiny_model
 
 TOKENS, TURN, NEW = 40, 5, 8

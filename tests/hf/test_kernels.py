@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import retain
-from retain.hf import request
-from retain.hf.cache import Cache
+from retain.hf.cache import eviction_request as request
+from retain.hf.cache.cache import Cache
 from retain.kernels import backend
 from retain.presets import Policy
 from retain.scores import Score

@@ -12,11 +12,12 @@ from torch import nn
 import retain
 from retain.gates import GateSet, inputs_of
 from retain.gates.store import save_gates
-from retain.hf.cache import Cache
-from retain.hf.given import Given
-from retain.hf.lookahead import look_ahead, lookahead_gates, observe_ahead
-from retain.hf.model import describe, fingerprint, observe
-from retain.hf.rule import make_rule
+from retain.hf.cache.batch_context import Given
+from retain.hf.cache.bound_policy import make_rule
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
+from retain.hf.intercept.observe import observe, observe_ahead
+from retain.hf.model.decoder import describe, fingerprint
 from tests.close import MODEL, assert_close
 from tests.hf.behind import paid_behind
 from tests.tiny import tiny_batch, tiny_model
@@ -192,13 +193,13 @@ def test_layers_left_alone_are_as_after_a_plain_prefill() -> None:
                 input_ids, mask
             )
         for one, other in zip(plain._foreign, ahead._foreign, strict=True):
-            for name, tensor in retain.hf.foreign.tensors_of(one).items():
-                assert torch.equal(tensor, retain.hf.foreign.tensors_of(other)[name])
+            for name, tensor in retain.hf.cache.pass_through_layers.tensors_of(one).items():
+                assert torch.equal(tensor, retain.hf.cache.pass_through_layers.tensors_of(other)[name])
 
 
 def test_nothing_is_asked_where_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr("retain.hf.lookahead.ReadCache.attention", _no_memory)
+    monkeypatch.setattr("retain.hf.intercept.lookahead_pass.ReadCache.attention", _no_memory)
     with retain.attach(model):
         cache = Cache(model, "gate", tokens_per_head=60, gates=trained(model), **PROTECTION)
         cache.prefill(*tiny_batch((0, 7)))
@@ -353,7 +354,7 @@ def test_a_broken_pass_leaves_model_and_cache_usable(monkeypatch: pytest.MonkeyP
         before = snapshot(model)
         cache = Cache(model, "gate", keep_ratio=0.5, gates=trained(model), **PROTECTION)
         with monkeypatch.context() as broken:
-            broken.setattr("retain.hf.lookahead.ReadCache.attention", _no_memory)
+            broken.setattr("retain.hf.intercept.lookahead_pass.ReadCache.attention", _no_memory)
             with pytest.raises(RuntimeError, match="no memory left"):
                 cache.prefill(input_ids, mask)
         assert snapshot(model) == before

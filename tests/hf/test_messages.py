@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import retain
-from retain.hf.attach import attach
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 FEW = {"protection": {"recent": 4}, "observed_settings": {"window": 4}}
@@ -113,7 +113,7 @@ def test_scores_that_are_no_numbers_are_not_blamed_on_a_gate_alone():
 
 def test_a_cache_whose_model_turns_in_no_known_way_is_not_asked_for_what_it_cannot_give(monkeypatch):
     model, ids = tiny_model("llama"), tiny_batch()[0]
-    monkeypatch.setattr("retain.hf.attach.rotary_of", lambda model: None)
+    monkeypatch.setattr("retain.hf.intercept.attach.rotary_of", lambda model: None)
     with attach(model), pytest.raises(ValueError, match="is not understood.*use a score that needs none"):
         Cache(model, "expected_attention", keep_ratio=0.5, protection={"recent": 4}).prefill(ids)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import retain
-from retain.allocation import Allocation
-from retain.hf.cache import Cache
+from retain.budget.allocation import Allocation
+from retain.hf.cache.cache import Cache
 from retain.policy import Policy
 from retain.protection import Protection
 from tests.evictions import PRESETS, small
@@ -153,7 +153,7 @@ def test_observed_queries_whose_entries_are_gone():
 
 
 def test_what_was_noted_between_moments_is_noted_once(monkeypatch, heads_file):
-    monkeypatch.setattr("retain.hf.engine.MOST_UNNOTED", 3)
+    monkeypatch.setattr("retain.hf.cache.engine.MOST_UNNOTED", 3)
     model = exact_model()
     for name in ("h2o", "lru", "fused"):
         own = life(3, chunk=None, steps=(7, 8), turn=0)

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import retain
-from retain.hf import doubt, engine
-from retain.hf.cache import Cache
-from retain.hf.model import observe
+from retain.hf.cache import engine
+from retain.hf.cache import mask_checks as doubt
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.observe import observe
 from retain.kernels import backend
 from tests.evictions import PRESETS, small
 from tests.hf.masked import positions_of
@@ -184,7 +185,7 @@ def test_generate_waits_for_nothing_of_ours(monkeypatch, ends, heads_file):
         return run
 
     with retain.attach(model), backend.using("triton"):
-        from retain.hf import attach
+        from retain.hf.intercept import attach
 
         monkeypatch.setitem(attach.OUTSIDE, "finish", watched(finish))
         monkeypatch.setattr(Cache, "begin", watched(begin))
@@ -255,7 +256,7 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
             waited.append(self)
             super().settle()
 
-    from retain.hf import call
+    from retain.hf.intercept import forward_call as call
 
     monkeypatch.setattr(call, "Doubt", Late)
     with retain.attach(model), backend.using("triton"):
@@ -318,7 +319,7 @@ FORGOTTEN = "a decoding step's attention_mask declared tokens padding that the c
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_no_eviction_goes_by_a_mask_that_nobody_looked_at(monkeypatch, name, wrong, heads_file):
     """A step that forgets a row's last tokens, at which entries are due to go; the device is far behind."""
-    from retain.hf import call
+    from retain.hf.intercept import forward_call as call
 
     class Late(doubt.Doubt):
         arrived = property(lambda self: False)
@@ -465,7 +466,7 @@ def test_on_a_gpu_no_step_waits(monkeypatch, family, heads_file):
     for name in ("begin", "attention", "expect", "finish"):
         monkeypatch.setattr(engine.Engine, name, alarmed(getattr(engine.Engine, name)))
     with retain.attach(model):
-        from retain.hf import attach
+        from retain.hf.intercept import attach
 
         monkeypatch.setitem(attach.OUTSIDE, "finish", alarmed(Cache.finish))
         cache = Cache(model, small("snapkv", heads_file), tokens_per_head=12)

@@ -6,8 +6,8 @@ import torch
 from transformers import DynamicCache
 
 import retain
-from retain.hf.cache import Cache
-from retain.hf.model import layout_of
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import layout_of
 from tests.close import MODEL, assert_close
 from tests.evictions import small
 from tests.hf.masked import masked_logits, positions_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import retain
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from tests.memory import Watch
 from tests.tiny import tiny_batch, tiny_model
 

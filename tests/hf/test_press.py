@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.hf.model import describe, observe
-from retain.hf.press import press_score
+from retain.hf.intercept.observe import observe
+from retain.hf.intercept.press import press_score
+from retain.hf.model.decoder import describe
 from retain.ranking import rank_entries
 from retain.scores import SCORES
 from tests.close import MODEL, assert_close

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import retain
-from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint, observe, rotary_of
-from retain.hf.projection import _DENSE, dense_weight, plain_weight
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe, fingerprint, rotary_of
+from retain.hf.model.projection import _DENSE, dense_weight, plain_weight
 from tests.close import assert_close
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -73,7 +74,7 @@ def test_the_dense_matrix_is_what_the_module_multiplies_by(family):
 
 
 def test_it_is_made_in_pieces_once_and_lives_as_long_as_the_module(monkeypatch):
-    monkeypatch.setattr("retain.hf.projection.PIECE", 40)
+    monkeypatch.setattr("retain.hf.model.projection.PIECE", 40)
     linear = Int8Linear(nn.Linear(96, 16))
     dense = dense_weight(linear, torch.float32)
     assert_close(dense.T, linear.dense())

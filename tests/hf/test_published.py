@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import retain
-from retain.hf import published
-from retain.hf.model import describe, observe
+from retain.hf.intercept.observe import observe
+from retain.hf.model import published
+from retain.hf.model.decoder import describe
 from tests.tiny import tiny_model
 
 
@@ -219,7 +220,7 @@ def test_a_connection_that_fails_in_any_way(
         raise failure
 
     monkeypatch.setattr(published.HfApi, "list_repo_files", fail)
-    monkeypatch.setattr("retain.hf.gates.snapshot_download", fail)
+    monkeypatch.setattr("retain.hf.model.gates.snapshot_download", fail)
     load = published.published_gates if which == "published" else retain.load_gates
     with pytest.raises(ValueError, match=f"could not be fetched .{type(failure).__name__}: "):
         load("some/gates", model)
@@ -229,7 +230,7 @@ def test_a_port_where_nobody_listens() -> None:
     """As a machine without a way to the hub sees it; in a process of its own, which may ask."""
     code = """
 import torch, retain
-from retain.hf.published import published_gates
+from retain.hf.model.published import published_gates
 for load in (published_gates, retain.load_gates):
     try:
         load("some/gates", torch.nn.Linear(1, 1))

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import retain
-from retain.allocation import Allocation
-from retain.budget import Budget, LayerShape, spread
+from retain.budget.allocation import Allocation
+from retain.budget.quotas import quotas_of
+from retain.budget.statement import Budget, LayerShape, spread
 from retain.gates import GateSet
 from retain.gates.store import load_gates, save_gates
-from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import describe, fingerprint
 from retain.policy import Policy
 from retain.protection import Protection
-from retain.quotas import quotas_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import (
     assert_same_held,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import retain
-from retain.hf.cache import Cache
-from retain.hf.press import press_score
-from retain.hf.recent import MARKS
+from retain.hf.cache.cache import Cache
+from retain.hf.cache.recent_queries import MARKS
+from retain.hf.intercept.press import press_score
 from retain.protection import Protection
 from retain.turns import turn_markers
 from tests.chat import chat_tokenizer
@@ -227,7 +227,7 @@ def test_too_small_a_budget_for_decoding_is_found_before_the_prompt_is_read(budg
 
 def test_a_turn_whose_protection_no_budget_can_hold_is_refused_before_it_is_read(monkeypatch):
     markers = functools.cache(turn_markers)  # looked for once, not for every cache
-    monkeypatch.setattr("retain.hf.rule.turn_markers", markers)
+    monkeypatch.setattr("retain.hf.cache.bound_policy.turn_markers", markers)
     tokenizer = chat_tokenizer("chatml", "words")
     turns = turns_of(tokenizer, 4)
     model, calls = tiny_model("qwen3", vocab_size=len(tokenizer)), []
@@ -303,7 +303,7 @@ def dormant(wakes: int) -> Life:
 @pytest.mark.parametrize("wakes", [2, 6])
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "layer_defensivekv"])
 def test_queries_stay_few_while_a_sequence_has_nothing_to_say(name, wakes, exact, heads_file, monkeypatch):
-    monkeypatch.setattr("retain.hf.engine.MOST_UNNOTED", 8)
+    monkeypatch.setattr("retain.hf.cache.engine.MOST_UNNOTED", 8)
     policy, own, queries, held_bytes = small(name, heads_file), dormant(wakes), [], []
     settings = {"tokens_per_head": 12, "regime": "chunked", "seeds": None}
     cache = Cache(exact, policy, **settings)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import retain
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from tests.hf.masked import evicting, masked_logits
 from tests.hf.naive_regimes import due_after
 from tests.hf.regime_runs import (

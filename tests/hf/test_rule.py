@@ -2,12 +2,12 @@ import pytest
 import torch
 
 import retain
-from retain.budget import Budget, LayerShape, spread
+from retain.budget.statement import Budget, LayerShape, spread
 from retain.gates import build_gates
 from retain.gates.store import save_gates
-from retain.hf.cache import Cache
-from retain.hf.gates import load_gates
-from retain.hf.model import fingerprint
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import fingerprint
+from retain.hf.model.gates import load_gates
 from retain.policy import Policy, load_policy
 from retain.protection import Protection
 from tests.tiny import tiny_batch, tiny_model

@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 
 import retain
 from retain.gates.store import save_gates
-from retain.hf import saving
-from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint
-from retain.hf.regime import NAMES
+from retain.hf.cache.cache import Cache, saving
+from retain.hf.cache.regime import NAMES
+from retain.hf.model.decoder import describe, fingerprint
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
@@ -263,7 +262,7 @@ def test_a_kill_while_it_is_written_leaves_the_old_file(tmp_path):
     code = f"""
         import os, signal, torch, retain
         from retain.hf import saving
-        from retain.hf.cache import Cache
+        from retain.hf.cache.cache import Cache
         from tests.tiny import tiny_batch, tiny_model
         model = tiny_model("qwen3")
         with retain.attach(model):
@@ -314,7 +313,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="was not written by cache.save"):
         Cache.load(path, model)
     newer = json.dumps({"schema_version": 2, "header": {"unknown": 1}})
-    save_file({"weight": torch.ones(3)}, path, {"retain.cache": newer})
+    save_file({"weight": torch.ones(3)}, path, {"retain.cache.store": newer})
     with pytest.raises(ValueError, match="schema version 2, this retain reads up to 1: upgrade retain"):
         Cache.load(path, model)
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import retain
-from retain.budget import Budget, LayerShape
-from retain.hf.cache import Cache
+from retain.budget.statement import Budget, LayerShape
+from retain.hf.cache.cache import Cache
 from retain.policy import load_policy, plan_of
 from tests.hf.regime_runs import assert_same_held, exact_model, gates_of, held_by
 from tests.tiny import PAD, tiny_batch

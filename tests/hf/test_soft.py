@@ -13,10 +13,10 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import retain
-import retain.hf.soft as soft_module
+import retain.hf.training.soft_attention as soft_module
 from retain.gates import GateInputs, build_gates
-from retain.hf.model import base_model, describe
-from retain.hf.soft import SoftGated, above, logistic, soft_gated
+from retain.hf.model.decoder import base_model, describe
+from retain.hf.training.soft_attention import SoftGated, above, logistic, soft_gated
 from retain.kernels import backend
 from retain.kernels.gated_attention import gated_attention
 from tests.close import MODEL, assert_close
@@ -42,7 +42,7 @@ def gates_of(model, family="linear", *, level=0.0, spread=1.0, dtype=torch.float
 @contextmanager
 def dense(model, gates, attention_mask, *, protected, to_log_gate=logistic, decays=False, spared_BHT=None):
     """The oracle: every evicting module gets the bias of its gate as a 4D mask, T x T a query head; nothing
-    of `retain.hf.soft` or of the kernels runs."""
+    of `retain.hf.training.soft_attention` or of the kernels runs."""
     handles, made = [], {}
     T, valid = attention_mask.shape[1], attention_mask.bool()
     place = torch.arange(T)
@@ -548,7 +548,7 @@ def test_one_that_is_alive_when_the_interpreter_ends_says_nothing() -> None:
 import torch
 from tests.hf.test_soft import gates_of
 from tests.tiny import tiny_model
-from retain.hf.soft import SoftGated
+from retain.hf.training.soft_attention import SoftGated
 
 model = tiny_model("qwen3").requires_grad_(False)
 own = SoftGated(model, gates_of(model, dtype=torch.float32), protected=2)

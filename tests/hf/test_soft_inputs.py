@@ -9,8 +9,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import retain
 from retain.gates import GateInputs
-from retain.hf.model import base_model, describe
-from retain.hf.soft import SoftGated, logistic, soft_gated
+from retain.hf.model.decoder import base_model, describe
+from retain.hf.training.soft_attention import SoftGated, logistic, soft_gated
 from tests.close import MODEL, assert_close
 from tests.tiny import tiny_batch, tiny_model
 

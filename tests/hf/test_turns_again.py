@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import retain
-from retain.hf.cache import Cache
+from retain.hf.cache.cache import Cache
 from retain.policy import Policy
 from retain.protection import Protection
 from tests.chat import chat_tokenizer

@@ -11,9 +11,9 @@ import torchao.quantization as torchao
 from torch import nn
 
 import retain
-from retain.hf.cache import Cache
-from retain.hf.model import describe, fingerprint
-from retain.hf.projection import plain_weight
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.projection import plain_weight
 from tests.tiny import tiny_batch, tiny_model
 
 

@@ -8,9 +8,10 @@ from retain.reference.documents import (
     VERBS,
     Writer,
     distill_document,
+    words,
 )
 from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS, Item, write_item
-from retain.reference.text import sources, words
+from retain.reference.library import sources
 from retain.reference.tokenizer import BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
 

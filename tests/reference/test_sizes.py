@@ -17,15 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retain.reference import documents
 from retain.reference.batches import batch_at, batches, parts, stage_of
+from retain.reference.checkpoint import Unfinished
 from retain.reference.cost import count, held_bytes, matrix_parameters
 from retain.reference.curriculum import WEIGHTS, text_document
-from retain.reference.documents import Writer
+from retain.reference.documents import Writer, words
 from retain.reference.items import TASKS, write_item
 from retain.reference.model import build, load_folder, save_folder
 from retain.reference.recipe import LARGE, SIZES, SMALL, TINY, Phase, Recipe, Stage
-from retain.reference.text import words
 from retain.reference.train import Curve, Room, Run, main, step_loss, train
-from retain.reference.unfinished import Unfinished
 
 CPU = torch.device("cpu")
 # Two phases of five steps, saved every second: one is killed between saves, in either phase.

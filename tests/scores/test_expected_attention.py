@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.rotary import Rotary
+from retain.attention.rotary import Rotary
 from retain.scores import expected_attention
 from retain.scores.expected_attention import quadratic
 from tests.close import MODEL

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from retain.evidence import Running
-from retain.hf.model import observe
-from retain.hf.press import press_score
+from retain.hf.intercept.observe import observe
+from retain.hf.intercept.press import press_score
 from retain.policy import Policy, score_entries
 from retain.scores import SCORES, masked_score, random, recency, tova
 from retain.scores.trial import entries_read, try_settings

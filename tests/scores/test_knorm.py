@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.rotary import Rotary
+from retain.attention.rotary import Rotary
 from retain.scores import knorm
 from tests.naive import assert_heads_close, random_evidence
 

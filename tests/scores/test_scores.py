@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from retain.rotary import Rotary
+from retain.attention.rotary import Rotary
 from retain.scores import SCORES, UNITS, Score, masked_score
 from tests.close import assert_close
 from tests.naive import LAYERS, alone, assert_heads_close, random_evidence, special_layer

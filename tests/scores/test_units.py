@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.rotary import Rotary
+from retain.attention.rotary import Rotary
 from retain.scores import SCORES
 from tests.naive import assert_heads_close, naive_norm, random_evidence
 from tests.scores.test_scores import VARIANTS, WINDOWED

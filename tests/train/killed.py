@@ -22,9 +22,9 @@ from typing import Any
 from accelerate import Accelerator
 
 from retain.config import load
-from retain.train.checkpoint import CHECKPOINTS, _is_whole, latest, read_log
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig
+from retain.train.run.checkpoint import CHECKPOINTS, _is_whole, latest, read_log
 
 # Of the kills, those that come while the run loads and looks around.
 EARLY = 0.25

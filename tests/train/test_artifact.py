@@ -16,11 +16,12 @@ import yaml
 
 import retain
 from retain.config import load, save
-from retain.train import artifact, loop
-from retain.train.checkpoint import latest, read_log
+from retain.train import loop
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
-from retain.train.signals import StopRequested
+from retain.train.run import artifact
+from retain.train.run.checkpoint import latest, read_log
+from retain.train.run.signals import StopRequested
 from tests.launch import launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from retain.train import branches as module
-from retain.train.branches import Branch, continue_greedily, lengths_of, readings_of, row_tokens
-from retain.train.data import Document
+from retain.train.data import branches as module
+from retain.train.data.branches import Branch, continue_greedily, lengths_of, readings_of, row_tokens
+from retain.train.data.corpora import Document
+from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import document_check
-from retain.train.targets import TargetSettings
 from retain.train.teacher import Frozen
 from tests.memory import Watch
 from tests.tiny import tiny_model

@@ -15,8 +15,9 @@ from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
 from retain.gates.qkv import QKVGate
 from retain.ranking import order_entries
-from retain.train import calibration, isotonic
-from retain.train.calibration import (
+from retain.train.calibration import fit as calibration
+from retain.train.calibration import isotonic
+from retain.train.calibration.fit import (
     CalibrationSettings,
     LayerLook,
     calibrate_,

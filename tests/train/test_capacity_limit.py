@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from retain.capacity import stored_limit
+from retain.budget.capacity import stored_limit
 from retain.gates import GateSet, LinearGate
-from retain.train.calibration import CalibrationSettings, LayerLook, calibrate_
-from retain.train.capacity_limit import AFFORDABLE, limit_record
+from retain.train.calibration.capacity_limit import AFFORDABLE, limit_record
+from retain.train.calibration.fit import CalibrationSettings, LayerLook, calibrate_
 
 CURVE = {"keep_ratio": [0.02, 0.04, 0.08], "threshold": [400.0, 100.0, 25.0]}
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from retain.gates import build_gates
 from retain.gates.store import read_metadata, save_gates
-from retain.train import card, curves
-from retain.train.card import card_text, main, write_card
-from retain.train.curves import CURVES, HEADS, smoothed
 from retain.train.distill import distill
+from retain.train.run import card, curves
+from retain.train.run.card import card_text, main, write_card
+from retain.train.run.curves import CURVES, HEADS, smoothed
 
 RECORDS: list[dict[str, Any]] = [
     {
@@ -259,7 +259,7 @@ def test_a_run_gets_a_card_with_pictures(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_three_lines_load_the_gates(tmp_path: Path) -> None:
     """What the card says is run, against a real artifact of a reference model."""
-    from retain.hf.model import describe, fingerprint
+    from retain.hf.model.decoder import describe, fingerprint
     from retain.reference import load_model
 
     model = load_model(seed=0)

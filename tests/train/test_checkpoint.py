@@ -14,8 +14,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from retain.train import checkpoint
-from retain.train.checkpoint import (
+from retain.train.data.corpora import Corpus, Document
+from retain.train.run import checkpoint
+from retain.train.run.checkpoint import (
     CHECKPOINTS,
     DELETED,
     GATES_FILE,
@@ -37,8 +38,7 @@ from retain.train.checkpoint import (
     rewind_log_,
     save_checkpoint,
 )
-from retain.train.data import Corpus, Document
-from retain.train.parallel import Synchroniser
+from retain.train.run.parallel import Synchroniser
 from tests.launch import launch_environment
 from tests.train.two_processes import state_of, toy_gates, toy_synchroniser, train_toy
 
@@ -340,7 +340,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_whole_lines(
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from retain.train.checkpoint import *
+from retain.train.run.checkpoint import *
 from tests.train.test_checkpoint import write_checkpoint
 folder = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.train import data
-from retain.train.data import (
+from retain.train.data import corpora as data
+from retain.train.data.corpora import (
     Corpus,
     DataSettings,
     Document,

@@ -10,8 +10,8 @@ import torch
 
 import retain
 from retain.train import loop
-from retain.train.checkpoint import latest, read_log
 from retain.train.distill import distill, main
+from retain.train.run.checkpoint import latest, read_log
 from tests.train.test_distill import write
 
 Make = Callable[..., Any]

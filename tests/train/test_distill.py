@@ -18,12 +18,13 @@ import yaml
 import retain
 from retain.config import load, save
 from retain.gates import GATES
-from retain.hf.model import observe
+from retain.hf.intercept.observe import observe
 from retain.policy import load_policy
-from retain.train import local, loop
-from retain.train.checkpoint import latest, read_log
+from retain.train import local_stage as local
+from retain.train import loop
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig, check
+from retain.train.run.checkpoint import latest, read_log
 from retain.train.teacher import load_frozen
 from tests.launch import launch_environment
 from tests.tiny import tiny_model

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from retain.gates import GateInputs
-from retain.train.documents import Document
-from retain.train.features import (
+from retain.train.data.document import Document
+from retain.train.data.features import (
     RECIPE_FILE,
     CachedExamples,
     Example,
@@ -211,10 +211,10 @@ def test_training_from_disk_gives_the_losses_of_training_from_the_teacher(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     from retain.gates import build_gates
-    from retain.hf.model import describe
-    from retain.train.local import LayerLocal, TeacherExamples
-    from retain.train.losses import LossSettings
-    from retain.train.targets import TargetSettings
+    from retain.hf.model.decoder import describe
+    from retain.train.local_stage import LayerLocal, TeacherExamples
+    from retain.train.objectives.case import LossSettings
+    from retain.train.objectives.targets import TargetSettings
     from retain.train.teacher import load_frozen
 
     frozen = load_frozen(str(tiny_folder), dtype="float32")
@@ -266,9 +266,9 @@ def test_a_run_reads_features_again_and_ends_where_the_teacher_would_have_led(
 ) -> None:
     """The second run with features never asks the teacher: not to begin, not in a step, not in a look."""
     from retain import load_gates
-    from retain.train import local
-    from retain.train.checkpoint import read_log
+    from retain.train import local_stage as local
     from retain.train.distill import distill
+    from retain.train.run.checkpoint import read_log
 
     uncalibrated = {"kind": "none", "curve": False, "fusion_weights": False, "quotas": False}
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from retain.config import save
-from retain.train.checkpoint import read_log
+from retain.train.run.checkpoint import read_log
 from tests.launch import launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]

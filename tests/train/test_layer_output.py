@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from retain.evidence import attention_probs
-from retain.train import layer_output as layer_output_module
-from retain.train.layer_output import bound_coefficients, budget_threshold, relative_change
+from retain.train.objectives import layer_output as layer_output_module
+from retain.train.objectives.layer_output import bound_coefficients, budget_threshold, relative_change
 from tests.train.test_losses import H, T, evidence_of, naive_output, of, one, soft_threshold, view_of
 
 

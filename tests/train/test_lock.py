@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
-from retain.lock import LOCK_FILE, _started, me
+from retain.process.lock import LOCK_FILE, _started, me
 from retain.train.distill import distill
-from retain.train.lock import locked
-from retain.train.signals import STOP_FILE
+from retain.train.run.lock import locked
+from retain.train.run.signals import STOP_FILE
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from retain.gates import GateSet, build_gates
-from retain.hf.lookahead import lookahead_gates
-from retain.hf.model import base_model, describe
-from retain.train import branches
-from retain.train.data import DataSettings, Document, load_corpus
-from retain.train.lookahead import Lookahead, divergence, normalised
-from retain.train.targets import TargetSettings
+from retain.hf.intercept.lookahead_pass import lookahead_gates
+from retain.hf.model.decoder import base_model, describe
+from retain.train.data import branches
+from retain.train.data.corpora import DataSettings, Document, load_corpus
+from retain.train.lookahead_stage import Lookahead, divergence, normalised
+from retain.train.objectives.targets import TargetSettings
 from retain.train.teacher import Frozen, load_frozen
 from tests.hf.behind import paid_behind
 from tests.tiny import tiny_model

@@ -11,16 +11,17 @@ import torch
 from accelerate import Accelerator
 
 from retain.gates import GateSet, build_gates
-from retain.hf.model import base_model
-from retain.train import local, loop
-from retain.train.branches import PROMPT_TOKENS, TAIL, readings_of, row_tokens
-from retain.train.data import Corpus, Document, load_corpus
-from retain.train.local import LayerLocal
+from retain.hf.model.decoder import base_model
+from retain.train import local_stage as local
+from retain.train import loop
+from retain.train.data.branches import PROMPT_TOKENS, TAIL, readings_of, row_tokens
+from retain.train.data.corpora import Corpus, Document, load_corpus
+from retain.train.local_stage import LayerLocal
 from retain.train.loop import Lesson
-from retain.train.losses import LossSettings, target_for_loss
-from retain.train.parallel import Synchroniser
+from retain.train.objectives.case import LossSettings, target_for_loss
+from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.recipe import check_lockstep
-from retain.train.targets import TargetSettings, layer_target
+from retain.train.run.parallel import Synchroniser
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
 from tests.tiny import tiny_model

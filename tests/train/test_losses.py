@@ -7,26 +7,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from retain.attention_chunks import truncate
+from retain.attention.chunked import truncate
 from retain.evidence import Evidence, attention_probs
 from retain.gates import Gate, GateInputs
-from retain.train.layer_output import (
+from retain.train.objectives.case import Case, LossSettings, keyed_generator
+from retain.train.objectives.layer_output import (
     bound_coefficients,
     layer_output,
     layer_output_loss,
     relative_change,
 )
-from retain.train.losses import (
+from retain.train.objectives.losses import (
     CLAMP,
     TERMS,
-    Case,
-    LossSettings,
     check_fit,
     check_losses,
     head_overlaps,
     hinge_loss,
     huber_loss,
-    keyed_generator,
     local_losses,
     mse_loss,
     pair_draws,

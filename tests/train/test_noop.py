@@ -10,12 +10,13 @@ import torch
 
 from retain.future import future_risk
 from retain.gates import GateSet, build_gates
-from retain.hf.model import describe, observe
-from retain.train import noop as module
-from retain.train.documents import Document
-from retain.train.noop import Control, noop_report
-from retain.train.opening import Moment, Opening
-from retain.train.soft import SoftSettings
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe
+from retain.train.calibration import noop_controls as module
+from retain.train.calibration.noop_controls import Control, noop_report
+from retain.train.data.document import Document
+from retain.train.objectives.soft_threshold import Moment, Opening
+from retain.train.soft_stage import SoftSettings
 from retain.train.teacher import Frozen, load_frozen
 
 SOFT = SoftSettings(protected=16, sinks=4, keep_to=0.25)

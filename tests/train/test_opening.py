@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from retain.gates import build_gates
 from retain.kernels.gated_attention import gated_attention
-from retain.train.opening import (
+from retain.train.objectives.soft_threshold import (
     CLOSED,
     Moment,
     Opening,

@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from retain.hf.model import fingerprint
-from retain.train.checkpoint import begin_, latest, load_checkpoint, save_checkpoint
-from retain.train.parallel import (
+from retain.hf.model.decoder import fingerprint
+from retain.train.run.checkpoint import begin_, latest, load_checkpoint, save_checkpoint
+from retain.train.run.parallel import (
     Surrogate,
     Synchroniser,
     engine_config,

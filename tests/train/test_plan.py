@@ -12,23 +12,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from retain.config import problems_of
 from retain.gates import build_gates
-from retain.hf.lookahead import lookahead_gates
-from retain.train import device
-from retain.train.branches import lengths_of, row_tokens
-from retain.train.data import DataSettings, Document
-from retain.train.device import GIB, Device, PlanSettings, device_here, measured_tflops
+from retain.hf.intercept.lookahead_pass import lookahead_gates
+from retain.train.data.branches import lengths_of, row_tokens
+from retain.train.data.corpora import DataSettings, Document
 from retain.train.distill import make_accelerator, plan_run
-from retain.train.model_shape import (
+from retain.train.objectives.targets import TargetSettings
+from retain.train.recipe import DistillConfig
+from retain.train.run import device
+from retain.train.run.device import GIB, Device, PlanSettings, device_here, measured_tflops
+from retain.train.run.model_shape import (
     ModelShape,
     lookahead_on_meta,
     meta_model,
     model_shape,
 )
-from retain.train.plan import beside_of, feature_bytes, flops_of, plan_of
-from retain.train.recipe import DistillConfig
-from retain.train.schedule import TrainingSettings
-from retain.train.targets import TargetSettings
-from retain.train.work import Work, work_of
+from retain.train.run.plan import beside_of, feature_bytes, flops_of, plan_of
+from retain.train.run.schedule import TrainingSettings
+from retain.train.run.workload import Work, work_of
 from tests.tiny import tiny_model
 
 H100 = Device("cuda", "one GPU of 80 GB", 80e9, 990.0, 0.4, "stated")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from retain.train import progress
-from retain.train.progress import TRACKERS, Progress, check_tracker, tracked, tracker_options
+from retain.train.run import progress
+from retain.train.run.progress import TRACKERS, Progress, check_tracker, tracked, tracker_options
 
 
 class Clock:

@@ -8,8 +8,8 @@ import torch
 
 from retain.gates import GateSet, LinearGate
 from retain.gates.calibrate import PARTS
-from retain.train.calibration import CalibrationSettings, LayerLook, calibrate_
-from retain.train.quotas import RATIOS, count_of, fit_quotas, report_quotas
+from retain.train.calibration.fit import CalibrationSettings, LayerLook, calibrate_
+from retain.train.calibration.quotas import RATIOS, count_of, fit_quotas, report_quotas
 
 # Layers of unlike numbers of heads and of counted entries.
 SIZES = {2: (3, 40), 5: (1, 25)}

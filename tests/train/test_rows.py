@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from retain.train.chat import chat_of, tools_of, turns
-from retain.train.documents import Document
-from retain.train.rows import Reader
-from retain.train.sources import Row
+from retain.train.data.chat import chat_of, tools_of, turns
+from retain.train.data.document import Document
+from retain.train.data.rows import Reader
+from retain.train.data.sources import Row
 
 CHATML = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"

@@ -27,12 +27,13 @@ from safetensors.torch import load_file
 
 from retain.config import save
 from retain.gates import store
-from retain.train import checkpoint, loop
 from retain.train import distill as distill_module
-from retain.train.checkpoint import DiskError, latest, read_log
+from retain.train import loop
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
-from retain.train.signals import STOP_FILE, StopRequested
+from retain.train.run import checkpoint
+from retain.train.run.checkpoint import DiskError, latest, read_log
+from retain.train.run.signals import STOP_FILE, StopRequested
 from tests.launch import launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from retain.train.schedule import TrainingSettings, check_training, learning_rate
+from retain.train.run.schedule import TrainingSettings, check_training, learning_rate
 
 
 def test_learning_rate_warms_up_and_falls() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from retain.train.launcher import LAUNCHER_GONE
-from retain.train.signals import (
+from retain.train.run.launcher import LAUNCHER_GONE
+from retain.train.run.signals import (
     EXIT_CODE,
     NUMBERS,
     STOP_FILE,
@@ -71,7 +71,7 @@ def test_the_command_that_goes_on_is_one_that_does_not_overwrite(
 def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from accelerate import Accelerator\n"
-        "from retain.train.signals import Signals\n"
+        "from retain.train.run.signals import Signals\n"
         "with Signals(Accelerator(cpu=True), Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), signal.SIGTERM); print('still here', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM); print('too late', flush=True)\n"
@@ -104,7 +104,7 @@ def test_a_run_does_not_outlive_its_launcher() -> None:
     """`accelerate launch` of one process ends at SIGTERM without a word to the process that it started."""
     # Blocked, the signal waits until it is asked for: `pause` would sleep for ever if it came just before.
     trainer = (
-        "import signal; from retain.train.launcher import LAUNCHER_GONE, follow_launcher_\n"
+        "import signal; from retain.train.run.launcher import LAUNCHER_GONE, follow_launcher_\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [LAUNCHER_GONE])\n"
         "follow_launcher_()\n"
         "print('training', flush=True)\n"

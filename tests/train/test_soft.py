@@ -10,13 +10,16 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
-from retain.hf.model import describe, observe
-from retain.hf.soft import soft_gated
+from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe
+from retain.hf.training.soft_attention import soft_gated
+from retain.train.calibration.noop_controls import noop_report
+from retain.train.data.document import Document
 from retain.train.distill import distill
-from retain.train.documents import Document
-from retain.train.noop import noop_report
-from retain.train.opening import regressed
-from retain.train.soft import (
+from retain.train.objectives.soft_losses import capacity_term, open_entries
+from retain.train.objectives.soft_threshold import regressed
+from retain.train.objectives.targets import TargetSettings
+from retain.train.soft_stage import (
     COST,
     FIDELITY,
     EndToEnd,
@@ -25,8 +28,6 @@ from retain.train.soft import (
     check_soft,
     keep_ratio_at,
 )
-from retain.train.soft_losses import capacity_term, open_entries
-from retain.train.targets import TargetSettings
 from retain.train.teacher import Frozen, load_frozen
 from tests.close import MODEL, assert_close
 from tests.tiny import PAD, VOCAB, tiny_model

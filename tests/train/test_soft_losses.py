@@ -15,8 +15,8 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-import retain.train.soft_losses as soft_losses
-from retain.train.soft_losses import (
+import retain.train.objectives.soft_losses as soft_losses
+from retain.train.objectives.soft_losses import (
     NO_TOKEN,
     Head,
     admitted_term,

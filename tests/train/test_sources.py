@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.train.data import Corpus, DataSettings, load_corpus
-from retain.train.sources import Hub, HubCursor, LocalFiles, Source, local_paths
+from retain.train.data.corpora import Corpus, DataSettings, load_corpus
+from retain.train.data.sources import Hub, HubCursor, LocalFiles, Source, local_paths
 
 ROWS = [{"id": i, "text": f"row {i}", "other": [i]} for i in range(150)]
 

@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.train.data import Corpus, DataSettings, Document, StreamingCorpus, held_out_fraction, load_corpus
-from retain.train.rows import Reader
-from retain.train.sources import LocalCursor, Row
+from retain.train.data.corpora import (
+    Corpus,
+    DataSettings,
+    Document,
+    StreamingCorpus,
+    held_out_fraction,
+    load_corpus,
+)
+from retain.train.data.rows import Reader
+from retain.train.data.sources import LocalCursor, Row
 
 NUM_ROWS = 90
 FOLDER_KINDS = ("jsonl", "parquet", "text", "hub")

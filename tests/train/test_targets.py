@@ -10,13 +10,12 @@ from torch import Tensor
 from retain.config import build
 from retain.future import future_risk, future_use
 from retain.gates import build_gates
-from retain.hf.model import observe
-from retain.train.branches import Branch, Reading
-from retain.train.data import Document
-from retain.train.local import LayerLocal
-from retain.train.losses import LossSettings
-from retain.train.recipe import check
-from retain.train.targets import (
+from retain.hf.intercept.observe import observe
+from retain.train.data.branches import Branch, Reading
+from retain.train.data.corpora import Document
+from retain.train.local_stage import LayerLocal
+from retain.train.objectives.case import LossSettings
+from retain.train.objectives.targets import (
     TargetSettings,
     baseline_overlaps,
     check_targets,
@@ -25,6 +24,7 @@ from retain.train.targets import (
     token_target,
     token_targets,
 )
+from retain.train.recipe import check
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
 from tests.tiny import tiny_model

@@ -8,10 +8,10 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from retain.hf.model import observe
-from retain.train.branches import Branch, Reading
-from retain.train.data import Document
-from retain.train.targets import TargetSettings, layer_target
+from retain.hf.intercept.observe import observe
+from retain.train.data.branches import Branch, Reading
+from retain.train.data.corpora import Document
+from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.teacher import Frozen, View, check_document, load_frozen, walk
 from tests.memory import Watch
 from tests.tiny import tiny_model

@@ -15,10 +15,10 @@ import torch
 from accelerate import Accelerator
 
 from retain.config import load
-from retain.train import artifact
-from retain.train.data import load_corpus
+from retain.train.data.corpora import load_corpus
 from retain.train.distill import _fresh_gates
 from retain.train.recipe import DistillConfig
+from retain.train.run import artifact
 from retain.train.teacher import load_frozen
 
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from retain.config import load
 from retain.gates import GateInputs, GateSet, build_gates
-from retain.hf.model import fingerprint
-from retain.hf.projection import dense_weight
-from retain.lock import LOCK_FILE, me
-from retain.train import checkpoint, distill
-from retain.train.checkpoint import (
+from retain.hf.model.decoder import fingerprint
+from retain.hf.model.projection import dense_weight
+from retain.process.lock import LOCK_FILE, me
+from retain.train import distill
+from retain.train.run import checkpoint
+from retain.train.run.checkpoint import (
     DiskError,
     begin_,
     by_the_first,
@@ -32,15 +33,15 @@ from retain.train.checkpoint import (
     rewind_log_,
     save_checkpoint,
 )
-from retain.train.lock import locked
-from retain.train.parallel import (
+from retain.train.run.lock import locked
+from retain.train.run.parallel import (
     Synchroniser,
     check_alike,
     is_sharded,
     shard_frozen_,
     sharding_of,
 )
-from retain.train.signals import Signals
+from retain.train.run.signals import Signals
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 

@@ -1,0 +1,4 @@
+"""Claims about a policy, checked on the rows of finished runs.
+
+Reading order: `fused`, `lines`, `runs`.
+"""

@@ -1,0 +1,341 @@
+"""How well an eviction's own numbers tell that its answer will be wrong: areas under the ROC curve.
+
+In: gates, the model that they are of, contexts with more and more facts (and tasks of a suite), keep_ratios,
+scopes. Out: `capacity.json` and `capacity.md`: for each signal, the chance that a failure has the higher
+number than an answer, over items that the full cache answers; and what limits on the price would have said.
+The one decision taken here: a signal is judged twice, over all budgets together, where keep_ratio alone
+foretells most failures, and *within* a keep_ratio and scope, where only the context can. keep_ratio and the
+number of facts stand in the table as what a signal must beat.
+
+python -m retain.eval.diagnose.capacity --gates runs/gates/reference-0 --seed 0 --output runs/capacity
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from retain.budget.capacity import Capacity, capacity_of, stored_limit
+from retain.budget.statement import Budget
+from retain.eval.run.answers import padded, respond
+from retain.eval.tasks.reference import item_writer
+from retain.eval.tasks.reference_shift import crowd_item
+from retain.eval.tasks.suite import Item, Suite
+from retain.eval.tasks.suites import load_suite
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.model.gates import load_gates
+from retain.policy import candidates_of, keep_masks, load_policy, plan_of, score_entries, shape_of
+from retain.process.command import status_of
+
+SIGNALS = ("price", "lost", "total", "pressure", "keep_ratio", "facts")
+ABOUT = {
+    "price": "the largest predicted risk that went",
+    "lost": "share of the predicted risk that went",
+    "total": "sum of the predicted risk that went",
+    "pressure": "entries above the limit (and protected ones) / entries kept",
+    "keep_ratio": "minus the keep_ratio: no look at the context",
+    "facts": "facts in the context, which nobody tells a cache",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One item under one budget.
+
+    Args:
+        task: its task, `crowd` for contexts written here.
+        facts: stated in it; 0 where the task says nothing of it.
+        index: of the item.
+        scope: who shares the budget.
+        keep_ratio: the budget.
+        wrong: whether the answer was wrong, which the full cache gave.
+        signals: by name; higher should be worse.
+    """
+
+    task: str
+    facts: int
+    index: int
+    scope: str
+    keep_ratio: float
+    wrong: bool
+    signals: Mapping[str, float]
+
+
+def auroc(values: Sequence[float], wrong: Sequence[bool]) -> float:
+    """The chance that a failure has the higher value: `P(x_wrong > x_right) + P(=) / 2`; NaN where all went
+    alike.
+
+    Args:
+        values: of a signal.
+        wrong: whether each failed.
+    """
+    x, failed = np.asarray(values, dtype=float), np.asarray(wrong, dtype=bool)
+    if failed.all() or not failed.any():
+        return float("nan")
+    order = np.sort(x[~failed])
+    below = np.searchsorted(order, x[failed], side="left")
+    upto = np.searchsorted(order, x[failed], side="right")
+    return float((below + upto).mean() / (2 * len(order)))
+
+
+def auroc_within(values: Sequence[float], wrong: Sequence[bool], cells: Sequence[Any]) -> float:
+    """The same over pairs of one cell only: cells' areas, weighted by their pairs; NaN without any.
+
+    Args:
+        values: of a signal.
+        wrong: whether each failed.
+        cells: to which each belongs.
+    """
+    total = pairs = 0.0
+    for cell in dict.fromkeys(cells):
+        own = [place for place, other in enumerate(cells) if other == cell]
+        failed = [wrong[place] for place in own]
+        weight = sum(failed) * (len(own) - sum(failed))
+        if weight:
+            total += weight * auroc([values[place] for place in own], failed)
+            pairs += weight
+    return total / pairs if pairs else float("nan")
+
+
+@torch.inference_mode()
+def look(
+    model: Any,
+    gates: Any,
+    item: Item,
+    *,
+    policy: str,
+    scopes: Sequence[str],
+    keep_ratios: Sequence[float],
+    limit: float,
+) -> tuple[bool, list[tuple[str, float, bool, Capacity, float]]]:
+    """One item under every budget: evicted from before the question is known, then asked.
+
+    Returns:
+        whether the full cache answers; and of each scope and keep_ratio whether the answer is wrong, what the
+        eviction cost, and the sum of the risk that went.
+    """
+    asked, (ids_BT, mask_BT) = item.asked[0], padded([[*item.context_ids, *item.asked[0].question_ids]])
+    ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
+    context = len(item.context_ids)
+    cache = Cache(model, policy=None, slack=0)
+    cache.prefill(ids_BT[:, :context], evict=False, hold_evidence=True, wanted=sorted(gates.inputs))
+    evidence = cache.evidence
+    assert evidence is not None
+    own = load_policy(policy)
+    scores = [score_entries(own, layer, learned=gates.score(layer)) for layer in evidence]
+    shapes = [shape_of(layer) for layer in evidence]
+    total = sum(float(score.values_BHT.double().sum()) for score in scores)
+    forks, told = [cache.fork().evict_with([layer.exists_BHT for layer in evidence])], []
+    for scope in scopes:
+        # Nothing can be drawn of budgets that heads do not share.
+        shared = load_policy(policy, [f"scope={scope}", *(["draw=null"] if scope == "head" else [])])
+        for keep_ratio in keep_ratios:
+            plan = plan_of(shared, Budget(keep_ratio=keep_ratio), evidence[0].valid_BT, shapes)
+            candidates = [candidates_of(plan, score) for score in scores]
+            keeps = keep_masks(plan, candidates)
+            capacity = capacity_of(plan.shares, candidates, keeps, limit)
+            forks.append(cache.fork().evict_with(keeps))
+            told.append((scope, keep_ratio, capacity, capacity.lost_B[0] * total))
+    both = Cache.concat(forks, slack=ids_BT.shape[1] - context + asked.generate)
+    made = respond(
+        model,
+        both,
+        ids_BT.repeat(len(forks), 1),
+        mask_BT.repeat(len(forks), 1),
+        new_tokens=asked.generate,
+        end_ids=item.end_ids,
+    )
+    right = [asked.score(answer.tokens)[0] == 1 for answer in made]
+    return right[0], [(*row[:2], not well, *row[2:]) for row, well in zip(told, right[1:], strict=True)]
+
+
+def study(
+    model: Any,
+    gates: Any,
+    items: Iterator[tuple[str, int, int, Item]],
+    *,
+    policy: str,
+    scopes: Sequence[str],
+    keep_ratios: Sequence[float],
+    limit: float,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Case]:
+    """Every item that the full cache answers, under every budget.
+
+    Args:
+        model: attached.
+        gates: calibrated to risk.
+        items: task, facts, index, item.
+        policy: whose score it is.
+        scopes, keep_ratios: of the budgets.
+        limit: by which `pressure` counts.
+        say: told of each item that the full cache does not answer.
+    """
+    cases = []
+    for task, facts, index, item in items:
+        answered, rows = look(
+            model, gates, item, policy=policy, scopes=scopes, keep_ratios=keep_ratios, limit=limit
+        )
+        if not answered:
+            say(f"{task} {facts} item {index}: the full cache does not answer it")
+            continue
+        for scope, keep_ratio, wrong, capacity, total in rows:
+            signals = {
+                "price": capacity.price_B[0],
+                "lost": capacity.lost_B[0],
+                "total": total,
+                "pressure": capacity.pressure_B[0],
+                "keep_ratio": -keep_ratio,
+                "facts": float(facts),
+            }
+            cases.append(Case(task, facts, index, scope, keep_ratio, wrong, signals))
+    return cases
+
+
+def tables(cases: Sequence[Case], limits: Sequence[float]) -> dict[str, Any]:
+    """Areas of each signal by part and scope, and what limits on the price would have said.
+
+    Args:
+        cases: of all items.
+        limits: that are tried, besides those at which warnings and failures agree best.
+    """
+    parts = {"crowd": [case for case in cases if case.task == "crowd"]}
+    parts["tasks"] = [case for case in cases if case.task != "crowd"]
+    answer: dict[str, Any] = {"signals": {}, "limits": {}}
+    for part, own in parts.items():
+        for scope in dict.fromkeys(case.scope for case in own):
+            rows = [case for case in own if case.scope == scope]
+            wrong, cells = [case.wrong for case in rows], [case.keep_ratio for case in rows]
+            areas = {}
+            for name in SIGNALS:
+                values = [case.signals[name] for case in rows]
+                areas[name] = {"all": auroc(values, wrong), "within": auroc_within(values, wrong, cells)}
+            where = f"{part}, scope {scope}"
+            answer["signals"][where] = {"cases": len(rows), "wrong": sum(wrong), **areas}
+            prices = np.asarray([case.signals["price"] for case in rows])
+            tried = sorted({*limits, best_limit(prices, np.asarray(wrong))})
+            answer["limits"][where] = [said(prices, np.asarray(wrong), limit) for limit in tried]
+    return answer
+
+
+def best_limit(prices: np.ndarray, wrong: np.ndarray) -> float:
+    """The limit of the largest `P(price > limit | wrong) - P(price > limit | right)`, rounded to three
+    digits; the lowest of equals."""
+    if wrong.all() or not wrong.any():
+        return float("inf")
+    tried = np.unique(prices)
+    gains = [(prices[wrong] > limit).mean() - (prices[~wrong] > limit).mean() for limit in tried]
+    return float(f"{tried[int(np.argmax(gains))]:.3g}")
+
+
+def said(prices: np.ndarray, wrong: np.ndarray, limit: float) -> dict[str, float | None]:
+    """What a limit would have said: the share warned of, of failures the share that was warned of, and the
+    share that is wrong with and without a warning."""
+    warned = prices > limit
+
+    def mean(which: np.ndarray) -> float | None:
+        return float(which.mean()) if len(which) else None
+
+    return {
+        "limit": limit,
+        "warned": mean(warned),
+        "found": mean(warned[wrong]),
+        "wrong_if_warned": mean(wrong[warned]),
+        "wrong_if_not": mean(wrong[~warned]),
+    }
+
+
+def written(made: Mapping[str, Any], command: str) -> str:
+    """The tables as Markdown."""
+    lines = ["# Which number tells that an eviction costs the answer?", "", f"`{command}`", ""]
+    for where, areas in made["signals"].items():
+        lines += [f"## {where}: {areas['wrong']} wrong of {areas['cases']}", ""]
+        lines += ["| signal | all budgets | within a budget | |", "|---|---:|---:|---|"]
+        for name in SIGNALS:
+            own = areas[name]
+            lines.append(f"| {name} | {own['all']:.3f} | {own['within']:.3f} | {ABOUT[name]} |")
+        lines += ["", "| limit on price | warned | of failures | wrong, warned | wrong, not |"]
+        lines.append("|---:|---:|---:|---:|---:|")
+        for row in made["limits"][where]:
+            shares = [row[name] for name in ("warned", "found", "wrong_if_warned", "wrong_if_not")]
+            told = " | ".join("-" if share is None else f"{share:.1%}" for share in shares)
+            lines.append(f"| {row['limit']:.3g} | {told} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def items_of(
+    suite: Suite, seed: int, facts: Sequence[int], tasks: Sequence[str], count: int, context_tokens: int
+) -> Iterator[tuple[str, int, int, Item]]:
+    """Contexts with so many facts, and items of the suite's tasks."""
+    for number in facts:
+        for index in range(count):
+            writer = item_writer(f"crowd{number}", seed, index)
+            yield "crowd", number, index, crowd_item(writer, number, context_tokens)
+    for task in tasks:
+        for index in range(count):
+            yield task, 0, index, suite.item(task, seed, index, context_tokens)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gates", required=True, help="folder of gates of the seed's reference model")
+    parser.add_argument("--seed", type=int, default=0, help="of the reference model, and of its items")
+    parser.add_argument("--policy", default="fused", help="whose score it is")
+    parser.add_argument("--scopes", nargs="+", default=["model", "head"])
+    ratios = [0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2]
+    parser.add_argument("--keep-ratios", nargs="+", type=float, default=ratios)
+    parser.add_argument("--facts", nargs="*", type=int, default=[8, 16, 32, 48, 64, 80, 100, 120])
+    parser.add_argument("--tasks", nargs="*", default=[], help="of the reference suite, beside the crowds")
+    parser.add_argument("--items", type=int, default=24, help="of each number of facts, and of each task")
+    parser.add_argument("--context-tokens", type=int, default=1000)
+    parser.add_argument("--limits", nargs="*", type=float, default=[], help="on the price, to be judged")
+    parser.add_argument("--output", required=True, help="folder for capacity.json and capacity.md")
+    typed = [*(sys.argv[1:] if argv is None else argv)]
+    given = parser.parse_args(typed)
+    suite = load_suite("reference")
+    model = suite.load_model(given.seed)
+    attach(model)
+    gates = load_gates(given.gates, model)
+    if gates.unit != "risk":
+        parser.error(
+            f"gates in {given.gates} are in {gates.unit!r}: calibrate them to risk (train/distill.py)"
+        )
+    stored = stored_limit(gates)
+    limits = [*given.limits, *([] if stored is None else [stored])]
+    items = items_of(suite, given.seed, given.facts, given.tasks, given.items, given.context_tokens)
+    cases = study(
+        model,
+        gates,
+        items,
+        policy=given.policy,
+        scopes=given.scopes,
+        keep_ratios=given.keep_ratios,
+        limit=limits[0] if limits else gates.threshold_for(0.02),
+        say=print,
+    )
+    made, folder = tables(cases, limits), Path(given.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "-m", "retain.eval.diagnose.capacity", *typed])
+    record = {
+        "settings": vars(given),
+        "stored_limit": stored,
+        **made,
+        "cases": [asdict(one) for one in cases],
+    }
+    (folder / "capacity.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    (folder / "capacity.md").write_text(written(made, command), encoding="utf-8")
+    print(written(made, command))
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

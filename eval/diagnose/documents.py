@@ -1,0 +1,142 @@
+"""What diagnostics are run on: a model by its name, and documents with something asked of them.
+
+In: `reference:SEED`, a folder or a hub id; a text file, or none. Out: the model, its tokenizer, documents.
+The reference generator writes documents with questions, on text that no training saw. A text is cut into
+pieces, spread over all of it, that are continued: all but a piece's last token is its context, and the last
+token its only turn, at which the model goes on writing. Perplexity cuts its pieces here too. The one decision
+taken here: nothing is padded or joined, a document is read as it is, alone, and a text too short for as many
+pieces as are asked for is refused.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retain.eval.diagnose.teacher_forced import Asked
+from retain.hf.model.named import load_named
+
+REFERENCE = "reference:"
+# Stream of the generator: no other use of it writes these documents (`retain.eval.tasks.reference`).
+_STREAM = 13
+
+
+def load(name: str, device: str = "cpu") -> tuple[Any, Any]:
+    """A model and its tokenizer, in eval mode and without gradients.
+
+    Args:
+        name: `reference:0`, a folder, or a hub id.
+        device: where the model goes.
+
+    Raises:
+        ValueError: no such model, or none that transformers can load.
+    """
+    if name.startswith(REFERENCE):
+        from retain.reference import SEEDS, load_model, load_tokenizer
+
+        seed = name.removeprefix(REFERENCE)
+        if seed not in map(str, SEEDS):
+            known = ", ".join(f"{REFERENCE}{own}" for own in SEEDS)
+            raise ValueError(f"unknown model {name!r}, known: {known}, a local folder, or a hub id.")
+        model, tokenizer = load_model(int(seed)), load_tokenizer()
+    else:
+        model, tokenizer = load_named(name)
+        if tokenizer is None:
+            raise ValueError(f"model={name!r} has no tokenizer, and documents are texts.")
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def reference_asked(seed: int, count: int, context_tokens: int) -> Iterator[Asked]:
+    """Documents of the reference generator with all their questions as turns; the answers are the model's.
+
+    Args:
+        seed: of the model that will read them.
+        count: how many.
+        context_tokens: length of a context.
+    """
+    from retain.reference.documents import Writer, distill_document
+    from retain.reference.tokenizer import ANSWER_ID, QUESTION_ID
+
+    writer = Writer("eval", int(np.random.SeedSequence([_STREAM, seed]).generate_state(1)[0]))
+    for number in range(count):
+        document = distill_document(writer, context_tokens)
+        ids = document.appendix_ids
+        starts = [i for i, token in enumerate(ids) if token == QUESTION_ID]
+        turns = tuple(ids[start : ids.index(ANSWER_ID, start) + 1] for start in starts)
+        yield Asked(f"reference document {number}", document.context_ids, turns)
+
+
+def text_asked(path: str | Path, tokenizer: Any, count: int, context_tokens: int) -> Iterator[Asked]:
+    """Pieces of a text file, to be continued.
+
+    Args:
+        path: UTF-8 text.
+        tokenizer: of the model; the special tokens that it puts before a text stand before each piece.
+        count: how many pieces.
+        context_tokens: length of a context, special tokens included; one more token is the turn.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no text, or too short for as many pieces.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"text file {str(path)!r} does not exist: pass --text, a UTF-8 file.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error}): convert it.") from None
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    pieces = cut(ids, opening_of(tokenizer), context_tokens=context_tokens, behind=1, documents=count)
+    for number, piece in enumerate(pieces):
+        yield Asked(f"{path.name}, piece {number}", piece[:-1], (piece[-1:],))
+
+
+def cut(
+    ids: Sequence[int], opening: Sequence[int], *, context_tokens: int, behind: int, documents: int
+) -> list[tuple[int, ...]]:
+    """Pieces of a text, spread over all of it, none overlapping.
+
+    Args:
+        ids: Of the text, without special tokens.
+        opening: Special tokens that stand before each piece, and count as context.
+        context_tokens: What is evicted from.
+        behind: Tokens of each piece behind its context.
+        documents: How many pieces.
+
+    Returns:
+        Pieces of `context_tokens + behind` tokens.
+
+    Raises:
+        ValueError: numbers below 1, or a text that is too short.
+    """
+    for name, number in (("behind", behind), ("documents", documents)):
+        if number < 1:
+            raise ValueError(f"pieces of a text: {name} is 1 or more, got {number}.")
+    if context_tokens <= len(opening):
+        raise ValueError(
+            f"pieces of a text: context_tokens={context_tokens} leaves no room behind {len(opening)} special "
+            f"tokens: ask for {len(opening) + 1} or more."
+        )
+    own = context_tokens - len(opening) + behind
+    if len(ids) < own * documents:
+        raise ValueError(
+            f"the text has {len(ids)} tokens, but {documents} pieces of {own} need {own * documents}: pass a "
+            "longer text, or ask for fewer or shorter pieces."
+        )
+    stride = len(ids) // documents
+    return [(*opening, *ids[number * stride : number * stride + own]) for number in range(documents)]
+
+
+def opening_of(tokenizer: Any) -> tuple[int, ...]:
+    """The special tokens that stand before a text: those that the tokenizer puts there, else its first one.
+
+    Not every tokenizer puts its first token (`bos_token`) where it belongs by itself; of one without such a
+    token, no text has an opening.
+    """
+    whole, plain = (list(tokenizer("a", add_special_tokens=own)["input_ids"]) for own in (True, False))
+    places = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
+    opening = tuple(whole[: places[0]]) if places else ()
+    first = getattr(tokenizer, "bos_token_id", None)
+    return opening if opening or first is None else (first,)

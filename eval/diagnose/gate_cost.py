@@ -1,0 +1,226 @@
+"""What gates cost at inference, against the prefill that they ride on: FLOPs per token.
+
+In: a `GateSet`, the sizes of its base model, and that model's name if it is at hand. Out: a `GateCost`. The
+one decision taken here: the share that is printed never flatters. A gate's FLOPs are counted while it runs
+(matrix products, as `torch.utils.flop_counter` counts them), the model's are those of its weights alone,
+without attention and without the head, and where the model is not at hand only its attention's projections
+are counted, and the share is called an upper bound.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from retain.gates.base import GateInputs, GateSet
+from retain.hf.model.decoder import base_model
+from retain.hf.model.named import reference_seed
+
+__all__ = ["GateCost", "cost_of", "gate_flops", "projection_flops", "weight_flops"]
+
+# Tokens that a gate is run on to be counted; one that looks from entry to entry costs more a token on more.
+TOKENS = 512
+
+
+@dataclass(frozen=True)
+class GateCost:
+    """FLOPs a token.
+
+    Args:
+        gates: of all layers' gates together, a token; lookahead tokens apart.
+        model: of the model's prefill, a token; None where nothing is known of it.
+        of: what of the model was counted, in words.
+        whole: whether that is all of its weights.
+        lookahead: tokens that gates add behind every prompt.
+        contextual: whether gates look from entry to entry, so that a token costs more in a longer prompt.
+    """
+
+    gates: float
+    model: float | None
+    of: str
+    whole: bool
+    lookahead: int = 0
+    contextual: bool = False
+
+    def share(self, num_tokens: int = 4096) -> float | None:
+        """The gates' FLOPs over those of a prefill of `num_tokens`; lookahead tokens are read like others.
+
+        `gates / model + lookahead / num_tokens`
+        """
+        return None if not self.model else self.gates / self.model + self.lookahead / num_tokens
+
+    def __str__(self) -> str:
+        own = f"gates {_count(self.gates)}FLOP a token (matrix products"
+        own += f", in a prompt of {TOKENS} tokens; more in a longer one)" if self.contextual else ")"
+        if (share := self.share()) is None:
+            return f"{own}; of the model nothing is known: pass --model"
+        bound = "" if self.whole else "at most "
+        behind = ""
+        if self.lookahead:
+            part = f"{self.lookahead / 4096:.2%}"
+            behind = f", of it {self.lookahead} lookahead tokens behind a prompt of 4,096: {part}"
+        return (
+            f"inference overhead {bound}{100 * share:.3g} % of prefill FLOPs: {own}, prefill "
+            f"{_count(self.model or 0)}FLOP a token ({self.of}){behind}"
+        )
+
+
+def cost_of(gates: GateSet, metadata: Mapping[str, Any], model: str | None = None) -> GateCost:
+    """The cost of an artifact's gates.
+
+    Args:
+        gates: that were loaded from it.
+        metadata: its JSON.
+        model: name of the base model; None: the one that the artifact names, if that is at hand (a reference
+            model or a local folder).
+
+    Raises:
+        ValueError: the model's config cannot be read, or is that of another model.
+    """
+    sizes = dict(metadata.get("fingerprint") or {})
+    flops = gate_flops(gates, sizes)
+    named = str(metadata.get("base_model") or "")
+    if model is None and named and (reference_seed(named) is not None or Path(named).is_dir()):
+        model = named
+    lookahead = int(getattr(gates.extension, "num_tokens", 0))
+    if model is not None:
+        per_token = weight_flops(model, sizes)
+        of = f"the weights of {model}, head and attention's own products left out"
+        return GateCost(flops, per_token, of, True, lookahead, gates.contextual)
+    bound = projection_flops(sizes)
+    of = "attention's projections alone, since the artifact does not say how wide the MLP is: pass --model"
+    return GateCost(flops, bound, of, False, lookahead, gates.contextual)
+
+
+def gate_flops(gates: GateSet, sizes: Mapping[str, Any], num_tokens: int = TOKENS) -> float:
+    """FLOPs a token of all gates, counted as they run on `num_tokens` tokens of noise.
+
+    Args:
+        gates: of any family.
+        sizes: the fingerprint's: hidden_size, num_heads, num_kv_heads, head_dim; an own size of a gate wins.
+        num_tokens: of the sequence.
+    """
+    counted: dict[str, float] = {}
+    total = 0.0
+    for layer in gates.layers:
+        dims = gates[layer].dims()
+        key = repr(sorted(dims.items(), key=lambda item: item[0]))
+        if key not in counted:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                gates[layer](_noise(gates[layer], {**_letters(sizes), **dims}, num_tokens, gates))
+            counted[key] = counter.get_total_flops() / num_tokens
+        total += counted[key]
+    return total
+
+
+def weight_flops(name: str, sizes: Mapping[str, Any]) -> float:
+    """FLOPs a token of a model's layers, `2 x active parameters`: of experts those that a token meets.
+
+    Args:
+        name: `reference:<seed>`, a local folder, or a hub name; only its config is read.
+        sizes: fingerprint of the gates' base model.
+
+    Raises:
+        ValueError: no config can be read, or it is of other sizes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if reference_seed(name) is not None:
+        from retain.reference.model import config as reference_config
+
+        config = reference_config()
+    else:
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except Exception as error:  # a damaged file leads transformers to errors of any class
+            raise ValueError(
+                f"--model {name!r} has no config to count with: {error} Pass a local folder, a hub name, or "
+                "reference:0."
+            ) from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    base: Any = base_model(model)
+    text: Any = base.config
+    _check_sizes(text, name, sizes)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    layers = list(base.layers)[: text.num_hidden_layers]
+    active = 0.0
+    for layer in layers:
+        for path, parameter in layer.named_parameters():
+            met = chosen / experts if experts and chosen and ".experts." in path else 1.0
+            active += parameter.numel() * met if parameter.dim() > 1 else 0.0
+    return 2 * active
+
+
+def projection_flops(sizes: Mapping[str, Any]) -> float | None:
+    """FLOPs a token of attention's projections: `2 L (2 E Q D + 2 E H D)`; None where a size is not known."""
+    names = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    if any(not isinstance(sizes.get(name), int) for name in names):
+        return None
+    L, E, Q, H, D = (int(sizes[name]) for name in names)
+    return 2.0 * L * (2 * E * Q * D + 2 * E * H * D)
+
+
+def _check_sizes(config: Any, name: str, sizes: Mapping[str, Any]) -> None:
+    """Refuse a model of other sizes than the fingerprint's, as far as both say them."""
+    own: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None),
+        "num_layers": config.num_hidden_layers,
+    }
+    if "layers" in sizes:
+        # Others are left alone, and `num_layers` counts those that are named.
+        del own["num_layers"]
+    own = {key: value for key, value in own.items() if isinstance(value, int)}
+    differ = [key for key in own if sizes.get(key, own[key]) != own[key]]
+    if differ:
+        raise ValueError(
+            f"--model {name!r} is not what these gates were trained on: {differ[0]} is {own[differ[0]]}, and "
+            f"{sizes[differ[0]]} in the artifact. Pass the gates' base model."
+        )
+
+
+def _letters(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint's sizes by their letters."""
+    names = {"E": "hidden_size", "Q": "num_heads", "H": "num_kv_heads", "D": "head_dim"}
+    return {letter: sizes[name] for letter, name in names.items() if name in sizes}
+
+
+def _noise(gate: Any, sizes: Mapping[str, Any], num_tokens: int, gates: GateSet) -> GateInputs:
+    """Inputs of the gate's sizes."""
+    E, H = sizes["E"], sizes["H"]
+    Q, D = sizes.get("Q", H), sizes.get("D", 1)
+    S = int(getattr(gates.extension, "num_tokens", 1))
+    shapes = {
+        "hidden": ("hidden_BTE", (1, num_tokens, E)),
+        "stream": ("stream_BTE", (1, num_tokens, E)),
+        "queries": ("queries_BQTD", (1, Q, num_tokens, D)),
+        "queries_before": ("queries_before_BQTD", (1, Q, num_tokens, D)),
+        "keys": ("keys_BHTD", (1, H, num_tokens, D)),
+        "keys_before": ("keys_before_BHTD", (1, H, num_tokens, D)),
+        "values": ("values_BHTD", (1, H, num_tokens, D)),
+        "lookahead": ("lookahead_BQSD", (1, Q, S, D)),
+    }
+    given: dict[str, Any] = {}
+    for name in gate.inputs:
+        if name == "token_ids":
+            given["token_ids_BT"] = torch.zeros(1, num_tokens, dtype=torch.int64)
+        else:
+            field, shape = shapes[name]
+            given[field] = torch.randn(shape)
+    if "lookahead" in gate.inputs:
+        given |= {"lookahead_keys_BHSD": torch.randn(1, H, S, D), "scaling": D**-0.5}
+    return GateInputs(**given)
+
+
+def _count(flops: float) -> str:
+    """A count with its prefix."""
+    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if flops >= scale:
+            return f"{flops / scale:.3g} {prefix}"
+    return f"{flops:.3g} "

@@ -1,0 +1,248 @@
+"""Head classes, measured: how much of a head's attention goes where a streaming head would have nothing.
+
+    python -m retain.eval.diagnose.head_classes --model reference:0 --documents 64 --output heads.tsv
+
+In: a model and documents. Out: a tab-separated table, one row a layer and one number in 0..1 a KV head, in
+the layout in which DuoAttention publishes its patterns, and which `allocation.head_classes` of a policy
+reads.
+
+The one decision taken here: this *measures attention*. DuoAttention (arXiv 2410.10819) *optimises* a gate of
+each head, so that the model's output on synthetic passkeys survives when gated heads stream; it needs
+gradients and a training run. A head that looks far back without any effect on the output is a retrieval head
+here and none there. So what comes out is a table of DuoAttention's kind, and not DuoAttention's table.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from retain.attention.chunked import attention_chunks
+from retain.eval.tasks.suite import Document
+from retain.eval.tasks.suites import load_suite
+from retain.hf.intercept.observe import observe
+from retain.hf.model.named import load_named, reference_seed
+from retain.process.command import status_of
+
+SINKS, RECENT = 4, 32
+APPENDIX = "\n{question}\n{answer}"
+Encode = Callable[[str, bool], list[int]]  # (text, with the tokenizer's own special tokens) -> ids
+
+
+@dataclass(frozen=True)
+class TextDocument:
+    """A document of a JSONL file, as token ids."""
+
+    context_ids: tuple[int, ...]
+    appendix_ids: tuple[int, ...] = ()
+
+
+@torch.no_grad()
+def measure_head_classes(
+    model: Any, documents: Iterable[Document], *, sinks: int = SINKS, recent: int = RECENT, chunk: int = 128
+) -> Float64[Tensor, "L H"]:
+    """Share of each head's attention that a streaming head could not pay.
+
+    `share[l, h] = mean_documents mean_j max_{q in group(h)} sum_{sinks <= i <= j - recent} a_qj[i]`, over the
+    queries j of what comes after the context (question and answer); where nothing does, over those of the
+    context that are further than `sinks + recent` from its beginning, for which a streaming head has lost
+    something.
+
+    Args:
+        model: causal language model.
+        documents: contexts with what came after them; every document counts the same.
+        sinks: first entries that a streaming head holds.
+        recent: last entries that it holds, the query's own included; at least 1.
+        chunk: queries at a time; changes memory, not the result.
+
+    Returns:
+        shares in [0, 1], one row for each layer that evicts.
+
+    Raises:
+        ValueError: if there are no documents, one is no longer than what a streaming head holds, or layers
+            have unlike numbers of KV heads.
+    """
+    if sinks < 0 or recent < 1:
+        raise ValueError(
+            f"a streaming head holds sinks >= 0 and recent >= 1 entries; got sinks={sinks}, recent={recent}."
+        )
+    total_LH: Tensor | None = None
+    count = 0
+    for count, document in enumerate(documents, 1):
+        context, ids = len(document.context_ids), [*document.context_ids, *document.appendix_ids]
+        if len(ids) <= sinks + recent:
+            raise ValueError(
+                f"document {count - 1} has {len(ids)} tokens, and a streaming head holds {sinks} + {recent} "
+                "of them: nothing is far. Pass longer documents, or fewer sinks and recent entries."
+            )
+        first = context if document.appendix_ids else sinks + recent
+        rows = []
+        for evidence in observe(model, torch.tensor([ids], device=model.device)):
+            far_H = torch.zeros(evidence.num_heads, dtype=torch.float64)
+            for start, probs in attention_chunks(evidence, chunk, first=first):
+                far_H += _far(probs, start, evidence.num_heads, sinks, recent).sum(-1).double().cpu()
+            rows.append(far_H / (len(ids) - first))
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(
+                f"layers have {', '.join(str(len(row)) for row in rows)} KV heads, and a table of head "
+                "classes has as many in every row: state budgets another way than by head classes."
+            )
+        shares_LH = torch.stack(rows)
+        total_LH = shares_LH if total_LH is None else total_LH + shares_LH
+    if total_LH is None:
+        raise ValueError("head classes are measured on documents, and there are none: pass at least one.")
+    return total_LH / count
+
+
+def _far(
+    probs_BQsK: Float[Tensor, "1 Q s K"], start: int, num_heads: int, sinks: int, recent: int
+) -> Float[Tensor, "H s"]:
+    """Of each query: its attention to what a streaming head does not hold, the largest of the group."""
+    s, K = probs_BQsK.shape[2:]
+    own_s1 = torch.arange(start, start + s, device=probs_BQsK.device)[:, None]
+    entry_K = torch.arange(K, device=probs_BQsK.device)
+    far_sK = (entry_K >= sinks) & (entry_K <= own_s1 - recent)
+    far_Qs = probs_BQsK[0].masked_fill(~far_sK, 0.0).sum(-1)
+    return far_Qs.unflatten(0, (num_heads, -1)).amax(1)
+
+
+def rank_heads(shares_LH: Float[Tensor, "L H"]) -> Float64[Tensor, "L H"]:
+    """Places of all heads in order of their shares, scaled to 0..1, so that a threshold says how many of the
+    heads are retrieval heads: 0.5 half of them (of an odd number, the larger half).
+
+    Args:
+        shares_LH: of `measure_head_classes`; of equal shares the later head has the higher place.
+    """
+    flat = shares_LH.flatten()
+    place = torch.empty(len(flat), dtype=torch.float64)
+    place[flat.sort(stable=True).indices.cpu()] = torch.arange(len(flat), dtype=torch.float64)
+    return (place / (len(flat) - 1) if len(flat) > 1 else place + 1.0).view(shares_LH.shape)
+
+
+def write_head_classes(shares_LH: Float[Tensor, "L H"], path: str | Path) -> tuple[Path, Path]:
+    """Write the table that a policy reads, and beside it the shares that it was made from.
+
+    Args:
+        shares_LH: of `measure_head_classes`.
+        path: of the table; the shares are written to the same name with `.shares` before its suffix.
+
+    Returns:
+        both paths.
+    """
+    path = Path(path)
+    raw = path.with_name(f"{path.stem}.shares{path.suffix}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target, table_LH in ((raw, shares_LH), (path, rank_heads(shares_LH))):
+        lines = ["\t".join(f"{cell:.6f}" for cell in row) for row in table_LH.tolist()]
+        beside = target.with_name(target.name + ".new")
+        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        beside.replace(target)
+    return path, raw
+
+
+def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Iterator[TextDocument]:
+    """Documents of a JSONL file: rows of `text`, or of `context`, `question` and `answer`.
+
+    Args:
+        path: of the file.
+        encode: the model's tokenizer.
+        context_tokens: contexts are cut to so many tokens.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line that is no such row.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"documents file {str(path)!r} does not exist: pass --jsonl, one row a line.")
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is no JSON: {error}.") from None
+            if isinstance(row, dict) and isinstance(row.get("text"), str):
+                text, appendix = row["text"], ""
+            elif isinstance(row, dict) and {"context", "question", "answer"} <= row.keys():
+                text, appendix = str(row["context"]), APPENDIX.format(**row)
+            else:
+                got = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+                raise ValueError(
+                    f"{path}, line {number} holds {got}; wanted 'text', or 'context', 'question' and "
+                    "'answer'."
+                )
+            context_ids = tuple(encode(text, True)[:context_tokens])
+            yield TextDocument(context_ids, tuple(encode(appendix, False)) if appendix else ())
+
+
+def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple[Any, Iterator[Document]]:
+    """A model and documents for it.
+
+    Args:
+        name: `reference:0`, or a model by its hub id or folder.
+        jsonl: documents; None for those of the reference suite.
+        count: how many at most.
+        context_tokens: length of a context.
+
+    Raises:
+        ValueError: a hub model without documents, or a model that cannot be loaded.
+        FileNotFoundError: no such file of documents.
+    """
+    seed = reference_seed(name)
+    if seed is None and jsonl is None:
+        raise ValueError(
+            f"documents for {name!r} are read from a file: pass --jsonl, rows of 'text', or of 'context', "
+            "'question' and 'answer'."
+        )
+    model, tokenizer = load_named(name)
+    if seed is not None and jsonl is None:
+        return model, load_suite("reference").documents(seed, count, context_tokens)
+    assert jsonl is not None
+    if tokenizer is None:
+        raise ValueError(f"model={name!r} has no tokenizer, and rows of text need one.")
+
+    def encode(text: str, special: bool) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    found = read_documents(jsonl, encode, context_tokens)
+    return model, (document for document, _ in zip(found, range(count), strict=False))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, measure, write, and show the shares."""
+    parser = argparse.ArgumentParser(
+        description="Measure which heads look far back, and write a table of head classes (DuoAttention's "
+        "layout; its gates are optimised, this is measured attention)."
+    )
+    parser.add_argument("--model", required=True, help="reference:0, or a hub id or folder")
+    parser.add_argument("--jsonl", help="documents: rows of 'text', or of 'context', 'question', 'answer'")
+    parser.add_argument("--documents", type=int, default=64, help="how many at most")
+    parser.add_argument("--context-tokens", type=int, default=1000, help="tokens of a context")
+    parser.add_argument("--sinks", type=int, default=SINKS, help="first entries that a streaming head holds")
+    parser.add_argument("--recent", type=int, default=RECENT, help="last entries that it holds")
+    parser.add_argument("--output", required=True, help="the table, e.g. heads.tsv")
+    given = parser.parse_args(arguments)
+    try:
+        model, documents = load(given.model, given.jsonl, given.documents, given.context_tokens)
+        shares_LH = measure_head_classes(model, documents, sinks=given.sinks, recent=given.recent)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    path, raw = write_head_classes(shares_LH, given.output)
+    print(f"Attention beyond {given.sinks} first and {given.recent} last entries, by layer and KV head:")
+    for idx, row in enumerate(shares_LH.tolist()):
+        print(f"  {idx:3}  " + "  ".join(f"{cell:.3f}" for cell in row))
+    print(f"Measured attention; DuoAttention optimises its gates instead.\nTable: {path}\nShares: {raw}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

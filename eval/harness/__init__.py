@@ -1,0 +1,4 @@
+"""lm-evaluation-harness with an evicting cache.
+
+Reading order: `model`, `arguments`.
+"""

@@ -1,0 +1,105 @@
+"""What is typed as model_args of the model class `retain`: which name is for whom, and what goes together.
+
+In: names and values as lm-eval parsed them. Out: fields of the policy to replace, and what is left for
+lm-eval's own class. The one decision taken here: that class hands names that it does not know to the model's
+constructor, which may swallow them, so a name that looks like a misspelt one of ours is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from retain.hf.cache.regime import Regime
+from retain.presets import Policy
+
+__all__ = ["EVICT_CONTEXT", "OVERLONG", "OWN", "REPLACEABLE", "check", "sorted_out"]
+
+EVICT_CONTEXT = "evict_context"
+OVERLONG = ("error", "truncate")
+# Fields of a policy that model_args may replace; `regime` is when to evict, as `retain.Cache` calls it.
+REPLACEABLE = tuple(
+    field.name for field in fields(Policy) if field.name not in ("name", "regime", "paper", "variants")
+)
+OWN = (
+    *("policy", "keep_ratio", "tokens_per_head", "bytes", "regime", "every", "chunk", "gates", "seeds"),
+    *("context_marker", "loglikelihood", "overlong", *REPLACEABLE),
+)
+
+
+def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of the policy to replace, as nested sections, and what lm-eval takes.
+
+    Args:
+        others: name -> value, but for the arguments that `RetainLM` names; a dot stands before a section's
+            field.
+
+    Raises:
+        ValueError: names that look like misspelt ones of ours; all at once.
+    """
+    overrides: dict[str, Any] = {}
+    left: dict[str, Any] = {}
+    problems = []
+    for name, value in others.items():
+        section, *inner = name.split(".")
+        near = get_close_matches(section, OWN, n=1, cutoff=0.75)
+        if section in REPLACEABLE:
+            target = overrides
+            for part in [section, *inner][:-1]:
+                target = target.setdefault(part, {})
+            target[[section, *inner][-1]] = value
+        elif near or inner:
+            hint = f" (did you mean {'.'.join([near[0], *inner])!r}?)" if near else ""
+            problems.append(f"{name!r}{hint}")
+        else:
+            left[name] = value
+    if problems:
+        raise ValueError(
+            f"unknown model_args: {', '.join(problems)}. Known beside those of lm-eval's hf: "
+            f"{', '.join(OWN)}, sections with a dot (protection.recent=8)."
+        )
+    return overrides, left
+
+
+def check(
+    regime: str,
+    chunk: int | None,
+    marker: str | None,
+    loglikelihood: str | None,
+    overlong: str,
+    others: Mapping[str, Any],
+) -> None:
+    """Refuse what does not go together, all of it at once.
+
+    Args:
+        regime: name of the regime.
+        chunk: tokens a prompt is read in at a time.
+        marker: string behind which the question begins.
+        loglikelihood: what was asked for of log-likelihood tasks.
+        overlong: what becomes of a prompt that is too long.
+        others: what is left for lm-eval.
+
+    Raises:
+        ValueError: it does not.
+    """
+    problems = []
+    parts = Regime(regime).parts
+    if "chunked" in parts and chunk is None:
+        problems.append(f"regime {regime!r} evicts after every chunk: say how long one is, as in chunk=1024")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        problems.append(f"chunk is {chunk!r}: wanted a whole number of tokens, at least 1")
+    if marker == "":
+        problems.append("context_marker is empty: pass the string behind which the question begins")
+    if loglikelihood not in (None, EVICT_CONTEXT):
+        problems.append(f"loglikelihood is {loglikelihood!r}: wanted {EVICT_CONTEXT}, or leave it out")
+    if loglikelihood is not None and "decode" in parts:
+        problems.append(
+            f"loglikelihood={EVICT_CONTEXT} evicts once, behind the context, and regime {regime!r} while "
+            "decoding: take regime=prefill"
+        )
+    if overlong not in OVERLONG:
+        problems.append(f"overlong is {overlong!r}: wanted {' or '.join(OVERLONG)}")
+    if others.get("truncation"):
+        problems.append("truncation=True cuts prompts at their end, where the question is: overlong=truncate")
+    if problems:
+        raise ValueError(f"model_args: {'; '.join(problems)}.")

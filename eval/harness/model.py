@@ -1,0 +1,529 @@
+"""lm-evaluation-harness with an evicting cache: the model class `retain`.
+
+In: model_args as typed after `--model retain`, and whatever lm-eval asks. Out: answers of a model whose
+cache evicted while it read and wrote, and in the results what was asked for, what was held, and under which
+name answers may be reused. The one decision taken here: a score of this class is a score under eviction, or
+there is none. What lm-eval computes in one forward without a cache (log-likelihoods) is refused unless
+"evict the context, then score" is asked for; prompts are not cut unless that is asked for; an answer is never
+taken from another policy's cache of answers; and a run in which nothing was evicted says so.
+
+    retain lm-eval -- --model retain --model_args pretrained=NAME,policy=snapkv,keep_ratio=0.25 --tasks ...
+
+lm-eval shows a model one prompt, question included, so these are `query_aware` numbers. With
+`context_marker`, a string after which the question begins, the prompt is split there: all up to it is read
+and evicted from, then the rest is read (`context_only`).
+
+Written for lm_eval 0.4.13 (EleutherAI/lm-evaluation-harness; it has no plug-ins, so `retain lm-eval` imports
+this file first) and its main branch, which finds the class through the entry point `lm_eval.models`.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+import retain
+from retain.eval.harness.arguments import EVICT_CONTEXT, REPLACEABLE, check, sorted_out
+from retain.eval.run.results_store import gates_identity
+from retain.gates.store import METADATA_FILE
+from retain.hf.cache.cache import Cache
+from retain.hf.cache.regime import Regime
+from retain.hf.intercept.attach import attach
+from retain.hf.model.decoder import fingerprint
+from retain.hf.model.gates import load_gates
+from retain.hf.model.named import REFERENCE, load_named
+from retain.presets import Policy
+from retain.process.extras import require
+from retain.process.provenance import code_state
+
+with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+
+__all__ = ["Evicted", "RetainLM"]
+
+# What of lm-eval's own arguments changes an answer.
+OF_HARNESS = (
+    *("revision", "subfolder", "peft", "delta", "dtype", "softmax_dtype", "mixed_precision_dtype"),
+    *("add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
+)
+
+
+@dataclass
+class Evicted:
+    """What the caches of a run held, summed over sequences when each was done with.
+
+    Attributes:
+        sequences: prompts read.
+        sequences_evicted: of those, how many lost at least one entry.
+        entries_seen: (layer, KV head, token) triples seen, generated tokens included, padding apart.
+        entries_held: of those, held in the end.
+        bytes_full: bytes of keys and values of all entries seen.
+        bytes_held: bytes of keys and values held.
+        largest_share: the largest entries_held / entries_seen of a sequence.
+    """
+
+    sequences: int = 0
+    sequences_evicted: int = 0
+    entries_seen: int = 0
+    entries_held: int = 0
+    bytes_full: int = 0
+    bytes_held: int = 0
+    largest_share: float = 0.0
+
+    def add_(self, cache: Cache) -> None:
+        """Count a cache that is done with."""
+        total, table = cache.report().total, cache.budgets()
+        heads = sum(spec.num_kv_heads for spec in cache.specs)
+        seen_B = (table.seen_B * heads).tolist()
+        held_B = table.held_BLH.sum((1, 2)).tolist()
+        self.sequences += len(seen_B)
+        self.sequences_evicted += sum(held < seen for held, seen in zip(held_B, seen_B, strict=True))
+        self.entries_seen += total.entries_seen
+        self.entries_held += total.entries_held
+        self.bytes_full += total.bytes_full
+        self.bytes_held += total.bytes_held
+        shares = [held / seen for held, seen in zip(held_B, seen_B, strict=True) if seen]
+        self.largest_share = max(self.largest_share, *shares)
+
+    def described(self) -> dict[str, Any]:
+        """For the results."""
+        share = self.entries_held / self.entries_seen if self.entries_seen else None
+        return {
+            **asdict(self),
+            "entries_evicted": self.entries_seen - self.entries_held,
+            "keep_ratio_achieved": share,
+        }
+
+
+@register_model("retain")
+class RetainLM(HFLM):
+    """lm-eval's Hugging Face model, answering from a `retain.Cache`.
+
+    Args:
+        pretrained: hub id, local folder, `reference:<seed>` (the small model that ships with retain), or a
+            loaded model (then pass its tokenizer too).
+        policy: a preset (`retain policies` lists them), a variant of one, or a path to a YAML.
+        keep_ratio: kept / seen, in (0, 1]. State exactly one budget, in one of three ways.
+        tokens_per_head: entries per KV head.
+        bytes: bytes of keys and values per sequence.
+        regime: when to evict, as `retain.Cache` calls it; `prefill` (default): once, behind the prompt.
+        every: tokens between evictions, for regimes with `decode`.
+        chunk: tokens that a prompt is read in at a time; None: at once. All but its last token then.
+        gates: for learned policies, a folder or a hub id.
+        seeds: of policies that draw. Each prompt draws by this and its own tokens, so that neither the batch
+            nor the order it comes in changes what it keeps.
+        context_marker: the question begins behind the last place where this string stands in a prompt; what
+            comes before is evicted from before the question is read.
+        loglikelihood: `evict_context` allows log-likelihood tasks: a context is read but for its last token
+            and evicted from; that token and the continuation are then scored from what is held.
+        overlong: what becomes of a prompt that, with its answer, is longer than max_length: `error`, or
+            `truncate` (its beginning is cut, as lm-eval does).
+        device: None: the GPU if there is one.
+        max_length: tokens of prompt and answer; None: what the model's config says.
+        **others: fields of the policy to replace, one dot a section (`protection.recent=8`), and whatever
+            lm-eval's own `hf` takes.
+
+    Raises:
+        ValueError: the request cannot be met, or holds names that look like misspelt ones.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        *,
+        policy: str | Path = "fused",
+        keep_ratio: float | None = None,
+        tokens_per_head: int | None = None,
+        bytes: int | None = None,
+        regime: str = "prefill",
+        every: int = 32,
+        chunk: int | None = None,
+        gates: str | Path | None = None,
+        seeds: int = 0,
+        context_marker: str | None = None,
+        loglikelihood: str | None = None,
+        overlong: str = "error",
+        device: str | None = None,
+        max_length: int | None = None,
+        **others: Any,
+    ) -> None:
+        overrides, others = sorted_out(others)
+        check(regime, chunk, context_marker, loglikelihood, overlong, others)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        origin = pretrained
+        if isinstance(pretrained, str) and pretrained.startswith(REFERENCE):
+            pretrained, own_tokenizer = load_named(pretrained, dtype=str(others.get("dtype", "auto")))
+            pretrained = pretrained.to(device)
+            others.setdefault("tokenizer", own_tokenizer)
+        super().__init__(pretrained, device=device, max_length=max_length, **others)
+        if self.backend != "causal":
+            raise ValueError(f"{origin} is an encoder-decoder model: retain evicts from decoders only.")
+        self.pretrained = origin if isinstance(origin, str) else type(origin).__name__
+        self.marker, self.chunk, self.seed = context_marker, chunk, seeds
+        self.scores_evicted, self.overlong = loglikelihood == EVICT_CONTEXT, overlong
+        self.alone = "chunked" in Regime(regime).parts
+        self.retain_handle = attach(self.model)
+        budget = {"keep_ratio": keep_ratio, "tokens_per_head": tokens_per_head, "bytes": bytes}
+        self._request: dict[str, Any] = {
+            "policy": str(policy),
+            **{name: value for name, value in budget.items() if value is not None},
+            "regime": regime,
+            "every": every,
+            "gates": None if gates is None else load_gates(gates, self.model),
+            "tokenizer": self.tokenizer,
+            **overrides,
+        }
+        rule = self._cache().rule  # whatever is wrong with the request is said before anything is read
+        self.keeps_all = rule.keeps_all or keep_ratio == 1
+        self.evicted = Evicted()
+        self._contexts: list[int] = []  # of the batch at hand: tokens up to its marker
+        stated = {name: value for name, value in budget.items() if value is not None}
+        self.identity: dict[str, Any] = {
+            "policy": {"name": rule.name} if rule.request is None else _decisive(rule.request.policy),
+            "budget": stated,
+            "regime": regime,
+            "every": every if "decode" in regime else None,
+            "chunk": chunk,
+            "gates": None if gates is None else _identity_of(gates, self._request["gates"]),
+            "seeds": seeds,
+            "context_marker": context_marker,
+            "loglikelihood": loglikelihood,
+            "overlong": overlong,
+            "max_length": self.max_length,
+            "model": fingerprint(self.model),
+            "name": self.pretrained,
+            "dtype": str(self.model.dtype),
+            "tokenizer": _sha(self.tokenizer.backend_tokenizer.to_str())
+            if self.tokenizer.is_fast
+            else self.tokenizer.name_or_path,
+            **{f"lm_eval.{name}": str(others[name]) for name in OF_HARNESS if name in others},
+            "retain": retain.__version__,
+            "commit": code_state(Path(__file__).parent)["commit"],
+        }
+        self.identity_sha = _sha(self.identity)
+
+    # What is asked.
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers; the shortest prompt is tried first, since a budget below what is protected shows there."""
+        self._try_shortest([request.args[0] for request in requests])
+        before = Evicted(**asdict(self.evicted))
+        answers = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        self._warn_if_nothing_went(before)
+        return answers
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations, from an evicted context, where that was asked for."""
+        if not self.scores_evicted:
+            raise ValueError(
+                f"{_tasks_of(requests)} asks for log-likelihoods, which lm-eval computes in one forward "
+                "without a decoding cache: nothing would be evicted, and the score would be the full "
+                "cache's. Take generation tasks (output_type: generate_until); or pass "
+                f"loglikelihood={EVICT_CONTEXT} in model_args, which reads each context, evicts, and scores "
+                "the continuation from what is held; or take --model hf for the full cache."
+            )
+        before = Evicted(**asdict(self.evicted))
+        answers = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        self._warn_if_nothing_went(before)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling), in "
+            "windows whose context is one token: there is no context to evict from before scoring begins, "
+            "and every token would be scored in the forward that reads it. Take `python -m "
+            "retain.eval.diagnose.perplexity`, which evicts before it scores, or --model hf for the full "
+            "cache."
+        )
+
+    # How prompts are read.
+
+    def tok_batch_encode(
+        self,
+        strings: Sequence[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """As HFLM's, which cuts long prompts with a line in the log; here they are refused, or counted.
+
+        Raises:
+            ValueError: a prompt is too long, or lacks the marker.
+        """
+        ids_BT, mask_BT = super().tok_batch_encode(list(strings), padding_side, None, truncation)
+        lengths = mask_BT.sum(1).tolist()
+        room = left_truncate_len or max(lengths)
+        if max(lengths) > room and self.overlong == "error":
+            raise ValueError(
+                f"a prompt of {max(lengths)} tokens does not fit: max_length is {self.max_length}, of which "
+                f"its answer may take {self.max_length - room}. Its beginning would be cut. Pass "
+                f"max_length={max(lengths) + self.max_length - room} in model_args if the model can read "
+                "that far, or overlong=truncate to have it cut."
+            )
+        self._contexts = []
+        for string, length in zip(strings, lengths, strict=True):
+            own = length if self.marker is None else self._context_tokens(string)
+            own -= max(0, length - room)
+            if own < 1:
+                raise ValueError(
+                    f"context_marker {self.marker!r} stands before anything that is left to evict from, in "
+                    f"the prompt {string!r:.80}: take another marker, or a larger max_length."
+                )
+            self._contexts.append(min(own, min(length, room) - 1))
+        return ids_BT[:, -room:], mask_BT[:, -room:]
+
+    def _context_tokens(self, string: str, context: str | None = None) -> int:
+        """Tokens of a prompt up to its marker; `context` is its part in which the marker is looked for."""
+        assert self.marker is not None
+        place = (string if context is None else context).rfind(self.marker)
+        if place < 0:
+            raise ValueError(
+                f"context_marker {self.marker!r} is not in the prompt {string[:60]!r} ... {string[-60:]!r}: "
+                "the question begins behind it. Pass a string that every prompt of the task has, or leave "
+                "it out (the whole prompt is then read before it is evicted from)."
+            )
+        stop = place + len(self.marker)
+        ends = [end for _, end in self.tokenizer(string, **self._special(string)).offset_mapping]
+        # A token that reaches into the question belongs to it.
+        return next((count for count, end in enumerate(ends) if end > stop), len(ends))
+
+    def _special(self, string: str) -> dict[str, Any]:
+        """How HFLM has special tokens added to a prompt."""
+        how: dict[str, Any] = {"return_offsets_mapping": True}
+        if (bos := self.tokenizer.bos_token) is not None and string.startswith(bos):
+            how["add_special_tokens"] = False
+        elif self.add_bos_token is not None:
+            how["add_special_tokens"] = self.add_bos_token
+        return how
+
+    def _cache(self, rows: Sequence[Sequence[int]] = ()) -> Cache:
+        """A new cache, for prompts of these tokens."""
+        seeds = [int(_sha([self.seed, list(row)])[:8], 16) for row in rows]
+        return Cache(self.model, **self._request, seeds=seeds or None, capacity=None, short="raise")
+
+    def _model_generate(
+        self, context: Int[Tensor, "B T"], max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> Tensor:
+        """One batch, with a cache of its own.
+
+        Where every chunk is evicted from, its sequences go one by one: in a padded batch a sequence's chunks
+        would end elsewhere than in a batch of its own, and its answer would depend on its neighbours.
+        """
+        if self.alone and len(context) > 1:
+            return self._one_by_one(context, max_length, stop, generation_kwargs)
+        mask_BT = generation_kwargs.pop("attention_mask")
+        rows = [row[own == 1].tolist() for row, own in zip(context, mask_BT, strict=True)]
+        cache, ids_BT = self._cache(rows), context
+        if self.marker is not None or self.chunk is not None:
+            first = [row[:own] for row, own in zip(rows, self._contexts, strict=True)]
+            rest = [row[own:] for row, own in zip(rows, self._contexts, strict=True)]
+            (ids, mask), (more, more_mask) = self._padded(first), self._padded(rest)
+            self._read(cache, ids, mask)
+            ids_BT, mask_BT = torch.cat([ids, more], 1), torch.cat([mask, more_mask], 1)
+        output = super()._model_generate(
+            ids_BT,
+            max_length=max_length + ids_BT.shape[1] - context.shape[1],
+            stop=stop,
+            attention_mask=mask_BT,
+            past_key_values=cache,
+            **generation_kwargs,
+        )
+        self.evicted.add_(cache)
+        return torch.cat([context, output[:, ids_BT.shape[1] :]], dim=1)
+
+    def _one_by_one(self, context: Tensor, max_length: int, stop: list[str], how: dict[str, Any]) -> Tensor:
+        """What `_model_generate` gives for each sequence of a batch alone."""
+        mask_BT, contexts, answers = how["attention_mask"], self._contexts, []
+        for row, (ids, mask) in enumerate(zip(context, mask_BT, strict=True)):
+            own, self._contexts = ids[mask == 1][None], contexts[row : row + 1]
+            alone = {**how, "attention_mask": torch.ones_like(own)}
+            longest = max_length - context.shape[1] + own.shape[1]
+            output = self._model_generate(own, longest, stop, **alone)
+            answers.append(output[0, own.shape[1] :].tolist())
+        width = max(map(len, answers))
+        padded = [[*answer, *[self.tokenizer.pad_token_id] * (width - len(answer))] for answer in answers]
+        return torch.cat([context, torch.tensor(padded, device=context.device, dtype=context.dtype)], dim=1)
+
+    def _precision(self) -> Any:
+        """Mixed precision, where it was asked for, as HFLM enters it."""
+        asked = self.mixed_precision_dtype
+        return torch.autocast(device_type=self.device.type, dtype=asked, enabled=asked is not None)
+
+    def _read(self, cache: Cache, ids: Tensor, mask: Tensor) -> Cache:
+        """Prefill a cache with what it evicts from."""
+        with self._precision():
+            return cache.prefill(ids, mask, chunk_size=self.chunk)
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Rows of token ids, left-padded, and their mask."""
+        width, fill = max(map(len, rows)), self.tokenizer.pad_token_id
+        ids = [[fill] * (width - len(row)) + list(row) for row in rows]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[Any],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Log-probabilities of continuations, each scored from a fork of its evicted context.
+
+        `sum_k log p(cont_k | context, cont_<k)`, where all attention of the context's last token and of the
+        continuation is over what was kept. The last context token is held back because its logits are the
+        first continuation token's: read with the rest, a continuation of one token would be the full cache's.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, (strings, context, continuation) in enumerate(requests):
+            own = self._to_evict(strings, context, continuation)
+            groups.setdefault(tuple(context[:own]), []).append(index)
+        answers: dict[int, tuple[float, bool]] = {}
+        for first, members in sorted(groups.items(), key=lambda item: -len(item[0])):
+            base = None
+            if first:
+                base = self._read(self._cache([first]), *self._padded([first]))
+                self.evicted.add_(base)
+            for index in members:
+                strings, context, continuation = requests[index]
+                answers[index] = self._score(base, [*context[len(first) :]], continuation)
+                if strings is not None:
+                    self.cache_hook.add_partial("loglikelihood", strings, answers[index])
+        return [answers[index] for index in range(len(requests))]
+
+    def _to_evict(
+        self, strings: tuple[str, str] | None, context: Sequence[int], continuation: Sequence[int]
+    ) -> int:
+        """Tokens of a context that are read before it is evicted from."""
+        total = len(context) + len(continuation)
+        if total > self.max_length + 1:
+            raise ValueError(
+                f"a context of {len(context)} tokens and its continuation of {len(continuation)} do not fit "
+                f"into max_length {self.max_length}, and what is evicted from is never cut: pass "
+                f"max_length={total} in model_args if the model can read that far."
+            )
+        own = len(context) - 1
+        if self.marker is not None and strings is not None:
+            own = min(own, self._context_tokens("".join(strings), strings[0]))
+        return own
+
+    @torch.no_grad()
+    def _score(
+        self, base: Cache | None, rest: Sequence[int], continuation: Sequence[int]
+    ) -> tuple[float, bool]:
+        """Log-probability of a continuation behind `rest`, and whether greedy search would write it."""
+        cache = None if base is None else base.fork()
+        ids = torch.tensor([[*rest, *continuation][:-1]], device=self.device)
+        with self._precision():
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
+        logits_KV = log_softmax(logits[0, -len(continuation) :], dim=-1, dtype=self.softmax_dtype)
+        wanted = torch.tensor(continuation, device=self.device)
+        chosen = logits_KV.gather(1, wanted[:, None])
+        return float(chosen.sum()), bool((logits_KV.argmax(1) == wanted).all())
+
+    # What is said of it.
+
+    def _try_shortest(self, prompts: Sequence[str]) -> None:
+        """Read the shortest prompt: if its budget cannot hold what is protected, better now than at the end
+        of a run, which reads the longest first.
+
+        Raises:
+            ValueError: as the cache says it.
+        """
+        if not prompts or self.keeps_all:
+            return
+        ids, mask = self.tok_batch_encode([min(prompts, key=len)], left_truncate_len=None)
+        whole = self.marker is None and self.chunk is None
+        own = ids.shape[1] if whole else self._contexts[0]
+        try:
+            first = ids[:, :own].to(self.device)
+            self._read(self._cache([ids[0].tolist()]), first, torch.ones_like(first))
+        except ValueError as error:
+            raise ValueError(
+                f"the shortest prompt has {ids.shape[1]} tokens, of which {own} are read before an eviction, "
+                f"and cannot be evicted from as asked: {error} State a budget that holds what is protected "
+                "in the shortest prompt of the task, protect less, or leave out the task."
+            ) from error
+
+    def _warn_if_nothing_went(self, before: Evicted) -> None:
+        sequences = self.evicted.sequences - before.sequences
+        gone = self.evicted.sequences_evicted - before.sequences_evicted
+        if sequences and not gone and not self.keeps_all:
+            warnings.warn(
+                f"nothing was evicted from any of {sequences} sequences: the budget "
+                f"{self.identity['budget']} holds all of them, so these scores are the full cache's.",
+                stacklevel=3,
+            )
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Take the hook of `--use_cache`, and put this model's identity into the keys of its database.
+
+        lm-eval's keys hash what was asked alone, so that two policies with one path would share answers.
+
+        Raises:
+            ValueError: this lm-eval stores answers in some other way.
+        """
+        super().set_cache_hook(cache_hook)
+        database: Any = getattr(cache_hook, "dbdict", None)
+        if not callable(getattr(database, "encode_key", None)):
+            raise ValueError(
+                "--use_cache stores answers under keys that do not know the policy, and this version of "
+                "lm-eval (or of sqlitedict) offers no way to add it: leave out --use_cache, or install "
+                "lm_eval 0.4.13 with sqlitedict 2."
+            )
+        prefix = f"retain-{self.identity_sha}-"
+        database.encode_key = lambda key: f"{prefix}{key}"
+        database.decode_key = lambda key: key.removeprefix(prefix)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """HFLM's, and under `retain` what was asked for and what the caches held (of this process; answers
+        that `--use_cache` had are not counted)."""
+        nothing = self.evicted.sequences > 0 and self.evicted.sequences_evicted == 0 and not self.keeps_all
+        return {
+            **super().get_model_info(),
+            "retain": {
+                "split": "query_aware" if self.marker is None else "context_only",
+                "identity_sha": self.identity_sha,
+                **self.identity,
+                "evicted": self.evicted.described(),
+                "processes": self.world_size,
+                "warning": "nothing was evicted: these are the full cache's scores" if nothing else None,
+            },
+        }
+
+
+def _decisive(policy: Policy) -> dict[str, Any]:
+    """What of a policy decides what it keeps: not where it comes from."""
+    settings = asdict(policy)
+    return {name: settings[name] for name in ("name", *REPLACEABLE)}
+
+
+def _identity_of(named: str | Path, loaded: Any) -> dict[str, Any]:
+    """What of gates decides their scores."""
+    if (Path(named) / METADATA_FILE).is_file():
+        return gates_identity(named)
+    return {name: loaded.metadata.get(name) for name in ("sha256", "family", "unit")}
+
+
+def _tasks_of(requests: Sequence[Any]) -> str:
+    """The tasks of some requests, for a message."""
+    names = sorted({str(name) for one in requests if (name := getattr(one, "task_name", None))})
+    return f"task {', '.join(names)}" if names else "a task"
+
+
+def _sha(value: Any) -> str:
+    """First 16 hex digits of the sha256 of a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,488 @@
+"""`retain inspect PATH`: what lies there, in words and, where asked for, in one picture.
+
+    retain inspect runs/gates-seed0
+    retain inspect runs/gates-seed0 --model reference:0 --picture gates.png
+    retain inspect results/demo --picture demo.png
+
+In: a folder with a gate artifact, a training run, one of its checkpoints, or results of a comparison; or a
+file that `cache.save` wrote. Out: lines of words on stdout, and a PNG where one was named. The one decision
+taken here: what a thing is shows in the files that it must have, in the order of `KINDS`, and whoever finds
+none of them is told all of them. Nothing is written beside what is inspected unless that is where the picture
+was asked for.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from retain.eval.diagnose.gate_cost import cost_of
+from retain.eval.inspection.budget_picture import check_png
+from retain.eval.inspection.results import (
+    ITEMS_FILES,
+    describe_results,
+    holds_results,
+    read_lines,
+    read_mapping,
+)
+from retain.eval.inspection.results import draw as draw_results
+from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates
+from retain.hf.cache.saving import FORMAT
+from retain.process.command import status_of
+from retain.process.extras import MissingExtra, require
+
+__all__ = ["KINDS", "Inspection", "inspect_path", "main"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found.
+
+    Args:
+        kind: in words.
+        path: of it.
+        rows: (label, what is to be said), in order.
+        draw: onto a matplotlib figure.
+    """
+
+    kind: str
+    path: Path
+    rows: tuple[tuple[str, str], ...]
+    draw: Callable[[Any], None]
+
+    def __str__(self) -> str:
+        width = max((len(label) for label, _ in self.rows), default=0)
+        lines = [f"  {label.ljust(width)}  {text}" for label, text in self.rows]
+        return "\n".join([f"{self.kind}: {self.path}", *lines])
+
+    def save_picture(self, path: Path) -> Path:
+        """Draw into a PNG, in exactly that file.
+
+        Raises:
+            ValueError: a folder, or a name of another ending.
+            MissingExtra: matplotlib is not installed.
+        """
+        check_png(path)
+        require("eval", "matplotlib", what="a picture")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9.0, 4.2), dpi=130, layout="constrained")
+        try:
+            self.draw(figure)
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} does not hold what a picture is made of ({type(error).__name__}: {error}): it "
+                "is damaged."
+            ) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        return path
+
+
+def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
+    """Say what lies at a path.
+
+    Args:
+        path: a folder or a file.
+        model: name of the base model, to count gates' FLOPs against.
+
+    Raises:
+        FileNotFoundError: nothing lies there.
+        ValueError: nothing that is known, or it is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        near = sorted(other.name for other in path.parent.glob(f"{path.name[:3]}*"))[:5]
+        hint = f" Beside it there are: {', '.join(near)}." if near else ""
+        raise FileNotFoundError(f"{path} does not exist.{hint}")
+    for kind, found, describe in KINDS.values():
+        if found(path):
+            try:
+                rows, draw = describe(path, model)
+            # What is whole as a file, but says other things than retain writes there.
+            except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+                if isinstance(error, MissingExtra) or str(path) in str(error):
+                    raise
+                raise ValueError(
+                    f"{path} was taken for this, by its files: {kind}. It does not read as that "
+                    f"({type(error).__name__}: {error}): it is damaged, or another program's."
+                ) from error
+            return Inspection(kind, path, tuple(rows), draw)
+    wanted = "; ".join(f"{kind} ({sign})" for sign, (kind, _, _) in KINDS.items())
+    inside = []
+    if path.is_dir():
+        inside = [each for each in sorted(path.iterdir()) if any(row[1](each) for row in KINDS.values())]
+    hint = f" Inside of it there are: {', '.join(map(str, inside[:8]))}." if inside else ""
+    raise ValueError(f"{path} holds nothing that retain wrote. Looked for: {wanted}.{hint}")
+
+
+Rows = list[tuple[str, str]]
+Described = tuple[Rows, Callable[[Any], None]]
+
+
+def _gates(path: Path, model: str | None) -> Described:
+    """A gate artifact, loaded, so that what is damaged is not described."""
+    gates = load_gates(path)
+    known = gates.metadata
+    dims: dict[str, list[int]] = {}
+    for layer in gates.layers:
+        shown = ", ".join(f"{name} {value}" for name, value in gates[layer].dims().items())
+        dims.setdefault(shown, []).append(layer)
+    parameters = sum(each.numel() for each in gates.parameters())
+    size = (path / WEIGHTS_FILE).stat().st_size
+    base = known.get("fingerprint") or {}
+    revision = f" at revision {known['base_revision']}" if known.get("base_revision") else ""
+    rows: Rows = [
+        ("family", f"{gates.family}: reads {known.get('input_point') or ', '.join(sorted(gates.inputs))}"),
+        *(("layers", f"{len(own)} ({_ranges(own)}), each {shown}") for shown, own in dims.items()),
+        ("parameters", f"{parameters:,} ({size:,} bytes on disk), schema {known['schema_version']}"),
+        ("says", f"{known['unit']}; as a score, {gates.unit}"),
+        ("base model", f"{known.get('base_model') or 'not stated'}{revision}: {_listed(base)}"),
+        ("protected", f"trained for a window of {known.get('protected_window') or 0} last entries"),
+        ("target", _listed(known.get("target"))),
+        ("loss", _listed(known.get("loss"))),
+        ("data", _listed(known.get("data"))),
+        ("calibration", _calibration(known.get("calibration"))),
+        ("cost", str(cost_of(gates, known, model))),
+    ]
+    if gates.extension is not None:
+        added = sum(each.numel() for each in gates.extension.parameters())
+        rows.insert(3, ("adds", f"{added:,} of these parameters to the model, for a prefill"))
+    held = (known.get("training") or {}).get("held_out")
+    if held:
+        rows.append(("held-out", f"at the end of {known['training'].get('steps')} steps: {_listed(held)}"))
+    curve = (known.get("calibration") or {}).get("curve")
+
+    def draw(figure: Any) -> None:
+        panels = [lambda axes: _draw_weights(axes, gates)]
+        if (path / "log.jsonl").is_file():
+            panels.append(lambda axes: _draw_log(axes, path / "log.jsonl"))
+        if curve:
+            panels.append(lambda axes: _draw_curve(axes, curve))
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            panel(axes)
+        figure.suptitle(f"{path.name}: {gates.family} gates of {known.get('base_model') or 'a model'}")
+
+    return rows, draw
+
+
+def _run(path: Path, model: str | None) -> Described:
+    """A training run without an artifact yet."""
+    config = _config(path / "config.yaml")
+    steps = (config.get("training") or {}).get("steps")
+    log = _log(path / "log.jsonl")
+    done = max((line["step"] for line in log), default=0)
+    checkpoints = sorted(each.name for each in (path / "checkpoints").glob("step-*"))
+    rows: Rows = [
+        ("state", f"not finished: step {done} of {steps} is logged; the same command resumes it"),
+        ("checkpoints", ", ".join(checkpoints) or "none yet: it would begin anew"),
+        ("base model", str(config.get("model"))),
+        ("gate", _listed(config.get("gate"))),
+        ("target", _listed(config.get("target"))),
+        ("loss", _listed(config.get("loss"))),
+        ("data", _listed(config.get("data"))),
+    ]
+    if (path / "LOCK").exists():
+        rows.insert(1, ("lock", "a process trains in it, or was killed while it did"))
+    held = [line["held_out"] for line in log if line.get("held_out")]
+    if held:
+        rows.append(("held-out", _listed(held[-1])))
+
+    def draw(figure: Any) -> None:
+        _draw_log(figure.subplots(), path / "log.jsonl")
+        figure.suptitle(f"{path.name}: step {done} of {steps}")
+
+    return rows, draw
+
+
+def _checkpoint(path: Path, model: str | None) -> Described:
+    """A checkpoint of a run."""
+    state, manifest = read_mapping(path / "state.json"), read_mapping(path / "manifest.json")
+    shapes = _shapes(path / WEIGHTS_FILE)
+    torn = [name for name, said in manifest["files"].items() if not _is_whole(path / name, said)]
+    rows: Rows = [
+        ("state", _listed({name: value for name, value in state.items() if not isinstance(value, dict)})),
+        ("tensors", f"{len(shapes)}, of {sum(map(_size, shapes.values())):,} numbers"),
+        (
+            "whole",
+            f"no: {', '.join(torn)} differ from the manifest"
+            if torn
+            else "yes, by the sha256 of its manifest",
+        ),
+    ]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        names = sorted(shapes)
+        axes.barh(range(len(names)), [_size(shapes[name]) for name in names])
+        axes.set_yticks(range(len(names)), names, fontsize=6)
+        axes.set_xlabel("numbers")
+        axes.set_title(f"{path.parent.parent.name}, {path.name}: what was saved")
+
+    return rows, draw
+
+
+def _is_whole(path: Path, said: Mapping[str, Any]) -> bool:
+    """Whether a file is the one that a manifest describes."""
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == said["sha256"]
+
+
+def _saved_cache(path: Path, model: str | None) -> Described:
+    """A conversation that `cache.save` wrote, read whole and checked."""
+    import torch
+
+    from retain.budget.table import BudgetTable
+    from retain.hf.cache import saving
+
+    header, tensors = saving.read_saved(path)
+    rule, base = header["rule"], header["fingerprint"]
+    seen_B = tensors["history.valid"].sum(-1).long()
+    lengths = {
+        int(name.split(".")[1]): tensor.view(len(seen_B), -1).long()
+        for name, tensor in tensors.items()
+        if name.endswith("store.lengths")
+    }
+    heads = max(own.shape[1] for own in lengths.values())
+    padded = [torch.nn.functional.pad(own, (0, heads - own.shape[1])) for _, own in sorted(lengths.items())]
+    table = BudgetTable(torch.stack(padded, dim=1), seen_B, rule["name"])
+    held = sum(int(own.sum()) for own in lengths.values())
+    seen = sum(int((seen_B[:, None] * own.shape[1]).sum()) for own in lengths.values())
+    size = sum(
+        tensor.numel() * tensor.element_size()
+        for name, tensor in tensors.items()
+        if name.endswith(("store.keys", "store.values"))
+    )
+    least, most = 100 * table.share_LH.min(), 100 * table.share_LH.max()
+    budget = _listed(rule.get("budget")) if rule.get("budget") else "none: everything is kept"
+    rows: Rows = [
+        ("sequences", f"{len(seen_B)}, of {', '.join(map(str, seen_B.tolist()[:8]))} tokens seen"),
+        ("entries", f"{held:,} held of {seen:,} seen ({held / max(1, seen):.1%}), {size:,} bytes"),
+        ("by head", f"{least:.1f} % to {most:.1f} % of what was seen, over {len(lengths)} layers"),
+        ("policy", f"{rule['name']}, budget {budget}"),
+        ("regime", _listed(header["regime"])),
+        ("model", f"{_listed(base)}, in {header['dtype']}"),
+        ("gates", str(rule["gates"])[:16] if rule.get("gates") else "none"),
+        ("file", f"{path.stat().st_size:,} bytes, sound by its sha256"),
+    ]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        image = axes.imshow(100 * table.share_LH.numpy(), aspect="auto", cmap="viridis", vmin=0.0)
+        axes.set_xlabel("KV head")
+        axes.set_ylabel("layer that evicts")
+        axes.set_xticks(range(0, heads, max(1, heads // 8)))
+        axes.set_yticks(range(0, len(lengths), max(1, len(lengths) // 12)))
+        axes.set_title(f"{path.name}: entries held by {rule['name']}, % of seen")
+        figure.colorbar(image, ax=axes)
+
+    return rows, draw
+
+
+def _results(path: Path, model: str | None) -> Described:
+    """Results of a comparison."""
+    rows, scores = describe_results(path)
+    return rows, lambda figure: draw_results(figure, scores, path.name)
+
+
+def _is_cache(path: Path) -> bool:
+    """Whether `cache.save` wrote it; a file that cannot be opened is said to be cut when it is read."""
+    if not path.is_file() or path.suffix != ".safetensors":
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            return FORMAT in (file.metadata() or {})
+    except SafetensorError:
+        return True
+
+
+# The files that show it -> what it is, whether it is there, and what describes it.
+KINDS: dict[str, tuple[str, Callable[[Path], bool], Callable[[Path, str | None], Described]]] = {
+    METADATA_FILE: ("gate artifact", lambda path: (path / METADATA_FILE).is_file(), _gates),
+    "state.json, manifest.json": (
+        "checkpoint of a training run",
+        lambda path: (path / "state.json").is_file() and (path / "manifest.json").is_file(),
+        _checkpoint,
+    ),
+    "run.json, config.yaml": (
+        "training run",
+        lambda path: (path / "run.json").is_file() and (path / "config.yaml").is_file(),
+        _run,
+    ),
+    f"manifest.json of one, or {' or '.join(ITEMS_FILES)}": (
+        "results of a comparison",
+        holds_results,
+        _results,
+    ),
+    "a .safetensors file of cache.save": ("saved cache", _is_cache, _saved_cache),
+}
+
+
+def _draw_weights(axes: Any, gates: Any) -> None:
+    """Root mean square of each tensor in each layer: dead and blown-up layers show."""
+    layers = gates.layers
+    tensors = {layer: {n: p for n, p in gates[layer].named_parameters() if p.numel()} for layer in layers}
+    names = sorted({name for own in tensors.values() for name in own})
+    grid = [
+        [
+            max(1e-6, float(tensors[layer][name].square().mean().sqrt()))
+            if name in tensors[layer]
+            else float("nan")
+            for layer in layers
+        ]
+        for name in names
+    ]
+    axes.set_title("weights, root mean square")
+    axes.set_xlabel("layer")
+    if not names:
+        axes.text(0.5, 0.5, "these gates have no weights of their own", ha="center", transform=axes.transAxes)
+        return
+    image = axes.imshow(grid, aspect="auto", cmap="viridis", norm="log")
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_xticks(range(0, len(layers), max(1, len(layers) // 8)))
+    axes.set_xticklabels([layers[idx] for idx in range(0, len(layers), max(1, len(layers) // 8))])
+    axes.figure.colorbar(image, ax=axes)
+
+
+def _draw_log(axes: Any, path: Path) -> None:
+    """Loss by step, of training and of held-out documents."""
+    lines = _log(path)
+    trained = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    held = [(line["step"], line["held_out"].get("loss")) for line in lines if line.get("held_out")]
+    if trained:
+        axes.plot(*zip(*trained, strict=True), linewidth=0.8, label="training")
+    if held and all(value is not None for _, value in held):
+        axes.plot(*zip(*held, strict=True), marker="o", label="held-out")
+    axes.set_xlabel("step")
+    axes.set_title("loss")
+    if trained or held:
+        axes.legend()
+
+
+def _draw_curve(axes: Any, curve: dict[str, Any]) -> None:
+    """keep_ratio by threshold."""
+    axes.plot(curve["threshold"], curve["keep_ratio"], marker=".")
+    axes.set_xlabel("threshold on the score")
+    axes.set_title("keep_ratio that a threshold kept")
+    if min(curve["threshold"], default=0) > 0:
+        axes.set_xscale("log")
+
+
+def _log(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a log; a line that a kill cut is left out."""
+    return read_lines(path, needed=("step",)) if path.is_file() else []
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """What a run was told.
+
+    Raises:
+        ValueError: it is no YAML, or says something else than names and values.
+    """
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        cause = " ".join(str(error).split())
+        raise ValueError(f"{path} is not readable YAML ({cause:.200}): it is damaged.") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} holds {read!r:.60}, where names and values were wanted: it is damaged.")
+    return read
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a file's tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is missing, truncated or corrupt: {error}.") from None
+
+
+def _size(shape: Sequence[int]) -> int:
+    total = 1
+    for each in shape:
+        total *= each
+    return total
+
+
+def _calibration(said: Any) -> str:
+    """What of it there is, without its tables."""
+    if not said:
+        return "none"
+    parts = [f"{name} {value}" for name, value in said.items() if isinstance(value, str | int | float | bool)]
+    if said.get("layers"):
+        kinds = sorted({str(own.get("kind", "a curve")) for own in said["layers"].values()})
+        parts.append(f"{len(said['layers'])} layers remapped ({', '.join(kinds)})")
+    if curve := said.get("curve"):
+        ratios = curve["keep_ratio"]
+        parts.append(f"thresholds for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
+    if said.get("fusion"):
+        parts.append(f"weights for fusion {', '.join(said['fusion'])}")
+    if ratios := (said.get("quotas") or {}).get("keep_ratio"):
+        parts.append(f"quotas for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
+    if limit := (said.get("capacity") or {}).get("limit"):
+        parts.append(f"warns where a risk above {limit:.4g} would go")
+    return "; ".join(parts) or "none"
+
+
+def _listed(mapping: Any) -> str:
+    """A mapping in a line."""
+    if not mapping:
+        return "not stated"
+    if not isinstance(mapping, dict):
+        return str(mapping)
+    parts = []
+    for name, value in mapping.items():
+        if value is None or value == {} or value == []:
+            continue
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        if isinstance(value, dict):
+            shown = (
+                f"{len(value)} of them" if len(value) > 4 else ", ".join(f"{k} {v}" for k, v in value.items())
+            )
+        elif isinstance(value, list):
+            shown = ", ".join(map(str, value))
+        shown = (shown[:16] if name == "sha256" else shown).replace("\n", "\\n")
+        parts.append(f"{name} {shown}")
+    return "; ".join(parts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, runs of them joined."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and print."""
+    parser = argparse.ArgumentParser(prog="retain inspect", description="Say what lies at a path.")
+    parser.add_argument("path", help="gate artifact, training run, checkpoint, results, or saved cache")
+    parser.add_argument("--model", help="base model of gates, to count their FLOPs against its prefill's")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it too")
+    given = parser.parse_args(arguments)
+    try:
+        if given.picture is not None:
+            check_png(given.picture)
+        found = inspect_path(given.path, given.model)
+        print(found)
+        if given.picture is not None:
+            print(f"  picture: {found.save_picture(given.picture)}")
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

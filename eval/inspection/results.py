@@ -1,0 +1,245 @@
+"""What is in a folder of results: whose they are, whether they are all there, and the scores at a glance.
+
+In: a folder with `manifest.json` and rows, as `items.jsonl` (and `items-<rank>.jsonl`) or `items.parquet`.
+Out: lines of words, the means that they quote, and a picture of them. The one decision taken here: it reads
+what is there and judges nothing, so that a run in progress, a killed one and one of an older retain can all
+be looked at; verdicts are the report's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retain.process.extras import require
+
+__all__ = [
+    "ITEMS_FILES",
+    "Scores",
+    "describe_results",
+    "draw",
+    "holds_results",
+    "read_items",
+    "read_lines",
+    "read_mapping",
+]
+
+ITEMS_FILES = ("items.jsonl", "items.parquet")
+MANIFEST = "manifest.json"
+# By which a manifest is known to be a comparison's, since other programs write files of that name.
+MANIFEST_KEYS = frozenset({"run", "config"})
+# A keep_ratio of 1, or a budget of 1: the full cache.
+FULL = 1.0
+# Policies that a picture tells apart by colour and a line of words names.
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means of a run's rows, in 0..1.
+
+    Args:
+        mean: (regime, policy, budget) -> mean over tasks of each task's mean.
+        rows: how many rows there are.
+        tasks: their tasks.
+        nulls: rows in which nothing was answered; None where rows do not say.
+    """
+
+    mean: Mapping[tuple[str, str, float], float]
+    rows: int
+    tasks: tuple[str, ...]
+    nulls: int | None
+
+    @property
+    def regimes(self) -> list[str]:
+        return sorted({regime for regime, _, _ in self.mean})
+
+    def budgets(self, regime: str) -> list[float]:
+        """Those that policies were given, the full cache apart."""
+        return sorted({budget for own, _, budget in self.mean if own == regime and budget != FULL})
+
+    def full(self, regime: str) -> float | None:
+        """The full cache's mean: the ceiling."""
+        found = [mean for (own, _, budget), mean in self.mean.items() if (own, budget) == (regime, FULL)]
+        return found[0] if found else None
+
+    def ranked(self, regime: str, budget: float) -> list[tuple[str, float]]:
+        """Policies at one budget, the best first."""
+        own = [(policy, mean) for (r, policy, b), mean in self.mean.items() if (r, b) == (regime, budget)]
+        return sorted(own, key=lambda pair: (-pair[1], pair[0]))
+
+
+def read_items(folder: Path) -> list[dict[str, Any]]:
+    """All whole rows of a folder; a line that a kill cut is left out.
+
+    Raises:
+        ValueError: a line is something else than a row; or a parquet file is all that there is, and it is
+            damaged, or what reads it is not installed.
+    """
+    rows = [row for path in sorted(folder.glob("items*.jsonl")) for row in read_lines(path)]
+    parquet = folder / "items.parquet"
+    if not rows and parquet.is_file():
+        require("eval", "pyarrow", what=str(parquet))
+        from pyarrow.parquet import read_table
+
+        try:
+            rows = read_table(parquet).to_pylist()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{parquet} does not read as Parquet ({error}): it is damaged.") from None
+    return rows
+
+
+def read_lines(path: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; a line that a kill cut is left out.
+
+    Args:
+        path: of the file.
+        needed: what each object must have.
+
+    Raises:
+        ValueError: a line is whole, but no object, or lacks what is needed.
+    """
+    lines = []
+    # What is cut inside of a letter is no UTF-8; and a text in JSON may hold line separators of Unicode.
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+        try:
+            read = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+        missing = [name for name in needed if name not in read] if isinstance(read, dict) else []
+        if not isinstance(read, dict) or missing:
+            said = f"has no {missing[0]!r}" if missing else f"is {line!r:.60}"
+            raise ValueError(f"{path}, line {number}, {said}, where an object was wanted: it is damaged.")
+        lines.append(read)
+    return lines
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a JSON file says.
+
+    Raises:
+        ValueError: it is no JSON, or says something else than names and values.
+    """
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable JSON ({error}): it is damaged.") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} holds {read!r:.60}, where an object was wanted: it is damaged.")
+    return read
+
+
+def holds_results(folder: Path) -> bool:
+    """Whether there are rows, or the manifest of a comparison that has none yet."""
+    if any((folder / name).is_file() for name in ITEMS_FILES):
+        return True
+    try:
+        return (folder / MANIFEST).is_file() and read_mapping(folder / MANIFEST).keys() >= MANIFEST_KEYS
+    except ValueError:
+        return False
+
+
+def scores_of(rows: list[dict[str, Any]]) -> Scores:
+    """Means of rows: of each task first, so that tasks count alike."""
+    groups: dict[tuple[str, str, float], dict[str, list[float]]] = {}
+    for row in rows:
+        budget = float(row.get("budget", row.get("keep_ratio", FULL)))
+        cell = (str(row.get("regime", "any")), str(row.get("policy", "?")), budget)
+        own = groups.setdefault(cell, {}).setdefault(str(row.get("task", "?")), [])
+        own.append(float(row.get("score", row.get("exact", 0.0))))
+    mean = {
+        cell: sum(sum(own) / len(own) for own in tasks.values()) / len(tasks)
+        for cell, tasks in groups.items()
+    }
+    nulls = sum(bool(row["null"]) for row in rows) if any("null" in row for row in rows) else None
+    return Scores(mean, len(rows), tuple(sorted({str(row.get("task", "?")) for row in rows})), nulls)
+
+
+def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Scores]:
+    """Lines of words, and the means.
+
+    Raises:
+        ValueError: manifest or rows are damaged.
+    """
+    path = folder / MANIFEST
+    manifest = read_mapping(path) if path.is_file() else {}
+    rows = read_items(folder)
+    scores, config = scores_of(rows), manifest.get("config", {})
+    units = manifest.get("samples", {}).get("units")
+    done = len({row.get("unit") for row in rows})
+    state = f"finished {manifest['finished']}" if "finished" in manifest else "not finished"
+    state += f"; {done} of {units} units have rows" if units else f"; {done} units have rows"
+    if not manifest:
+        state = "unknown: no manifest.json says what made these rows"
+    codes = manifest.get("code_states") or [manifest["code"]] if "code" in manifest else []
+    made = [f"{str(one.get('commit'))[:12]} ({'clean' if one.get('clean') else 'scratch'})" for one in codes]
+    versions = manifest.get("environment", {}).get("versions", {})
+    shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if versions.get(name))
+    lines = [
+        (
+            "run",
+            f"{manifest.get('run', 'not stated')}, identity {manifest.get('identity_sha', 'not stated')}",
+        ),
+        ("state", f"{state}; started {manifest.get('started', 'not stated')}"),
+        ("code", ", ".join(made) or "not stated"),
+        ("machine", f"{manifest.get('environment', {}).get('device', 'not stated')}; {shown}"),
+        ("config", _config(config)),
+        ("tasks", f"{len(scores.tasks)}: {', '.join(scores.tasks) or 'none yet'}"),
+        ("rows", f"{scores.rows:,}{_nulls(scores)}, in {len(scores.mean)} cells (regime x policy x budget)"),
+    ]
+    for regime in scores.regimes:
+        if (full := scores.full(regime)) is not None:
+            lines.append((regime, f"full cache {100 * full:.1f}"))
+        for budget in scores.budgets(regime):
+            best = scores.ranked(regime, budget)
+            names = ", ".join(f"{policy} {100 * mean:.1f}" for policy, mean in best[:SHOWN])
+            more = f" and {len(best) - SHOWN} below" if len(best) > SHOWN else ""
+            lines.append((f"{regime} at {budget:g}", f"{names}{more}"))
+    lines.append(("scores", "means over tasks, in per cent; which differences are firm is in report.md"))
+    return lines, scores
+
+
+def draw(figure: Any, scores: Scores, name: str) -> None:
+    """Score against budget, a panel a regime, the full cache dashed."""
+    regimes = scores.regimes or ["no rows yet"]
+    panels = figure.subplots(1, len(regimes), squeeze=False, sharey=True)[0]
+    names = sorted({policy for _, policy, budget in scores.mean if budget != FULL})
+    known: dict[str, Any] = {}
+    for axes, regime in zip(panels, regimes, strict=True):
+        budgets = scores.budgets(regime)
+        best = [policy for policy, _ in scores.ranked(regime, budgets[-1])] if budgets else []
+        for place, policy in enumerate(best):
+            points = [
+                (b, 100 * scores.mean[key]) for b in budgets if (key := (regime, policy, b)) in scores.mean
+            ]
+            color = f"C{names.index(policy)}" if place < SHOWN else "0.8"
+            (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color)
+            if color != "0.8":
+                known.setdefault(policy, line)
+        if (full := scores.full(regime)) is not None:
+            known["full cache"] = axes.axhline(100 * full, color="black", linestyle="--", linewidth=1)
+        axes.set_title(regime, fontsize=10)
+        axes.set_xlabel("budget (below 1: kept / seen; else tokens a head)")
+        if budgets:
+            axes.set_xscale("log")
+            axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets], minor=False)
+            axes.minorticks_off()
+    panels[0].set_ylabel("score, %")
+    if known:
+        figure.legend(known.values(), known.keys(), loc="outside right upper", fontsize=7)
+    figure.suptitle(name)
+
+
+def _nulls(scores: Scores) -> str:
+    return "" if scores.nulls is None else f" ({scores.nulls:,} without an answer, counted as 0)"
+
+
+def _config(config: Mapping[str, Any]) -> str:
+    """What of a config is short, in a line."""
+    parts = []
+    for name, value in config.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        if value not in (None, [], {}) and not isinstance(value, dict) and len(str(shown)) <= 60:
+            parts.append(f"{name} {shown}")
+    return "; ".join(parts) or "not stated"

@@ -1,0 +1,4 @@
+"""Metrics: the score of one answer.
+
+Reading order: `scorers` (by name, and their means), `text`, `numbers`, `found`, `steps`.
+"""

@@ -1,0 +1,248 @@
+r"""Whether a worked solution ends in the right answer: a number, or what is boxed.
+
+In: a prediction and its right answers, as text. Out: 1 or 0, the best over right answers. GSM8K's number
+behind "####" (arXiv 2110.14168), `\boxed{...}` of MATH (arXiv 2103.03874) and AIME.
+
+The one decision taken here: two answers are the same if they are one text after a few rewritings, all listed
+in `plain_mathematics`, or two spellings of one rational number. There is no computer algebra: `x+1` and `1+x`
+differ. So the score is a lower bound of what a grader would give, and nobody has to trust a parser. More than
+`MOST_DIGITS` digits are no number: a model that repeats itself writes them, and no right answer has so many.
+"""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from retain.eval.metrics.text import best
+
+_MARKED = re.compile(r"####\s*(.+)")
+# A minus may be the hyphen or U+2212, which models write in prose.
+_NUMBER = re.compile(r"[-\u2212]?\$?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)")
+_BOXED = re.compile(r"\\(boxed|fbox)(?![A-Za-z])\s*")
+# What a box without braces holds: the rest of its line, up to the formula's end or the next box.
+_UNBRACED = re.compile(r"(?:(?!\\(?:boxed|fbox))[^$\n])*")
+# \{ and \} are signs to print, not braces.
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_THOUSANDS = re.compile(r"[+-]?\s*\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+# Python itself refuses to read whole numbers of more than 4300 digits.
+MOST_DIGITS = 100
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text, commas between its digits and a dollar sign aside, or None."""
+    values = (_value(found) for found in reversed(_NUMBER.findall(text)))
+    return next((value for value in values if value is not None), None)
+
+
+def marked_number(text: str) -> Fraction | None:
+    """The number behind the first "####" of a text, or None."""
+    match = _MARKED.search(text)
+    values = () if match is None else (_value(found) for found in _NUMBER.findall(match.group(1)))
+    return next((value for value in values if value is not None), None)
+
+
+def gsm8k(prediction: str, references: Sequence[str], **about: Any) -> float:
+    """Whether the number behind "####", or without that mark the last number, is right ("18" is "18.00").
+
+    As in lm-evaluation-harness commas do not count, wherever they stand between digits: "12,34" is 1234. Read
+    more kindly than there: other decimals of one number, "#### $18", a minus that is U+2212.
+
+    Args:
+        prediction: Solution of the model.
+        references: Right solutions, or their numbers alone; the best counts.
+        about: Not used.
+
+    Raises:
+        ValueError: a right answer has no number.
+    """
+    return best(prediction, references, lambda p, r: _same_number(_number(p), r))
+
+
+def gsm8k_strict(prediction: str, references: Sequence[str], **about: Any) -> float:
+    """`gsm8k`, where a solution without "####" is wrong."""
+    return best(prediction, references, lambda p, r: _same_number(marked_number(p), r))
+
+
+def boxed_answers(text: str) -> list[str]:
+    r"""What stands in every box of a text, braces balanced; one never closed does not count.
+
+    A box is `\boxed`, or in a text without that `\fbox`. Without braces (`\boxed 5`) it holds the rest of its
+    line, up to a dollar sign or the next box.
+
+    Example:
+        >>> boxed_answers(r"so \boxed{\frac{1}{2}}.")
+        ['\\frac{1}{2}']
+    """
+    return [held for held in _boxes(text) if held is not None]
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last box of a text holds; None where there is none, or that one is never closed.
+
+    MATH's `last_boxed_only_string`, read more kindly: what stands without braces ends with its line, too; a
+    box with braces may come behind one without; there may be a space before the brace; and `\{` and `\}` are
+    no braces.
+    """
+    return next(iter(_boxes(text)[-1:]), None)
+
+
+def _boxes(text: str) -> list[str | None]:
+    """Of each box in turn what it holds; None: it is never closed."""
+    found = list(_BOXED.finditer(text))
+    found = [box for box in found if box.group(1) == "boxed"] or found
+    begun: list[int] = []
+    ends: dict[int, int] = {}
+    # One walk for all boxes: a model that repeats itself opens thousands and closes none.
+    for brace in _BRACE.finditer(text) if found else ():
+        if brace.group() == "{":
+            begun.append(brace.end())
+        elif begun:
+            ends[begun.pop()] = brace.start()
+    held: list[str | None] = []
+    for box in found:
+        start = box.end()
+        if text[start : start + 1] != "{":
+            rest = _UNBRACED.match(text, start)
+            held.append(rest.group().strip() if rest is not None else None)
+        else:
+            held.append(text[start + 1 : ends[start + 1]].strip() if start + 1 in ends else None)
+    return held
+
+
+def boxed(prediction: str, references: Sequence[str], **about: Any) -> float:
+    r"""Whether the last `\boxed{...}` holds a right answer, character for character."""
+    return best(prediction, references, lambda p, r: float(last_boxed(p) == _reference(r)))
+
+
+def boxed_first(prediction: str, references: Sequence[str], **about: Any) -> float:
+    r"""`boxed` of the first `\boxed{...}`.
+
+    kvpress takes the first for MATH-500 too, but cuts it at the first closing brace, so that
+    `\boxed{\frac{1}{2}}` is wrong there whatever the right answer is; that is no variant here.
+    """
+    return best(prediction, references, lambda p, r: float(boxed_answers(p)[:1] == [_reference(r)]))
+
+
+def mathematics(prediction: str, references: Sequence[str], **about: Any) -> float:
+    r"""Whether the last `\boxed{...}` equals a right answer, in the sense of `plain_mathematics`.
+
+    Formulas that are written in another order are different answers, and a solution that boxes nothing is
+    wrong: a lower bound of the accuracy that a grader would find.
+    """
+
+    def one(predicted: str, reference: str) -> float:
+        last = last_boxed(predicted)
+        return float(last is not None and same_mathematics(last, _reference(reference)))
+
+    return best(prediction, references, one)
+
+
+def same_mathematics(one: str, other: str) -> bool:
+    r"""Whether two answers are one text, blanks aside or after `plain_mathematics`, or two spellings of one
+    rational number.
+
+    What MATH's `is_equiv` finds equal, short of its accidents, is equal here; by accident it equates `\\` and
+    `\`, and a text with its part before `\text{ `. Equal here alone are: other spellings of a rational number
+    than `0.5` and `1/2`, thousands with and without commas, `x =` before any value, a full stop at the end,
+    U+2212 and `-`, spacing commands, `$`, `\text{x}` and `x`, and units that begin without a blank.
+    """
+    if "".join(one.split()) == "".join(other.split()):
+        return True
+    one, other = plain_mathematics(one), plain_mathematics(other)
+    if one == other:
+        return True
+    first, second = _rational(one), _rational(other)
+    return first is not None and first == second
+
+
+def plain_mathematics(text: str) -> str:
+    r"""An answer in LaTeX without what does not change its value.
+
+    In this order: U+2212 becomes a minus; dollar signs, `\left`, `\right` go, and `{,}` and `,\!` between
+    thousands; so do spacing commands (a row's end `\\` is none), degrees, percent signs, and units or words
+    in `\text{...}` behind a number, or behind anything where they begin with a blank; `\text{x}` becomes
+    `x`; `\dfrac` and `\tfrac` become `\frac`; `\frac12`, `\frac a2` and `\sqrt3` get their braces; `x =`
+    before a value and a full stop at the end go; commas between thousands go if the whole answer is one
+    number, so that `(1,234)` stays a pair; `a/b` of whole numbers becomes a fraction; all spaces go.
+    """
+    plain = text.strip().replace("\u2212", "-").replace("\\$", "").replace("$", "")
+    plain = plain.replace("\\left", "").replace("\\right", "")
+    plain = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))", "", plain)
+    # A row's end, two backslashes, is no spacing command, whatever follows it.
+    plain = re.sub(r"(\\\\)|\\[!,;:> ]|\\q?quad\b|~", r"\1 ", plain)
+    plain = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree\b|\\?%", "", plain)
+    plain = re.sub(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", plain)
+    plain = re.sub(r"(?<=\S)\\text\s*\{\s[^{}]*\}\s*$", "", plain)
+    plain = re.sub(r"\\(?:text|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}", r"\1", plain)
+    plain = re.sub(r"\\[dt]frac", r"\\frac", plain)
+    plain = re.sub(r"\\frac(?:\s+([A-Za-z\d])|(\d))", r"\\frac{\1\2}", plain)
+    plain = re.sub(r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z\d])", r"\1{\2}", plain)
+    plain = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", plain)
+    plain = re.sub(r"^\s*[a-zA-Z]\s*=(?!=)", "", plain.strip())
+    plain = plain.strip().rstrip(".")
+    if _THOUSANDS.fullmatch(plain):
+        plain = plain.replace(",", "")
+    plain = re.sub(r"^(-?)(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", plain)
+    return re.sub(r"\s+", "", plain)
+
+
+def aime(prediction: str, references: Sequence[str], **about: Any) -> float:
+    r"""Whether the last `\boxed{...}` holds the right whole number.
+
+    A text that boxes nothing is right where that number is all of it, or all between its first and last
+    dollar sign.
+
+    As in lm-evaluation-harness, but leading zeros do not count ("073" is 73), nor does what
+    `plain_mathematics` takes away.
+    """
+
+    def one(predicted: str, reference: str) -> float:
+        last = last_boxed(predicted) if _BOXED.search(predicted) else _between_dollars(predicted)
+        wanted = _rational(plain_mathematics(_reference(reference)))
+        if wanted is None:
+            raise ValueError(f"a right answer of AIME is a whole number, but got {reference!r}.")
+        return float(last is not None and _rational(plain_mathematics(last)) == wanted)
+
+    return best(prediction, references, one)
+
+
+def _between_dollars(text: str) -> str:
+    """What stands between the first and the last dollar sign; all where there are not two."""
+    first, last = text.find("$"), text.rfind("$")
+    return text[first + 1 : last] if first < last else text
+
+
+def _number(text: str) -> Fraction | None:
+    marked = marked_number(text)
+    return last_number(text) if marked is None else marked
+
+
+def _same_number(found: Fraction | None, reference: str) -> float:
+    wanted = _number(reference)
+    if wanted is None:
+        raise ValueError(f"a right answer of gsm8k has a number, but got {reference!r:.100}.")
+    return float(found == wanted)
+
+
+def _reference(reference: str) -> str:
+    """What a right answer boxes, if it is a worked solution."""
+    held = last_boxed(reference)
+    return reference.strip() if held is None else held
+
+
+def _rational(plain: str) -> Fraction | None:
+    fraction = re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}", plain)
+    if fraction is not None:
+        above, below = _value(fraction.group(2)), _value(fraction.group(3))
+        if above is None or not below:
+            return None
+        return -above / below if fraction.group(1) else above / below
+    return _value(plain) if re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", plain) else None
+
+
+def _value(found: str) -> Fraction | None:
+    """What a decimal number says, commas, dollar sign and form of the minus aside; None: too many digits."""
+    if sum(map(str.isdigit, found)) > MOST_DIGITS:
+        return None
+    return Fraction(found.replace(",", "").replace("$", "").replace("\u2212", "-"))

@@ -1,0 +1,92 @@
+"""Scorers by name, and how the scores of many items become one number.
+
+In: the name that a task's card gives, a prediction, its right answers. Out: a score from 0 to 1. The scorers
+stand in four files: words and characters that are shared (`metrics_text`), things that are named
+(`metrics_found`), numbers and formulas that are reached (`metrics_numbers`), steps (`metrics_steps`).
+
+The one decision taken here: a name means one computation. Where two programs call two computations by one
+name, both are here under two names, so that a table's column can be read without asking whose it is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from retain.eval.metrics.found import (
+    classification,
+    count,
+    multiple_choice,
+    retrieval,
+    retrieval_zh,
+    ruler_all,
+    ruler_all_kvpress,
+    ruler_part,
+    ruler_part_kvpress,
+)
+from retain.eval.metrics.numbers import aime, boxed, boxed_first, gsm8k, gsm8k_strict, mathematics
+from retain.eval.metrics.steps import final_step, step_share, steps
+from retain.eval.metrics.text import (
+    code_similarity,
+    code_similarity_rapidfuzz,
+    code_similarity_skip_blank,
+    contains,
+    exact_match,
+    exact_match_verbatim,
+    first_line,
+    qa_f1,
+    qa_f1_keep_articles,
+    qa_f1_zh,
+    rouge_l,
+    rouge_l_zh,
+)
+
+__all__ = ["METRICS", "Metric", "first_line", "official_mean"]
+
+# (prediction, references, **what the question's `scoring` says) -> score from 0 to 1.
+Metric = Callable[..., float]
+
+METRICS: Mapping[str, Metric] = {
+    "aime": aime,
+    "boxed": boxed,
+    "boxed_first": boxed_first,
+    "classification": classification,
+    "code_similarity": code_similarity,
+    "code_similarity_rapidfuzz": code_similarity_rapidfuzz,
+    "code_similarity_skip_blank": code_similarity_skip_blank,
+    "contains": contains,
+    "count": count,
+    "exact_match": exact_match,
+    "exact_match_verbatim": exact_match_verbatim,
+    "final_step": final_step,
+    "gsm8k": gsm8k,
+    "gsm8k_strict": gsm8k_strict,
+    "mathematics": mathematics,
+    "multiple_choice": multiple_choice,
+    "qa_f1": qa_f1,
+    "qa_f1_keep_articles": qa_f1_keep_articles,
+    "qa_f1_zh": qa_f1_zh,
+    "retrieval": retrieval,
+    "retrieval_zh": retrieval_zh,
+    "rouge_l": rouge_l,
+    "rouge_l_zh": rouge_l_zh,
+    "ruler_all": ruler_all,
+    "ruler_all_kvpress": ruler_all_kvpress,
+    "ruler_part": ruler_part,
+    "ruler_part_kvpress": ruler_part_kvpress,
+    "step_share": step_share,
+    "steps": steps,
+}
+
+
+def official_mean(scores: Sequence[float]) -> float:
+    """One number of many scores, as RULER and LongBench print it: `round(100 * mean, 2)`.
+
+    An item without an answer counts as 0 and must be among the scores.
+
+    Raises:
+        ValueError: there are no scores, or one lies outside 0 to 1.
+    """
+    if not scores:
+        raise ValueError("the mean of no scores is not a number: there is no item.")
+    outside = [score for score in scores if not 0 <= score <= 1]
+    if outside:
+        raise ValueError(f"scores lie between 0 and 1, but got {outside[0]}.")
+    return round(100 * sum(scores) / len(scores), 2)

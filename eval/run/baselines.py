@@ -1,0 +1,148 @@
+"""Two controls that bound what a learned score can be worth. Neither is a method.
+
+`TokenIdentity` knows what a token is and nothing else: the mean target of its id, per layer and head, over
+documents like those that gates are distilled on. What a gate gains over it is what it reads from context.
+`oracle` knows the future: the true risk under the question and the right answer, by the same definition that
+gates are trained on (`retain.future`). What a gate falls short of it is what could still be learned (up to
+the score's own faults: the largest attention is not the best score for counting words, say).
+
+The one decision taken here: both give a `Score` in units of risk and go through the policy pipeline in the
+gate's place, under the gate's protection and budget (a comparison may measure them under others too).
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from retain.eval.tasks.suite import Document
+from retain.evidence import Evidence
+from retain.future import future_risk
+from retain.gates.store import save_beside
+from retain.hf.intercept.observe import observe
+from retain.scores import Score, masked_score
+
+
+@dataclass(frozen=True)
+class TokenIdentity:
+    """Mean risk of every token id.
+
+    Attributes:
+        mean_LHV: Per layer, KV head and token id. An id that was met `n` times has `(sum + head mean) / (n +
+            1)`: an id never met has the head's mean.
+    """
+
+    mean_LHV: Float32[Tensor, "L H V"]
+
+    def score(self, evidence: Evidence) -> Score:
+        """Look the token ids of one layer's entries up.
+
+        Raises:
+            ValueError: If the evidence holds no token ids.
+        """
+        if evidence.token_ids_BT is None:
+            raise ValueError(
+                "The token-identity control needs token ids, and this evidence was made from embeddings."
+            )
+        ids_BT = evidence.token_ids_BT
+        values_HBT = self.mean_LHV[evidence.layer_idx].to(ids_BT.device)[:, ids_BT]
+        return masked_score(values_HBT.transpose(0, 1), evidence.valid_BT, "risk")
+
+    def save(self, path: Path, made_from: dict[str, Any]) -> None:
+        """Write the table beside `path`, then rename."""
+        tensors = {"mean_LHV": self.mean_LHV.contiguous()}
+        os.replace(save_beside(path, tensors, {"made_from": json.dumps(made_from)}), path)
+
+
+def load_token_identity(path: Path, made_from: dict[str, Any]) -> TokenIdentity | None:
+    """Read a table back; None if there is none, it is damaged, or it was made from something else."""
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            if json.loads((file.metadata() or {}).get("made_from", "{}")) != made_from:
+                return None
+            return TokenIdentity(file.get_tensor("mean_LHV"))
+    except (SafetensorError, OSError, ValueError):
+        return None
+
+
+@torch.no_grad()
+def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: int) -> TokenIdentity:
+    """Average each id's future risk over documents: the best guess of a risk that an id alone allows.
+
+    Args:
+        model: Causal language model.
+        documents: Contexts with questions and answers appended.
+        horizon: Distance, in entries, from which a document's own tokens count.
+
+    Raises:
+        ValueError: If there are no documents.
+    """
+    vocab = int(model.config.get_text_config().vocab_size)
+    sums: dict[int, Tensor] = {}
+    counts: dict[int, Tensor] = {}
+    for document in documents:
+        ids_T = torch.tensor(document.context_ids)
+        ids = torch.tensor([[*document.context_ids, *document.appendix_ids]], device=model.device)
+        for evidence in observe(model, ids):
+            layer, num_heads = evidence.layer_idx, evidence.num_heads
+            risk, reached = future_risk(evidence, document_tokens=len(ids_T), horizon=horizon)
+            risk_HT, reached_HT = risk[0].double().cpu(), reached[0].cpu()
+            if layer not in sums:
+                sums[layer], counts[layer] = (
+                    torch.zeros(num_heads, vocab, dtype=torch.float64) for _ in range(2)
+                )
+            ids_HT = ids_T.expand(num_heads, -1)
+            sums[layer].scatter_add_(1, ids_HT, risk_HT)
+            counts[layer].scatter_add_(1, ids_HT, reached_HT.double())
+    if not sums:
+        raise ValueError(
+            "The token-identity control was given no documents to be fitted on: control_documents >= 1."
+        )
+    means = []
+    for layer in sorted(sums):
+        head_mean_H1 = sums[layer].sum(-1, keepdim=True) / counts[layer].sum(-1, keepdim=True)
+        means.append((sums[layer] + head_mean_H1) / (counts[layer] + 1))
+    return TokenIdentity(torch.stack(means).float())
+
+
+def oracle(teacher: Sequence[Evidence], document_tokens: int) -> list[Score]:
+    """True future risk of the first entries of a sequence under what really comes after them.
+
+    Args:
+        teacher: Every layer over `[document; appendix]`, nothing evicted. The appendix is what is left of the
+            question, and what generation reads of the right answer (`retain.eval.run.answers.read_back`): the
+            queries that really come, and only they count.
+        document_tokens: Entries that eviction will see.
+
+    Returns:
+        One score per layer, `[B, H, document_tokens]`, in units of risk. Where several questions are asked of
+        one eviction, each is a future of its own, and the oracle's is `largest` of them all.
+    """
+    made = [future_risk(layer, document_tokens=document_tokens, sources=("appendix",)) for layer in teacher]
+    return [Score(risk_BHT, "risk") for risk_BHT, _ in made]
+
+
+def largest(futures: Sequence[Sequence[Score]]) -> list[Score]:
+    """The largest risk under several futures of the same entries: `max_k risk_k[b, h, i]`.
+
+    Args:
+        futures: Of each question, its score per layer.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    if not futures:
+        raise ValueError("an oracle that is asked nothing knows no future: pass the scores of a question.")
+    return [
+        Score(torch.stack([own.values_BHT for own in layer]).amax(0), "risk")
+        for layer in zip(*futures, strict=True)
+    ]

@@ -1,0 +1,471 @@
+"""Everything about a comparison that can be wrong before work starts.
+
+In: a config and its suite. Out: nothing, where names exist, gates are there, budgets hold what is protected,
+and every policy goes with every regime. The one decision taken here: all problems are found first and told at
+once.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retain.budget.statement import LayerShape, spread
+from retain.config import problems_of
+from retain.eval.config import (
+    CONTROLS,
+    FULL,
+    OWN_GATES,
+    PRESET,
+    REGIMES,
+    SHARED,
+    CompareConfig,
+    all_lines,
+    budget_of,
+    find_policy,
+    gate_names,
+    gate_users,
+    indices_of,
+    lines_of,
+    needs_gates,
+    resolve_device,
+    with_all_tasks,
+)
+from retain.eval.run.by_cache import open_cache
+from retain.eval.run.evaluated_model import one_by_one
+from retain.eval.run.gate_sources import load_source
+from retain.eval.tasks.suite import Suite
+from retain.gates.store import METADATA_FILE
+from retain.hf.model.gates import load_gates
+from retain.policy import Policy
+from retain.presets import policies
+from retain.protection import protected_mask
+from retain.registry import suggest
+
+# Of a task, all items are made to find its shortest; but behind the first few only while that takes no more
+# seconds than this, and never for longer than that.
+FIRST_ITEMS = 50
+CHEAP_SECONDS = 3.0
+MOST_SECONDS = 30.0
+
+
+def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
+    """Find everything that is wrong with a config.
+
+    Args:
+        config: Of the comparison.
+        suite: That it names.
+        processes: Of the launch.
+
+    Returns:
+        What could not be made sure of, to be told.
+
+    Raises:
+        ValueError: All problems in one message.
+    """
+    notes: list[str] = []
+    problems = problems_of(config) + _names(config, suite) + _numbers(config, suite, processes)
+    if not problems:
+        problems = _gates(config, suite) + _budgets(config, suite, notes) + _documents(config, suite)
+    if not problems:
+        problems = _caches(config, suite)
+    if problems:
+        raise ValueError(
+            "This comparison cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
+    return notes
+
+
+def _names(config: CompareConfig, suite: Suite) -> list[str]:
+    presets = [preset.name for preset in policies()]
+    known = [FULL, *presets, *config.variants, *CONTROLS]
+    groups = [name.partition("/")[0] for name in suite.tasks]
+    checks = [
+        ("policy", config.policies, known),
+        ("task", config.tasks, [*suite.tasks, *groups]),
+        ("regime", config.regimes, list(REGIMES)),
+    ]
+    problems = [
+        f"unknown {what} {name!r}{suggest(name, names)}; known: {', '.join(dict.fromkeys(names))}"
+        for what, given, names in checks
+        for name in given
+        if name not in names
+    ]
+    problems += [
+        f"suite {suite.name!r} has no model of seed {seed}; it has {', '.join(map(str, suite.seeds))}"
+        for seed in config.seeds
+        if suite.seeds is not None and seed not in suite.seeds
+    ]
+    problems += _uses(config, presets)
+    problems += _variants(config, {preset.name: preset.variants for preset in policies()})
+    problems += _protections(config, known)
+    if FULL in config.policies:
+        problems.append(f"{FULL!r} is always measured: leave it out of `policies`")
+    repeatable = ("seeds", "tasks", "regimes", "keep_ratios", "tokens_per_head", "policies")
+    problems += [
+        f"`{field}` names something twice: {getattr(config, field)}"
+        for field in repeatable
+        if len(set(getattr(config, field))) < len(getattr(config, field))
+    ]
+    if Path(config.run).name != config.run or config.run in ("", ".", ".."):
+        problems.append(f"`run` is the name of a folder under {config.results}, got {config.run!r}")
+    return problems
+
+
+def _uses(config: CompareConfig, presets: Sequence[str]) -> list[str]:
+    """What is wrong with sets of gates and with who takes which."""
+    problems = []
+    if OWN_GATES in config.gate_sets:
+        problems.append(
+            f"`gate_sets` names a set {OWN_GATES!r}, which is what the folder `gates` is called: give it "
+            "another name"
+        )
+    known, sets = [*presets, *config.variants], [OWN_GATES, *config.gate_sets]
+    for policy, name in config.uses.items():
+        if policy in (FULL, *CONTROLS):
+            problems.append(f"`uses` gives gates to {policy!r}, which takes none: leave it out")
+            continue
+        if policy not in known:
+            problems.append(
+                f"`uses` gives gates to an unknown policy {policy!r}{suggest(policy, known)}; known: "
+                f"{', '.join(dict.fromkeys(known))}"
+            )
+        elif _takes_none(config, policy):
+            problems.append(
+                f"`uses` gives gates to {policy!r}, which takes none (its `learned` is false): leave it out, "
+                "or set learned=true in a variant"
+            )
+        if name not in sets:
+            problems.append(
+                f"`uses` gives {policy!r} unknown gates {name!r}{suggest(name, sets)}; known: "
+                f"{', '.join(dict.fromkeys(sets))}"
+            )
+    return problems
+
+
+def _takes_none(config: CompareConfig, policy: str) -> bool:
+    """Whether a policy is known to take no gates; of what cannot be made it is not known."""
+    try:
+        return not find_policy(config, policy).learned
+    except ValueError:
+        return False
+
+
+def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What is wrong with variants; `presets` says which variants each preset has of its own."""
+    problems = []
+    for name, variant in config.variants.items():
+        first = variant[0] if variant else ""
+        preset, colon, own = first.partition(":")
+        if name in (FULL, *presets, *CONTROLS):
+            problems.append(f"variant {name!r} has the name of a policy that there is: give it another")
+        elif "+" in name:
+            problems.append(f"variant {name!r}: a '+' stands before a protection: take a name without it")
+        elif preset == FULL or preset not in presets:
+            problems.append(
+                f"variant {name!r} begins with the preset that it changes, got "
+                f"{first or 'nothing'!r}{suggest(preset, presets)}; then `key=value`, as in "
+                "[snapkv, protection.sinks=0]"
+            )
+        elif colon and own not in presets[preset]:
+            problems.append(
+                f"variant {name!r} begins with {first!r}, and preset {preset!r} has no variant "
+                f"{own!r}{suggest(own, presets[preset])}; it has {', '.join(presets[preset]) or 'none'}"
+            )
+        else:
+            try:
+                find_policy(config, name)
+            except ValueError as error:
+                problems.append(f"variant {name!r}: {error}")
+    return problems
+
+
+def _protections(config: CompareConfig, known: Sequence[str]) -> list[str]:
+    """What is wrong with protections, and with whom they are for: tried on every policy that is measured
+    under one."""
+    problems = []
+    for name, changes in config.protections.items():
+        others = [change for change in changes if not change.startswith(("protection.", "scope="))]
+        if name == PRESET or "+" in name:
+            problems.append(f"protection {name!r}: take a name that is not {PRESET!r} and has no '+' in it")
+        elif others or not changes:
+            problems.append(
+                f"protection {name!r} is a list of `protection.field=value` and `scope=value`, got "
+                f"{list(changes)}; what else a policy changes belongs in a variant"
+            )
+        else:
+            for policy in dict.fromkeys(config.under.get(name, config.policies)):
+                if policy not in known:
+                    continue  # said elsewhere, with what it may have meant
+                try:
+                    find_policy(config, policy, name)
+                except ValueError as error:
+                    problems.append(f"protection {name!r}: {error}")
+    for name, measured in config.under.items():
+        if name not in config.protections:
+            hint = suggest(name, config.protections)
+            problems.append(f"`under` names the protection {name!r}{hint}, which is not in `protections`")
+        for policy in measured:
+            if policy not in config.policies:
+                hint = suggest(policy, config.policies)
+                problems.append(
+                    f"`under` asks for {policy!r} under {name!r}{hint}, and it is not among the policies: "
+                    "add it there, or leave it out"
+                )
+    if not config.protections and not config.preset_protection:
+        problems.append("`preset_protection` is false and `protections` is empty: nothing would be measured")
+    return problems
+
+
+def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
+    problems = [
+        f"`{name}` is empty" for name in ("seeds", "regimes", "policies") if not getattr(config, name)
+    ]
+    if not config.budgets:
+        problems.append("`keep_ratios` is empty, and so is `tokens_per_head`: state a budget")
+    problems += [
+        f"tokens_per_head lies below context_tokens ({config.context_tokens}); got {tokens}"
+        for tokens in config.tokens_per_head
+        if tokens >= config.context_tokens
+    ]
+    problems += [
+        f"the policies are controls, and regime {regime!r} has no place for them: leave it out, or name a "
+        "policy"
+        for regime in config.regimes
+        if regime not in SHARED and {*config.policies} <= {*CONTROLS}
+    ]
+    try:
+        device = resolve_device(config.device)
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        if config.workers > 1 and processes == 1 and (device.type == "cuda" or config.text.device_map):
+            problems.append(
+                f"each of {config.workers} workers would load a model onto the same GPU: take workers=0, or "
+                "start a process for each GPU with `accelerate launch --num_processes N eval/compare.py ...`"
+            )
+    if config.text.device_map and config.suite != "text":
+        problems.append(f"text.device_map spreads the model of suite 'text', and this is {config.suite!r}")
+    if config.first_item > 0:
+        problems += [
+            f"task {name!r} has {suite.tasks[name].num_items} items, and `first_item` is "
+            f"{config.first_item}: none is left; lower it, or leave the task out"
+            for name in with_all_tasks(config, suite)
+            if not indices_of(config, suite, name)
+        ]
+    if len(config.seeds) > 1 and suite.seeds is not None:
+        folders = {"gates": config.gates}
+        folders |= {f"gate_sets.{name}.folder": own.folder for name, own in config.gate_sets.items()}
+        problems += [
+            f"`{name}` needs a {{seed}} in it, since there are {len(config.seeds)} seeds; got {folder!r}"
+            for name, folder in folders.items()
+            if folder and "{seed}" not in folder
+        ]
+    return problems
+
+
+def _gates(config: CompareConfig, suite: Suite) -> list[str]:
+    """Load every seed's gates against its model, as the run will, and make its controls of them; of the first
+    seed, try whether the policies can take them."""
+    if not needs_gates(config):
+        return []
+    problems = []
+    for seed in config.seeds:
+        for folder, names in _folders(config, seed).items():
+            if not _is_there(folder):
+                command = suite.train_gates.format(seed=seed, gates=folder)
+                problems.append(
+                    f"there are no gates for seed {seed} in {folder}{_of_sets(names)}; train them first:"
+                    f"\n      {command}"
+                )
+
+    def wrong(seed: int, model: Any) -> list[str]:
+        said: list[str] = []
+        for folder, names in _folders(config, seed).items():
+            if not _is_there(folder):
+                continue
+            try:
+                read = {folder: load_gates(folder, model)}
+            except ValueError as error:
+                said.append(f"gates of seed {seed}{_of_sets(names)}: {error}")
+                continue
+            for name in names:
+                try:
+                    gates = load_source(config, seed, name, model, read)
+                except ValueError as error:
+                    said.append(f"gates of seed {seed}{_of_sets([name])}: {error}")
+                    continue
+                if seed == config.seeds[0]:
+                    said += _misfits(config, model, name, gates)
+        return said
+
+    return problems + [one for said in one_by_one(config, suite, wrong).values() for one in said]
+
+
+def _folders(config: CompareConfig, seed: int) -> dict[str, list[str]]:
+    """Folders of gates that a seed's policies take -> names of the sets that are made of them."""
+    found: dict[str, list[str]] = {}
+    for name in gate_names(config):
+        found.setdefault(config.gates_of(seed, name), []).append(name)
+    return found
+
+
+def _is_there(folder: str) -> bool:
+    return (Path(folder) / METADATA_FILE).is_file()
+
+
+def _of_sets(names: Sequence[str]) -> str:
+    """For a message; the config's own `gates` need no name."""
+    return "" if [*names] == [OWN_GATES] else f" (gate_sets: {', '.join(names)})"
+
+
+def _misfits(config: CompareConfig, model: Any, name: str, gates: Any) -> list[str]:
+    """Policies that cannot take a set of gates, in the regimes that share a prefill: a unit that their fusion
+    cannot use, weights that were never fitted. What a cache says of them is said here; but not of a protected
+    window shorter than the gates were trained for, which the shared prefill measures as it is stated."""
+    takers = {policy for policy, own in gate_users(config).items() if own == name}
+    window = gates.metadata.get("protected_window") or 0
+    found = {}
+    for line in (line for regime in config.regimes if regime in SHARED for line in lines_of(config, regime)):
+        policy = find_policy(config, line.policy, line.protection)
+        if line.policy not in takers or policy.allocation.head_classes is not None:
+            continue
+        if policy.protection.recent < window:
+            policy = replace(policy, protection=replace(policy.protection, recent=window))
+        try:
+            open_cache(model, config, "context_only", policy, config.budgets[0], gates)
+        except ValueError as error:
+            found[line.name] = f"policy {line.name!r} with gates {name!r}: {error}"
+    return [*found.values()]
+
+
+@dataclass(frozen=True)
+class Shortest:
+    """The shortest context of a task: of which item of which seed, and its tokens."""
+
+    task: str
+    seed: int
+    index: int
+    tokens: int
+
+
+def shortest_of(config: CompareConfig, suite: Suite, task: str) -> tuple[Shortest, int, int]:
+    """The shortest of a task's contexts.
+
+    Returns:
+        It, how many items were made to find it, and how many there are.
+
+    Raises:
+        ValueError: An item that cannot be made.
+    """
+    places = [(index, seed) for index in indices_of(config, suite, task) for seed in config.seeds]
+    found: list[Shortest] = []
+    began = time.monotonic()
+    for index, seed in places:
+        item = suite.item(task, seed, index, config.context_tokens)
+        found.append(Shortest(task, seed, index, len(item.context_ids)))
+        took = time.monotonic() - began
+        if took > MOST_SECONDS or (took > CHEAP_SECONDS and len(found) >= FIRST_ITEMS):
+            break
+    return min(found, key=lambda own: own.tokens), len(found), len(places)
+
+
+def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]:
+    """Try each policy's protection on a context of full length, and on the shortest of each task: a budget
+    below what is protected is found here, not hours later."""
+    problems, shortest, some = [], [], []
+    for task in with_all_tasks(config, suite):
+        try:
+            found, looked, there = shortest_of(config, suite, task)
+        except ValueError as error:
+            problems.append(f"task {task!r}: {error}")
+            continue
+        shortest.append(found)
+        if looked < there:
+            some.append(f"{task} ({looked} of {there})")
+    if some:
+        notes.append(
+            "budgets were tried on the shortest of the first items alone: a shorter one may stop the run. "
+            + ", ".join(some)
+        )
+    shortest.sort(key=lambda own: own.tokens)
+    for line in all_lines(config):
+        policy = find_policy(config, line.policy, line.protection)
+        if policy.protection.reads_turns:
+            problems.append(
+                f"policy {line.name!r} protects the turns of a conversation, and the contexts here are "
+                "documents: set protection.turns, turn_prefix and turn_suffix to nothing in a variant"
+            )
+        if policy.allocation.rounding != "exact" or policy.allocation.line != "rest":
+            problems.append(
+                f"policy {line.name!r} rounds its budget as its release does, and a comparison is at equal "
+                "memory: take the preset's `code` variant, which is the release's score under the common "
+                "protection and exact budget"
+            )
+        for value in config.budgets:
+            what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
+            refused = _refused(policy, value, config.context_tokens)
+            if refused is not None:
+                problems.append(f"{what}: {refused}")
+                continue
+            for own in shortest:
+                refused = _refused(policy, value, own.tokens)
+                if refused is not None:
+                    problems.append(
+                        f"{what}, on item {own.index} of task {own.task!r} (seed {own.seed}), whose context "
+                        f"has {own.tokens} tokens: {refused} Or leave the task out, or raise context_tokens."
+                    )
+                    break
+    return problems
+
+
+def _refused(policy: Policy, value: float, tokens: int) -> ValueError | None:
+    """What a policy's protection says to a budget on a context of so many tokens."""
+    try:
+        totals = spread(budget_of(value), [tokens], [LayerShape(1, 1)])
+        protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _documents(config: CompareConfig, suite: Suite) -> list[str]:
+    """Whether there are documents for what is fitted on them."""
+    readers = [name for name in config.policies if name == "token_identity"]
+    readers += [
+        name for name in config.policies if find_policy(config, name).allocation.head_classes is not None
+    ]
+    if not readers:
+        return []
+    try:
+        suite.documents(config.seeds[0], 1, config.context_tokens)
+    except ValueError as error:
+        return [f"{', '.join(readers)}: {error}"]
+    return []
+
+
+def _caches(config: CompareConfig, suite: Suite) -> list[str]:
+    """Make the cache of every line in every regime that evicts again: what a policy or its gates cannot do
+    there is said when a cache is made."""
+    again = [regime for regime in config.regimes if regime not in SHARED]
+    if not again:
+        return []
+    seed = config.seeds[0]
+    model = suite.load_model(seed)
+    sets = {name: load_source(config, seed, name, model) for name in gate_names(config)}
+    users = gate_users(config)
+    problems = []
+    for regime in again:
+        for line in lines_of(config, regime):
+            policy = find_policy(config, line.policy, line.protection)
+            if policy.allocation.head_classes is not None:
+                continue  # its table is measured when the run begins
+            try:
+                gates: Any = sets[users[line.policy]] if line.policy in users else None
+                open_cache(model, config, regime, policy, config.budgets[0], gates)
+            except ValueError as error:
+                problems.append(f"policy {line.name!r} in regime {regime!r}: {error}")
+    return problems

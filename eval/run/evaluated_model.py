@@ -1,0 +1,322 @@
+"""Who answers: a model with everything that scores it, and the units of work that it is given.
+
+In: a config and a suite. Out: a `Subject` for each seed (model, gates, controls, policies), and `Unit`s. The
+one decision taken here: what is fitted on documents (the token-identity table, head classes) is fitted once
+for each model, and lies in the run's folder with what it was made from.
+"""
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from retain.eval.config import (
+    OWN_GATES,
+    SHARED,
+    CompareConfig,
+    Line,
+    all_lines,
+    find_policy,
+    gate_names,
+    gate_users,
+    indices_of,
+    resolve_device,
+    with_all_tasks,
+)
+from retain.eval.diagnose.head_classes import measure_head_classes, write_head_classes
+from retain.eval.run.baselines import TokenIdentity, fit_token_identity, load_token_identity
+from retain.eval.run.gate_sources import load_source, sha_of
+from retain.eval.tasks.suite import Suite
+from retain.hf.intercept.attach import attach
+from retain.hf.model.decoder import fingerprint
+from retain.hf.model.gates import load_gates
+from retain.policy import Policy
+from retain.process.provenance import write_json
+
+T = TypeVar("T")
+
+# The path of a unit whose regimes share a prefill.
+SHARED_PATH = "shared"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Items `start..stop` of one task, for one seed.
+
+    Attributes:
+        path: "shared": all regimes that share a prefill; or one of the regimes that do not.
+    """
+
+    seed: int
+    task: str
+    start: int
+    stop: int
+    path: str = SHARED_PATH
+
+    @property
+    def key(self) -> str:
+        """Name of the unit in `items.jsonl`."""
+        own = f"seed{self.seed}/{self.task}/{self.start}-{self.stop}"
+        return own if self.path == SHARED_PATH else f"{own}/{self.path}"
+
+    def regimes(self, config: CompareConfig) -> tuple[str, ...]:
+        """Regimes that it measures."""
+        if self.path != SHARED_PATH:
+            return (self.path,)
+        return tuple(regime for regime in config.regimes if regime in SHARED)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with everything that scores it: what a unit needs besides its items.
+
+    Attributes:
+        seed: Of the run.
+        model: Attached.
+        gates: Of that model, of the config's own folder, if a policy takes them.
+        token_identity: The control's table, if it is asked for.
+        policies: By label of a line, with this model's own table of head classes where one is read.
+        sets: Name of a set of gates -> they, of all sets that a policy takes, `gates` among them.
+        users: Policy -> name of the set that it takes; who takes none is left out.
+    """
+
+    seed: int
+    model: Any
+    gates: Any | None
+    token_identity: TokenIdentity | None
+    policies: Mapping[str, Policy]
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    users: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    def gate_bytes(self, line: Line) -> int:
+        """Bytes of the gates that a policy takes, parameters and buffers; 0 for one that takes none."""
+        gates = self.gates_of(line)
+        if gates is None:
+            return 0
+        tensors = (*gates.parameters(), *gates.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def gates_of(self, line: Line) -> Any | None:
+        """The gates that a line's policy takes; None for one that takes none, and for controls."""
+        return self.sets[self.users[line.policy]] if line.policy in self.users else None
+
+    def sets_of(self, lines: Iterable[Line]) -> dict[str, Any]:
+        """The sets of gates that any of these lines takes, by name."""
+        names = dict.fromkeys(self.users[line.policy] for line in lines if line.policy in self.users)
+        return {name: self.sets[name] for name in names}
+
+    def gates_sha(self, line: Line) -> str:
+        """What identifies those gates in a row; empty for a policy that takes none."""
+        return sha_of(self.gates_of(line))
+
+    def trained(self, line: Line) -> bool:
+        """Whether something trained or measured beforehand belongs to a line's policy: gates, head
+        classes."""
+        policy = self.policies.get(line.name)
+        classes = policy is not None and policy.allocation.head_classes is not None
+        return classes or line.policy in self.users
+
+
+def plan_paths(config: CompareConfig) -> list[str]:
+    """Paths that every item takes."""
+    shared = [SHARED_PATH] if any(regime in SHARED for regime in config.regimes) else []
+    return shared + [regime for regime in config.regimes if regime not in SHARED]
+
+
+def plan(config: CompareConfig, suite: Suite) -> list[Unit]:
+    """All units of a run, a task at a time, so that a killed run leaves whole tasks."""
+    paths = plan_paths(config)
+    return [
+        Unit(seed, task, start, min(start + config.unit_items, asked.stop), path)
+        for seed in config.seeds
+        for task in with_all_tasks(config, suite)
+        for asked in [indices_of(config, suite, task)]
+        for start in asked[:: config.unit_items]
+        for path in paths
+    ]
+
+
+def item_seed(seed: int, task: str, index: int) -> int:
+    """Seed of an item's random scores: its own, whatever batch and process it is in."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{task}/{index}".encode()).digest()[:4], "big")
+
+
+@contextmanager
+def naming(unit: Unit, cell: str) -> Iterator[None]:
+    """Say where something went wrong. Nothing of the unit is written then: a crash is no answer, and no
+    score; the same command goes on here once it is mended.
+
+    Raises:
+        ValueError: Out of memory, or what a policy refuses, with the unit and cell named.
+        RuntimeError: Anything else that goes wrong, with the unit and cell named.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ValueError(
+            f"out of memory in {unit.key}, {cell}: nothing of it was scored. Lower batch_items or "
+            f"max_sequences, and start the run again: it goes on here ({str(error).partition('.')[0]})."
+        ) from error
+    except AssertionError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"in {unit.key}, {cell}: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"in {unit.key}, {cell}: {type(error).__name__}: {error}") from error
+
+
+def one_by_one(config: CompareConfig, suite: Suite, look: Callable[[int, Any], T]) -> dict[int, T]:
+    """Look at the model of every seed, one after another: it is let go before the next one is loaded, and
+    loaded once where all seeds share it.
+
+    Returns:
+        By seed, what was seen.
+    """
+    model = None
+    seen = {}
+    for seed in config.seeds:
+        if model is None or suite.seeds is not None:
+            model = None
+            gc.collect()  # hooks make cycles
+            model = suite.load_model(seed)
+        seen[seed] = look(seed, model)
+    return seen
+
+
+class Subjects:
+    """The subject of one seed at a time.
+
+    What the next seed shares (the model, where the suite's is the same for all seeds; gates of the same
+    folder) is kept; any other model is let go before the next one is loaded.
+
+    Args:
+        config: Of the comparison.
+        suite: That it names.
+        local_rank: Of this process on its machine.
+    """
+
+    def __init__(self, config: CompareConfig, suite: Suite, local_rank: int = 0):
+        self.config, self.suite, self.local_rank = config, suite, local_rank
+        self.held: Subject | None = None
+
+    def of(self, seed: int) -> Subject:
+        """The subject of a seed.
+
+        Raises:
+            ValueError: If the gates belong to another model, or are damaged.
+        """
+        if self.held is not None and self.held.seed != seed and self.suite.seeds is not None:
+            self.held = None
+            gc.collect()  # hooks make cycles
+        if self.held is None or self.held.seed != seed:
+            self.held = load_subject(self.config, self.suite, seed, self.local_rank, self.held)
+        return self.held
+
+
+def load_subject(
+    config: CompareConfig, suite: Suite, seed: int, local_rank: int = 0, before: Subject | None = None
+) -> Subject:
+    """Load a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
+
+    Args:
+        config: Of the comparison.
+        suite: That it names.
+        seed: Of the run.
+        local_rank: Of this process on its machine.
+        before: Of another seed with the same model, which is taken over; gates too, if they are the same.
+
+    Raises:
+        ValueError: If the gates belong to another model, or are damaged.
+    """
+    if before is not None:
+        model = before.model
+    else:
+        model = suite.load_model(seed)
+        if config.text.device_map is None:
+            model = model.to(resolve_device(config.device, local_rank))
+        attach(model)
+    sets = _gate_sets(config, seed, model, before)
+    table = None
+    if "token_identity" in config.policies:
+        path = config.folder / f"token_identity-seed{seed}.safetensors"
+        made_from = {
+            "model": fingerprint(model)["sha256"],
+            "documents": config.control_documents,
+            "context_tokens": config.context_tokens,
+            "horizon": config.horizon,
+        }
+        table = load_token_identity(path, made_from)
+        if table is None:
+            documents = suite.documents(seed, config.control_documents, config.context_tokens)
+            table = fit_token_identity(model, documents, horizon=config.horizon)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table.save(path, made_from)
+    policies = _with_head_classes(config, suite, seed, model)
+    return Subject(seed, model, sets.get(OWN_GATES), table, policies, sets, gate_users(config))
+
+
+def _gate_sets(config: CompareConfig, seed: int, model: Any, before: Subject | None) -> dict[str, Any]:
+    """The gates of every set that a policy takes; a folder is read once, and what the seed before had of the
+    same folder is taken over. Random weights are every seed's own."""
+    read: dict[str, Any] = {}
+    sets = {}
+    for name in gate_names(config):
+        folder, control = config.gates_of(seed, name), config.source_of(name).control
+        same = before is not None and config.gates_of(before.seed, name) == folder
+        if before is not None and same and name in before.sets and control != "random":
+            sets[name] = before.sets[name]
+            continue
+        if folder not in read:
+            read[folder] = load_gates(folder, model)
+        sets[name] = load_source(config, seed, name, model, read)
+    return sets
+
+
+def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: Any) -> dict[str, Policy]:
+    """The policies; those that read head classes read a table of this model, measured once (on documents
+    like those that gates train on, with sinks and recent entries of the first such policy)."""
+    policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
+    readers = [name for name, own in policies.items() if own.allocation.head_classes is not None]
+    if not readers:
+        return policies
+    protection = policies[readers[0]].protection
+    made_from = {
+        "model": fingerprint(model)["sha256"],
+        "documents": config.control_documents,
+        "context_tokens": config.context_tokens,
+        "sinks": protection.sinks,
+        "recent": protection.recent,
+    }
+    path = config.folder / f"head_classes-seed{seed}.tsv"
+    note = path.with_suffix(".json")
+    if not (path.exists() and note.exists() and _says(note, made_from)):
+        documents = suite.documents(seed, config.control_documents, config.context_tokens)
+        table_LH = measure_head_classes(model, documents, sinks=protection.sinks, recent=protection.recent)
+        note.unlink(missing_ok=True)
+        write_head_classes(table_LH, path)
+        write_json(note, made_from)
+    for name in readers:
+        own = policies[name]
+        allocation = replace(own.allocation, head_classes=str(path))
+        policies[name] = replace(own, allocation=allocation)
+    return policies
+
+
+def _says(note: Path, made_from: Mapping[str, Any]) -> bool:
+    """Whether a file says that it was made from this; a damaged one does not."""
+    try:
+        return bool(json.loads(note.read_text(encoding="utf-8")) == made_from)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,214 @@
+"""Whose gates score a policy: those of a folder, or a control that is made of them.
+
+In: a config's `GateSource`, a seed, the model. Out: a `GateSet`, and what identifies it. Two controls say
+what a trained gate is worth: one with random weights (what family, calibration and pipeline give by
+themselves), one that scores each layer by the next layer's gate (what a gate gives that has learned of
+importance in general, and nothing of its layer).
+
+The one decision taken here: a random gate keeps what is known of *heads* and loses what was learned of
+*entries*. Its weights are fresh, drawn from the run's seed and the set's name, and its extension, if it has
+one, too. It keeps the statistics of its inputs, and of the calibration each head's level: with
+`log r = curve_h(axis(s))` the artifact's curve, its own is the straight line
+
+    log r = axis(s) + mean_k curve_h(knot_k)
+
+so that it is as large as observed risk, which it may be fused with, and heads share a joint budget as the
+trained gates' levels say. With the trained curve itself its scores, of another size, would lie beyond the
+knots; with none, they would outshout every observed risk, and the control would be too easy to beat. Fitted
+fusion weights and quotas are kept as they are, and so is a calibrator of kind `scale`, which is a factor and
+no level. Gates that have such factors, or no calibrators, say no levels: their random gates are as large as
+their family begins, and fused by `max` they are all that is heard.
+"""
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from retain.eval.config import OWN_GATES, CompareConfig, all_lines, find_policy, gate_users
+from retain.eval.run.results_store import gates_identity, mapping_hash
+from retain.gates import GATES, GateSet, build_gates
+from retain.gates.calibrate import REACH, Calibrator, Scale, Shared
+from retain.gates.store import read_metadata, ties_of
+from retain.hf.model.gates import load_gates
+
+# What the input statistics of a gate are called: they are measured on documents, without a target.
+STATISTICS = ("input_mean_E", "input_scale_E", "risk_floor_H")
+
+
+def load_source(
+    config: CompareConfig,
+    seed: int,
+    name: str = OWN_GATES,
+    model: Any | None = None,
+    read: Mapping[str, GateSet] | None = None,
+) -> GateSet:
+    """The gates of a set, for one seed.
+
+    Args:
+        config: That names the set.
+        seed: Of the run.
+        name: In `gate_sets`, or "gates".
+        model: That they will be used on; None: nothing is checked against it.
+        read: Folders that are read already -> gates as trained; a control is a copy of them.
+
+    Raises:
+        ValueError: If there are none, they are damaged or of another model, or allow no such control.
+    """
+    source, folder = config.source_of(name), config.gates_of(seed, name)
+    gates = (read or {}).get(folder)
+    if gates is None:
+        gates = load_gates(folder, model)
+    if source.control == "random":
+        return random_gates(gates, random_seed(seed, name))
+    return other_layer(gates) if source.control == "other_layer" else gates
+
+
+def random_seed(seed: int, name: str) -> int:
+    """Seed of a random set: of the run's seed and the set's name."""
+    return int.from_bytes(hashlib.sha256(f"random gates {seed}/{name}".encode()).digest()[:4], "big")
+
+
+def random_gates(gates: GateSet, seed: int) -> GateSet:
+    """The same family, sizes, input statistics and head levels, with fresh weights.
+
+    `log r = axis(s) + level_h`, with `level_h` the mean over its knots of the trained calibrator's curve;
+    without calibrators, or with factors alone, the levels are those of fresh gates.
+
+    Args:
+        gates: Trained; not changed.
+        seed: Of the weights.
+
+    Returns:
+        Gates with the artifact's metadata, `control` added, and a sha256 of their own.
+    """
+    added = GATES[gates.family].extension
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        torch.manual_seed(seed)
+        extension = None
+        if added is not None and gates.extension is not None:
+            extension = added(**gates.extension.dims())
+        made = build_gates(
+            gates.family,
+            {layer: gates[layer].dims() for layer in gates.layers},
+            calibrators={int(layer): _levels(own) for layer, own in gates.calibrators.items()},
+            extension=extension,
+        )
+        for layer in gates.layers:
+            known = gates[layer].state_dict()
+            made[layer].load_state_dict({n: known[n] for n in STATISTICS if n in known}, strict=False)
+    return _named(made, gates.metadata, "random")
+
+
+def _levels(trained: nn.Module) -> Calibrator:
+    """A calibrator that shifts each head's log-scores to the level of a trained one."""
+    assert isinstance(trained, Calibrator)
+    if isinstance(trained, Scale):
+        return copy.deepcopy(trained)
+    made = Shared(H=trained.H, K=2, space=trained.space, unit=trained.unit)
+    level_H = trained.knots()[1].mean(-1)
+    # The line's two knots lie as far out as what it gives may.
+    reach = float(REACH - 1 - level_H.abs().max())
+    for ends_K in (made.knots_K, made.values_K):
+        ends_K.copy_(torch.tensor([-reach, reach]))
+    made.offset_H.copy_(level_H)
+    return made
+
+
+def other_layer(gates: GateSet) -> GateSet:
+    """Each layer scored by the gate, the calibrator and the fitted fusion weights of the next layer that has
+    gates; the last one by the first one's. Calibrated quotas stay with the layer that they are a budget of.
+
+    Args:
+        gates: Trained; not changed.
+
+    Returns:
+        Gates with the artifact's metadata, `control` added, and a sha256 of their own.
+
+    Raises:
+        ValueError: If there is one layer alone, or layers are of unlike sizes.
+    """
+    layers = gates.layers
+    if len(layers) < 2:
+        raise ValueError(
+            f"control 'other_layer' scores a layer by another's gate, and these gates have layer {layers[0]} "
+            "alone: take control 'random'."
+        )
+    behind = dict(zip(layers, (*layers[1:], layers[0]), strict=True))
+    for layer, other in behind.items():
+        own, given = gates[layer].dims(), gates[other].dims()
+        if own != given:
+            differ = ", ".join(
+                f"{n} {own.get(n)} and {given.get(n)}" for n in own if own.get(n) != given.get(n)
+            )
+            raise ValueError(
+                f"control 'other_layer' scores layer {layer} by the gate of layer {other}, and they are of "
+                f"unlike sizes ({differ}): take control 'random'."
+            )
+    # A copy, all at once: what layers share stays shared, and following a layer to its device moves no other.
+    copied: GateSet = copy.deepcopy(gates)
+    made = GateSet(
+        {layer: copied[behind[layer]] for layer in layers},
+        calibrators={int(layer): copied.calibrators[str(behind[int(layer)])] for layer in copied.calibrators},
+        extension=copied.extension,
+    )
+    metadata = copy.deepcopy(dict(gates.metadata))
+    fitted = (metadata.get("calibration") or {}).get("fusion") or {}
+    for how, of_layers in fitted.items():
+        fitted[how] = {
+            str(layer): of_layers[str(behind[layer])] for layer in layers if str(behind[layer]) in of_layers
+        }
+    return _named(made, metadata, "other_layer")
+
+
+def _named(made: GateSet, metadata: Mapping[str, Any], control: str) -> GateSet:
+    made.metadata = {**metadata, "control": control, "sha256": weights_sha256(made)}
+    return made.eval().requires_grad_(False)
+
+
+def weights_sha256(gates: GateSet) -> str:
+    """sha256 of the weights as an artifact would hold them."""
+    ties = ties_of(gates)
+    state = {name: own for name, own in gates.state_dict().items() if name not in ties}
+    return hashlib.sha256(
+        save_tensors({name: own.detach().cpu().contiguous() for name, own in state.items()})
+    ).hexdigest()
+
+
+def sha_of(gates: Any) -> str:
+    """First 12 hex digits of the sha256 of a set's weights; empty where nothing says it."""
+    return str(getattr(gates, "metadata", {}).get("sha256") or "")[:12]
+
+
+def _fitted(config: CompareConfig, seed: int, name: str) -> dict[str, str]:
+    """Hashes of the fusion weights and quotas of a set, which stand beside its weights, each where any policy
+    that takes the set reads it: what was run without them is the same run whatever they say."""
+    policies = [
+        find_policy(config, line.policy, line.protection)
+        for line in all_lines(config)
+        if gate_users(config).get(line.policy) == name
+    ]
+    read = {
+        "fusion": any(one.fusion_weight == "calibrated" for one in policies),
+        "quotas": any(one.allocation.quotas == "calibrated" for one in policies),
+    }
+    if not any(read.values()):
+        return {}
+    own = read_metadata(config.gates_of(seed, name)).get("calibration") or {}
+    return {f"{part}_sha": mapping_hash({part: own.get(part)}) for part, asked in read.items() if asked}
+
+
+def source_identity(config: CompareConfig, seed: int, name: str = OWN_GATES) -> dict[str, Any]:
+    """What of a set decides its scores: the weights, what they are read as, and what was fitted beside them
+    if a policy reads it. Where they lie and what the set is called is left out; a control says that it is
+    one."""
+    identity = gates_identity(config.gates_of(seed, name)) | _fitted(config, seed, name)
+    control = config.source_of(name).control
+    if control == "none":
+        return identity
+    made = load_source(config, seed, name)
+    return {**identity, "sha256": made.metadata["sha256"], "control": control}

@@ -1,0 +1,62 @@
+"""Which of several processes this one is: what `accelerate launch` started, or this one alone.
+
+In: the launcher's environment. Out: a rank, a count, and a place to wait for the others. The one decision
+taken here: processes share out work and files, never tensors, so that waiting goes over the CPU (gloo)
+wherever the models run, and a rank that is ahead may wait for days.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from retain.process.extras import require
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the launch.
+
+    Attributes:
+        rank: Of this one, over all machines.
+        count: Of all.
+        local_rank: Of this one on its machine.
+        state: Of accelerate; None where there is one process.
+    """
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    state: Any = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that checks, reports, and tells."""
+        return self.rank == 0
+
+    @property
+    def writes_as(self) -> int | None:
+        """Whose file of rows this process writes: the run's own, if it is alone."""
+        return None if self.count == 1 else self.rank
+
+    def wait(self) -> None:
+        """Go on when all have come here."""
+        if self.state is not None:
+            self.state.wait_for_everyone()
+
+    def leave(self) -> None:
+        """Leave the others, at the very end: the interpreter's end may abort what has not
+        (https://github.com/pytorch/pytorch/pull/179291)."""
+        if self.state is not None:
+            self.state.destroy_process_group()
+
+
+def launched() -> Processes:
+    """This process among those that `accelerate launch` started."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Processes()
+    require("eval", "accelerate", what="a comparison by several processes")
+    from accelerate import PartialState
+
+    state = PartialState(cpu=True, timeout=timedelta(days=30))
+    return Processes(state.process_index, state.num_processes, state.local_process_index, state)

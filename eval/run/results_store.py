@@ -1,0 +1,459 @@
+"""What a comparison leaves behind in a folder of its own: `items.jsonl`, `references.jsonl`, `manifest.json`.
+
+`items.jsonl` holds one row per item, question, regime, policy, protection and budget. It grows by whole units
+(a few items of one task and seed), so a killed run has lost at most one unit of each process; what it
+left half-written is dropped when it is opened again. Where several processes write, each has a file of its
+own, `items-<rank>.jsonl`, which the next one to open the folder takes in. `references.jsonl` says what was
+asked. `manifest.json` says what was run: the resolved config, its hash, the code, the versions, the machine,
+the models. The one decision taken here: rows of different configurations never share a folder, and rows made
+by different code are marked as such.
+"""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retain.gates.store import read_metadata
+from retain.process.provenance import write_json, write_text
+
+ITEMS = "items.jsonl"
+REFERENCES = "references.jsonl"
+MANIFEST = "manifest.json"
+# What rows of every version have.
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("regime", "policy", "task", "family"), str),
+    **dict.fromkeys(("seed", "item"), int),
+    "keep_ratio": (int, float),
+}
+RESTORE = "restore it from a copy, or run its command again with that folder out of the way"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer: one question on one item, under one policy, protection and budget.
+
+    Entries and bytes are counted over all layers that evict and all their KV heads. In the regimes that evict
+    once (`context_only`, `query_aware`) they are counted behind the eviction, in those that evict again, when
+    the answer has been read.
+
+    Attributes:
+        run: Name of the run.
+        unit: Key of the unit that wrote the row.
+        unit_rows: How many rows that unit has, so that a half-written one is known.
+        seed: Seed of the run: of the reference model, of the items.
+        task: Task of the item.
+        family: "seen" by gate training, or "held-out" from it.
+        item: Index of the item in its task and seed.
+        question: Index of the question on it.
+        regime: Of `retain.eval.config.REGIMES`.
+        policy: Label in tables: the policy, with `+name` where its protection is not its preset's.
+        base_policy: The policy.
+        protection: "preset", or a name of the config's `protections`.
+        budget: Below 1 a keep_ratio, from 2 on tokens per head; 1 is the full cache.
+        keep_ratio: Kept / seen, as it came out.
+        score: What the task is judged by, in 0..1.
+        exact: 1.0 where the whole answer is right.
+        partial: Share of the answer that is right.
+        null: Whether nothing was answered: no token before an end token, or no text. Its score is 0.
+        ended: Whether an end token came before the answer's longest length.
+        num_prompt: Tokens of context and question.
+        num_generated: Tokens of the answer, without the one that ends it.
+        kept_entries: Entries held.
+        seen_entries: Entries seen.
+        peak_entries: Entries held at most between two forwards, from the context's end on.
+        bytes_held: Bytes of keys and values of the entries held, as the cache reports them.
+        bytes_full: The same for all entries seen.
+        gate_bytes: Bytes of the gates' parameters and buffers, once for the model; 0 without gates.
+        tokens: Generated token ids, up to an end token.
+        tokens_sha: First 12 hex digits of the sha256 of the ids, to compare answers quickly.
+        text: What they say, as it was scored; empty where tokens are not text.
+        about: What a table may be split by: of the item and the question.
+        needles_kept: Share of the entries that hold what is asked that survived, mean over layers and heads;
+            None where the item does not say which they are.
+        attended_ratio: Entries held / seen before the forward that gave a token of the answer, mean over its
+            tokens: what the answer was given from, where `keep_ratio` may be of a moment after it. 1: nothing
+            had gone. None: not known (rows of earlier versions).
+        bytes_beside: Bytes that the cache keeps beside entries in order to evict again (recent queries,
+            running statistics), counted when entries are.
+        seeded: Whether every seed is asked items of its own (`Task.seeded`).
+        gates: First 12 hex digits of the sha256 of the weights of the gates that the policy took; empty
+            without gates. `manifest.json` says more of them.
+        trained: Whether something trained or measured beforehand belongs to the policy: gates, head classes.
+    """
+
+    run: str
+    unit: str
+    unit_rows: int
+    seed: int
+    task: str
+    family: str
+    item: int
+    question: int
+    regime: str
+    policy: str
+    base_policy: str
+    protection: str
+    budget: float
+    keep_ratio: float
+    score: float
+    exact: float
+    partial: float
+    null: bool
+    ended: bool
+    num_prompt: int
+    num_generated: int
+    kept_entries: int
+    seen_entries: int
+    peak_entries: int
+    bytes_held: int
+    bytes_full: int
+    gate_bytes: int
+    tokens: tuple[int, ...]
+    tokens_sha: str
+    text: str = ""
+    about: Mapping[str, str | float] = field(default_factory=dict)
+    needles_kept: float | None = None
+    attended_ratio: float | None = None
+    bytes_beside: int = 0
+    seeded: bool = True
+    gates: str = ""
+    trained: bool = False
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What was asked: one question on one item, whatever answered it.
+
+    Attributes:
+        seed, task, item, question: As in a row.
+        context_sha: First 12 hex digits of the sha256 of the context's ids.
+        num_context: Tokens of the context.
+        question_ids: What is read behind the context.
+        gold_ids: A right continuation.
+        references: Right answers, as text; empty where tokens are not text.
+    """
+
+    seed: int
+    task: str
+    item: int
+    question: int
+    context_sha: str
+    num_context: int
+    question_ids: tuple[int, ...]
+    gold_ids: tuple[int, ...]
+    references: tuple[str, ...]
+
+
+def tokens_sha(tokens: Sequence[int]) -> str:
+    """First 12 hex digits of the sha256 of a token sequence."""
+    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
+
+
+def mapping_hash(mapping: Mapping[str, Any]) -> str:
+    """First 16 hex digits of the sha256 of a mapping's canonical JSON."""
+    return hashlib.sha256(json.dumps(mapping, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def gates_identity(folder: str | Path) -> dict[str, Any]:
+    """What of a gate artifact decides its scores: the weights' sha256, and what they are read as. When, by
+    what code and on what data it was trained is left out: the same weights are the same gates."""
+    metadata = read_metadata(folder)
+    return {name: metadata.get(name) for name in ("sha256", "family", "layers", "inputs", "unit")}
+
+
+def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> dict[str, Any]:
+    """Create a run's folder, or take up a run that left rows; without rows a run starts over.
+
+    Args:
+        folder: `results/<run>`.
+        manifest: Of this run. `identity` is the mapping that two runs must share to be one run; `code` is
+            this process's `code_state`, `environment` where it runs.
+        units: Keys of all units of this run.
+
+    Returns:
+        The manifest that now lies in the folder. With units left to run: the one given, with the code states
+        and environments of earlier processes. With none: the earlier one, since this process makes no row,
+        but for `config`, whose fields outside the identity decide how the rows are reported.
+
+    Raises:
+        ValueError: If the folder holds rows of another configuration; it names the fields that differ.
+    """
+    path = folder / MANIFEST
+    lists = {"code_states": [manifest["code"]], "environments": [manifest.get("environment")]}
+    has_rows = any(file.stat().st_size > 0 for file in _files(folder, ITEMS))
+    if has_rows and path.exists():
+        before = read_manifest(folder)
+        differing = _differing(before.get("identity", {}), manifest["identity"])
+        if differing:
+            raise ValueError(
+                f"{folder} holds the items of another configuration; these fields differ: "
+                f"{', '.join(differing)}. Their rows must not be mixed: choose another name (run=...), or "
+                f"delete that folder."
+            )
+        if take_up(folder, units) == {*units}:
+            manifest = {**before, "config": manifest["config"]}
+            write_json(path, manifest)
+            return manifest
+        manifest = {**manifest, "started": before.get("started", manifest.get("started"))}
+        before.setdefault("environments", [before.get("environment")])
+        lists = {
+            name: [one for one in before.get(name, []) if one not in own] + own for name, own in lists.items()
+        }
+    elif has_rows:
+        raise ValueError(
+            f"{folder} holds {ITEMS} but no {MANIFEST}: nothing says what made those rows. Choose another "
+            f"name (run=...), or delete that folder."
+        )
+    else:  # what an earlier run asked is not what this one asks
+        for path_left in (*_files(folder, ITEMS), *_files(folder, REFERENCES)):
+            path_left.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = {**manifest, "identity_sha": mapping_hash(manifest["identity"]), **lists}
+    write_json(path, manifest)
+    return manifest
+
+
+def finished(folder: Path, units: Collection[str]) -> set[str]:
+    """Keys of the units whose rows are all there; nothing is changed."""
+    lines, _ = _lines(folder)
+    return _whole(lines, units)
+
+
+def take_up(folder: Path, units: Collection[str]) -> set[str]:
+    """Find the finished units of a run; drop what a killed process left half-written, and take what
+    several processes wrote into one file.
+
+    Args:
+        folder: `results/<run>`; no other process may write to it now.
+        units: Keys of all units of this run.
+
+    Returns:
+        Keys of the units whose rows are all there.
+    """
+    lines, torn = _lines(folder)
+    done = _whole(lines, units)
+    shares = _shares(folder, ITEMS)
+    if torn or shares or len(done) < len(lines):
+        write_text(folder / ITEMS, "".join(line for unit in lines if unit in done for line in lines[unit]))
+    asked = _shares(folder, REFERENCES)
+    if asked or any(own is None for path in _files(folder, REFERENCES) for own, _ in _parsed(path)):
+        write_text(folder / REFERENCES, "".join(_line(own) for own in read_references(folder)))
+    for path in (*shares, *asked):
+        path.unlink()  # what it held is in the one file by now
+    return done
+
+
+def append_unit(
+    folder: Path, rows: Sequence[Row], references: Sequence[Reference] = (), *, rank: int | None = None
+) -> None:
+    """Append the rows of one finished unit, in one write that reaches the disk, and before them what was
+    asked.
+
+    Args:
+        folder: `results/<run>`.
+        rows: Of the unit.
+        references: Of its items. Units of one batch say the same; it is read once.
+        rank: Of this process, where several write; None: this one alone.
+    """
+    parts: tuple[tuple[str, Sequence[Any]], ...] = ((REFERENCES, references), (ITEMS, rows))
+    for name, values in parts:
+        if values:
+            _append(folder / _named(name, rank), "".join(_line(asdict(value)) for value in values))
+
+
+def disk_error(error: OSError, folder: Path) -> str:
+    """What to say of an error of the disk, or of another file that could not be had.
+
+    Args:
+        error: that ended a run.
+        folder: `results/<run>`, which is meant where the system names no file.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        return str(error)
+    return (
+        f"cannot write {error.filename or folder}: {error.strerror}. Make room there, or move "
+        f"{folder.parent} to another disk and set `results` to it; the same command then goes on "
+        "behind the last whole unit."
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read what a run says of itself.
+
+    Raises:
+        FileNotFoundError: If the folder holds no run.
+        ValueError: If the manifest is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: {folder} is no run of eval/compare.py. Pass results/<run>."
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): {RESTORE}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no object: {RESTORE}.")
+    for name in ("config", "identity"):
+        if not isinstance(found.get(name, {}), dict):
+            raise ValueError(f"{path} holds {found[name]!r:.60} as its {name!r}, no object: {RESTORE}.")
+    return found
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Read all rows of a run; a unit that two files hold is read once.
+
+    Raises:
+        FileNotFoundError: If there are none.
+        ValueError: If one lacks what every row has.
+    """
+    if not _files(folder, ITEMS):
+        raise FileNotFoundError(
+            f"{folder / ITEMS} does not exist: nothing was measured there yet. Run eval/compare.py first."
+        )
+    lines, _ = _lines(folder)
+    rows = [json.loads(line) for own in lines.values() for line in own]
+    for row in rows:
+        wrong = [name for name, kind in NEEDED.items() if not isinstance(row.get(name), kind)]
+        if wrong:
+            got = f"{wrong[0]} {row[wrong[0]]!r:.60}" if wrong[0] in row else f"no {wrong[0]}"
+            raise ValueError(
+                f"{folder / ITEMS} holds a row of unit {row.get('unit')!r} with {got}, which eval/compare.py "
+                f"does not write: {RESTORE}."
+            )
+    return rows
+
+
+def read_references(folder: Path) -> list[dict[str, Any]]:
+    """Read what was asked, each question once, in order of seed, task, item and question; nothing, where
+    nothing was."""
+    found = {}
+    for path in _files(folder, REFERENCES):
+        for own, _ in _parsed(path):
+            if own is not None:
+                found[_asked_as(own)] = own
+    return [found[key] for key in sorted(found)]
+
+
+class Asking:
+    """What a run has asked so far: what is asked again must be the same, and is written down once.
+
+    Args:
+        folder: `results/<run>`.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.known = {_asked_as(own): own for own in read_references(folder)}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.known
+
+    def fresh(self, unit: str, references: Sequence[Reference]) -> list[Reference]:
+        """Those of a unit that are not written down yet; from now on they count as written.
+
+        Raises:
+            ValueError: If one is not what was asked before: the rows before and after would be of different
+                items.
+        """
+        new = []
+        for one in references:
+            told = json.loads(json.dumps(asdict(one)))
+            known = self.known.setdefault(_asked_as(told), told)
+            if known is told:
+                new.append(one)
+                continue
+            differing = [name for name in told if name in known and known[name] != told[name]]
+            if differing:
+                raise ValueError(
+                    f"in {unit}: question {one.question} of item {one.item} is not the one whose answers lie "
+                    f"in {self.folder}: {', '.join(differing)} differ. The data, the tokenizer or its chat "
+                    "template, or a library that writes the items has changed since: choose another name "
+                    "(run=...), or delete that folder."
+                )
+        return new
+
+
+def _asked_as(reference: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(reference[name] for name in ("seed", "task", "item", "question"))
+
+
+def _whole(lines: Mapping[str, Sequence[str]], units: Collection[str]) -> set[str]:
+    """Units of this run that have as many rows as each of their rows says."""
+    own = {unit: lines[unit] for unit in units if unit in lines}
+    return {unit for unit, rows in own.items() if len(rows) == json.loads(rows[0]).get("unit_rows")}
+
+
+def _append(path: Path, text: str) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # the system names a file only where it opens it
+        raise
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
+
+
+def _named(name: str, rank: int | None) -> str:
+    """The file of one process."""
+    return name if rank is None else f"{name.removesuffix('.jsonl')}-{rank}.jsonl"
+
+
+def _shares(folder: Path, name: str) -> list[Path]:
+    """Files of processes of their own."""
+    return sorted(folder.glob(f"{name.removesuffix('.jsonl')}-*.jsonl"))
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    return [path for path in (folder / name, *_shares(folder, name)) if path.exists()]
+
+
+def _parsed(path: Path) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """Lines of a file, with what they say; None: torn."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                own = json.loads(line) if line.endswith("\n") else None
+            except (json.JSONDecodeError, RecursionError):
+                own = None
+            yield own if isinstance(own, dict) else None, line
+
+
+def _lines(folder: Path) -> tuple[dict[str, list[str]], bool]:
+    """Lines of each unit, from the first file that has the most of them, and whether any were torn."""
+    found: dict[str, list[str]] = {}
+    torn = False
+    for path in _files(folder, ITEMS):
+        here: dict[str, list[str]] = {}
+        for own, line in _parsed(path):
+            if own is None:
+                torn = True
+            else:
+                here.setdefault(own.get("unit", ""), []).append(line)
+        for unit, lines in here.items():
+            if len(lines) > len(found.get(unit, ())):
+                found[unit] = lines
+    return found, torn
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names: list[str] = []
+    before, after = (json.loads(json.dumps(mapping)) for mapping in (before, after))
+    for key in sorted({*before, *after}):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            names += _differing(old, new, f"{prefix}{key}.")
+        elif old != new:
+            names.append(f"{prefix}{key} ({old!r} there, {new!r} now)")
+    return names

@@ -1,0 +1,283 @@
+"""The other side of a comparison with the field's main library (kvpress): run by the interpreter of *its*
+environment.
+
+    PEER_PYTHON eval/speed/peer_side.py FOLDER
+
+In: a folder that `retain.eval.speed.peer` wrote (a model, token ids, how to run), and one JSON request a line
+on the standard input. Out: one JSON answer a line on the standard output, and larger ones as safetensors
+files in the folder. The one decision taken here: this file knows nothing of `retain` (its environment has
+other pins) and nothing of the library's insides. What a press keeps is read off the keys and values that its
+own `compress` gives back, or off the entries that it says it masks; what it costs, off the clock and the
+cache's tensors.
+
+    {"do": "versions"}                                      -> versions of what runs here
+    {"do": "kept", "press": PRESS, "ratio": r, "tokens": n} -> a file: kept masks and scores, layer by layer
+    {"do": "life", "press": PRESS or null, "kept": n, ...}  -> time and bytes of one prompt and answer
+
+PRESS is `{"class": name, "settings": {...}, "inner": PRESS or null, "attentions": whether it wants them}`.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+LIBRARY = "kvpress"
+
+
+class Here:
+    """The model and the tokens of a folder, and what can be asked about them.
+
+    Args:
+        folder: with `model/`, `ids.safetensors` and `request.json`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.how = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+        torch.set_num_threads(self.how["threads"])
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=getattr(torch, self.how["dtype"]), attn_implementation="sdpa"
+        )
+        self.model = model.to(self.how["device"]).eval().requires_grad_(False)
+        self.ids_BT = load_file(folder / "ids.safetensors")["ids"].to(self.how["device"])
+        self.answers = 0
+        self.library: Any = None
+        for layer in self.model.model.layers:
+            layer.self_attn.register_forward_pre_hook(positions_of_cache, with_kwargs=True)
+
+    def press(self, asked: dict[str, Any]) -> Any:
+        """A press by name; the library is imported with the first, since that changes transformers."""
+        if self.library is None:
+            self.library = importlib.import_module(LIBRARY)
+        settings = {**asked["settings"]}
+        if asked.get("inner"):
+            settings["press"] = self.press(asked["inner"])
+        return getattr(self.library, asked["class"])(**settings)
+
+    def versions(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Versions of what runs here; the library's is null where it is not installed."""
+        found: dict[str, Any] = {"python": sys.version.split()[0]}
+        for name in ("torch", "transformers", LIBRARY):
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = None
+        return found
+
+    def kept(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What a press keeps of each prompt, read alone: some presses take a batch of one for granted."""
+        prompts_BT = self.ids_BT[:, : asked["tokens"]]
+        press = self.press(asked["press"])
+        press.compression_ratio = asked["ratio"]
+        self.model.set_attn_implementation("eager" if asked["press"]["attentions"] else "sdpa")
+        rows: list[list[dict[str, torch.Tensor]]] = []
+        for ids_T in prompts_BT:
+            with watching(press) as layers, press(self.model):
+                self.model.model(input_ids=ids_T[None], past_key_values=DynamicCache(), use_cache=True)
+            rows.append(layers)
+        answer = {
+            f"{name}.{layer}": torch.cat([row[layer][name] for row in rows])
+            for layer in range(len(rows[0]))
+            for name in rows[0][layer]
+        }
+        self.answers += 1
+        path = self.folder / f"answer-{self.answers}.safetensors"
+        save_file({name: tensor.contiguous().cpu() for name, tensor in answer.items()}, path)
+        return {"file": path.name, "layers": len(rows[0])}
+
+    def life(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """One prompt and what is decoded behind it, timed; with `watch`, the resident set's peak instead of
+        the allocator's."""
+        tokens, batch = self.how["tokens"], asked["batch"]
+        prompt, following = self.ids_BT[:batch, :tokens], self.ids_BT[:batch, tokens:]
+        press = None
+        if asked["press"] is not None:
+            press = self.press(asked["press"])
+            press.compression_ratio = self.ratio(asked["kept"])
+        for layer in self.model.model.layers:
+            layer.self_attn.masked_key_indices = None
+        gc.collect()
+        peak = self.peak(asked.get("watch", False))
+        cache: Any = DynamicCache()
+        with contextlib.ExitStack() as stack:
+            start = self.now()
+            if press is not None:
+                stack.enter_context(press(self.model))
+            self.step(prompt, None, cache)
+            first = self.now()
+            prefill_peak, held = peak(), self.held(cache)
+            again = self.now()
+            for step in range(following.shape[1]):
+                self.step(following[:, step : step + 1], tokens + step, cache)
+            end = self.now()
+        return {
+            "ttft_ms": 1e3 * (first - start),
+            "token_ms": 1e3 * (end - again) / max(1, following.shape[1]),
+            "prefill_peak": prefill_peak,
+            "decode_peak": peak(),
+            **held,
+        }
+
+    def ratio(self, kept: int) -> float:
+        """The library's ratio at which a prompt keeps so many entries, and half a one: it rounds down."""
+        return 1 - (kept + 0.5) / self.how["tokens"]
+
+    def step(self, ids_BS: torch.Tensor, position: "int | None", cache: Any) -> None:
+        """Read tokens and choose the next one."""
+        more: dict[str, Any] = {"logits_to_keep": 1}
+        if position is not None:  # the cache counts what it holds, not what it has seen
+            more["position_ids"] = torch.full_like(ids_BS, position)
+        logits = self.model(input_ids=ids_BS, past_key_values=cache, use_cache=True, **more).logits
+        logits[:, -1].argmax(-1)
+
+    def held(self, cache: Any) -> dict[str, int]:
+        """Bytes of keys and values in the cache, of the storage behind them (once, whoever shares it), and of
+        the lists of entries that are to be overwritten."""
+        masked = [
+            index
+            for layer in self.model.model.layers
+            for index in (getattr(layer.self_attn, "masked_key_indices", None) or ())
+        ]
+        cached = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in cached)}
+        return {
+            "bytes_held": sum(tensor.nbytes for tensor in cached),
+            "bytes_allocated": sum(storages.values()),
+            "bytes_beside": sum(index.nbytes for index in masked),
+            "entries_masked": sum(len(index) for index in masked[::3]),
+        }
+
+    def now(self) -> float:
+        """Seconds, once the device is done."""
+        if self.how["device"].startswith("cuda"):
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def peak(self, resident: bool) -> "Callable[[], int | None]":
+        """Start watching memory: a function that says the peak beyond now, and starts anew."""
+        if self.how["device"].startswith("cuda"):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+            def on_device() -> int:
+                most = torch.cuda.max_memory_allocated() - before
+                torch.cuda.reset_peak_memory_stats()
+                return most
+
+            return on_device
+        if not resident:
+            return lambda: None
+        clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+        def line(name: str) -> int:
+            return 1024 * int(status.read_text().split(f"{name}:")[1].split()[0])
+
+        clear.write_text("5")
+        held = line("VmRSS")
+
+        def in_process() -> int:
+            most = line("VmHWM") - held
+            clear.write_text("5")
+            return most
+
+        return in_process
+
+
+def positions_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> "tuple[Any, dict[str, Any]] | None":
+    """Give an attention module the `cache_position` that its hooks read, where transformers (from 5.3 on) no
+    longer does."""
+    if kwargs.get("cache_position") is not None or kwargs.get("past_key_values") is None:
+        return None
+    past, new = kwargs["past_key_values"].get_seq_length(module.layer_idx), kwargs["hidden_states"].shape[1]
+    device = kwargs["hidden_states"].device
+    return args, {**kwargs, "cache_position": torch.arange(past, past + new, device=device)}
+
+
+@contextlib.contextmanager
+def watching(press: Any) -> "Iterator[list[dict[str, torch.Tensor]]]":
+    """Note what a press keeps, layer by layer: `kept` bool `[B, H, T]`, and its `score`s where it has some
+    (`first`: of the press that it wraps)."""
+    layers: list[dict[str, torch.Tensor]] = []
+    scores: dict[str, torch.Tensor] = {}
+    compress = press.compress
+
+    def noted(name: str, score: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            found = score(*args, **kwargs)
+            scores[name] = found.detach().float().clone()
+            return found
+
+        return wrapper
+
+    def wrapper(module: Any, hidden: Any, keys: Any, values: Any, *rest: Any) -> Any:
+        scores.clear()
+        module.masked_key_indices = None
+        kept = compress(module, hidden, keys, values, *rest)
+        if module.masked_key_indices is not None:
+            mask = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+            mask[tuple(index.to(keys.device) for index in module.masked_key_indices)] = False
+        else:
+            mask = found_again(keys, values, *kept)
+        layers.append({"kept": mask, **scores})
+        return kept
+
+    changed: list[tuple[Any, str, Any]] = [(press, "compress", wrapper)]
+    for one, name in ((press, "score"), (getattr(press, "press", None), "first")):
+        if one is not None and hasattr(one, "score"):
+            changed.append((one, "score", noted(name, one.score)))
+    for one, name, function in changed:
+        setattr(one, name, function)
+    try:
+        yield layers
+    finally:
+        for one, name, _ in changed:
+            delattr(one, name)
+
+
+def found_again(
+    keys: torch.Tensor, values: torch.Tensor, kept_keys: torch.Tensor, kept_values: torch.Tensor
+) -> torch.Tensor:
+    """Which entries were kept, in whatever order: bool `[B, H, T]`.
+
+    Raises:
+        ValueError: a kept entry is none of the old ones, or is several of them.
+    """
+    same = (kept_keys[:, :, :, None] == keys[:, :, None]).all(-1)
+    same &= (kept_values[:, :, :, None] == values[:, :, None]).all(-1)
+    if not bool((same.sum(-1) == 1).all()):
+        raise ValueError("a kept entry is not exactly one of those that there were: it cannot be named")
+    return same.any(2)
+
+
+def main() -> int:
+    """Answer requests until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
+    here = Here(Path(sys.argv[1]))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            with torch.no_grad():
+                answer = {"versions": here.versions, "kept": here.kept, "life": here.life}[asked["do"]](asked)
+        except Exception as error:  # whatever it is, the side that asked has to hear of it
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Scores of two policies in, paired clusters out: what is independent of what, said once.
+
+A value is one score of one answer. Values that share a problem are not independent: the same item under
+several seeds, or one AIME problem sampled 32 times. They form a cluster, and clusters are what varies in an
+interval and what a test counts. Which label makes a cluster says which question is asked:
+
+- the item: its values over several seeds are averaged first, and items stay the unit;
+- (seed, item): where every seed has items of its own, each pair stands for itself;
+- the problem: repeated samples of one problem count once.
+
+The one decision taken here: a cluster's values are *averaged* (`cluster_pairs`), so that every cluster weighs
+the same however often it was sampled. `cluster_interval` keeps the other reading, the mean over all values.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from retain.eval.stats.significance import Interval, ratio_interval
+
+Key = TypeVar("Key", bound=Hashable)
+
+# Equal scores that were computed in two ways may differ in their last bit, and no test would take them for
+# equal: what is smaller than this share of the largest score is rounding, not a difference.
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """Cluster means of two policies, one array per stratum, in an order that only their values decide.
+
+    Attributes:
+        strata: Labels, sorted.
+        policy: Per stratum, one mean per cluster.
+        baseline: The same for the baseline, same order.
+        differences: Policy minus baseline; exactly 0 where they differ by rounding only.
+        num_values: Values that went in.
+    """
+
+    strata: tuple[Hashable, ...]
+    policy: tuple[np.ndarray, ...]
+    baseline: tuple[np.ndarray, ...]
+    differences: tuple[np.ndarray, ...]
+    num_values: int
+
+    @property
+    def num_clusters(self) -> int:
+        """Clusters over all strata."""
+        return sum(stratum.size for stratum in self.policy)
+
+
+def pair_items(
+    policy: Mapping[Key, float], baseline: Mapping[Key, float]
+) -> tuple[list[Key], np.ndarray, np.ndarray]:
+    """Pair two sets of scores by their keys, never by the order of lines.
+
+    Args:
+        policy: Score by item (or by (task, seed, item)).
+        baseline: The same items, in any order.
+
+    Returns:
+        The keys in the policy's order, its scores, and the baseline's scores in the same order.
+
+    Raises:
+        ValueError: If one of the two lacks an item. A crashed or empty answer is a score of zero, not a gap.
+
+    Example:
+        >>> keys, a, b = pair_items({"x": 1.0, "y": 0.0}, {"y": 0.5, "x": 1.0})
+        >>> keys, (a - b).tolist()
+        (['x', 'y'], [0.0, -0.5])
+    """
+    lacking = {
+        "baseline": [key for key in policy if key not in baseline],
+        "policy": [key for key in baseline if key not in policy],
+    }
+    if any(lacking.values()) or not policy:
+        said = "; ".join(f"the {who} lacks {len(k)}: {k[:5]}" for who, k in lacking.items() if k)
+        raise ValueError(
+            f"Paired scores need the same items on both sides, got {len(policy)} and {len(baseline)}"
+            f"{': ' + said if said else ''}. Count a crashed or empty answer as 0 and list it as a null."
+        )
+    keys = list(policy)
+    return (
+        keys,
+        np.array([policy[key] for key in keys], dtype=np.float64),
+        np.array([baseline[key] for key in keys], dtype=np.float64),
+    )
+
+
+def _scores(values: Sequence[float] | np.ndarray, name: str) -> np.ndarray:
+    """One-dimensional float64 scores without a nan."""
+    scores = np.asarray(values, dtype=np.float64)
+    if scores.ndim != 1 or scores.size == 0:
+        raise ValueError(f"{name} must be one-dimensional with at least one score, got shape {scores.shape}.")
+    bad = np.flatnonzero(~np.isfinite(scores))
+    if bad.size:
+        raise ValueError(
+            f"{name} holds {bad.size} scores that are not finite, at positions {bad[:5].tolist()}. Count a "
+            "crashed or empty answer as 0 and list it as a null."
+        )
+    return scores
+
+
+def _labels(labels: Sequence[Hashable] | np.ndarray | None, size: int, name: str) -> list[Hashable]:
+    """One hashable label per value; `None` stands for labels that are not given."""
+    if labels is None:
+        return [None] * size
+    if len(labels) != size:
+        raise ValueError(f"{name} needs one label per value: got {len(labels)} labels for {size} values.")
+    own: list[Hashable] = list(labels.tolist() if isinstance(labels, np.ndarray) else labels)
+    # A nan is unlike itself, so each would be a label of its own.
+    bad = [place for place, label in enumerate(own) if label != label]
+    if bad:
+        raise ValueError(
+            f"{name} holds {len(bad)} labels that are nan, at positions {bad[:5]}. Name the item, problem or "
+            "task of each value; leave out values of which it is not known."
+        )
+    return own
+
+
+def _groups(
+    size: int,
+    clusters: Sequence[Hashable] | np.ndarray | None,
+    strata: Sequence[Hashable] | np.ndarray | None,
+) -> dict[Hashable, list[list[int]]]:
+    """Positions of each cluster's values, by stratum; a cluster never reaches over two strata."""
+    of_cluster = list(range(size)) if clusters is None else _labels(clusters, size, "clusters")
+    found: dict[Hashable, dict[Hashable, list[int]]] = {}
+    for position, (stratum, cluster) in enumerate(
+        zip(_labels(strata, size, "strata"), of_cluster, strict=True)
+    ):
+        found.setdefault(stratum, {}).setdefault(cluster, []).append(position)
+    order = sorted(found, key=lambda label: (type(label).__name__, repr(label)))
+    return {label: list(found[label].values()) for label in order}
+
+
+def _mean(values: np.ndarray) -> float:
+    """The mean, rounded once (`math.fsum`), so that no order of the values changes it."""
+    return math.fsum(values) / values.size
+
+
+def cluster_pairs(
+    policy: Sequence[float] | np.ndarray,
+    baseline: Sequence[float] | np.ndarray,
+    *,
+    clusters: Sequence[Hashable] | np.ndarray | None = None,
+    strata: Sequence[Hashable] | np.ndarray | None = None,
+) -> Clustered:
+    """Average the values of each cluster: `a_c = (1/n_c) * sum_{i in c} a_i`, the same for the baseline.
+
+    Args:
+        policy: Scores, one per value.
+        baseline: Scores of the same answers' items, in the same order (`pair_items` makes it so).
+        clusters: A label per value: the item, (seed, item), or the problem. None: each value by itself.
+        strata: A label per value, its task. None: one stratum. Equal cluster labels in two strata are two
+            clusters.
+
+    Returns:
+        The cluster means and their differences, per stratum.
+
+    Raises:
+        ValueError: If lengths differ, there is nothing, a score is not finite, or a label is a nan.
+
+    Example:
+        >>> made = cluster_pairs([1.0, 0.0, 1.0], [0.0, 0.0, 1.0], clusters=["x", "x", "y"])
+        >>> made.num_clusters, sorted(made.differences[0].tolist())
+        (2, [0.0, 0.5])
+    """
+    a, b = _scores(policy, "policy"), _scores(baseline, "baseline")
+    if a.size != b.size:
+        raise ValueError(f"Paired scores need equal lengths, got {a.size} and {b.size}: use pair_items.")
+    groups = _groups(a.size, clusters, strata)
+    scale = float(max(np.abs(a).max(), np.abs(b).max()))
+    means: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for members in groups.values():
+        own = np.array([_mean(a[one]) for one in members])
+        other = np.array([_mean(b[one]) for one in members])
+        # Other differences stay as they are: 0.3 - 0.2 and 0.2 - 0.1 are no tie to a rank test, here as in
+        # scipy, so that anyone's `wilcoxon(x, y)` gives the same p (the protection study's own p among them).
+        difference = np.where(np.abs(own - other) <= ROUNDING * scale, 0.0, own - other)
+        # Sorted, neither a sum nor what a bootstrap draws depends on the order of the rows.
+        order = np.lexsort((own, difference))
+        means.append((own[order], other[order], difference[order]))
+    policies, baselines, differences = zip(*means, strict=True)
+    return Clustered(tuple(groups), policies, baselines, differences, a.size)
+
+
+def cluster_interval(
+    differences: Sequence[float] | np.ndarray,
+    clusters: Sequence[Hashable] | np.ndarray,
+    *,
+    level: float = 0.95,
+    resamples: int = 5000,
+    seed: int = 0,
+    method: str = "t",
+) -> Interval:
+    """Interval of the mean over all values, whole clusters being what varies: `sum_c s_c / sum_c n_c`, where
+    `s_c` is the sum of cluster c's differences and `n_c` their number
+    (`retain.eval.stats.significance.ratio_interval`).
+
+    A cluster of many values weighs more than one of few, which is what `cluster_pairs` avoids; with clusters
+    of one size the two have the same estimate and the same interval.
+
+    Args:
+        differences: Policy minus baseline, one per value.
+        clusters: A label per value.
+        level: Coverage of the interval, in (0, 1).
+        resamples: Of the bootstrap methods.
+        seed: Of the bootstrap methods.
+        method: "t", "BCa" or "percentile".
+
+    Returns:
+        The mean over all values with its interval, "undefined" for a single cluster that is not all zero, and
+        where one cluster has so many of the values that the others say nothing of its kind.
+        `num_items` counts clusters, and `num_nonzero` the clusters in which any value differs.
+
+    Raises:
+        ValueError: If lengths differ, there is nothing, a difference is not finite, or a label is a nan.
+    """
+    values = _scores(differences, "differences")
+    (members,) = _groups(values.size, clusters, None).values()
+    sums = np.array([math.fsum(values[one]) for one in members])
+    sizes = np.array([float(len(one)) for one in members])
+    nonzero = sum(bool(np.any(values[one])) for one in members)
+    if not nonzero:
+        return Interval(0.0, 0.0, 0.0, level, "constant", len(members), 0)
+    order = np.lexsort((sizes, sums))
+    made = ratio_interval(
+        [sums[order]], [sizes[order]], level=level, resamples=resamples, seed=seed, method=method
+    )
+    return Interval(made.estimate, made.low, made.high, level, made.method, len(members), nonzero)

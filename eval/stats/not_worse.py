@@ -1,0 +1,253 @@
+"""Is a policy shown to be not worse by a margin, and two to be equivalent? Paired differences in, a one-sided
+test that holds whatever their distribution out, for one comparison and for a family of them.
+
+Not worse means that the lower end of the mean difference lies above -margin; equivalent, that this is so in
+both directions. Such a claim is about what was *not* seen: policies that agree but for one item in fifty,
+where one of them loses everything, show next to no spread in most runs of fifty items, and a t test or a
+bootstrap then believes the little that it sees.
+
+The bound of Gaffke (*Three Test Statistics for a Nonparametric One-Sided Hypothesis on the Mean of a
+Nonnegative Variable*, 2005; Phan, Thomas, Learned-Miller, *Towards Practical Mean Bounds for Small Samples*,
+arXiv 2106.03163) knows only how much one item can lose. It adds one item that loses that much, and weighs all
+items at random: of 0/1 scores it is Clopper and Pearson's exact bound, without any loss among n items the
+rule of three, and of many items whose differences are smooth it is t. An item that is lost never speaks for a
+policy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from retain.eval.stats.paired_tests import holm
+from retain.eval.stats.significance import macro_mean
+from retain.process.extras import deferred
+
+with deferred("eval", "scipy", what="a comparison's statistics"):
+    from scipy import optimize
+
+# One side of a 95 % interval.
+ONE_SIDED = 0.025
+# The most that one item can lose, in points.
+WORST = 100.0
+# No p is said to be smaller.
+SMALLEST = 1e-290
+# Where the integral of `Bounded.p` is taken, and how far its path may bend: exact to nine digits, from one
+# item to 20,000, at either end of p.
+_GRID, _BEND = np.linspace(0.0, 12.0, 193), 0.3
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """What a macro mean can be, of differences of at most `worst` below 0.
+
+    Attributes:
+        values: Differences that were seen, each once a stratum.
+        weights: What one such item counts for in the macro mean, `1 / (K * n_k)`.
+        counts: How often each was seen.
+        worst: The most that one item can lose, > 0.
+    """
+
+    values: np.ndarray
+    weights: np.ndarray
+    counts: np.ndarray
+    worst: float
+
+    def p(self, value: float) -> float:
+        """One-sided p of "the true mean is `value` or less": with E_i independent exponentials, w_i the
+        weight of item i, and item 0 the one that is added, at the largest weight,
+
+            p = P(sum_i w_i E_i (x_i - value) + max_i w_i E_0 (-worst - value) <= 0)
+
+        by its moment-generating function, integrated along a path of descent.
+
+        Args:
+            value: In the unit of the differences.
+        """
+        added = float(self.weights.max()) * (-self.worst - value)
+        steps = np.append(self.weights * (self.values - value), added)
+        counts = np.append(self.counts, 1.0)
+        counts, steps = counts[steps != 0], steps[steps != 0]
+        if not steps.size or steps.max() <= 0:
+            return 1.0
+        if steps.min() >= 0:
+            return SMALLEST
+        steps = steps / np.abs(steps).max()
+        # P(S <= 0) on the side where 0 is the tail, so that no digit is lost: S above its mean, or below.
+        below = float((counts * steps).sum()) > 0
+        tail = _tail(steps if below else -steps, counts)
+        return max(SMALLEST, min(1.0, tail if below else 1.0 - tail))
+
+    def end(self, alpha: float) -> float:
+        """Lower end of the mean at level `1 - alpha`: above a value exactly where `p(value) < alpha`.
+
+        Args:
+            alpha: In (0, 1].
+        """
+        highest = float(self.values.max())
+        if alpha >= 1 or highest <= -self.worst:
+            return highest
+        wanted = math.log(alpha)
+        # At the highest value p is 1, and next to the worst it is as small as p gets.
+        low, high = -self.worst * (1 - 1e-12), highest
+        if math.log(self.p(low)) >= wanted:
+            return -self.worst
+        return float(optimize.brentq(lambda value: math.log(self.p(value)) - wanted, low, high, xtol=1e-9))
+
+
+def _tail(steps: np.ndarray, counts: np.ndarray) -> float:
+    """P(S <= 0) of `S = sum_j sum_{i <= counts_j} steps_j E_i`, of mean above 0: the inverse transform
+    `1 / (2 pi i) * integral of exp(K(s)) / -s ds`, `K(s) = -sum_j counts_j log(1 - s steps_j)`, through the
+    lowest point of the integrand between K's pole below 0 and 0."""
+    pole = 1 / float(steps.min())
+
+    def slope(share: float) -> float:
+        s = pole * share
+        return float((counts * steps / (1 - s * steps)).sum()) - 1 / s
+
+    middle = pole * float(optimize.brentq(slope, 1e-14, 1 - 1e-14, xtol=1e-15))
+    ratios = steps / (1 - middle * steps)
+    second = float((counts * ratios**2).sum()) + 1 / middle**2
+    third = 2 * float((counts * ratios**3).sum()) - 2 / middle**3
+    width, bend = 1 / math.sqrt(second), float(np.clip(-third / (3 * second**1.5), -_BEND, _BEND))
+    # A hyperbola that leaves the saddle along the path of steepest descent. A straight line would swing at
+    # every scale where one step is far larger than the others.
+    away = width * (1j * np.sinh(_GRID) - bend * (np.cosh(_GRID) - 1))
+    along = width * (1j * np.cosh(_GRID) - bend * np.sinh(_GRID))
+    height = float(-(counts * np.log1p(-middle * steps)).sum()) - math.log(-middle)
+    # K(s) - K(middle), term by term, so that no digit is lost.
+    curve = np.exp(-(counts * np.log1p(-np.multiply.outer(away, ratios))).sum(axis=1))
+    heights = (curve * along * middle / (middle + away)).imag
+    area = float(heights.sum() - heights[0] / 2) * float(_GRID[1])
+    return math.exp(height) * area / math.pi
+
+
+@dataclass(frozen=True)
+class NotWorse:
+    """The test of one macro-mean difference against -margin.
+
+    Attributes:
+        p: One-sided, of `difference <= -margin`.
+        margin: As stated, in the unit of the differences.
+        estimate: Macro mean of the differences.
+        bounded: What `p` and `end` are of.
+    """
+
+    p: float
+    margin: float
+    estimate: float
+    bounded: Bounded
+
+    def end(self, alpha: float) -> float:
+        """Lower end of the one-sided interval at level `1 - alpha`: above -margin exactly where `p < alpha`.
+
+        Args:
+            alpha: In (0, 1].
+        """
+        return self.bounded.end(alpha)
+
+
+def bounded(differences: Sequence[np.ndarray], worst: float = WORST) -> Bounded:
+    """Differences as a bound on their macro mean wants them.
+
+    Args:
+        differences: One array per stratum (task), one number per cluster.
+        worst: The most that one item can lose, in the unit of the differences.
+
+    Raises:
+        ValueError: If there is no stratum, an empty one, or a nan, or an item lost more than `worst`.
+    """
+    strata = [np.asarray(stratum, dtype=np.float64) for stratum in differences]
+    if not strata or any(s.ndim != 1 or s.size == 0 or not np.isfinite(s).all() for s in strata):
+        raise ValueError(
+            f"A bound needs at least one stratum, each one-dimensional, not empty and finite; got shapes "
+            f"{[s.shape for s in strata]}. Pass one array of differences per task."
+        )
+    least = min(float(stratum.min()) for stratum in strata)
+    if not worst > 0 or least < -worst * (1 + 1e-9):
+        raise ValueError(
+            f"worst is the most that one item can lose, got {worst} where an item lost {-least:g}. Pass the "
+            "width of the scale: 1 for scores in [0, 1], 100 for points."
+        )
+    seen = [np.unique(stratum, return_counts=True) for stratum in strata]
+    sizes = [np.full(own.size, 1 / (len(strata) * s.size)) for s, (own, _) in zip(strata, seen, strict=True)]
+    values, counts = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+    return Bounded(values, np.concatenate(sizes), counts.astype(np.float64), worst)
+
+
+def not_worse(differences: Sequence[np.ndarray], margin: float, worst: float = WORST) -> NotWorse:
+    """Test that a macro-mean difference lies above -margin (`Bounded.p`).
+
+    Args:
+        differences: One array per stratum (task), one number per cluster: policy minus baseline.
+        margin: Largest loss that would not matter, > 0, stated before the run.
+        worst: The most that one item can lose, in the unit of the differences: 100 of points, 1 of scores in
+            [0, 1].
+
+    Raises:
+        ValueError: If there is no stratum, an empty one, a nan, an item lost more than `worst`, or the margin
+            is not positive.
+    """
+    if not margin > 0:
+        raise ValueError(f"The margin of equivalence must be positive, got {margin}; 2 points is usual.")
+    own = bounded(differences, worst)
+    return NotWorse(own.p(-margin), margin, float(macro_mean(*map(np.asarray, differences))), own)
+
+
+def within(differences: Sequence[np.ndarray], margin: float, worst: float = WORST) -> float:
+    """p of "the macro-mean difference is at least the margin, in either direction": the larger of the two
+    `not_worse`. Small says equivalent.
+
+    Args:
+        differences, margin, worst: As of `not_worse`; `worst` is the most that an item can differ either way.
+    """
+    return max(
+        not_worse([sign * np.asarray(own) for own in differences], margin, worst).p for sign in (1.0, -1.0)
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One comparison within its family.
+
+    Attributes:
+        p: Holm-adjusted; below alpha exactly where `end` is above -margin.
+        alpha: The level at which Holm's method stood when it came to this comparison.
+        end: The lower end at that level.
+    """
+
+    p: float
+    alpha: float
+    end: float
+
+
+def step_down(family: Sequence[NotWorse], alpha: float = ONE_SIDED) -> list[Step]:
+    """Adjust a family of one-sided tests by Holm's method, and the lower ends with them.
+
+    With m tests ordered by p, the i-th is tested at `alpha / (m - i + 1)`, until one, the j-th, does not
+    pass: all later ones stay at its level, `alpha / (m - j + 1)`. A test's adjusted lower end is that of its
+    own level, so that end and adjusted p never disagree (Holm, *A Simple Sequentially Rejective Multiple Test
+    Procedure*, 1979). Ends of the comparisons that pass are not simultaneous bounds beyond "above -margin".
+
+    Args:
+        family: All tests that were declared.
+        alpha: One-sided level of the family.
+
+    Returns:
+        One step for each test, in the order given.
+    """
+    if not family:
+        return []
+    adjusted = holm([one.p for one in family])
+    levels = np.empty(len(family))
+    level, stopped = alpha / len(family), False
+    for rank, place in enumerate(np.argsort([one.p for one in family], kind="stable")):
+        if not stopped:
+            level = alpha / (len(family) - rank)
+            stopped = not family[place].p < level
+        levels[place] = level
+    return [
+        Step(float(p), float(own), one.end(float(own)))
+        for one, p, own in zip(family, adjusted, levels, strict=True)
+    ]

@@ -1,0 +1,302 @@
+"""Scores of two policies on the same items in, everything a table says about their difference out.
+
+`compare_paired` makes one `PairedResult`; `adjust` takes the family of comparisons that was declared before
+the run and gives each its Holm p and its final word.
+
+The one decision taken here is that word, for a family of comparisons. It starts from what the interval shows
+(`retain.eval.stats.significance.verdict`) and stands only if the family can bear it:
+
+- identical: the two agree on every cluster; nothing is tested;
+- better / worse: the interval excludes 0 *and* the Holm-adjusted p of the difference test is below alpha;
+- equivalent: neither of these, the interval lies strictly inside (-margin, +margin) *and* the Holm-adjusted p
+  of "the difference is at least the margin" (`retain.eval.stats.not_worse.within`) is below alpha;
+- inconclusive: everything else.
+
+A sixth, "unjudged", is given to comparisons that are shown and not tested (`retain.eval.stats.comparisons`).
+
+So no word says more than the interval printed beside it, and a large family makes words rarer, never bolder.
+The difference p values are one Holm family and those of equivalence another, each at alpha; the two null
+hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. TOST,
+the t tests that papers print, stands beside and decides nothing: where rare items lose everything and the
+others next to nothing, most runs of fifty items hold no such item, and t says "equivalent" of them. The
+difference test is the sign-flip test of the macro mean (the exact McNemar test where scores are 0 or 1 and
+there is one stratum, which is the same test counted exactly). Wilcoxon's test is printed and decides nothing:
+it is about ranks, not about the mean.
+"""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from retain.eval.stats.clusters import cluster_pairs
+from retain.eval.stats.not_worse import WORST, within
+from retain.eval.stats.paired_tests import (
+    Equivalence,
+    ExactBinary,
+    SignedRank,
+    SignFlip,
+    equivalence,
+    exact_mcnemar,
+    holm,
+    sign_flip,
+    signed_rank,
+)
+from retain.eval.stats.significance import Interval, Verdict, macro_mean, paired_interval, verdict
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class PairedResult:
+    """Policy minus baseline: estimate, interval, tests and verdict.
+
+    Attributes:
+        mean_policy: Macro mean of the policy's cluster means.
+        mean_baseline: The same for the baseline.
+        estimate: Macro mean of the differences.
+        interval: Of the estimate.
+        signed_rank: Wilcoxon's test of the differences, strata pooled; decides nothing.
+        sign_flip: Of the macro mean.
+        mcnemar: Exact McNemar where every cluster mean is either 0 or one other value (1, or 100 points) and
+            there is one stratum; otherwise None.
+        equivalence: TOST against the margin; decides nothing.
+        within_p: Raw p of "the difference is at least the margin", of the verdict "equivalent".
+        num_values: Scores on each side before values were averaged within clusters.
+        num_clusters: What was resampled and tested.
+        num_strata: Tasks.
+        test: Which difference test `p` comes from.
+        p: Raw p of the difference test.
+        verdict: In one word, for a family of this comparison alone until `adjust` has seen the others.
+        alpha: Level of every test that the verdict rests on.
+        holm_p: `p` adjusted within its family; None before `adjust`.
+        holm_within_p: `within_p` adjusted within its family; None before `adjust`.
+        family_size: Comparisons declared; None before `adjust`.
+    """
+
+    mean_policy: float
+    mean_baseline: float
+    estimate: float
+    interval: Interval
+    signed_rank: SignedRank
+    sign_flip: SignFlip
+    mcnemar: ExactBinary | None
+    equivalence: Equivalence
+    within_p: float
+    num_values: int
+    num_clusters: int
+    num_strata: int
+    test: Literal["sign-flip", "mcnemar"]
+    p: float
+    verdict: Verdict
+    alpha: float
+    holm_p: float | None = None
+    holm_within_p: float | None = None
+    family_size: int | None = None
+
+    @property
+    def margin(self) -> float:
+        """Largest difference that would not matter, as stated."""
+        return self.equivalence.margin
+
+    def row(self) -> dict[str, Any]:
+        """Everything in one flat row of plain numbers and words, for a table or a parquet file."""
+        return {
+            "mean_policy": self.mean_policy,
+            "mean_baseline": self.mean_baseline,
+            "difference": self.estimate,
+            "low": self.interval.low,
+            "high": self.interval.high,
+            "level": self.interval.level,
+            "interval_method": self.interval.method,
+            "num_values": self.num_values,
+            "num_clusters": self.num_clusters,
+            "num_nonzero": self.interval.num_nonzero,
+            "num_strata": self.num_strata,
+            "wilcoxon_w": self.signed_rank.statistic,
+            "wilcoxon_p": self.signed_rank.p,
+            "zero_method": self.signed_rank.zero_method,
+            "sign_flip_p": self.sign_flip.p,
+            "mcnemar_p": None if self.mcnemar is None else self.mcnemar.p,
+            "margin": self.margin,
+            "tost_p": self.equivalence.p,
+            "noninferior_p": self.equivalence.p_lower,
+            "within_p": self.within_p,
+            "test": self.test,
+            "p": self.p,
+            "holm_p": self.holm_p,
+            "holm_within_p": self.holm_within_p,
+            "family_size": self.family_size,
+            "alpha": self.alpha,
+            "verdict": self.verdict,
+        }
+
+
+def supported_verdict(
+    interval: Interval, margin: float, *, p: float, within_p: float, alpha: float
+) -> Verdict:
+    """The word of an interval, kept only where the tests bear it (the rule is in this file's docstring).
+
+    Args:
+        interval: Of policy minus baseline.
+        margin: Of equivalence, > 0.
+        p: Of the difference test, adjusted for its family.
+        within_p: Of "the difference is at least the margin", adjusted for its family.
+        alpha: Level.
+    """
+    word = verdict(interval, margin)
+    if word in ("better", "worse") and p < alpha:
+        return word
+    if word == "identical":
+        return word
+    # A difference that the family cannot bear may still be shown to be small.
+    inside = -margin < interval.low and interval.high < margin
+    return "equivalent" if inside and within_p < alpha else "inconclusive"
+
+
+def compare_paired(
+    policy: Sequence[float] | np.ndarray,
+    baseline: Sequence[float] | np.ndarray,
+    *,
+    margin: float,
+    clusters: Sequence[Hashable] | np.ndarray | None = None,
+    strata: Sequence[Hashable] | np.ndarray | None = None,
+    zero_method: str = "wilcox",
+    level: float = 0.95,
+    alpha: float = 0.05,
+    method: str = "t",
+    resamples: int = 9999,
+    seed: int = 0,
+    worst: float = WORST,
+) -> PairedResult:
+    """Compare two policies that answered the same items.
+
+    Values of one cluster are averaged first, differences are taken per cluster, and a task (stratum) counts
+    as much as any other: `(1/K) * sum_k mean_c (a_kc - b_kc)`. The result does not depend on the order of
+    the values.
+
+    Args:
+        policy: Scores, higher is better, one per value.
+        baseline: Scores of the same values in the same order (`retain.eval.stats.clusters.pair_items`).
+        margin: Largest difference that would not matter, in the unit of the scores, > 0, stated before the
+            run: 0.02 for an F1 in [0, 1], 2 for points of 100.
+        clusters: A label per value: the item (its seeds are averaged), (seed, item) where each seed has items
+            of its own, or the problem (repeated samples are averaged). None: each value by itself.
+        strata: A label per value, its task. None: one stratum.
+        zero_method: Of Wilcoxon's test, "wilcox" or "pratt".
+        level: Coverage of the interval.
+        alpha: Level of the tests behind the verdict.
+        method: Of the interval, "t", "BCa" or "percentile"
+        (`retain.eval.stats.significance.paired_interval`).
+        resamples: At most of the sign-flip test; of the bootstrap, if asked for.
+        seed: Of both.
+        worst: The most that two scores of one item can differ, the width of the scale: 100 of points, 1 of
+            scores in [0, 1]. "Equivalent" has to hold against items that nobody saw.
+
+    Returns:
+        The result, with the verdict of a family of one. `adjust` it together with its family.
+
+    Raises:
+        ValueError: If the scores do not pair up, hold a nan, differ by more than `worst`, or the margin is
+            not positive.
+
+    Example:
+        >>> compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02, worst=1.0).verdict
+        'identical'
+    """
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must lie in (0, 1), got {alpha}.")
+    made = cluster_pairs(policy, baseline, clusters=clusters, strata=strata)
+    inside = within(made.differences, margin, worst)
+    interval = paired_interval(made.differences, level=level, resamples=resamples, seed=seed, method=method)
+    flip = sign_flip(made.differences, resamples=resamples, seed=seed)
+    binary = None
+    right = np.concatenate([*made.policy, *made.baseline])
+    right = np.unique(right[right != 0])
+    if len(made.strata) == 1 and right.size <= 1:  # 0 and 1, or 0 and 100 in points
+        binary = exact_mcnemar(made.policy[0] != 0, made.baseline[0] != 0)
+    p = flip.p if binary is None else binary.p
+    return PairedResult(
+        mean_policy=float(macro_mean(*made.policy)),
+        mean_baseline=float(macro_mean(*made.baseline)),
+        estimate=interval.estimate,
+        interval=interval,
+        signed_rank=signed_rank(np.concatenate(made.differences), zero_method=zero_method),
+        sign_flip=flip,
+        mcnemar=binary,
+        equivalence=equivalence(made.differences, margin),
+        within_p=inside,
+        num_values=made.num_values,
+        num_clusters=made.num_clusters,
+        num_strata=len(made.strata),
+        test="sign-flip" if binary is None else "mcnemar",
+        p=p,
+        verdict=supported_verdict(interval, margin, p=p, within_p=inside, alpha=alpha),
+        alpha=alpha,
+    )
+
+
+def adjust(
+    results: Mapping[Name, PairedResult],
+    *,
+    declared: Collection[Name] | None = None,
+    alpha: float | None = None,
+) -> dict[Name, PairedResult]:
+    """Judge a family of comparisons together: Holm-adjusted p values and the verdicts that they bear.
+
+    Args:
+        results: All comparisons of the family by name, from `compare_paired`.
+        declared: The names that were fixed before the run. What was declared and is not there, or the other
+            way round, is refused: a family that shrinks or grows after the run adjusts for nothing.
+        alpha: Level of the family; None takes the results' own.
+
+    Returns:
+        The results in the same order, with `holm_p`, `holm_within_p`, `family_size`, `alpha` and
+        `verdict` of the family.
+
+    Raises:
+        ValueError: If the family is empty, is not the declared one, mixes levels, or is so large that a
+            sign-flip test which drew its smallest p could still not pass: then more resamples are needed.
+
+    Example:
+        >>> same = compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02)
+        >>> adjust({"task A": same, "task B": same})["task A"].family_size
+        2
+    """
+    if not results:
+        raise ValueError("adjust needs at least one comparison, got none.")
+    if declared is not None:
+        missing = [name for name in declared if name not in results]
+        extra = [name for name in results if name not in declared]
+        if missing or extra:
+            raise ValueError(
+                f"The family is fixed before the run: declared but not compared {missing}, compared but not "
+                f"declared {extra}. Run what is missing, or judge what was added as a family of its own."
+            )
+    levels = {one.alpha for one in results.values()} if alpha is None else {alpha}
+    if len(levels) > 1 or not all(0 < one < 1 for one in levels):
+        raise ValueError(f"A family has one alpha in (0, 1), got {sorted(levels)}: pass alpha.")
+    (level,) = levels
+    size = len(results)
+    for name, one in results.items():
+        least = one.sign_flip.smallest_p
+        if one.test == "sign-flip" and not one.sign_flip.exact and one.p <= least and size * least >= level:
+            raise ValueError(
+                f"{one.sign_flip.resamples} sign flips cannot give a p below {least:.2g}, too coarse for a "
+                f"family of {size} at alpha {level} (comparison {name!r} is at that floor). Compare with "
+                f"resamples={int(np.ceil(4 * size / level))}."
+            )
+    difference = holm([one.p for one in results.values()])
+    inside = holm([one.within_p for one in results.values()])
+    return {
+        name: replace(
+            one,
+            holm_p=float(p),
+            holm_within_p=float(q),
+            family_size=size,
+            alpha=level,
+            verdict=supported_verdict(one.interval, one.margin, p=float(p), within_p=float(q), alpha=level),
+        )
+        for (name, one), p, q in zip(results.items(), difference, inside, strict=True)
+    }

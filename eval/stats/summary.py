@@ -1,0 +1,510 @@
+"""Rows in, what can be said about them out: scores by cell, paired comparisons, and the claims that they bear
+on.
+
+A cell is (regime, policy, budget). Its scores are kept per task as arrays over the same (seed, item) pairs in
+the same order for every cell, so that a difference of two cells is a subtraction. Where every seed has items
+of its own each pair is a cluster; where all seeds answer the same items (`Task.seeded` is False) the item is,
+and its seeds are averaged before anything is tested. Everything is in points of 100.
+
+The one decision taken here: which comparisons are made is fixed before any number is seen, and every verdict
+is that of a declared family (`compare_family`): the interval excludes 0 and the Holm-adjusted test passes.
+A claim is a family of its own. Claims in findings that were published before this rule read the interval
+alone, so that a run reported again may say less of the same numbers, never more.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired
+from retain.eval.stats.significance import Interval, Verdict, macro_mean, paired_interval
+from retain.eval.tasks.suite import Task
+from retain.presets import policies
+
+FAMILIES = ("seen", "held-out")
+ALL = "all"  # tasks of both families
+ALPHA = 0.05
+# Two cells hold the same where their bytes differ by no more than this share.
+SAME_BYTES = 0.001
+
+
+@cache
+def measured_beforehand() -> frozenset[str]:
+    """Presets that something trained or measured belongs to: gates, head classes."""
+    return frozenset(one.name for one in policies() if {"gates", "head_classes"} & one.needs)
+
+
+@cache
+def with_gates() -> frozenset[str]:
+    """Presets that take gates."""
+    return frozenset(one.name for one in policies() if "gates" in one.needs)
+
+
+@cache
+def heuristics() -> tuple[str, ...]:
+    """Presets that need nothing trained or measured beforehand. Variants and controls are none, and neither
+    is a preset that reads head classes: their table is measured on documents with questions and answers."""
+    beforehand = measured_beforehand()
+    return tuple(one.name for one in policies() if one.name != "full" and one.name not in beforehand)
+
+
+def preset_of(label: str) -> str:
+    """The policy that a label of tables names, whatever protection stands behind it."""
+    return label.partition("+")[0]
+
+
+class Cell(NamedTuple):
+    """One line of a table at one budget: below 1 a keep_ratio, from 2 on tokens per head; the full cache's
+    is 1."""
+
+    regime: str
+    policy: str
+    budget: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a cell held: per item, entries and bytes, and the realised kept / seen."""
+
+    kept_entries: float
+    bytes_held: float
+    bytes_full: float
+    lowest_ratio: float
+    highest_ratio: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All scores of a run, aligned.
+
+    Attributes:
+        exact: Per cell and task, exact match of each (seed, item), 0 to 100; of an item with several
+            questions, their mean.
+        partial: The same for the share of the answer found.
+        memory: Per cell.
+        seeds: Per task, the seed of each value.
+        clusters: Per task, the cluster of each value, 0 to C - 1: values of one are averaged.
+        families: Per task, "seen" or "held-out"; in the order of the report's columns.
+        judged: As `exact`, of what each task is judged by: what all means, comparisons and claims are of.
+        nulls: Per cell and task that has any, (seed, item, question) of what was not answered, each of score
+            0.
+        attended: Per cell and task, what every answer was given from (`Row.attended_ratio`); only where all
+            rows say so.
+        trained: Policies that something trained or measured beforehand belongs to, as rows say
+            (`Row.trained`); rows of earlier runs say it by the bytes of their gates.
+        gated: Those of them that gates belong to, as rows say (`Row.gates`, `Row.gate_bytes`).
+    """
+
+    exact: Mapping[Cell, Mapping[str, np.ndarray]]
+    partial: Mapping[Cell, Mapping[str, np.ndarray]]
+    memory: Mapping[Cell, Memory]
+    seeds: Mapping[str, np.ndarray]
+    clusters: Mapping[str, np.ndarray]
+    families: Mapping[str, str]
+    judged: Mapping[Cell, Mapping[str, np.ndarray]]
+    nulls: Mapping[tuple[Cell, str], tuple[tuple[int, int, int], ...]]
+    attended: Mapping[tuple[Cell, str], tuple[float, ...]] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
+    gated: frozenset[str] = frozenset()
+
+    @property
+    def learned(self) -> list[str]:
+        """Policies that take gates, in the order of the rows: variants and other protections too. Presets are
+        known by their names as well, for rows of runs that did not say it yet."""
+        return [own for own in self.policies if own in self.gated or preset_of(own) in with_gates()]
+
+    @property
+    def regimes(self) -> list[str]:
+        """Regimes measured, in the order of the rows."""
+        return list(dict.fromkeys(cell.regime for cell in self.exact))
+
+    @property
+    def policies(self) -> list[str]:
+        """Policies measured, in the order of the rows."""
+        return list(dict.fromkeys(cell.policy for cell in self.exact))
+
+    @property
+    def budgets(self) -> list[float]:
+        """All but the full cache's: keep_ratios, then tokens per head, each ascending."""
+        return sorted({cell.budget for cell in self.exact if cell.budget != 1})
+
+    def tasks(self, family: str) -> list[str]:
+        """Tasks of a family, or all."""
+        return [task for task, own in self.families.items() if family in (own, ALL)]
+
+    def strata(self, cell: Cell, tasks: Iterable[str]) -> list[np.ndarray]:
+        """Scores of a cell, one array per task, one number per cluster: all that means, intervals and tests
+        are made of."""
+        return [self._averaged(self.judged[cell][task], self.clusters[task]) for task in tasks]
+
+    @staticmethod
+    def _averaged(values: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+        counts = np.bincount(clusters)
+        return values if (counts == 1).all() else np.bincount(clusters, weights=values) / counts
+
+    def num_items(self, tasks: Iterable[str]) -> int:
+        """Clusters of these tasks."""
+        return sum(int(self.clusters[task].max()) + 1 for task in tasks)
+
+    def mean(self, cell: Cell, tasks: Sequence[str]) -> float:
+        """Mean over tasks of the mean score."""
+        return float(macro_mean(*self.strata(cell, tasks)))
+
+    def seed_means(self, cell: Cell, tasks: Sequence[str]) -> dict[int, float]:
+        """Mean over tasks, for each seed apart."""
+        seeds = sorted({int(seed) for task in tasks for seed in self.seeds[task]})
+        parts = {s: [self.judged[cell][task][self.seeds[task] == s] for task in tasks] for s in seeds}
+        return {s: float(macro_mean(*strata)) for s, strata in parts.items() if all(len(x) for x in strata)}
+
+    def bytes_apart(self, cell: Cell, other: Cell) -> float | None:
+        """Share by which a cell holds more bytes than another, `held / other's held - 1`; below 0 where it
+        holds fewer, None where one of the two was not measured."""
+        if cell not in self.memory or other not in self.memory:
+            return None
+        return float(self.memory[cell].bytes_held / self.memory[other].bytes_held - 1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Policy minus baseline at one regime and budget, over the tasks of one family, in points.
+
+    Where one of the two is the full cache, the budget is the other's.
+    """
+
+    policy: str
+    baseline: str
+    regime: str
+    budget: float
+    family: str
+    result: PairedResult
+
+    @property
+    def interval(self) -> Interval:
+        """Of the difference."""
+        return self.result.interval
+
+    @property
+    def verdict(self) -> Verdict:
+        """In the family that it was compared in."""
+        return self.result.verdict
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement that the run was made to check, with the numbers that decide it."""
+
+    text: str
+    outcome: Literal["holds", "fails", "not measured"]
+    numbers: tuple[str, ...]
+
+
+def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str, Task] = ()) -> Scores:
+    """Sort rows into aligned scores, in an order that does not depend on which unit was finished first.
+
+    Args:
+        rows: Of `items.jsonl`.
+        tasks: In the order of the report's columns; others follow by name. Of tasks, and not only names, it
+            is known whether every seed has items of its own; names are taken to have.
+
+    Raises:
+        ValueError: If there are no rows, or a cell lacks items that another cell of its regime and task has.
+    """
+    found: dict[Cell, dict[str, dict[tuple[int, int], dict[int, Mapping[str, Any]]]]] = {}
+    families: dict[str, str] = {}
+    for row in rows:
+        # Rows of earlier runs knew one question, one kind of budget and one kind of score.
+        cell = Cell(row["regime"], row["policy"], float(row.get("budget", row["keep_ratio"])))
+        items = found.setdefault(cell, {}).setdefault(row["task"], {})
+        items.setdefault((row["seed"], row["item"]), {})[row.get("question", 0)] = row
+        families[row["task"]] = row["family"]
+    if not found:
+        raise ValueError(
+            "There are no rows to report. Run eval/compare.py until at least one unit is finished."
+        )
+    names = [*(task for task in tasks if task in families), *sorted(set(families) - set(tasks))]
+    ordered = {task: families[task] for family in FAMILIES for task in names if families[task] == family}
+    found = {cell: found[cell] for cell in sorted(found, key=lambda cell: cell.regime)}
+    clusters = {task: sorted(next(iter(found.values())).get(task, {})) for task in ordered}
+    for cell, own in found.items():
+        for task in ordered:
+            if sorted(own.get(task, {})) != clusters[task]:
+                raise ValueError(
+                    f"{cell} has {len(own.get(task, {}))} items of task {task!r} where another cell has "
+                    f"{len(clusters[task])}: the run is unfinished. Run eval/compare.py again, same config."
+                )
+
+    def cluster_of(task: str) -> np.ndarray:
+        fixed = isinstance(tasks, Mapping) and task in tasks and not tasks[task].seeded
+        labels = [item if fixed else (seed, item) for seed, item in clusters[task]]
+        place = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        return np.array([place[label] for label in labels])
+
+    def column(*names: str) -> dict[Cell, dict[str, np.ndarray]]:
+        return {
+            cell: {
+                task: np.array(
+                    [
+                        np.mean([100.0 * _first(row, names) for row in own[task][cluster].values()])
+                        for cluster in clusters[task]
+                    ]
+                )
+                for task in ordered
+            }
+            for cell, own in found.items()
+        }
+
+    every = {
+        cell: [row for task in own.values() for item in task.values() for row in item.values()]
+        for cell, own in found.items()
+    }
+    nulls: dict[tuple[Cell, str], list[tuple[int, int, int]]] = {}
+    for cell, answers in every.items():
+        for answer in answers:
+            if answer.get("null", False):
+                where = (answer["seed"], answer["item"], answer["question"])
+                nulls.setdefault((cell, answer["task"]), []).append(where)
+    attended: dict[tuple[Cell, str], list[float | None]] = {}
+    for cell, answers in every.items():
+        for answer in answers:
+            attended.setdefault((cell, answer["task"]), []).append(answer.get("attended_ratio"))
+    return Scores(
+        exact=column("exact"),
+        partial=column("partial"),
+        memory={cell: _memory(own) for cell, own in every.items()},
+        seeds={task: np.array([seed for seed, _ in clusters[task]]) for task in ordered},
+        clusters={task: cluster_of(task) for task in ordered},
+        families=ordered,
+        judged=column("score", "exact"),
+        nulls={where: tuple(sorted(own)) for where, own in nulls.items()},
+        attended={
+            where: tuple(float(ratio) for ratio in own if ratio is not None)
+            for where, own in attended.items()
+            if None not in own
+        },
+        trained=frozenset(
+            cell.policy
+            for cell, answers in every.items()
+            if any(answer.get("trained") or answer.get("gate_bytes") for answer in answers)
+        ),
+        gated=frozenset(
+            cell.policy
+            for cell, answers in every.items()
+            if any(answer.get("gates") or answer.get("gate_bytes") for answer in answers)
+        ),
+    )
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> float:
+    """The first of these fields that a row has."""
+    return float(next(row[name] for name in names if name in row))
+
+
+def _memory(rows: Iterable[Mapping[str, Any]]) -> Memory:
+    names = ("kept_entries", "seen_entries", "bytes_held", "bytes_full")
+    kept, seen, held, full = np.array([[row[name] for name in names] for row in rows], dtype=np.float64).T
+    ratio = kept / seen
+    return Memory(kept.mean(), held.mean(), full.mean(), ratio.min(), ratio.max())
+
+
+def compare(
+    scores: Scores, cell: Cell, baseline: Cell, family: str, *, margin: float, resamples: int
+) -> Comparison | None:
+    """Compare two cells on the tasks of a family, as a comparison by itself; None if a cell or the family was
+    not measured."""
+    tasks = scores.tasks(family)
+    if not tasks or cell not in scores.exact or baseline not in scores.exact:
+        return None
+    own, other = scores.strata(cell, tasks), scores.strata(baseline, tasks)
+    result = compare_paired(
+        np.concatenate(own),
+        np.concatenate(other),
+        margin=margin,
+        strata=[task for task, values in zip(tasks, own, strict=True) for _ in values],
+        alpha=ALPHA,
+        resamples=resamples,
+    )
+    names = (cell.policy, baseline.policy, cell.regime, _budget_of(cell, baseline), family)
+    return Comparison(*names, result)
+
+
+def compare_family(
+    scores: Scores, pairs: Sequence[tuple[Cell, Cell, str]], *, margin: float, resamples: int
+) -> list[Comparison | None]:
+    """Compare cells in pairs, each on the tasks of a family, and judge them together: one declared Holm
+    family.
+
+    Args:
+        scores: Of the run.
+        pairs: Cell, baseline and task family of each comparison, fixed by the config.
+        margin: Largest difference that would not matter, in points.
+        resamples: Of sign flips; more where a family is so large that fewer could not pass.
+
+    Returns:
+        One for each pair; None where it was not measured, which counts for nothing.
+    """
+    enough = max(resamples, math.ceil(4 * len(pairs) / ALPHA))
+    made = [compare(scores, *pair, margin=margin, resamples=enough) for pair in pairs]
+    measured = {place: one for place, one in enumerate(made) if one is not None}
+    if not measured:
+        return made
+    settled = adjust({place: one.result for place, one in measured.items()}, declared=list(measured))
+    return [None if one is None else replace(one, result=settled[place]) for place, one in enumerate(made)]
+
+
+def _budget_of(cell: Cell, baseline: Cell) -> float:
+    """Of two cells; where one is the full cache, the other's."""
+    return baseline.budget if cell.budget == 1 else cell.budget
+
+
+def best_of(scores: Scores, names: Iterable[str], regime: str, budget: float, family: str) -> str | None:
+    """Of these policies the one with the highest mean over a family's tasks, the first of several; None where
+    none was measured."""
+    tasks = scores.tasks(family)
+    cells = [Cell(regime, name, budget) for name in names]
+    # What means are made of: a cell may have no other score.
+    measured = [cell for cell in cells if tasks and cell in scores.judged]
+    return max(measured, key=lambda cell: scores.mean(cell, tasks)).policy if measured else None
+
+
+def best_heuristic(scores: Scores, regime: str, keep_ratio: float, family: str) -> str | None:
+    """The best of the presets that need nothing trained; None without heuristics or tasks."""
+    names = [name for name in heuristics() if name not in scores.trained]
+    return best_of(scores, names, regime, keep_ratio, family)
+
+
+def learned_against_each(
+    scores: Scores, *, margin: float, resamples: int, leave_out: Collection[str] = ()
+) -> list[Comparison]:
+    """Every learned policy minus every other policy, per regime, keep_ratio and family; all of one regime are
+    one Holm family. Of two learned ones the later in the run's order minus the earlier.
+
+    Args:
+        scores: Of the run.
+        margin: Of the verdicts, in points.
+        resamples: Of sign flips.
+        leave_out: Policies that are neither side of a comparison, under any protection (variants).
+    """
+    learned = _not_left_out(scores.learned, leave_out)
+    others = [name for name in _not_left_out(scores.policies, leave_out) if name not in learned]
+    pairs_of_names = [
+        (policy, baseline) for place, policy in enumerate(learned) for baseline in (*others, *learned[:place])
+    ]
+    made: list[Comparison | None] = []
+    for regime in scores.regimes:
+        pairs = [
+            (
+                Cell(regime, policy, ratio),
+                Cell(regime, baseline, 1.0 if baseline == "full" else ratio),
+                family,
+            )
+            for ratio in scores.budgets
+            for policy, baseline in pairs_of_names
+            for family in FAMILIES
+        ]
+        pairs = [pair for pair in pairs if is_measured(scores, *pair)]
+        made += compare_family(scores, pairs, margin=margin, resamples=resamples)
+    return [one for one in made if one is not None]
+
+
+def _not_left_out(labels: Iterable[str], leave_out: Collection[str]) -> list[str]:
+    return [label for label in labels if preset_of(label) not in leave_out]
+
+
+def is_measured(scores: Scores, cell: Cell, baseline: Cell, family: str) -> bool:
+    """Whether the run has both cells, and tasks of the family."""
+    return bool(scores.tasks(family)) and cell in scores.exact and baseline in scores.exact
+
+
+def check_claims(
+    scores: Scores,
+    single_key: Sequence[str],
+    *,
+    margin: float,
+    resamples: int,
+    leave_out: Collection[str] = (),
+) -> list[Claim]:
+    """Check what the comparison was made to check, at keep_ratio 0.2 on the seen families. "Better" is judged
+    in the Holm family of its claim.
+
+    Args:
+        scores: Of the run.
+        single_key: Tasks that one fact of one key answers.
+        margin: Of the verdicts, in points.
+        resamples: Of sign flips.
+        leave_out: Learned policies of which nothing is claimed (variants, controls made of gates).
+
+    Returns:
+        A claim for each learned policy under its preset's protection, then what is claimed of `fused` beside
+        its parts, and of `snapkv`, by name.
+    """
+    ratio = 0.2
+    options: dict[str, Any] = {"margin": margin, "resamples": resamples}
+    claims = []
+    for policy in _not_left_out(scores.learned, leave_out):
+        if policy != preset_of(policy):  # another protection than its own
+            continue
+        baselines = ("snapkv", "defensive", "recency", "random", "token_identity")
+        pairs = [
+            (Cell("context_only", policy, ratio), Cell("context_only", name, ratio), "seen")
+            for name in baselines
+        ]
+        claims.append(_all_better(policy, compare_family(scores, pairs, **options), baselines))
+    claims.append(_no_worse(scores, ratio, options))
+    claims.append(_holds_single_keys(scores, ratio, [t for t in scores.tasks("seen") if t in single_key]))
+    return claims
+
+
+def _all_better(policy: str, made: Sequence[Comparison | None], baselines: Sequence[str]) -> Claim:
+    text = f"context_only, keep_ratio 0.2, seen families: {policy} is better than {', '.join(baselines)}"
+    numbers = tuple(describe(one) for one in made if one is not None)
+    if any(one is None for one in made):
+        return Claim(text, "not measured", numbers)
+    return Claim(text, "holds" if all(one.verdict == "better" for one in made if one) else "fails", numbers)
+
+
+def _no_worse(scores: Scores, ratio: float, options: Mapping[str, Any]) -> Claim:
+    text = (
+        "query_aware, keep_ratio 0.2, seen: fused - the better of snapkv and gate has its lower end above -2"
+    )
+    cells = {name: Cell("query_aware", name, ratio) for name in ("fused", "snapkv", "gate")}
+    if not scores.tasks("seen") or any(cell not in scores.exact for cell in cells.values()):
+        return Claim(text, "not measured", ())
+    better = max(("snapkv", "gate"), key=lambda name: scores.mean(cells[name], scores.tasks("seen")))
+    made = compare(scores, cells["fused"], cells[better], "seen", **options)
+    assert made is not None
+    return Claim(text, "holds" if made.interval.low > -2.0 else "fails", (describe(made),))
+
+
+def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str]) -> Claim:
+    text = (
+        "query_aware, keep_ratio 0.2: snapkv keeps >= 90 % of the full cache's score on each single-key "
+        "task that is seen"
+    )
+    cell, full = Cell("query_aware", "snapkv", ratio), Cell("query_aware", "full", 1.0)
+    if not tasks or cell not in scores.exact or full not in scores.exact:
+        return Claim(text, "not measured", ())
+    reached, numbers = [], []
+    for task in tasks:
+        own, ceiling = scores.mean(cell, [task]), scores.mean(full, [task])
+        if ceiling == 0:
+            reached.append(False)
+            numbers.append(f"{task}: the full cache scores 0")
+            continue
+        kept, whole = scores.strata(cell, [task])[0], scores.strata(full, [task])[0]
+        slack = paired_interval([kept - 0.9 * whole])
+        reached.append(own >= 0.9 * ceiling)
+        numbers.append(
+            f"{task}: {own:.1f} of {ceiling:.1f}, {100 * own / ceiling:.1f} %; "
+            f"snapkv - 0.9 full: {slack.estimate:+.1f} {slack.spelled()}"
+        )
+    return Claim(text, "holds" if all(reached) else "fails", tuple(numbers))
+
+
+def describe(made: Comparison) -> str:
+    """One comparison in one line."""
+    i = made.interval
+    return f"{made.policy} - {made.baseline}: {i.estimate:+.1f} {i.spelled()}, {made.verdict}"

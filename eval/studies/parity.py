@@ -1,0 +1,468 @@
+"""Do we rank and keep as the field's main library (kvpress) does, on the same model and tokens?
+
+    python -m retain.eval.studies.parity --peer-python PEER/bin/python [--models Llama Qwen3 reference]
+    [--tokens 40 300] [--keep-ratios 0.2 0.5] [--methods snapkv ...] [--folder EXCHANGE]
+    python -m retain.eval.studies.parity
+
+The first command prints, for each method, model, prompt length, ratio and layer, how much of what the
+library's own `compress` keeps is kept here by `retain.Cache` too; its status is 1 unless they agree. The
+library runs in its own environment (`retain.eval.speed.peer`). The models are small random ones and the
+reference model. The second command needs the library in this environment, and prints the largest relative
+difference of the scores, on the very same tensors, and how much of what they would keep is the same; its
+status is 1 unless they agree.
+
+The first command compares `NAME:released` under its own name, with nothing set otherwise: the release's
+protection, rounding and layer budgets are part of it, and both sides get the same ratio. `NAME:code`, the
+release's score under the protection and exact budget that our presets share, stands beside it. Two kinds of
+difference are told apart: a *tie*, where an entry that only one side keeps has a score within rounding of the
+score at the cut, so that neither order is wrong; and everything else, which fails.
+"""
+
+import argparse
+import importlib
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from retain.budget.largest_remainder import exact
+from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, Press, write_exchange
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.observe import observe
+from retain.hf.intercept.press import press_score
+from retain.process.command import status_of
+from retain.ranking import rank_entries
+from retain.reference import load_model
+from retain.registry import lookup
+from retain.scores import SCORES
+
+TOKENS, PADS, KEPT = 120, (0, 7, 23), 0.4
+# A difference within so much of the score at the cut is rounding: both sides compute in float32.
+TIE = 1e-4
+PROMPTS, LENGTHS, LEAST = 3, (40, 60, 200, 1000), 0.99
+MODELS = {"Llama": (LlamaConfig, LlamaForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A scorer of theirs and the score of ours that should be it.
+
+    Attributes:
+        press: Name of their class.
+        score: Name in `SCORES`.
+        settings: Of ours.
+        press_settings: Of theirs.
+        first: First entries that theirs forces.
+        last: Last entries that theirs forces.
+        inner: Scorer that theirs wraps.
+        attentions: Whether theirs wants the attention matrix.
+    """
+
+    press: str
+    score: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    press_settings: dict[str, Any] = field(default_factory=dict)
+    first: int = 0
+    last: int = 0
+    inner: str | None = None
+    attentions: bool = False
+
+
+PAIRS = (
+    Pair("SnapKVPress", "snapkv", press_settings={"window_size": 32}, last=32),
+    Pair("CriticalKVPress", "critical", press_settings={"window_size": 32}, last=32, inner="SnapKVPress"),
+    Pair("TOVAPress", "tova", last=1),
+    Pair("ObservedAttentionPress", "h2o", {"reduce": "mean"}, attentions=True),
+    Pair("ExpectedAttentionPress", "expected_attention", first=4),
+    Pair("KeyDiffPress", "keydiff"),
+    Pair("KnormPress", "knorm"),
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How far a scorer of theirs and a score of ours agree, over layers.
+
+    Attributes:
+        worst: Largest difference, relative to our largest score.
+        shared: Least share of the entries that they would keep that we would keep, too.
+        tied: Whether nothing but ties, scores within rounding of the cut, is kept by one side alone.
+    """
+
+    worst: float
+    shared: float
+    tied: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Whether scores differ by rounding, and what would be kept by ties or next to nothing."""
+        return self.worst <= TIE and (self.tied or self.shared >= LEAST)
+
+
+@torch.no_grad()
+def compare_pair(library: Any, pair: Pair, model: Any, evidence: Sequence[Any]) -> Scores:
+    """Score the same tensors on both sides."""
+    press = _press(library, pair)
+    theirs_of = press_score(model, press, attentions=pair.attentions)
+    worst, shared, tied = 0.0, 1.0, True
+    for layer in evidence:
+        theirs = theirs_of(layer).values_BHT
+        ours = SCORES[pair.score].function(layer, **pair.settings).values_BHT
+        place_BT = layer.valid_BT.cumsum(-1) - 1
+        free_BT = layer.valid_BT & (place_BT >= pair.first)
+        free_BT &= place_BT < layer.valid_BT.sum(-1, keepdim=True) - pair.last
+        # CriticalKV marks its first stage by the largest number that there is.
+        free = free_BT[:, None] & (theirs < torch.finfo(torch.float32).max)
+        # `torch.maximum` and not `max`: of a number and nan it is nan.
+        difference = (theirs - ours)[free].abs().max() / ours[free].abs().max()
+        worst = float(torch.maximum(torch.tensor(worst), difference))
+        kept = [_kept(one.masked_fill(~free, float("-inf"))) for one in (theirs, ours)]
+        shared = min(shared, float((kept[0] & kept[1]).sum() / kept[0].sum()))
+        cut_BH1 = theirs.masked_fill(~kept[0], float("inf")).amin(-1, keepdim=True)
+        tied &= bool(_near(theirs, cut_BH1)[kept[0] ^ kept[1]].all())
+    return Scores(worst, shared, tied)
+
+
+def _press(library: Any, pair: Pair) -> Any:
+    if pair.inner is None:
+        return getattr(library, pair.press)(0.5, **pair.press_settings)
+    return getattr(library, pair.press)(getattr(library, pair.inner)(0.5, **pair.press_settings))
+
+
+def _kept(score_BHT: Tensor) -> Tensor:
+    exists = (score_BHT > float("-inf")).sum(-1, keepdim=True)
+    return rank_entries(score_BHT) < (KEPT * exists).round().long()
+
+
+# What is compared: each of these presets as it was released (`NAME:released`), with the press that that is.
+METHODS: dict[str, Press] = {
+    **PRESSES,
+    "pyramidkv": Press("PyramidKVPress", {"window_size": WINDOW}),
+    "h2o": Press("ObservedAttentionPress", attentions=True),
+}
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What two sides keep of one layer.
+
+    Attributes:
+        both: Entries that both keep.
+        theirs: Entries that they keep.
+        ours: Entries that we keep.
+        ties: Of the entries that one side keeps alone, those within rounding of the cut.
+        alone: Entries that one side keeps alone.
+        least: The smallest share that is kept by both, of any sequence and head.
+    """
+
+    both: int
+    theirs: int
+    ours: int
+    ties: int
+    alone: int
+    least: float
+
+    @property
+    def share(self) -> float:
+        """Entries that both keep, over those that the larger side keeps."""
+        return self.both / max(1, self.theirs, self.ours)
+
+
+def overlap_of(theirs: Mapping[str, Tensor], ours_BHT: Bool[Tensor, "B H T"]) -> Overlap:
+    """Compare keep masks of one layer.
+
+    An entry `i` of a head that one side keeps alone is a tie where `|s_i - c| <= TIE * max(|c|, tiny)`, with
+    `s` their score and `c` the lowest score that they keep; of a press of two stages also where that holds of
+    the first stage's scores, `c` being the lowest score in that stage; and where heads share a budget, `s` is
+    the score that they compete by and `c` the lowest that any head keeps.
+
+    Args:
+        theirs: `kept`, bool `[B, H, T]`; `score`, and `first` of a press that wraps another, where it has
+            some.
+        ours_BHT: True where kept.
+    """
+    kept_BHT = theirs["kept"].bool()
+    both_BHT, alone_BHT = kept_BHT & ours_BHT, kept_BHT ^ ours_BHT
+    tied_BHT = torch.zeros_like(alone_BHT)
+    if "score" not in theirs and "first" in theirs:  # heads compete for one budget, by the scores of another
+        first_BHT = theirs["first"]
+        tied_BHT |= _near(
+            first_BHT, first_BHT.masked_fill(~kept_BHT, float("inf")).amin((1, 2), keepdim=True)
+        )
+    if "score" in theirs:
+        score_BHT = theirs["score"]
+        cut_BH1 = score_BHT.masked_fill(~kept_BHT, float("inf")).amin(-1, keepdim=True)
+        tied_BHT |= _near(score_BHT, cut_BH1)
+        if "first" in theirs:
+            forced_BHT = score_BHT >= torch.finfo(torch.float32).max
+            first_BHT = theirs["first"]
+            line_BH1 = first_BHT.masked_fill(~forced_BHT, float("inf")).amin(-1, keepdim=True)
+            tied_BHT |= _near(first_BHT, line_BH1)
+    larger_BH = torch.maximum(kept_BHT.sum(-1), ours_BHT.sum(-1)).clamp_min(1)
+    return Overlap(
+        int(both_BHT.sum()),
+        int(kept_BHT.sum()),
+        int(ours_BHT.sum()),
+        int((alone_BHT & tied_BHT).sum()),
+        int(alone_BHT.sum()),
+        float((both_BHT.sum(-1) / larger_BH).min()),
+    )
+
+
+def _near(score_BHT: Tensor, cut_BH1: Tensor) -> Tensor:
+    scale = cut_BH1.abs().clamp_min(torch.finfo(torch.float32).tiny)
+    return (score_BHT - cut_BH1).abs() <= TIE * scale
+
+
+def kept_here(model: Any, ids_BT: Tensor, policy: str, keep_ratio: float) -> list[Tensor]:
+    """What `retain.Cache` holds after a prefill, bool `[B, H, T]` a layer, read off its own positions.
+
+    Args:
+        model: of transformers.
+        ids_BT: prompts without padding.
+        policy: a preset or variant.
+        keep_ratio: kept / seen.
+    """
+    with torch.no_grad(), attach(model):
+        cache = Cache(model, policy, keep_ratio=keep_ratio, short="raise").prefill(ids_BT)
+    masks = []
+    for layer in cache.ragged:
+        store = layer.store
+        assert store is not None
+        B, H = store.lengths_BH.shape
+        mask_BHT = torch.zeros(B, H, ids_BT.shape[1], dtype=torch.bool)
+        for b in range(B):
+            for h in range(H):
+                mask_BHT[b, h, store.row(b, h)[2].cpu()] = True
+        masks.append(mask_BHT)
+    return masks
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method on one model, at one length and ratio.
+
+    Attributes:
+        method: Ours.
+        model: Name of the model.
+        tokens: Of each prompt.
+        keep_ratio: Kept / seen, as stated.
+        layers: One a layer.
+        code: The share that `NAME:code` keeps alike, least of the layers; None: its protection does not fit
+            the budget.
+    """
+
+    method: str
+    model: str
+    tokens: int
+    keep_ratio: float
+    layers: tuple[Overlap, ...]
+    code: float | None
+
+    @property
+    def share(self) -> float:
+        """Of the layer that agrees least."""
+        return min(layer.share for layer in self.layers)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing but ties tells the two sides apart."""
+        return all(layer.alone == layer.ties for layer in self.layers)
+
+
+def compare_kept(peer: Any, name: str, model: Any, ids_BT: Tensor, method: str, keep_ratio: float) -> Line:
+    """Ask both sides what they keep.
+
+    Args:
+        peer: the other side, which has this model and these prompts.
+        name: of the model.
+        model: the same here.
+        ids_BT: the prompts, as long as both read them.
+        method: a name in `METHODS`.
+        keep_ratio: kept / seen.
+    """
+    tokens = ids_BT.shape[1]
+    theirs = peer.kept(METHODS[method], float(1 - exact(keep_ratio)), tokens)
+    ours = kept_here(model, ids_BT, f"{method}:released", keep_ratio)
+    layers = tuple(overlap_of(one, other) for one, other in zip(theirs, ours, strict=True))
+    try:
+        plain = kept_here(model, ids_BT, f"{method}:code", keep_ratio)
+        code = min(overlap_of(one, other).share for one, other in zip(theirs, plain, strict=True))
+    except ValueError:
+        code = None
+    return Line(method, name, tokens, keep_ratio, layers, code)
+
+
+def show(lines: Sequence[Line]) -> str:
+    """Lines as a table, a column a layer."""
+    rows = [
+        f"{'method':<19} {'model':<10} {'tokens':>6} {'ratio':>5} {'theirs':<32} "
+        f"{'kept alike, layer by layer':<28} {'worst head':>10} {'alone':>6} {'ties':>5} {'code':>6}"
+    ]
+    for line in lines:
+        shares = " ".join(f"{layer.share:.1%}" for layer in line.layers)
+        code = "-" if line.code is None else f"{line.code:.1%}"
+        verdict = "" if line.agrees else "  DIFFERS"
+        rows.append(
+            f"{line.method:<19} {line.model:<10} {line.tokens:>6} {line.keep_ratio:>5g} "
+            f"{METHODS[line.method]!s:<32} {shares:<28} {min(layer.least for layer in line.layers):>10.1%} "
+            f"{sum(x.alone for x in line.layers):>6} {sum(x.ties for x in line.layers):>5} {code:>6}{verdict}"
+        )
+    return "\n".join(
+        [
+            *rows,
+            "kept alike: entries that both keep, over all that a side keeps. alone: entries that one side "
+            f"keeps alone; ties: of those, within {TIE:g} of the score at the cut (rounding decides).",
+            "code: NAME:code, the same score under the presets' common protection, least of the layers.",
+            "",
+        ]
+    )
+
+
+def random_models() -> dict[str, Any]:
+    """The random models, by name: attention that is sharp, so that scores differ."""
+    models = {}
+    for name, (config_class, model_class) in MODELS.items():
+        torch.manual_seed(0)
+        config = config_class(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+        )
+        model = model_class(config).eval()
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
+        models[name] = model
+    return models
+
+
+def run_kept(given: argparse.Namespace) -> int:
+    """Compare keep sets, with the library in its own environment; 0 where all that is stated agrees."""
+    for name in given.methods:
+        lookup(name, METHODS, what="method")
+    if any(not 0 < ratio < 1 for ratio in given.keep_ratios):
+        raise ValueError(f"parity: keep_ratios lie between 0 and 1, got {given.keep_ratios}.")
+    if min(given.tokens) <= WINDOW:
+        raise ValueError(
+            f"parity: a prompt has more tokens than the window of {WINDOW} that presses observe; got "
+            f"--tokens {given.tokens}."
+        )
+    known = {**MODELS, "reference": None}
+    for name in given.models:
+        lookup(name, known, what="model")
+    with torch.random.fork_rng():
+        models = random_models()
+    lines: list[Line] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in given.models:
+            model: Any = load_model(0) if name == "reference" else models[name]
+            draw = torch.Generator().manual_seed(0)
+            longest = max(given.tokens)
+            ids_BT = torch.randint(1, model.config.vocab_size, (PROMPTS, longest), generator=draw)
+            folder = Path(given.folder or scratch) / name
+            write_exchange(folder, model, ids_BT, tokens=longest)
+            with Peer(given.peer_python, folder) as peer:
+                versions = peer.versions()
+                if versions.get(LIBRARY) is None:
+                    raise ValueError(
+                        f"{given.peer_python} has no {LIBRARY}: pass the interpreter of an environment where "
+                        f"it is installed ({INSTALL})."
+                    )
+                if not lines:
+                    said = ", ".join(f"{what} {version}" for what, version in versions.items())
+                    print(f"theirs: {said}; {PROMPTS} prompts of random tokens each, float32")
+                for tokens, ratio, method in product(given.tokens, given.keep_ratios, given.methods):
+                    lines.append(compare_kept(peer, name, model, ids_BT[:, :tokens], method, ratio))
+    print(show(lines), end="")
+    failed = [line for line in lines if not line.agrees]
+    if failed:
+        named = ", ".join(
+            f"{line.method} on {line.model} ({line.keep_ratio:g} of {line.tokens})" for line in failed
+        )
+        print(f"error: what is kept differs by more than ties: {named}", file=sys.stderr)
+        return 1
+    print(
+        f"{', '.join(dict.fromkeys(line.method for line in lines))}: the same entries are kept, ties apart."
+    )
+    return 0
+
+
+def run_scores() -> int:
+    """Compare scores, with the library in this environment; 1 where they differ, 2 where it is not there."""
+    models = {}
+    for name, model in random_models().items():
+        valid = (torch.arange(TOKENS) >= torch.tensor(PADS)[:, None]).long()
+        ids = torch.randint(1, 97, valid.shape) * valid
+        # Before the library is imported, which wraps every attention function of transformers.
+        models[name] = model, observe(model, ids, valid)
+    try:
+        library = importlib.import_module(LIBRARY)
+    except ImportError as error:
+        print(
+            f"error: {error}: pip install --no-deps {LIBRARY} cachetools fire requests termcolor, or name "
+            f"the interpreter of an environment that has it: {INSTALL}",
+            file=sys.stderr,
+        )
+        return 2
+    print(f"{LIBRARY} {importlib.import_module('importlib.metadata').version(LIBRARY)}")
+    print(f"{'theirs':<24} {'ours':<20} {'model':<8} {'difference':>10} {'kept alike':>10} {'ties':>5}")
+    failed = []
+    for pair in PAIRS:
+        for name, (model, evidence) in models.items():
+            found = compare_pair(library, pair, model, evidence)
+            print(
+                f"{pair.press:<24} {pair.score:<20} {name:<8} {found.worst:>10.1e} {found.shared:>10.1%} "
+                f"{'-' if found.shared == 1 else 'only' if found.tied else 'no':>5}"
+                f"{'' if found.agrees else '  DIFFERS'}"
+            )
+            if not found.agrees:
+                failed.append(f"{pair.score} on {name}")
+    if failed:
+        print(f"error: scores differ by more than rounding: {', '.join(failed)}", file=sys.stderr)
+        return 1
+    print("the same scores, rounding and ties apart.")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table; 1 where the two differ, 2 where the library is not there."""
+    parser = argparse.ArgumentParser(
+        prog="python -m retain.eval.studies.parity",
+        description=f"What {LIBRARY} keeps, beside what is kept here.",
+    )
+    parser.add_argument(
+        "--peer-python", help=f"interpreter of {LIBRARY}'s environment; without: scores, in this one"
+    )
+    parser.add_argument("--models", nargs="+", default=[*MODELS, "reference"], metavar="NAME")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=list(LENGTHS), metavar="N", help="lengths of prompts"
+    )
+    parser.add_argument("--keep-ratios", nargs="+", type=float, default=[0.25, 0.5], metavar="RATIO")
+    parser.add_argument(
+        "--folder", help="where models and answers are exchanged; default: one that goes away"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        return run_kept(given) if given.peer_python else run_scores()
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

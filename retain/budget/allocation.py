@@ -1,0 +1,480 @@
+"""How a budget is spread: over layers, and over the heads of a layer.
+
+In: what layers hold and ask for, and what heads bid. Out: whole entries, of exact sum. Two decisions are
+taken here. What a layer or head is *guaranteed* (protected entries, a first stage, one entry a head) lies
+inside its share, and only the rest is shared. And between layers shares are
+`retain.budget.largest_remainder.fill`'s, by one level: when a layer joins, the shares of the others only
+shrink, so that a cascade over layers can evict early and still end where the one-shot answer is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int, Int32, Int64
+from torch import Tensor
+
+from retain.budget.largest_remainder import Rounding, exact, ratio_of
+from retain.config import Range, Share, check_fields
+from retain.ranking import rank_kept_first, refuse_nan
+
+Layers = Literal["uniform", "pyramid", "cake", "entropy"]
+LAYERS: tuple[Layers, ...] = get_args(Layers)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How a budget is spread.
+
+    Args:
+        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (CAKE: by the preference
+            that its score measures); `entropy` (LAVa: by the entropy of the scores that compete).
+        beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
+        line: of `pyramid`: drawn over what is left beside the protected entries (`rest`), or over the whole
+            budget, in whole entries a head (`whole`: PyramidKVPress of kvpress, `press_line`).
+        spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
+            (then a cascade is not exact).
+        rounding: of a stated ratio: `exact`, the same total for every policy; or down, once a `head`, a
+            `layer` or a `model`, as released code does (`retain.budget.statement.spread`). With `head`,
+            CAKE's even shares are whole entries a head, repaired as its released code does (`repaired`).
+        safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
+            protected ones, `safeguard_share` of the mean budget; `counted`: protected ones count among these
+            first entries, and both of two stages keep them (AdaKVPress and CriticalAdaKVPress of kvpress
+            0.5.5, whose window has the highest scores); `convex`: the head budgets are mixed with equal ones,
+            by that share (Ada-KV's paper, LAVa's code); None: one entry a head.
+        safeguard_share: in [0, 1].
+        normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete;
+            None leaves them as they are.
+        compete_by: heads and layers compete by their `score`, or by what their `first` stage ranks by
+            (AdaKV under CriticalKV).
+        head_classes: path of a table of heads (`retain.head_classes`); only with equal head budgets.
+        head_threshold: a head at or above it is a retrieval head.
+        quotas: `calibrated`: each head gets the share of the whole budget that is stored for it with the
+            gates (`retain.budget.quotas`); only with scope `head`, whose equal budgets they replace.
+    """
+
+    layers: Layers = "uniform"
+    beta: Annotated[float, Range(least=1)] = 20.0
+    line: Literal["rest", "whole"] = "rest"
+    spread: Literal["weight", "even"] = "weight"
+    rounding: Rounding = "exact"
+    safeguard: Literal["guaranteed", "counted", "convex"] | None = None
+    safeguard_share: Share = 0.2
+    normalise: Literal["head", "layer"] | None = None
+    compete_by: Literal["score", "first"] = "score"
+    head_classes: str | None = None
+    head_threshold: Share = 0.5
+    quotas: Literal["calibrated"] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "allocation")
+
+
+@dataclass(frozen=True)
+class Bids:
+    """What the heads of one layer offer for a shared budget: entries in no particular order.
+
+    Args:
+        guaranteed_BH: entries that each head has in any case; they do not bid.
+        value_N: the scores of the others.
+        place_N: their places in the sequence.
+        row_N: their rows, `b * H + h`.
+        draw_N: what a drawn share goes by; None where nothing is drawn.
+        free_BHT: which entries bid, row after row in the order of the others' fields; None where only some of
+            those bids are left, or they are elsewhere than the entries.
+    """
+
+    guaranteed_BH: Int64[Tensor, "B H"]
+    value_N: Float[Tensor, " N"]
+    place_N: Int32[Tensor, " N"]
+    row_N: Int32[Tensor, " N"]
+    draw_N: Float[Tensor, " N"] | None = None
+    free_BHT: Bool[Tensor, "B H T"] | None = None
+
+    def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
+        """Some of them."""
+        # Counted once, for all of their fields: a mask is waited for each time that it indexes.
+        at_N = which_N.nonzero()[:, 0]
+        draw_N = None if self.draw_N is None else self.draw_N[at_N]
+        return Bids(self.guaranteed_BH, self.value_N[at_N], self.place_N[at_N], self.row_N[at_N], draw_N)
+
+    def to(self, device: torch.device) -> "Bids":
+        """The same on another device; what `free_BHT` marks are entries there, and it stays with them."""
+        draw_N = None if self.draw_N is None else self.draw_N.to(device)
+        value_N, place_N = self.value_N.to(device), self.place_N.to(device)
+        return Bids(self.guaranteed_BH.to(device), value_N, place_N, self.row_N.to(device), draw_N)
+
+
+class Won(NamedTuple):
+    """What one layer's heads won of a shared budget.
+
+    Attributes:
+        budget_BH: entries of each head, guaranteed ones included.
+        bids: those that won.
+        won_N: which of the bids that were made these are.
+    """
+
+    budget_BH: Int64[Tensor, "B H"]
+    bids: Bids
+    won_N: Bool[Tensor, " N"]
+
+
+def make_bids(
+    compete_BHT: Float[Tensor, "B H T"],
+    exists_BHT: Bool[Tensor, "B H T"],
+    kept_BHT: Bool[Tensor, "B H T"],
+    least_B: Sequence[int],
+    place_BT: Int[Tensor, "B T"] | None = None,
+    draw_BHT: Float[Tensor, "B H T"] | None = None,
+) -> Bids:
+    """What one layer's heads offer: their entries, apart from what they are guaranteed.
+
+    Args:
+        compete_BHT: comparable across heads; no NaN.
+        exists_BHT: False where the head holds no entry.
+        kept_BHT: kept in any case (protected, a first stage).
+        least_B: entries that every head of a sequence gets at least, the first of (kept, score).
+        place_BT: their places in their sequences; None: their index, the same in all layers.
+        draw_BHT: what a drawn share goes by; None where nothing is drawn.
+    """
+    refuse_nan(compete_BHT)
+    if draw_BHT is not None:
+        refuse_nan(draw_BHT)
+    compete_BHT = compete_BHT.masked_fill(~exists_BHT, float("-inf"))
+    least_B11 = torch.tensor(least_B, device=compete_BHT.device)[:, None, None]
+    guaranteed_BHT = kept_BHT | ((rank_kept_first(compete_BHT, kept_BHT) < least_B11) & exists_BHT)
+    free_BHT = exists_BHT & ~guaranteed_BHT
+    b, h, t = free_BHT.nonzero(as_tuple=True)
+    row_N = b * compete_BHT.shape[1] + h
+    place_N = t if place_BT is None else place_BT.to(t.device)[b, t]
+    draw_N = None if draw_BHT is None else draw_BHT[b, h, t]
+    parts = guaranteed_BHT.sum(-1), compete_BHT[b, h, t], place_N.int(), row_N.int()
+    return Bids(*parts, draw_N, free_BHT)
+
+
+def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Tensor, "B H T"]:
+    """Scores over their mean, so that heads or layers of unlike scale can compete.
+
+    `head: s_h[i] / mean_i s_h[i]`, `layer: s_h[i] / mean_{h, i} s_h[i]`, over the entries that exist. The
+    order inside a head (or layer) stays.
+
+    Args:
+        score_BHT: non-negative; -inf on padding.
+        kind: `head`, `layer`, or None to leave the scores alone.
+
+    Raises:
+        ValueError: if a score is negative.
+    """
+    if kind is None:
+        return score_BHT
+    exists_BHT = score_BHT > float("-inf")
+    refuse_negative(score_BHT, "allocation.normalise divides scores by their mean")
+    axes = (-1,) if kind == "head" else (-2, -1)
+    total = score_BHT.masked_fill(~exists_BHT, 0.0).sum(axes, keepdim=True)
+    mean = total / exists_BHT.sum(axes, keepdim=True).clamp_min(1)
+    return score_BHT / mean.clamp_min(torch.finfo(score_BHT.dtype).tiny)
+
+
+def _level(total_B: Tensor, capacity_BH: Tensor) -> tuple[Tensor, Tensor]:
+    """The level up to which heads are filled so that they hold the total, as `part / whole`, `[B, 1]` each;
+    whoever has less is full."""
+    capacity, _ = capacity_BH.sort(dim=-1)
+    below = capacity.cumsum(-1) - capacity
+    others = torch.arange(capacity.shape[1], 0, -1, device=capacity.device).expand_as(capacity)
+    # With the i smallest heads full, the others share the rest; it is right for the first i that it fits.
+    rest = total_B[:, None] - below
+    first_B1 = (rest <= capacity * others).int().argmax(-1, keepdim=True)
+    return rest.gather(-1, first_B1), others.gather(-1, first_B1)
+
+
+def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B H"]) -> Int64[Tensor, "B H"]:
+    """The same for every head of a layer, what is left over to the lowest heads, capped at what a head has.
+
+    `budget[b, h] = min(capacity[b, h], level_b)`, plus one for the first heads that can hold it, until the
+    sum is `total_b`.
+
+    Args:
+        total_B: entries of the layer, per sequence, at most what its heads have.
+        capacity_BH: entries that each head has.
+
+    Returns:
+        budgets that sum to `total_B`.
+    """
+    top_B1, others_B1 = _level(total_B, capacity_BH)
+    budget_BH = torch.minimum(capacity_BH, top_B1 // others_B1)
+    left_B1 = total_B[:, None] - budget_BH.sum(-1, keepdim=True)
+    more_BH = capacity_BH > budget_BH
+    return budget_BH + (more_BH & (more_BH.cumsum(-1) <= left_B1)).long()
+
+
+def allocate_joint(
+    layers: Sequence[Bids], total_B: Sequence[int], drawn_share: float | None = None
+) -> list[Won]:
+    """Budgets of a joint top-k: heads, of one layer or of several, compete for one total.
+
+    `budget_l[b, h] = guaranteed_l[b, h] + #{its bids among the first total_b - sum(guaranteed)}`. Equal bids
+    go to the later position, then to the lower layer, then to the lower head. Afterwards a head's own
+    top-`budget` is exactly its part of the joint top-k.
+
+    With a drawn share, `floor(drawn_share * (total_b - sum(guaranteed)))` of the places go, among the bids
+    that the others leave, to the largest keys of a draw, ties as above. As layers come both parts only lose
+    to later ones: an entry that is in neither now is in neither at the end.
+
+    Ada-KV (arXiv 2407.11550) flattens the heads of a layer so, Layer-DefensiveKV (arXiv 2510.13334) those of
+    all layers.
+
+    Args:
+        layers: what competes.
+        total_B: entries that each sequence may keep; where fewer exist, all are kept.
+        drawn_share: in [0, 1], of what is not guaranteed; None: nothing is drawn.
+
+    Returns:
+        budgets, and the bids that won them, layer by layer.
+
+    Raises:
+        ValueError: if the guaranteed entries alone exceed the total.
+    """
+    device = layers[0].value_N.device
+    there = [bids.to(device) for bids in layers]
+    total = torch.tensor(total_B, dtype=torch.int64, device=device)
+    free_B = total - torch.stack([bids.guaranteed_BH.sum(-1) for bids in there]).sum(0)
+    if (free_B < 0).any():
+        row = int((free_B < 0).nonzero()[0])
+        raise ValueError(
+            f"sequence {row} has a budget of {int(total[row])} entries, {-int(free_B[row])} fewer than its "
+            "heads are guaranteed (protected, a first stage, a safeguard, and one a head): raise the budget, "
+            "or protect less."
+        )
+    value_N = torch.cat([bids.value_N for bids in there])
+    # Where all else is equal the later place counts, then, as they stand here, the lower layer and head.
+    later_N = torch.cat([bids.place_N for bids in there]).sort(descending=True, stable=True).indices
+    sequence_N = torch.cat([bids.row_N // bids.guaranteed_BH.shape[1] for bids in there]).long()
+    drawn_B = torch.zeros_like(free_B)
+    if drawn_share is not None:
+        part, whole = ratio_of(drawn_share)
+        drawn_B = free_B * part // whole
+    scored_N = _first_of_each(value_N, later_N, sequence_N, free_B - drawn_B)
+    chosen_N = scored_N
+    if drawn_share is not None:
+        keys_N = torch.cat([_keys(bids) for bids in there]).masked_fill(scored_N, float("-inf"))
+        # Those that went by score stand last; where there is too little left to draw, all of it is drawn.
+        chosen_N = scored_N | (_first_of_each(keys_N, later_N, sequence_N, drawn_B) & ~scored_N)
+    answer, start = [], 0
+    for bids, own in zip(layers, there, strict=True):
+        here = slice(start, start + len(own.value_N))
+        start += len(own.value_N)
+        home = bids.value_N.device
+        won_N = chosen_N[here].to(home)
+        answer.append(Won(_with_won(own, chosen_N[here]).to(home), bids.select(won_N), won_N))
+    return answer
+
+
+def _keys(bids: Bids) -> Tensor:
+    assert bids.draw_N is not None, "where a share is drawn, bids have keys"
+    return bids.draw_N
+
+
+def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B: Tensor) -> Tensor:
+    """Which are among the first so many of their sequence: by value, then in the order of `later_N`."""
+    # One stable sort after another, the last the first to count.
+    order_N = later_N[value_N[later_N].sort(descending=True, stable=True).indices]
+    if len(count_B) > 1:
+        order_N = order_N[sequence_N[order_N].sort(stable=True).indices]
+    held_B = torch.zeros_like(count_B).scatter_add_(0, sequence_N, torch.ones_like(sequence_N))
+    sorted_N = sequence_N[order_N]
+    place_N = torch.arange(len(order_N), device=value_N.device) - (held_B.cumsum(0) - held_B)[sorted_N]
+    return torch.zeros_like(order_N, dtype=torch.bool).scatter_(0, order_N, place_N < count_B[sorted_N])
+
+
+def _with_won(bids: Bids, won_N: Bool[Tensor, " N"]) -> Int64[Tensor, "B H"]:
+    """What is guaranteed to each head, and what it won."""
+    extra_R = torch.zeros_like(bids.guaranteed_BH).flatten()
+    extra_R.scatter_add_(0, bids.row_N.long(), won_N.long())
+    return bids.guaranteed_BH + extra_R.view(bids.guaranteed_BH.shape)
+
+
+def mix_convex(
+    budget_BH: Int64[Tensor, "B H"],
+    share: float,
+    *,
+    capacity_BH: Int64[Tensor, "B H"] | None = None,
+    round_up: bool = False,
+) -> Int64[Tensor, "B H"]:
+    """Head budgets mixed with equal ones: `(1 - share) * budget_h + share * equal_h`.
+
+    `equal_h = mean_h budget` where every head has that much; else `min(capacity_h, level)`, at the level at
+    which the equal budgets sum to what the budgets do. A mixture is never more than a head has.
+
+    Ada-KV's safeguard as its paper and LAVa's code have it (theirs is rounded head by head, and drifts).
+
+    Args:
+        budget_BH: of a joint top-k.
+        share: of the equal budgets, in [0, 1].
+        capacity_BH: entries that each head has, at least its budget; None for no limit.
+        round_up: give the ceiling of each head's share, whose sum may exceed the total: what a cascade holds
+            before its last layer. Else largest remainder: the sum stays as it is.
+    """
+    part, whole = ratio_of(share)
+    total_B = budget_BH.sum(-1)
+    most_BH = total_B[:, None].expand_as(budget_BH) if capacity_BH is None else capacity_BH
+    top_B1, others_B1 = _level(total_B, most_BH)
+    equal_BH = torch.minimum(most_BH * others_B1, top_B1)
+    mixed = budget_BH * (whole - part) * others_B1 + part * equal_BH
+    unit = whole * others_B1
+    if round_up:
+        return (mixed + unit - 1) // unit
+    floor_BH = mixed // unit
+    left_B1 = budget_BH.sum(-1, keepdim=True) - floor_BH.sum(-1, keepdim=True)
+    rank_BH = (mixed % unit).sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    return floor_BH + (rank_BH < left_B1).long()
+
+
+def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> list[Fraction]:
+    """PyramidKV's shares: a straight line over depth whose mean is the uniform share.
+
+    `first = 2 mean - last`, `last = mean / beta`; if the first would exceed what exists, `first = most` and
+    `last = 2 mean - most`.
+
+    PyramidKV (arXiv 2406.02069); beta 20 as its code and comparisons have it. Theirs rounds each step down,
+    and computes the line once for the first prompt; here it is exact, and each prompt's own.
+
+    Args:
+        mean: uniform share of a layer.
+        most: what a layer can hold.
+        num_layers: L.
+        beta: how flat the top is.
+    """
+    if num_layers == 1:
+        return [mean]
+    last = mean / exact(beta)
+    first = 2 * mean - last
+    if first > most:
+        first, last = most, 2 * mean - most
+    return [first - (first - last) * idx / (num_layers - 1) for idx in range(num_layers)]
+
+
+def press_line(mean: float, length: int, window: int, num_layers: int, beta: float) -> list[int]:
+    """PyramidKVPress's entries a head, layer by layer, window included.
+
+    `last = m / beta`, `first = 2 m - last`; if the first exceeds what stands before the window, `first = n -
+    w` and `last = 2 m - first`; layer l gets `round(first - l (first - last) / (L - 1))`, halves to even.
+    Unless `n >= first >= last >= w`, each layer gets `max(1, round(m))`. In double precision, as there.
+
+    PyramidKV, arXiv 2406.02069, in kvpress 0.5.5, which adds the window to the mean and takes it off again.
+
+    Args:
+        mean: m, entries a head, not rounded.
+        length: n, of the sequence.
+        window: w, of the score.
+        num_layers: L.
+        beta: as in `Allocation`.
+    """
+    room = (window + mean) - window
+    last = room / beta
+    first = 2 * room - last
+    if first >= length - window:
+        first = length - window
+        last = 2 * room - first
+    if not length >= first >= last >= window:
+        return [max(1, round(mean))] * num_layers
+    step = (first - last) / (num_layers - 1) if num_layers > 1 else 0.0
+    return [round(first - idx * step) for idx in range(num_layers)]
+
+
+def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int) -> list[int]:
+    """CAKE's shares beside the window, entries a head, as the press released with DefensiveKV repairs them.
+
+    `int((m - w) L)` by weight and rounded down; what is above `most = n - w` is cut off and handed out evenly
+    to the layers below it, once; then what rounding left over, evenly to the layers below `most` by now; then
+    all are cut at `most` again, so that the sum may fall short.
+
+    Args:
+        mean: m, entries a head, not rounded.
+        weights: of the L layers, non-negative; all zero is all alike.
+        length: n, of the sequence.
+        window: w, the protected entries.
+    """
+    total, most = int((mean - window) * len(weights)), length - window
+    scale = sum(weights)
+    parts = [weight / scale for weight in weights] if scale else [Fraction(1, len(weights))] * len(weights)
+    shares = [math.floor(total * part) for part in parts]
+    surplus = sum(max(0, share - most) for share in shares)
+    shares = [min(share, most) for share in shares]
+    for left in (surplus, None):
+        left = total - sum(shares) if left is None else left
+        open_to = [idx for idx, share in enumerate(shares) if share < most]
+        each, more = divmod(left, max(1, len(open_to)))
+        for order, idx in enumerate(open_to):
+            shares[idx] += each + (order < more)
+    return [min(share, most) for share in shares]
+
+
+def spread_evenly(
+    total: int, weights: Sequence[Fraction], least: Sequence[int], most: Sequence[int]
+) -> list[int]:
+    """CAKE's shares as released: by weight and rounded down, then capped, and what is left over is spread
+    evenly over the layers that can hold more (what is too much, taken evenly from those that can give).
+
+    Args:
+        total: entries to share, between `sum(least)` and `sum(most)`.
+        weights: non-negative; all zero is all alike.
+        least: what each has at least.
+        most: what each can hold.
+
+    Returns:
+        whole entries that sum to the total.
+    """
+    scale = sum(weights)
+    parts = [weight / scale for weight in weights] if scale else [Fraction(1, len(weights))] * len(weights)
+    shares = [
+        min(max(math.floor(total * part), low), high)
+        for part, low, high in zip(parts, least, most, strict=True)
+    ]
+    while left := total - sum(shares):
+        sign = 1 if left > 0 else -1
+        bound = most if sign > 0 else least
+        open_to = [i for i, share in enumerate(shares) if share != bound[i]]
+        each, more = divmod(abs(left), len(open_to))
+        for order, i in enumerate(open_to):
+            step = min(each + (order < more), abs(bound[i] - shares[i]))
+            shares[i] += sign * step
+    return shares
+
+
+def entropy_weight(
+    score_BHT: Float[Tensor, "B H T"], competes_BHT: Bool[Tensor, "B H T"]
+) -> Float[Tensor, " B"]:
+    """LAVa's weight of a layer: the entropy of its scores, `-sum p log(p + tiny)`, `p = s / (sum s + tiny)`.
+
+    Over the entries of all heads that compete. Its code divides by `ln(H * m)`, its paper by `H * N`; both
+    are the same for all layers of a prompt, so that shares do not change; here it is not divided. In float64.
+
+    LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754.
+
+    Args:
+        score_BHT: of one layer, non-negative.
+        competes_BHT: False on padding and on what is protected.
+
+    Raises:
+        ValueError: if a score is negative.
+    """
+    refuse_negative(score_BHT, "allocation.layers 'entropy' takes scores for shares of a whole")
+    tiny = 1e-16
+    score = score_BHT.double().masked_fill(~competes_BHT, 0.0).flatten(1)
+    p = score / (score.sum(-1, keepdim=True) + tiny)
+    return -(p * (p + tiny).log()).sum(-1).clamp_max(0.0)
+
+
+def refuse_negative(score_BHT: Float[Tensor, "B H T"], why: str) -> None:
+    """Raise where a score is below zero, and a share of it would mean nothing.
+
+    Raises:
+        ValueError: says why, and what to do.
+    """
+    if ((score_BHT < 0) & (score_BHT > float("-inf"))).any():
+        raise ValueError(
+            f"{why}, and there are scores below zero: take a score in 'risk' or 'mass', or none of the two."
+        )

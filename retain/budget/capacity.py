@@ -1,0 +1,463 @@
+"""What an eviction could not afford: how large the predicted risk is of what went, against a limit.
+
+In: one layer after another, its scores in risk, what is kept in any case, and what is kept. Out: a `Capacity`
+for the batch: the *price* that its budget was bought at (the largest risk that went), and how many entries a
+budget needs so that nothing above the limit goes. The decision taken here: the signal is the price. With one
+budget for the whole model, all of it by score, `price > limit` and `need > kept` say the same, so that one
+number warns, and its inverse says which budget would do; and it does not change with the length of a context,
+as sums do. Where a share is drawn, `need` is what does whatever is drawn; with luck less would.
+
+Contexts that are full of facts (retrieval among many keys) are beyond every method at small budgets, and none
+says so: KVzip (arXiv 2505.23416) and KVzap (arXiv 2601.07891) lose there silently. Calibrated risk is
+comparable between heads and documents, which is what makes a limit on it possible.
+`python -m retain.eval.diagnose.capacity` measures how well it predicts failures, beside other signals.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
+from retain.budget.cascade import Candidates, Shares, Split, keep_sets
+from retain.budget.largest_remainder import apportion, exact
+from retain.budget.statement import Totals
+from retain.registry import lookup
+
+ACTIONS: dict[str, str] = {
+    "warn": "evict as stated, and say so",
+    "raise": "evict nothing, and raise",
+    "keep": "evict only what can be afforded",
+}
+# A larger budget is looked for until it is known to this part of all entries.
+FINEST = 256
+
+
+class CapacityWarning(UserWarning):
+    """More was evicted than can be afforded."""
+
+
+class CapacityError(ValueError):
+    """More would have been evicted than can be afforded; nothing was.
+
+    Args:
+        told: what was said.
+        capacity: what the eviction would have been.
+    """
+
+    def __init__(self, told: str, capacity: "Capacity"):
+        super().__init__(told)
+        self.capacity = capacity
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What is done where an eviction cannot be afforded.
+
+    Args:
+        action: a name in `ACTIONS`.
+        limit: the largest risk that may be evicted, in the unit of the policy's score (risk); None: the one
+            that the gates were stored with.
+    """
+
+    action: str = "warn"
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        lookup(self.action, ACTIONS, what="what capacity does")
+        if self.limit is not None and not _is_limit(self.limit):
+            raise ValueError(
+                f"capacity: limit is a risk, above 0 and finite; got {self.limit!r}: take one that "
+                "python -m retain.eval.diagnose.capacity shows, or None for the one stored with the gates."
+            )
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether nothing may go before all layers have been seen."""
+        return self.action != "warn"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What an eviction cost, sequence by sequence.
+
+    Args:
+        limit: the largest risk that can be afforded.
+        price_B: the largest risk that went; 0 where nothing did.
+        lost_B: share of the total predicted risk that went, in 0..1.
+        need_B: entries that a budget must hold, as it is shared out, so that nothing above the limit goes.
+        kept_B: entries that were kept.
+        entries_B: entries that there were.
+        seen_B: what a keep_ratio is a ratio of, over all layers and heads: entries of all tokens seen, or
+            announced, of which earlier evictions may have taken some; None: those that there were.
+        enough: whether so many would do, with what is protected now; False: it takes at least that many,
+            where layers or heads get shares of a budget that no count can say.
+        raised: whether the budget was enlarged to what can be afforded.
+    """
+
+    limit: float
+    price_B: tuple[float, ...]
+    lost_B: tuple[float, ...]
+    need_B: tuple[int, ...]
+    kept_B: tuple[int, ...]
+    entries_B: tuple[int, ...]
+    seen_B: tuple[int, ...] | None = None
+    enough: bool = True
+    raised: bool = False
+
+    @property
+    def short_B(self) -> list[bool]:
+        """Which sequences lost what they could not afford to: `price > limit`."""
+        return [price > self.limit for price in self.price_B]
+
+    @property
+    def pressure_B(self) -> list[float]:
+        """`need / kept`: above 1, a larger budget is needed."""
+        return [need / max(1, kept) for need, kept in zip(self.need_B, self.kept_B, strict=True)]
+
+    @property
+    def ratio_B(self) -> list[float]:
+        """`need / seen`: the keep_ratio that would do."""
+        whole_B = self.entries_B if self.seen_B is None else self.seen_B
+        return [need / max(1, whole) for need, whole in zip(self.need_B, whole_B, strict=True)]
+
+    @property
+    def worst(self) -> int:
+        """The sequence that paid the highest price."""
+        return max(range(len(self.price_B)), key=lambda row: self.price_B[row])
+
+    @property
+    def fullest(self) -> int:
+        """Of those that are short, the sequence that needs the largest keep_ratio: whoever states that one
+        is short in none. Without any, the worst."""
+        short = [row for row, is_short in enumerate(self.short_B) if is_short]
+        return max(short, key=lambda row: self.ratio_B[row]) if short else self.worst
+
+    def select_batch(self, rows: Sequence[int]) -> "Capacity":
+        """Of some of the sequences."""
+        return replace(
+            self,
+            price_B=tuple(self.price_B[row] for row in rows),
+            lost_B=tuple(self.lost_B[row] for row in rows),
+            need_B=tuple(self.need_B[row] for row in rows),
+            kept_B=tuple(self.kept_B[row] for row in rows),
+            entries_B=tuple(self.entries_B[row] for row in rows),
+            seen_B=None if self.seen_B is None else tuple(self.seen_B[row] for row in rows),
+        )
+
+    def placed(
+        self, rows: Sequence[int], entries_B: Sequence[int], seen_B: Sequence[int] | None = None
+    ) -> "Capacity":
+        """The same for a whole batch, of which these rows were decided on: of the others nothing went.
+
+        Args:
+            rows: of the batch, one a sequence here.
+            entries_B: that each sequence of the batch had.
+            seen_B: what a keep_ratio is a ratio of, for each sequence of the batch; None: what it had.
+        """
+        own = {row: place for place, row in enumerate(rows)}
+
+        def spread(values: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[own[row]] if row in own else other for row, other in enumerate(others))
+
+        nothing = [0.0] * len(entries_B)
+        return replace(
+            self,
+            price_B=spread(self.price_B, nothing),
+            lost_B=spread(self.lost_B, nothing),
+            need_B=spread(self.need_B, [0] * len(entries_B)),
+            kept_B=spread(self.kept_B, entries_B),
+            entries_B=spread(self.entries_B, entries_B),
+            seen_B=None if self.seen_B is None else spread(self.seen_B, seen_B or entries_B),
+        )
+
+    def __str__(self) -> str:
+        row, short = self.worst, sum(self.short_B)
+        price = f"the largest predicted risk that went is {self.price_B[row]:.3g}, limit {self.limit:.3g}"
+        lost = f"{self.lost_B[row]:.1%} of the predicted risk"
+        kept = f"{self.kept_B[row]:,} of {self.entries_B[row]:,} entries"
+        if self.raised:
+            return f"budget enlarged to {kept}: {price} ({lost})"
+        if not short:
+            return f"within what can be afforded: {price} ({lost})"
+        which = f"sequence {row} (of {short} such) keeps" if len(self.price_B) > 1 else "it keeps"
+        about, most = "about" if self.enough else "at least", self.fullest
+        needs = f"{about} {self.need_B[most]:,} entries"
+        needs = f"{needs.capitalize()} would do" if most == row else f"Sequence {most} needs {needs}"
+        return (
+            f"more goes than can be afforded: {which} {kept}; {price} ({lost}). {needs} (keep_ratio {about} "
+            f"{ceiled(self.ratio_B[most]):.3g})"
+        )
+
+
+def ceiled(ratio: float) -> float:
+    """A ratio, rounded up to thousandths; at most 1."""
+    return min(1.0, math.ceil(ratio * 1000 - 1e-9) / 1000)
+
+
+class Gauge:
+    """Reads the capacity of an eviction while layers come.
+
+    Args:
+        limit: the largest risk that can be afforded.
+        split: how the budget is shared: of that depends what is needed.
+        follows: whether entries of lower layers may still go when a layer comes.
+    """
+
+    def __init__(self, limit: float, split: Split, *, follows: bool = False):
+        self.limit, self.split, self.follows = limit, split, follows
+        # Layer by layer, on the layer's own device: nothing is asked for before all have come.
+        self._needs: list[Int64[Tensor, "2 B H"]] = []
+        self._counts: list[Int64[Tensor, "2 B"]] = []
+        self._risks: list[Float64[Tensor, "2 B"]] = []
+        self._prices: list[Float64[Tensor, " B"]] = []
+        self._held: list[tuple[Tensor, Tensor]] = []
+
+    def add(
+        self,
+        layer: Candidates,
+        keep_BHT: Bool[Tensor, "B H T"],
+        lower: Sequence[Tensor | None] = (),
+    ) -> None:
+        """The next layer.
+
+        Args:
+            layer: its entries, scored in risk.
+            keep_BHT: kept.
+            lower: of each lower layer, which of the entries that it holds it still keeps, row after row in
+                order of time; None for all (`retain.budget.cascade.Cascade.add`).
+        """
+        score_BHT = layer.score_BHT
+        exists_BHT = score_BHT > float("-inf")
+        gone_BHT = exists_BHT & ~keep_BHT
+        risk_BHT = score_BHT.double().masked_fill(~exists_BHT, 0.0)
+        gone_risk_BHT = risk_BHT.masked_fill(~gone_BHT, 0.0)
+        self._needs.append(self._needed(layer, exists_BHT))
+        self._counts.append(torch.stack([(exists_BHT & keep_BHT).sum((1, 2)), exists_BHT.sum((1, 2))]))
+        self._risks.append(torch.stack([gone_risk_BHT.sum((1, 2)), risk_BHT.sum((1, 2))]))
+        self._prices.append(gone_risk_BHT.amax((1, 2)))
+        for place, keep_N in enumerate(lower):
+            if keep_N is not None and self.follows:
+                self._shrink(place, keep_N)
+        if self.follows:
+            b_N, h_N, t_N = keep_BHT.nonzero(as_tuple=True)
+            self._held.append((b_N, score_BHT[b_N, h_N, t_N]))
+
+    @property
+    def num_added(self) -> int:
+        """Layers that have come."""
+        return len(self._needs)
+
+    def _needed(self, layer: Candidates, exists_BHT: Bool[Tensor, "B H T"]) -> Int64[Tensor, "2 B H"]:
+        """Entries that each head must be left so that nothing above the limit goes: those that it keeps in
+        any case, and the others.
+
+        Where heads compete it is what they are guaranteed and what bids above the limit, which is more than
+        what lies above it where a policy lifts entries to their head's mean (`floor`).
+        """
+        own = self.split.allocation
+        if layer.bids is None or own.normalise is not None or own.compete_by != "score":
+            above_BHT = exists_BHT & ~layer.kept_BHT & (layer.score_BHT > self.limit)
+            return torch.stack([(exists_BHT & layer.kept_BHT).sum(-1), above_BHT.sum(-1)])
+        sure_BH, above_N = layer.bids.guaranteed_BH, layer.bids.value_N > self.limit
+        above_R = torch.zeros_like(sure_BH).flatten()
+        above_R.scatter_add_(0, layer.bids.row_N.long(), above_N.long())
+        return torch.stack([sure_BH, above_R.view_as(sure_BH)])
+
+    def _shrink(self, place: int, keep_N: Bool[Tensor, " N"]) -> None:
+        """A lower layer lets go of entries."""
+        b_N, score_N = self._held[place]
+        keep_N = keep_N.to(score_N.device)
+        gone_N = score_N.double().masked_fill(keep_N, 0.0)
+        self._prices[place].scatter_reduce_(0, b_N, gone_N, "amax")
+        self._risks[place][0].scatter_add_(0, b_N, gone_N)
+        self._counts[place][0].scatter_add_(0, b_N, -(~keep_N).long())
+        left_N = keep_N.nonzero()[:, 0]
+        self._held[place] = b_N[left_N], score_N[left_N]
+
+    def read(self) -> Capacity:
+        """What all layers together say."""
+        counts, risks, prices = (_together(parts) for parts in (self._counts, self._risks, self._prices))
+        kept_B, entries_B = counts.sum(0).tolist()
+        lost_B, total_B = risks.sum(0)
+        # Layers may have unlike numbers of heads.
+        needs = torch.cat([need.to(self._needs[0].device) for need in self._needs], -1).tolist()
+        splits = [0]
+        for own in self._needs:
+            splits.append(splits[-1] + own.shape[-1])
+        enough, need_B = True, []
+        for row, entries in enumerate(entries_B):
+            sure, above = ([part[row][i:j] for i, j in pairwise(splits)] for part in needs)
+            need, enough = needed(sure, above, self.split)
+            need_B.append(min(need, entries))
+        tiny = torch.finfo(torch.float64).tiny
+        return Capacity(
+            self.limit,
+            tuple(prices.amax(0).tolist()),
+            tuple((lost_B / total_B.clamp_min(tiny)).tolist()),
+            tuple(need_B),
+            tuple(kept_B),
+            tuple(entries_B),
+            enough=enough,
+        )
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """Of all layers, on the device of the first."""
+    return torch.stack([part.to(parts[0].device) for part in parts])
+
+
+def needed(
+    sure_LH: Sequence[Sequence[int]], above_LH: Sequence[Sequence[int]], split: Split
+) -> tuple[int, bool]:
+    """Entries that a budget for all layers must hold so that every head gets what it needs, and whether so
+    many are enough.
+
+    With `n_lh = sure_lh + above_lh` what head h of layer l needs and `H_l` its heads: `sum n_lh` where all
+    heads share (`model`), `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do,
+    `max n_lh * sum H_l` where none does. Where layers or heads get stated shares, or layers compete as
+    layers, it is at least `sum n_lh`; and where not all goes by score (a first stage takes places by other
+    numbers), at least what it would be without. Of a budget of the model of which a share s is drawn, so many
+    are enough whatever is drawn: `sum sure_lh + f`, with f the least for which
+    `f - floor(s f) >= sum above_lh`.
+
+    Args:
+        sure_LH: entries that each head keeps in any case; at least one a head is counted.
+        above_LH: the others that it needs.
+        split: how the budget is shared.
+    """
+    sure_LH = [[max(1, own) for own in row] for row in sure_LH]
+    need_LH = [list(map(sum, zip(*rows, strict=True))) for rows in zip(sure_LH, above_LH, strict=True)]
+    heads, own = sum(map(len, need_LH)), split.allocation
+    by_score = own.normalise is None and own.compete_by == "score"
+    by_score = by_score and split.first_stage is None
+    drawn = exact(split.drawn_share or 0.0)
+    if split.scope == "model":
+        sure, above = sum(map(sum, sure_LH)), sum(map(sum, above_LH))
+        if drawn == 1:
+            return sure + above, False
+        return sure + (math.floor((above - 1) / (1 - drawn)) + 1 if above else 0), by_score
+    by_score = by_score and not drawn
+    alike = own.head_classes is None and own.safeguard is None and own.quotas is None
+    if own.layers != "uniform" or not alike:
+        return sum(map(sum, need_LH)), False
+    if split.scope == "layer":
+        return max(-(-sum(row) // len(row)) for row in need_LH) * heads, by_score
+    return max(map(max, need_LH)) * heads, by_score
+
+
+def capacity_of(
+    shares: Shares, candidates: Sequence[Candidates], keeps: Sequence[Tensor], limit: float
+) -> Capacity:
+    """What a decision about all layers cost.
+
+    Args:
+        shares: what was settled.
+        candidates: all layers' entries, scored in risk.
+        keeps: what each keeps, `[B, H, T]`; each layer may show columns of its own.
+        limit: the largest risk that can be afforded.
+    """
+    gauge = Gauge(limit, shares.split)
+    for layer, keep_BHT in zip(candidates, keeps, strict=True):
+        gauge.add(layer, keep_BHT)
+    return replace(gauge.read(), seen_B=seen_of(shares.totals))
+
+
+def seen_of(totals: Totals) -> tuple[int, ...]:
+    """What a keep_ratio of each sequence is a ratio of, in entries of all layers and heads."""
+    return tuple(length * sum(totals.heads_L) for length in totals.lengths_B)
+
+
+def enlarged(shares: Shares, totals_B: Sequence[int]) -> Shares:
+    """The same with other totals: entries of each sequence, over all layers. What is kept in any case, and of
+    what its fractions were, stays."""
+    totals, equal_BL = shares.totals, []
+    for length, total in zip(totals.lengths_B, totals_B, strict=True):
+        weights = [Fraction(heads) for heads in totals.heads_L]
+        equal_BL.append(tuple(apportion(total, weights, [length * heads for heads in totals.heads_L])))
+    return replace(shares, totals=replace(totals, equal_BL=tuple(equal_BL)))
+
+
+def afford(
+    shares: Shares, candidates: Sequence[Candidates], limit: float
+) -> tuple[Shares, list[Tensor], Capacity]:
+    """The least budget, at least the stated one, at which nothing above the limit goes.
+
+    Each sequence gets its own: what the counts say (`needed`), where that is enough (and where a share is
+    drawn, enough whatever is drawn); else one found by halving, to `1 / FINEST` of what there is. What is
+    protected stays as the stated budget has it.
+
+    Args:
+        shares: what was settled.
+        candidates: all layers' entries, scored in risk.
+        limit: the largest risk that can be afforded.
+
+    Returns:
+        the shares with those budgets, what each layer keeps, and its capacity.
+    """
+    if shares.threshold is not None:
+        raise ValueError("a threshold states no budget that could be enlarged: state keep_ratio.")
+
+    def tried(totals_B: Sequence[int]) -> tuple[Shares, list[Tensor], Capacity]:
+        own = enlarged(shares, totals_B)
+        keeps = keep_sets(own, candidates)
+        return own, keeps, capacity_of(own, candidates, keeps, limit)
+
+    keeps = keep_sets(shares, candidates)
+    stated = capacity_of(shares, candidates, keeps, limit)
+    if not any(stated.short_B):
+        return shares, keeps, stated
+    totals = shares.totals
+    all_B = [length * sum(totals.heads_L) for length in totals.lengths_B]
+    low_B = list(totals.stated_B)
+    # What the counts say is most often enough, and never too much where one budget is shared by all.
+    high_B = [
+        max(low, min(need, most)) if short else low
+        for low, need, most, short in zip(low_B, stated.need_B, all_B, stated.short_B, strict=True)
+    ]
+    best = tried(high_B)
+    if any(best[2].short_B) or not stated.enough:
+        # Of these, high is enough and low is not.
+        short_B = best[2].short_B
+        low_B = [high if short else low for low, high, short in zip(low_B, high_B, short_B, strict=True)]
+        high_B = [most if short else high for high, most, short in zip(high_B, all_B, short_B, strict=True)]
+        while any(
+            high - low > max(1, most // FINEST) for low, high, most in zip(low_B, high_B, all_B, strict=True)
+        ):
+            middle_B = [(low + high) // 2 for low, high in zip(low_B, high_B, strict=True)]
+            short_B = tried(middle_B)[2].short_B
+            low_B = [mid if short else low for low, mid, short in zip(low_B, middle_B, short_B, strict=True)]
+            high_B = [
+                high if short else mid for high, mid, short in zip(high_B, middle_B, short_B, strict=True)
+            ]
+        best = tried(high_B)
+    return best[0], best[1], replace(best[2], raised=True)
+
+
+def _is_limit(value: object) -> TypeGuard[float]:
+    """Whether a number can be the largest risk that may go."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def stored_limit(gates: Any) -> float | None:
+    """The limit that gates were stored with (`train/calibration/capacity_limit.py`); None without one.
+
+    Raises:
+        ValueError: what is stored is no limit.
+    """
+    calibration = getattr(gates, "metadata", {}).get("calibration") or {}
+    record = calibration.get("capacity")
+    if record is None:
+        return None
+    limit = record.get("limit") if isinstance(record, Mapping) else None
+    if not _is_limit(limit):
+        raise ValueError(
+            f"calibration.capacity of these gates is {record!r:.80}: wanted a limit above 0: calibrate them "
+            "again (train/distill.py, calibration.capacity true), or pass capacity=None."
+        )
+    return float(limit)

@@ -1,0 +1,315 @@
+"""Budgets: how many entries each sequence may keep, over all layers, in whole entries.
+
+In: what the user states (a ratio, tokens per head, or bytes), the lengths of the sequences, what a layer's
+entries are, and what there is to choose from where a cache has evicted before (`Stock`). Out: integers whose
+sum is exact. The decision taken here: every policy is given the same total, the sum over layers of what equal
+budgets would keep, so that policies compare at equal memory whatever they share it between; and every share
+is a rational number until it is rounded once (`retain/budget/largest_remainder.py`): 0.2 of 100 is 20, where
+`int(100 * (1 - 0.8))` is 19. What a ratio is a ratio of (tokens seen, or announced) is apart from what is
+still there: a budget is never more than that. How a total is spread over layers and heads is
+`retain/budget/allocation.py`.
+
+A threshold states no budget at all: what is kept follows from the scores (`retain/admission.py`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from retain.budget.largest_remainder import Rounding, apportion, exact
+
+Scope = Literal["head", "layer", "model"]
+SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is kept. Exactly one of the first five is stated.
+
+    Args:
+        keep_ratio: kept / seen, in (0, 1].
+        tokens_per_head: entries per KV head, at least 1 (capped at what a sequence has).
+        bytes: of keys and values, per sequence, over all layers that evict.
+        bytes_total: of keys and values, of the whole batch, split over its sequences by their lengths.
+        threshold: no budget: what scores below it goes, whatever that leaves (`retain.admission`); in the
+            unit of the policy's score, any finite number.
+        scope: `head` gives every head the same, `layer` lets the heads of a layer share by score, `model` the
+            heads of all layers; None leaves it to the policy. Nothing is shared under a threshold.
+    """
+
+    keep_ratio: float | None = None
+    tokens_per_head: int | None = None
+    bytes: int | None = None
+    bytes_total: int | None = None
+    threshold: float | None = None
+    scope: Scope | None = None
+
+    def __post_init__(self) -> None:
+        names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
+        stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if len(stated) != 1:
+            given = ", ".join(f"{name}={value}" for name, value in stated.items()) or "none"
+            raise ValueError(
+                f"a budget is stated once, as {', '.join(names[:-1])} or {names[-1]}; got {given}."
+            )
+        for name, value in stated.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+                raise ValueError(f"{name} is a number; got {value!r}.")
+        if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
+            raise ValueError(
+                f"keep_ratio is kept / seen, above 0 and at most 1; got {self.keep_ratio} "
+                "(to remove 80 %, pass keep_ratio=0.2)."
+            )
+        for name in names[1:4]:
+            value = stated.get(name)
+            if value is not None and (value < 1 or value != int(value)):
+                raise ValueError(f"{name} is a whole number of at least 1; got {value}.")
+        if self.scope not in (None, *SCOPES):
+            raise ValueError(f"a budget's scope is 'head', 'layer' or 'model'; got {self.scope!r}.")
+        if self.threshold is not None and self.scope is not None:
+            raise ValueError(
+                f"scope {self.scope!r} says who shares a budget, and threshold={self.threshold} states none: "
+                "leave the scope out, or state a budget (keep_ratio, tokens_per_head or bytes)."
+            )
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What an entry of a layer is.
+
+    Args:
+        num_heads: H, KV heads.
+        entry_bytes: bytes of one key and value.
+    """
+
+    num_heads: int
+    entry_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stock:
+    """What there is to choose from where that is not simply every token of the evidence: when a cache that
+    has evicted evicts again, and while an announced prompt is still being read.
+
+    Args:
+        held_BL: entries that each sequence's layers hold, over all heads.
+        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or more: the
+            announced length of a prompt that is still being read.
+        intact_BT: of all tokens seen, padding included, True where every head of every layer still holds the
+            token: only these can be protected.
+        prompt_lengths_B: tokens of each sequence's prompt, for a static suffix; None for all that were seen.
+    """
+
+    held_BL: tuple[tuple[int, ...], ...]
+    lengths_B: tuple[int, ...]
+    intact_BT: Bool[Tensor, "B T"]
+    prompt_lengths_B: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        rows = {
+            "held_BL": len(self.held_BL),
+            "lengths_B": len(self.lengths_B),
+            "intact_BT": len(self.intact_BT),
+            "prompt_lengths_B": len(self.prompt_lengths_B or self.lengths_B),
+        }
+        if len({*rows.values()}) != 1 or len({len(row) for row in self.held_BL}) > 1:
+            raise ValueError(
+                f"a stock speaks of every sequence and of every layer of each; got {rows} sequences, of "
+                f"{sorted({len(row) for row in self.held_BL})} layers: pass one row each for every sequence."
+            )
+
+    def select_batch(self, rows: Sequence[int]) -> "Stock":
+        """Of some of the sequences."""
+        prompts = self.prompt_lengths_B
+        return Stock(
+            tuple(self.held_BL[row] for row in rows),
+            tuple(self.lengths_B[row] for row in rows),
+            self.intact_BT[torch.as_tensor(list(rows), dtype=torch.int64, device=self.intact_BT.device)],
+            None if prompts is None else tuple(prompts[row] for row in rows),
+        )
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What each sequence of a batch may hold.
+
+    Args:
+        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
+        heads_L: H of each layer that evicts.
+        equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
+            they are still there.
+        held_BL: entries that are still there; None for all, `length * H` each.
+        whole_B: short sequences that are held whole, since what was stated is too little for them; then
+            `equal_BL` is all that they have. None: there are none.
+        ratio: kept / seen as stated, before anything is rounded; None where entries or bytes are stated.
+    """
+
+    lengths_B: tuple[int, ...]
+    heads_L: tuple[int, ...]
+    equal_BL: tuple[tuple[int, ...], ...]
+    held_BL: tuple[tuple[int, ...], ...] | None = None
+    whole_B: tuple[bool, ...] | None = None
+    ratio: Fraction | None = None
+
+    @property
+    def stated_B(self) -> list[int]:
+        """Entries of each sequence, over all layers, as stated."""
+        return [sum(row) for row in self.equal_BL]
+
+    @property
+    def total_B(self) -> list[int]:
+        """Entries that each sequence keeps where layers share: as stated, or all that there are."""
+        pairs = zip(self.stated_B, self.capacity_BL, strict=True)
+        return [min(stated, sum(capacity)) for stated, capacity in pairs]
+
+    @property
+    def per_head_B(self) -> list[Fraction]:
+        """Mean budget of a head of each sequence, exact, as stated: what fractions of a budget are fractions
+        of, so that they do not change with what earlier evictions have left."""
+        return [Fraction(total, sum(self.heads_L)) for total in self.stated_B]
+
+    @property
+    def capacity_BL(self) -> list[list[int]]:
+        """Entries that exist in each layer."""
+        if self.held_BL is not None:
+            return [list(row) for row in self.held_BL]
+        return [[length * heads for heads in self.heads_L] for length in self.lengths_B]
+
+    @property
+    def whole(self) -> list[int]:
+        """Short sequences that are held whole, by number."""
+        return [row for row, whole in enumerate(self.whole_B or ()) if whole]
+
+    def hold_whole(self, rows: Sequence[int]) -> "Totals":
+        """The same with these sequences held whole too."""
+        chosen = {*self.whole, *rows}
+        lengths = [(row in chosen, length) for row, length in enumerate(self.lengths_B)]
+        equal_BL = tuple(
+            tuple(length * heads for heads in self.heads_L) if whole else own
+            for (whole, length), own in zip(lengths, self.equal_BL, strict=True)
+        )
+        return replace(self, equal_BL=equal_BL, whole_B=tuple(whole for whole, _ in lengths))
+
+    def share_of(self, row: int) -> Fraction:
+        """Kept / seen of a sequence, before anything is rounded where a ratio is stated."""
+        if self.ratio is not None and row not in self.whole:
+            return self.ratio
+        return self.per_head_B[row] / max(1, self.lengths_B[row])
+
+    def mean_of(self, row: int) -> float:
+        """Entries a head of a sequence, in double precision, before anything is rounded."""
+        return float(self.share_of(row) * self.lengths_B[row])
+
+    def select_batch(self, rows: Sequence[int]) -> "Totals":
+        """Of some of the sequences."""
+        return Totals(
+            tuple(self.lengths_B[row] for row in rows),
+            self.heads_L,
+            tuple(self.equal_BL[row] for row in rows),
+            None if self.held_BL is None else tuple(self.held_BL[row] for row in rows),
+            None if self.whole_B is None else tuple(self.whole_B[row] for row in rows),
+            ratio=self.ratio,
+        )
+
+
+def spread(
+    budget: Budget,
+    lengths_B: Sequence[int],
+    layers: Sequence[LayerShape],
+    held_BL: Sequence[Sequence[int]] | None = None,
+    *,
+    short_tokens: int = 0,
+    rounding: Rounding = "exact",
+) -> Totals:
+    """Entries of each sequence and layer when all heads get the same.
+
+    With `n_b` the length of sequence b and `H_l` the heads of layer l: `round(keep_ratio * n_b * H_l)` with
+    halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
+    over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
+    more than `n_b * H_l`. All in exact arithmetic. A threshold states nothing: what exists is the bound.
+
+    Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with
+    `r = 1 - keep_ratio`: `max(1, int(n_b * (1 - r)))` for each head (`head`), `int(n_b * (1 - r) * H_l)` for
+    each layer (`layer`), or `int(n_b * (1 - r) * sum_l H_l)` once (`model`); 0.2 of 100 is then 19 a head.
+
+    Args:
+        budget: what was stated.
+        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
+        layers: those that evict, in order.
+        held_BL: entries that each layer of each sequence still holds; None for all, `n_b * H_l`.
+        short_tokens: sequences of at most so many tokens are held whole rather than refused.
+        rounding: of a ratio: `exact`, or down as released code does it, once a `head`, `layer` or `model`.
+
+    Raises:
+        ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
+    """
+    entry_bytes = layers[0].entry_bytes
+    bytes_B = _bytes_of(budget, lengths_B, entry_bytes)
+    equal_BL, short = [], []
+    ratio = None if budget.keep_ratio is None else exact(budget.keep_ratio)
+    if ratio is not None and rounding != "exact":
+        ratio = Fraction(1 - float(1 - ratio))
+    for row, length in enumerate(lengths_B):
+        all_of = [length * layer.num_heads for layer in layers]
+        held = all_of if held_BL is None else held_BL[row]
+        if len(held) != len(layers):
+            raise ValueError(
+                f"sequence {row} holds entries in {len(held)} layers, and {len(layers)} evict: pass one "
+                "count for each layer that evicts, in order."
+            )
+        if budget.threshold is not None:
+            equal_BL.append(tuple(held))
+            continue
+        if ratio is not None and rounding == "exact":
+            equal = [math.floor(ratio * length * layer.num_heads + Fraction(1, 2)) for layer in layers]
+        elif ratio is not None:
+            equal = _rounded_down(length * float(ratio), [layer.num_heads for layer in layers], rounding)
+        elif budget.tokens_per_head is not None:
+            equal = [int(budget.tokens_per_head) * layer.num_heads for layer in layers]
+        elif len({layer.entry_bytes for layer in layers}) == 1:
+            heads = [Fraction(layer.num_heads) for layer in layers]
+            equal = apportion(bytes_B[row] // entry_bytes, heads)
+        else:
+            size = sum(layer.num_heads * layer.entry_bytes for layer in layers)
+            equal = [bytes_B[row] * layer.num_heads // size for layer in layers]
+        equal = [min(own, most) for own, most in zip(equal, all_of, strict=True)]
+        for idx, (own, layer) in enumerate(zip(equal, layers, strict=True)):
+            if own < min(held[idx], layer.num_heads):
+                if length <= short_tokens:
+                    short.append(row)
+                    break
+                least = sum(other.num_heads * other.entry_bytes for other in layers)
+                raise ValueError(
+                    f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
+                    f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
+                    f"the very least one entry a head (keep_ratio {1 / max(1, length):.3g}, tokens_per_head "
+                    f"1, or {least} bytes a sequence)."
+                )
+        equal_BL.append(tuple(equal))
+    heads_L = tuple(layer.num_heads for layer in layers)
+    still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
+    totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still, ratio=ratio)
+    return totals.hold_whole(short) if short else totals
+
+
+def _rounded_down(share: float, heads_L: Sequence[int], rounding: Rounding) -> list[int]:
+    """Entries of each layer, where a share a head is rounded down once a head, layer or model."""
+    if rounding == "head":
+        return [max(1, int(share)) * heads for heads in heads_L]
+    if rounding == "layer":
+        return [int(share * heads) for heads in heads_L]
+    return apportion(int(share * sum(heads_L)), [Fraction(heads) for heads in heads_L])
+
+
+def _bytes_of(budget: Budget, lengths_B: Sequence[int], entry_bytes: int) -> list[int]:
+    """Bytes of each sequence: as stated, or the batch's, split by length in whole entries."""
+    if budget.bytes_total is not None:
+        weights = [Fraction(length) for length in lengths_B]
+        return [share * entry_bytes for share in apportion(budget.bytes_total // entry_bytes, weights)]
+    return [int(budget.bytes or 0)] * len(lengths_B)

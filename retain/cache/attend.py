@@ -1,0 +1,78 @@
+"""Attends queries over ragged rows: what decoding, questions and chunks run instead of dense attention.
+
+Goes in: queries `[B, Q, S, D]`, and one layer's entries as a flat `[C, D]` store in which row `r = b * H + h`
+(one sequence and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]` entries at its
+beginning. Comes out: `[B, Q, S, D]`. A count says who sees whom (`seen_RS`): query `s` of a row sees the
+row's first `seen` entries, whatever their positions, and of those, under a sliding window, the ones whose
+positions are recent enough.
+
+On a CPU plain softmax attention runs as a few dense calls (`retain.cache.equal_rows`). Everything else (CUDA,
+soft caps, sinks, windows, many short rows) is the op `retain.kernels.ragged_attention`, which is also the
+definition.
+"""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from retain.cache.equal_rows import Run, attend_runs, find_runs, fits
+from retain.kernels.ragged_attention import path_of, ragged_attention
+from retain.kernels.ragged_attention.pages import Pages
+
+# What each path is called where users read of it.
+CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTorch over ragged rows"}
+
+
+def attend(
+    queries_BQSD: Float[Tensor, "B Q S D"],
+    keys_CD: Float[Tensor, "C D"],
+    values_CD: Float[Tensor, "C D"],
+    offsets_R1: Int[Tensor, " R1"],
+    lengths_R: Int[Tensor, " R"],
+    seen_RS: Int[Tensor, "R S"],
+    *,
+    scaling: float,
+    soft_cap: float | None = None,
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+    window: int | None = None,
+    positions_C: Int[Tensor, " C"] | None = None,
+    query_positions_BS: Int[Tensor, "B S"] | None = None,
+    pages: Pages | None = None,
+    runs: Sequence[Run] | None = None,
+) -> Float[Tensor, "B Q S D"]:
+    """Softmax attention of each query over the first `seen` entries of its row.
+
+    The formula, the arguments and what is refused stand at the op `retain.kernels.ragged_attention`. Pass a
+    store's own `pages`, or the offsets are read, which waits for the device.
+
+    Args:
+        runs: the store's rows as decoding steps left them (`RaggedStore.runs`); None: found anew.
+    """
+    if soft_cap is None and sinks_Q is None and window is None and not queries_BQSD.is_cuda:
+        if runs is None and pages is not None and path_of(keys_CD, values_CD) == "reference":
+            runs = find_runs(pages, keys_CD, values_CD, seen_RS, queries_BQSD.shape[1])
+        if runs is not None and fits(runs, queries_BQSD):
+            return attend_runs(queries_BQSD, runs, seen_RS, scaling)
+    out_BQSD = ragged_attention(
+        queries_BQSD,
+        keys_CD,
+        values_CD,
+        offsets_R1,
+        lengths_R,
+        seen_RS,
+        scaling=scaling,
+        soft_cap=soft_cap,
+        sinks_Q=sinks_Q,
+        window=window,
+        positions_C=positions_C,
+        query_positions_BS=query_positions_BS,
+        pages=pages,
+    )
+    assert isinstance(out_BQSD, Tensor)  # no by-products were asked for
+    return out_BQSD
+
+
+def path_named(keys_CD: Float[Tensor, "*C D"], values_CD: Float[Tensor, "*C D"]) -> str:
+    """How attention over a store of such keys and values is computed, in words."""
+    return CALLED[path_of(keys_CD, values_CD)]

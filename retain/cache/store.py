@@ -1,0 +1,593 @@
+"""The ragged store: exactly the kept entries of one attention layer, a different number for each (sequence,
+KV head).
+
+In: dense keys and values with a keep mask; later, new tokens. Out: a flat `[C, D]` store for keys and one for
+values that `retain.cache.attend` reads in place, and *side columns* that follow their entries wherever those
+go. Evicted entries are not masked, they are gone; padding never comes in.
+
+The one decision taken here: every row owns a room of whole pages (`retain.kernels.ragged_attention.pages`),
+in natural order, with some free slots at its end. New tokens are written into free slots; an eviction in
+place moves only what lies behind each row's first hole; only when a row is full, or when bytes are to be
+given back, is the store laid out anew, one column after another, so that never more than one column exists
+twice. The price is paid where that breaks off for want of memory: behind the first column, which needs the
+most, there is no way back, and the store says so ever after instead of holding something else. What is held
+and what is allocated are reported apart.
+
+Quantised keys and values would enter here and nowhere else: `keys_CD` and `values_CD` hold packed codes, with
+one scale a page (or a side column with one an entry); `from_dense` and `append_` encode, `flat` decodes, and
+`retain.cache.attend` decodes where it upcasts half precision today. All else moves entries without looking at
+them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from retain.cache.equal_rows import Run, Steps
+from retain.kernels.backend import which
+from retain.kernels.compact import append_, move_, planned
+from retain.kernels.compact.reference import copy_, spans, write_
+from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, pages_for
+
+# Free entries given to each row, at least, when a store is made.
+SLACK = 32
+# A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
+# anew costs a copy of it, so this divides a copy among that many tokens.
+GROWTH = 1 / 48
+# How a side column is called among saved tensors.
+BESIDE = "beside."
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """What a store keeps is made in here, and also around a function: a tensor made under a caller's
+    `inference_mode` could not be written to once that is over, and a store outlives it."""
+    with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Where rows of some lengths lie, each with a room of whole pages."""
+
+    pages: Pages
+    offsets_R1: Int[Tensor, " R1"]
+    lengths_R: Int[Tensor, " R"]
+    free: int
+
+    @classmethod
+    def of(cls, lengths_R: Tensor, slack: int, least: Sequence[int] | None = None) -> "_Layout":
+        """Rooms for these lengths and slack, `least` pages each at least."""
+        lengths = lengths_R.tolist()
+        counts = [pages_for(length + slack) for length in lengths]
+        if least is not None:
+            counts = [max(pair) for pair in zip(counts, least, strict=True)]
+        pages = Pages.of(counts, lengths_R.device)
+        own_R = lengths_R.to(torch.int32, copy=True)
+        return cls(pages, pages.offsets(), own_R, _count_free(pages, lengths))
+
+    @property
+    def capacity(self) -> int:
+        return self.pages.num_pages * PAGE
+
+    def index_N(self) -> Int[Tensor, " N"]:
+        """Where every entry goes, row after row."""
+        return spans(self.offsets_R1[:-1], self.lengths_R)
+
+
+class RaggedStore:
+    """Keys, values, positions and side columns of the entries that one layer holds.
+
+    Row `r = b * H + h`; `offsets_R1` (int64) says where its room begins, `lengths_R` (int32) how many entries
+    it holds. Make one with `from_dense`; methods that end in `_` change it in place, all others leave it
+    alone and share no memory with it. Free slots hold finite numbers, and zeros in side columns. A method
+    that fails leaves the store as it was, or, where that was no longer possible, with nothing: then whatever
+    is asked of it raises a `ValueError`.
+
+    Attributes:
+        beside: side columns `[C, ...]` by name, such as a score or the mass of attention received.
+        pages: which row each page belongs to.
+        free: new tokens that surely fit into every row as the store is laid out.
+    """
+
+    @normal_tensors()
+    def __init__(
+        self,
+        keys_ND: Float[Tensor, "N D"],
+        values_ND: Float[Tensor, "N D"],
+        positions_N: Int[Tensor, " N"],
+        lengths_R: Int[Tensor, " R"],
+        num_heads: int,
+        slack: int = SLACK,
+        beside: Mapping[str, Tensor] | None = None,
+    ):
+        """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of
+        time; `beside[name]` is `[N, ...]`."""
+        self.num_heads, self.slack = num_heads, slack
+        layout = _Layout.of(lengths_R, slack)
+        self._take_(layout)
+        self._entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
+        self.beside = {} if beside is None else {**beside}
+        index_N = layout.index_N()
+        for columns, name in self._columns():
+            columns[name] = _filled(layout, columns[name].shape[1:], index_N, columns[name])
+
+    @classmethod
+    @normal_tensors()
+    def from_dense(
+        cls,
+        keys_BHTD: Float[Tensor, "B H T D"],
+        values_BHTD: Float[Tensor, "B H T D"],
+        positions_BT: Int[Tensor, "B T"],
+        keep_BHT: Tensor,
+        slack: int = SLACK,
+        beside: Mapping[str, Tensor] | None = None,
+    ) -> "RaggedStore":
+        """Keep the entries of `keep_BHT`, in order of time; the rest is not copied.
+
+        Args:
+            keys_BHTD: keys of all tokens, after norm and RoPE.
+            values_BHTD: their values.
+            positions_BT: their RoPE positions.
+            keep_BHT: True = kept.
+            slack: free entries for each row, at least.
+            beside: side columns, `[B, H, T]` or `[B, H, T, K]`.
+
+        Raises:
+            ValueError: the keep mask or a side column has another shape, or the mask is not boolean.
+        """
+        B, H, T, _ = keys_BHTD.shape
+        if keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool:
+            raise ValueError(
+                f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} sequences x "
+                f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
+            )
+        for name, column in (beside or {}).items():
+            if column.shape[:3] != (B, H, T):
+                raise ValueError(
+                    f"side column {name!r} is {tuple(column.shape)}, but the layer holds {B} sequences x {H} "
+                    f"KV heads x {T} entries: pass [{B}, {H}, {T}] or [{B}, {H}, {T}, K]."
+                )
+        store = object.__new__(cls)
+        store.num_heads, store.slack = H, slack
+        layout = _Layout.of(keep_BHT.sum(-1).flatten(), slack)
+        store._take_(layout)
+        positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
+        store._entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
+        store.beside = {} if beside is None else {**beside}
+        index_N, where = layout.index_N(), keep_BHT.nonzero(as_tuple=True)
+        for columns, name in store._columns():
+            columns[name] = _filled(layout, columns[name].shape[3:], index_N, columns[name], where)
+        return store
+
+    @property
+    def _entries(self) -> dict[str, Tensor]:
+        """The columns of keys, values and positions."""
+        if self._steps is not None:
+            self._steps.write_positions_(self._held["positions"], self.num_heads)
+        return self._held
+
+    @_entries.setter
+    def _entries(self, entries: dict[str, Tensor]) -> None:
+        self._steps: Steps | None = None
+        self._held = entries
+
+    @property
+    def keys_CD(self) -> Float[Tensor, "C D"]:
+        return self._held["keys"]
+
+    @property
+    def values_CD(self) -> Float[Tensor, "C D"]:
+        return self._held["values"]
+
+    @property
+    def positions_C(self) -> Int[Tensor, " C"]:
+        """RoPE positions of the entries (int32; `flat` and `row` give int64)."""
+        return self._entries["positions"]
+
+    @property
+    def num_rows(self) -> int:
+        return self.lengths_R.shape[0]
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_rows // self.num_heads
+
+    @property
+    def capacity(self) -> int:
+        """C: entries for which there is room."""
+        return self.pages.num_pages * PAGE
+
+    @property
+    def lengths_BH(self) -> Int[Tensor, "B H"]:
+        """Entries held, per sequence and KV head (int64)."""
+        return self.lengths_R.to(torch.int64).view(-1, self.num_heads)
+
+    @property
+    def entries_held(self) -> int:
+        """N: entries held over all rows."""
+        return int(self.lengths_R.sum())
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry: its key and its value."""
+        return sum(store.shape[-1] * store.element_size() for store in (self.keys_CD, self.values_CD))
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the keys and values held, exactly: entries x bytes of an entry."""
+        return self.entries_held * self.entry_bytes
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of all storage behind the store: slack, positions, side columns and tables included."""
+        tables = (self.offsets_R1, self.lengths_R, *self.pages.tables())
+        columns = (columns[name] for columns, name in self._columns())
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*tables, *columns))
+
+    def index_N(self) -> Int[Tensor, " N"]:
+        """Where every entry lies in the store, row after row, in order of time."""
+        return spans(self.offsets_R1[:-1], self.lengths_R)
+
+    def rows_N(self) -> Int[Tensor, " N"]:
+        """Row `b * H + h` of every entry, row after row."""
+        return torch.repeat_interleave(self.lengths_R.to(torch.int64))
+
+    def flat(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"], Int[Tensor, " N"], Int[Tensor, " N"]]:
+        """Keys, values, positions and row `b * H + h` of every entry, row after row, in order of time."""
+        index_N = self.index_N()
+        positions_N = self.positions_C[index_N].to(torch.int64)
+        return self.keys_CD[index_N], self.values_CD[index_N], positions_N, self.rows_N()
+
+    def row(
+        self, sequence: int, head: int
+    ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"], Int[Tensor, " T"]]:
+        """Keys, values and positions of one row (for looking at: keys and values are the store's own)."""
+        row = sequence * self.num_heads + head
+        start = int(self.offsets_R1[row])
+        held = slice(start, start + int(self.lengths_R[row]))
+        return self.keys_CD[held], self.values_CD[held], self.positions_C[held].to(torch.int64)
+
+    def append_(
+        self,
+        keys_BHSD: Float[Tensor, "B H S D"],
+        values_BHSD: Float[Tensor, "B H S D"],
+        positions_BS: Int[Tensor, "B S"],
+        valid_BS: Bool[Tensor, "B S"] | None = None,
+    ) -> Int[Tensor, "R S"]:
+        """Add new tokens behind each row: O(new), amortised; the store is laid out anew when a row is full.
+
+        Args:
+            keys_BHSD: keys of the new tokens, after norm and RoPE.
+            values_BHSD: their values.
+            positions_BS: their RoPE positions.
+            valid_BS: False on padding, which is not stored; None: all are real (and the device is not waited
+                for, as long as they are `free`).
+
+        Returns:
+            for each row and new token, how many entries of the row that token sees, itself included; 0 for
+            padding. Side columns of the new entries are zeros until `set_beside_`.
+        """
+        B, H, S, _ = keys_BHSD.shape
+        if self.num_rows != B * H:
+            raise ValueError(
+                f"new keys are of {B} sequences x {H} KV heads, but the store holds {self.batch_size} x "
+                f"{self.num_heads}: select or repeat the cache's sequences to match the batch."
+            )
+        if self.free < S:
+            self._grow_(S)
+        if S == 1 and valid_BS is None and not keys_BHSD.is_cuda and which(self.lengths_R) == "reference":
+            return self._append_step_(keys_BHSD, values_BHSD, positions_BS)
+        new = (keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S))
+        # It raises the lengths last: had a write failed, free slots would have been written to.
+        seen_RS = append_(list(self._entries.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
+        self._steps = None
+        self.free -= S
+        return seen_RS
+
+    def _append_step_(
+        self, keys_BH1D: Tensor, values_BH1D: Tensor, positions_B1: Tensor
+    ) -> Int[Tensor, "R 1"]:
+        """Append one token to every row on a CPU: what such a step cannot change is found out once, and
+        positions are written when somebody asks for them."""
+        if self._steps is None:
+            with normal_tensors():
+                next_R = self.offsets_R1[:-1] + self.lengths_R
+                self._steps = Steps(self.pages, self.keys_CD, self.values_CD, next_R, self.lengths_R)
+        columns = ((self.keys_CD, keys_BH1D), (self.values_CD, values_BH1D))
+        write_(columns, self._steps.next_R, None)
+        self._steps.advance_(positions_B1)
+        self.lengths_R += 1
+        self.free -= 1
+        return self.lengths_R[:, None]
+
+    @property
+    def runs(self) -> list[Run] | None:
+        """The rows as runs for dense calls, where a decoding step on a CPU came last; else None."""
+        return None if self._steps is None else self._steps.runs
+
+    def tail_index_RS(
+        self, tail: Bool[Tensor, "B S"] | int
+    ) -> tuple[Int[Tensor, "R S"], Bool[Tensor, "R S"]]:
+        """Where the tokens that were appended last lie in the store.
+
+        Args:
+            tail: which of the last S tokens are real (the `valid_BS` they were appended with); or S, if all
+                are.
+
+        Returns:
+            the index of each row's last tokens into the store (padding: that of the row's room), and which
+            are real.
+        """
+        ends_R1 = (self.offsets_R1[:-1] + self.lengths_R)[:, None]
+        if isinstance(tail, int):
+            index_RS = ends_R1 + torch.arange(-tail, 0, device=ends_R1.device)
+            return index_RS, torch.ones_like(index_RS, dtype=torch.bool)
+        valid_RS = tail.to(ends_R1.device).repeat_interleave(self.num_heads, dim=0)
+        rank_RS = valid_RS.cumsum(-1)
+        index_RS = ends_R1 - rank_RS[:, -1:] + rank_RS - 1
+        return torch.where(valid_RS, index_RS, self.offsets_R1[:-1, None]), valid_RS
+
+    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"] | None = None) -> None:
+        """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
+
+        Args:
+            name: of the column.
+            values_BHS: `[B, H, S]` or `[B, H, S, K]`.
+            valid_BS: False on padding, as these tokens were appended with; None: all are real.
+
+        Raises:
+            ValueError: the values are of other rows, or not what the column holds.
+        """
+        B, H = self.batch_size, self.num_heads
+        column = self.beside.get(name)
+        wanted = values_BHS.shape[3:] if column is None else column.shape[1:]
+        if values_BHS.shape[:2] != (B, H) or values_BHS.ndim < 3 or values_BHS.shape[3:] != wanted:
+            raise ValueError(
+                f"side column {name!r} got values {tuple(values_BHS.shape)}, but the store holds {B} "
+                f"sequences x {H} KV heads with {tuple(wanted)} an entry: pass [{B}, {H}, S, "
+                f"{', '.join(map(str, wanted))}]."
+            )
+        if column is None:
+            with normal_tensors():
+                column = values_BHS.new_zeros(self.capacity, *wanted)
+        index_RS, valid_RS = self.tail_index_RS(values_BHS.shape[2] if valid_BS is None else valid_BS)
+        write_([(column, values_BHS)], index_RS.flatten(), None if valid_BS is None else valid_RS)
+        self.beside[name] = column
+
+    def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
+        """Evict in place: entries behind a row's first hole move forward, rooms stay (their slack grows).
+
+        Args:
+            keep_N: True = kept, in the order of `flat()`.
+        """
+        self._check(keep_N)
+        columns = [columns[name] for columns, name in self._columns()]
+        plan = planned(columns, keep_N, self.offsets_R1, self.lengths_R)
+        with self._no_way_back():
+            move_(plan)
+            self.lengths_R.copy_(plan.kept_R)
+            self._steps = None
+            self.free = _count_free(self.pages, self.lengths_R.tolist())
+
+    @normal_tensors()
+    def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
+        """Keep some entries (in the order of `flat()`) in a new store of their size plus slack."""
+        self._check(keep_N)
+        from_N = self.index_N()[keep_N]
+        kept_R = torch.bincount(self.rows_N()[keep_N], minlength=self.num_rows)
+        layout = _Layout.of(kept_R, self.slack)
+        index_N = layout.index_N()
+        self._lay_out_anew_(
+            layout, lambda column: _filled(layout, column.shape[1:], index_N, column, (from_N,))
+        )
+
+    def crop_(self, before_B: Int[Tensor, " B"]) -> None:
+        """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
+        before_N = before_B.to(self.positions_C.device)[self.rows_N() // self.num_heads]
+        self.filter_(self.positions_C[self.index_N()] < before_N)
+
+    def drop_(self, gone_BP: Bool[Tensor, "B P"]) -> None:
+        """Forget, in each sequence, the entries at these positions, and give their bytes back."""
+        gone_BP = gone_BP.to(self.positions_C.device)
+        positions_N = self.positions_C[self.index_N()].to(torch.int64)
+        self.filter_(~gone_BP[self.rows_N() // self.num_heads, positions_N])
+
+    @normal_tensors()
+    def fork(self) -> "RaggedStore":
+        """An independent copy."""
+        other = self._like(_Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
+        for columns, name in other._columns():
+            columns[name] = columns[name].clone()
+        return other
+
+    @normal_tensors()
+    def select_batch(self, idx: Int[Tensor, " B2"]) -> "RaggedStore":
+        """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
+        heads, device = self.num_heads, self.keys_CD.device
+        rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
+        pages = Pages.of([self.pages.counts[row] for row in rows], device)
+        lengths_R = self.lengths_R.view(-1, heads).index_select(0, idx.to(device)).flatten()
+        other = self._like(_Layout(pages, pages.offsets(), lengths_R, self.free))
+        chosen = self.pages.of_rows(rows)
+        for columns, name in other._columns():
+            columns[name] = paged(columns[name]).index_select(0, chosen).flatten(0, 1)
+        return other
+
+    @classmethod
+    @normal_tensors()
+    def concat(cls, stores: Sequence["RaggedStore"], slack: int | None = None) -> "RaggedStore":
+        """Stack stores of one layer along the batch; rows keep their own lengths.
+
+        Args:
+            stores: of the same layer, with the same side columns.
+            slack: free entries per row; default: the largest of the stores'.
+
+        Raises:
+            ValueError: the side columns differ.
+        """
+        first = stores[0]
+        if len({tuple(sorted(store.beside)) for store in stores}) != 1:
+            raise ValueError(
+                f"stores to stack have side columns {[sorted(store.beside) for store in stores]}: stack "
+                "stores of one kind, or set the missing columns first."
+            )
+        both = object.__new__(cls)
+        both.num_heads = first.num_heads
+        both.slack = max(store.slack for store in stores) if slack is None else slack
+        layout = _Layout.of(torch.cat([store.lengths_R for store in stores]), both.slack)
+        both._take_(layout)
+        both._entries, both.beside = {**first._entries}, {**first.beside}
+        ends, index_N = [0], layout.index_N()
+        for store in stores:
+            ends.append(ends[-1] + store.entries_held)
+        for columns, name in both._columns():
+            columns[name] = columns[name].new_zeros(both.capacity, *columns[name].shape[1:])
+            kind = "beside" if columns is both.beside else "_entries"
+            for store, (start, stop) in zip(stores, pairwise(ends), strict=True):
+                copy_(columns[name], index_N[start:stop], getattr(store, kind)[name], (store.index_N(),))
+        return both
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file must hold: exactly the entries held, row after row, and the rows' lengths.
+
+        Returns:
+            "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and "beside.NAME" `[N, ...]`.
+        """
+        index_N = self.index_N()
+        beside = {BESIDE + name: column for name, column in self.beside.items()}
+        entries = {name: column[index_N] for name, column in {**self._entries, **beside}.items()}
+        return {**entries, "lengths": self.lengths_R.clone()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> "RaggedStore":
+        """A store of what `tensors()` gave.
+
+        Raises:
+            ValueError: a tensor is missing, or lengths and entries do not fit together.
+        """
+        missing = [name for name in ("keys", "values", "positions", "lengths") if name not in tensors]
+        if missing:
+            raise ValueError(
+                f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
+                "save it again, with tensors()."
+            )
+        lengths_R = tensors["lengths"]
+        beside = {name[len(BESIDE) :]: value for name, value in tensors.items() if name.startswith(BESIDE)}
+        N = int(lengths_R.sum())
+        entries = {name: value for name, value in tensors.items() if name != "lengths"}
+        wrong = [f"{name} {tuple(value.shape)}" for name, value in entries.items() if value.shape[:1] != (N,)]
+        if lengths_R.shape[0] % num_heads or bool((lengths_R < 0).any()):
+            wrong.append(f"{lengths_R.shape[0]} rows")
+        if wrong:
+            raise ValueError(
+                f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
+                "the file was cut, or is another model's; save it again, with tensors()."
+            )
+        keys_ND, values_ND, positions_N = (tensors[name] for name in ("keys", "values", "positions"))
+        return cls(keys_ND, values_ND, positions_N, lengths_R, num_heads, slack, beside)
+
+    def _columns(self) -> Iterator[tuple[dict[str, Tensor], str]]:
+        """Every column, as the mapping that holds it and its name there."""
+        for columns in (self._entries, self.beside):
+            for name in list(columns):
+                yield columns, name
+
+    def _take_(self, layout: _Layout) -> None:
+        """This is where rows lie from now on; the columns are somebody else's business."""
+        self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
+        self.lengths_R, self.free = layout.lengths_R, layout.free
+        self._steps = None
+
+    def _lay_out_anew_(self, layout: _Layout, moved: Callable[[Tensor], Tensor]) -> None:
+        """Another layout, and each column as `moved` gives it, one after another: an old one is let go before
+        the next new one is made. All old ones exist only beside the first new one, so what fits then mostly
+        fits to the end; if it does not even fit then, nothing was changed."""
+        (columns, name), *others = self._columns()
+        first = moved(columns[name])
+        with self._no_way_back():
+            columns[name] = first
+            for columns, name in others:
+                columns[name] = moved(columns[name])
+            self._take_(layout)
+
+    @contextmanager
+    def _no_way_back(self) -> Iterator[None]:
+        """Inside, columns and layout do not belong together; if this breaks off, all of them are let go."""
+        try:
+            yield
+        except BaseException:
+            self.__dict__.clear()
+            raise
+
+    if not TYPE_CHECKING:  # or else every name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """What is missing after `_no_way_back`."""
+            if name.startswith("__") or self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise ValueError(
+                "the entries of this layer were being moved when that broke off (out of memory, or "
+                "interrupted), so they are lost: reset() the cache, or go on with a fork() made before; a "
+                "smaller batch, budget or chunk_size needs less memory."
+            )
+
+    def _grow_(self, num_new: int) -> None:
+        """Make room for `num_new` more in every row, and for some more after them, so that cost amortises."""
+        lengths = self.lengths_R.tolist()
+        self.free = _count_free(self.pages, lengths)  # it was a lower bound: padding was counted
+        if self.free >= num_new:
+            return
+        more = max(self.slack, int(GROWTH * sum(lengths) / len(lengths)))
+        with normal_tensors():
+            layout = _Layout.of(self.lengths_R, num_new + more, self.pages.counts)
+            room = torch.tensor(self.pages.counts, dtype=torch.int64, device=self.offsets_R1.device)
+            to = spans(layout.offsets_R1[:-1] // PAGE, room)
+
+            def grown(column: Tensor) -> Tensor:
+                larger = column.new_zeros(layout.capacity, *column.shape[1:])
+                paged(larger).index_copy_(0, to, paged(column))
+                return larger
+
+            self._lay_out_anew_(layout, grown)
+
+    def _like(self, layout: _Layout) -> "RaggedStore":
+        """A store of this layout that still shares its columns with this one."""
+        other = object.__new__(RaggedStore)
+        other.num_heads, other.slack = self.num_heads, self.slack
+        other._entries, other.beside = {**self._entries}, {**self.beside}
+        other._take_(layout)
+        return other
+
+    def _check(self, keep_N: Tensor) -> None:
+        if keep_N.shape != (self.entries_held,) or keep_N.dtype != torch.bool:
+            raise ValueError(
+                f"keep mask is {keep_N.dtype} {tuple(keep_N.shape)}, but the store holds {self.entries_held} "
+                "entries: pass a bool tensor of one element an entry, in the order of flat(), True = kept."
+            )
+
+
+def _count_free(pages: Pages, lengths: Sequence[int]) -> int:
+    """New tokens that fit into every room."""
+    rooms = (PAGE * count for count in pages.counts)
+    return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
+
+
+def _filled(
+    layout: _Layout,
+    width: Sequence[int],
+    index_N: Tensor,
+    source: Tensor,
+    where: tuple[Tensor, ...] | None = None,
+) -> Tensor:
+    """A column with these entries in it. Zeros elsewhere, not whatever was there: a masked entry has weight
+    0, and 0 x NaN would still be NaN."""
+    column = source.new_zeros(layout.capacity, *width)
+    copy_(column, index_N, source, where)
+    return column

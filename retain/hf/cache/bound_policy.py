@@ -1,0 +1,444 @@
+"""What a cache keeps: the policy, the budget and the gates that a user named, resolved once into one
+function.
+
+In: names and numbers as typed. Out: a `Rule`, which decides for all layers at once or layer by layer. The one
+decision taken here: everything that can be wrong about the request is found when the cache is made,
+before any token is read.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from retain import config
+from retain.budget.statement import Budget, Stock
+from retain.evidence import Evidence
+from retain.fusion import CALIBRATED, IN_RISK
+from retain.head_classes import check_shape
+from retain.hf.cache.batch_context import Arriving, Given
+from retain.hf.cache.eviction_request import (
+    Again,
+    Keep,
+    LayerByLayer,
+    OneByOne,
+    Request,
+    Scorer,
+    Wants,
+    unit_of,
+)
+from retain.hf.cache.regime import Regime
+from retain.hf.model.decoder import rotary_of
+from retain.hf.model.gates import gates_for
+from retain.hf.model.layout import LayerSpec
+from retain.hf.warnings_at_caller import warn
+from retain.policy import check_budget
+from retain.presets import Policy, load_policy
+from retain.protection import spans_by_sequence
+from retain.registry import lookup, suggest
+from retain.scores.trial import try_settings
+from retain.turns import TurnMarkers, turn_markers
+
+# Settings of `Cache` itself, near which a misspelt one may lie.
+KEYWORDS = (
+    "keep_ratio",
+    "tokens_per_head",
+    "bytes",
+    "bytes_total",
+    "threshold",
+    "regime",
+    "every",
+    "gates",
+    "seeds",
+    "pinned",
+    "tokenizer",
+    "slack",
+    "capacity",
+    "short",
+    "short_tokens",
+)
+
+
+# What is done with a short sequence that the policy cannot evict from within its budget.
+SHORT = {"keep": "it is held whole", "raise": "it is refused, as a longer one is"}
+
+# Who decides layer by layer while a model first reads, and who decides about all layers at once.
+Eviction = LayerByLayer | OneByOne
+Moment = Again | OneByOne
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """How the evidence of layers becomes keep masks: by a policy, by a function, or not at all.
+
+    Args:
+        name: for reports.
+        request: the policy, with its budget.
+        function: of one layer's evidence.
+    """
+
+    name: str
+    request: Request | None = None
+    function: Callable[[Evidence], Keep] | None = None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it evicts nothing."""
+        return self.request is None and self.function is None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it decides by token ids too."""
+        return self.request is not None and self.request.policy.protection.reads_turns
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether it looks at the output projections."""
+        return self.function is not None or (self.request is not None and self.request.reads_output)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """What its gates look at, of `retain.gates.base.INPUTS`."""
+        return frozenset() if self.request is None else self.request.inputs
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether its gates ask through tokens of their own, behind a whole prompt."""
+        return self.request is not None and "lookahead" in self.request.inputs
+
+    @property
+    def wants(self) -> Wants:
+        """What a later eviction wants to know of entries that came before it."""
+        return Wants(queries=1) if self.request is None else self.request.wants
+
+    def check(self, regime: Regime) -> None:
+        """Refuse a regime in which it could not decide.
+
+        Raises:
+            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later.
+        """
+        if regime.again:
+            self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
+        if regime.again and self.request is not None and self.request.scorer is not None:
+            raise ValueError(
+                f"regime {regime.name!r} evicts again later, and a scorer of your own reads the attention "
+                "input of all entries, which is not kept: take regime='prefill', or a policy that ships."
+            )
+
+    def check_chunks(self) -> None:
+        """Refuse a prompt in chunks of which it could not decide.
+
+        Raises:
+            ValueError: a foreign scorer, or a gate that looks from one entry at others.
+        """
+        self._check_parts("a prompt that is read in chunks is evicted from later", "read the prompt at once")
+        if self.request is not None and self.request.scorer is not None:
+            raise ValueError(
+                "a prompt that is read in chunks is evicted from later, and a scorer of your own reads the "
+                "attention input of all entries, which is not kept: read the prompt at once, or take a "
+                "policy that ships."
+            )
+
+    def _check_parts(self, why: str, instead: str) -> None:
+        """Refuse gates that cannot be asked about a part of the entries."""
+        gates = None if self.request is None or not self.request.policy.learned else self.request.gates
+        if getattr(gates, "contextual", False):
+            raise ValueError(
+                f"{why}, when the entries that came before have shown what they had to show, and gates of "
+                f"family {gates.family!r} look from one entry at the others: {instead}, or take gates that "
+                "look at one entry at a time."
+            )
+
+    def begin(self, given: Given, call: Arriving) -> Eviction | None:
+        """Start an eviction layer by layer, and refuse what cannot be; None keeps everything."""
+        if self.request is not None:
+            return LayerByLayer(self.request, given, call)
+        return None if self.function is None else OneByOne(self.function)
+
+    def again(
+        self, given: Given, call: Arriving, stock: Stock, spared: Collection[int] = ()
+    ) -> Moment | None:
+        """Start an eviction of all layers at once, which spares some sequences; None keeps everything."""
+        if self.request is not None:
+            return Again(self.request, given, call, stock, spared)
+        return None if self.function is None else OneByOne(self.function)
+
+    def decide(self, evidence: Sequence[Evidence], given: Given) -> Sequence[Tensor | None] | None:
+        """Keep masks of all layers at once, of evidence that shows everything; None keeps it."""
+        if self.request is not None:
+            return self.request.decide(evidence, given)
+        return None if self.function is None else [self.function(layer) for layer in evidence]
+
+    def noted(self, evidence: Evidence) -> Evidence:
+        """The evidence with what later evictions want to know of its entries."""
+        return evidence if self.request is None else self.request.noted(evidence)
+
+    def counted(self, evidence: Evidence) -> Evidence:
+        """The evidence with running statistics that its own queries are part of, if they are wanted."""
+        wanted = self.request is not None and self.request.wants.running
+        return self.request.counted(evidence) if wanted and self.request is not None else evidence
+
+
+def short_limit(short: str, short_tokens: int) -> int:
+    """Up to how many tokens a sequence is held whole rather than refused, as `Cache` is told.
+
+    Raises:
+        ValueError: an unknown way, or no number of tokens.
+    """
+    lookup(short, SHORT, what="what is done with short sequences (short=)")
+    if isinstance(short_tokens, bool) or not isinstance(short_tokens, int) or short_tokens < 1:
+        raise ValueError(
+            f"short_tokens is {short_tokens!r}: pass a whole number of tokens, at least 1 (or short='raise')."
+        )
+    return short_tokens if short == "keep" else 0
+
+
+def make_rule(
+    model: nn.Module,
+    policy: Any,
+    *,
+    layers: Sequence[LayerSpec],
+    budget: Mapping[str, Any],
+    gates: Any = None,
+    tokenizer: Any = None,
+    pinned: Any = None,
+    overrides: dict[str, Any] | None = None,
+    short_tokens: int = 0,
+) -> Rule:
+    """Resolve a request.
+
+    Args:
+        model: whose cache it is (gates are checked against it).
+        policy: a preset's name, a path to a YAML, a `Policy`, a function `evidence -> keep_BHT`, or None
+            (keep all).
+        layers: those that evict.
+        budget: what was stated of `retain.budget.statement.Budget`; None is not stated.
+        gates: a `GateSet`, or a path or hub id of one.
+        tokenizer: whose chat template shows where turns begin, for a protection of turns.
+        pinned: spans that the caller wants kept; only their form is looked at here.
+        overrides: fields of the policy to replace; a section given as a mapping is merged into the policy's;
+            `observed` may be a function `evidence -> Score`, which then stands in for the policy's score.
+        short_tokens: sequences of at most so many tokens are held whole where it is that or an error.
+
+    Raises:
+        ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
+            policy without gates, with gates of another model, or with gates that were never trained on
+            entries which it may evict; protected turns without a tokenizer; head classes of another model;
+            quotas that the gates were not given.
+    """
+    stated = {name: value for name, value in budget.items() if value is not None}
+    overrides = dict(overrides or {})
+    from_policies = policy is not None and (
+        isinstance(policy, str | os.PathLike) or dataclasses.is_dataclass(policy)
+    )
+    if not from_policies:
+        name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
+        if stated or overrides:
+            extra = ", ".join([*stated, *overrides])
+            raise ValueError(
+                f"{extra} can only be given with a named policy; policy is {policy!r}, which decides alone."
+            )
+        if policy is None:
+            return Rule(name)
+        if not callable(policy):
+            raise ValueError(
+                f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}."
+            )
+        asked = {"gates": gates, "tokenizer": tokenizer, "pinned": pinned}
+        if unread := [name for name, value in asked.items() if value is not None]:
+            raise ValueError(
+                f"{', '.join(unread)} would not be read: policy is the function {name}, which decides alone. "
+                "Name a policy, or let the function do what they say."
+            )
+        return Rule(name, function=policy)
+
+    chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
+    scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
+    problems, keep = [], Budget(keep_ratio=1.0)
+    try:
+        chosen = _overridden(chosen, overrides) if overrides else chosen
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        # A policy that keeps everything needs none, but one that is stated must be one.
+        keep = Budget(**stated) if stated or not chosen.keeps_all or scorer is not None else keep
+        if stated:
+            # The unit of a gate is asked below, once it is loaded.
+            unknown = scorer is not None or (chosen.learned and chosen.fusion != "rank_blend")
+            check_budget(chosen, keep, None if unknown else chosen.unit)
+    except ValueError as error:
+        problems.append(str(error))
+    if pinned is not None:
+        try:
+            spans_by_sequence(pinned)
+        except ValueError as error:
+            problems.append(f"pinned {error}")
+    if gates is not None and not chosen.learned:
+        problems.append(
+            f"gates would not be read: policy {chosen.name!r} takes none. Leave them out, or name a policy "
+            "that takes gates, such as 'fused' or 'gate'."
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    if chosen.keeps_all and scorer is None:
+        return Rule(chosen.name)
+    gates = _gates(model, chosen, gates)
+    if chosen.learned:
+        _check_units(chosen, keep, gates, scorer, layers)
+    request = Request(
+        chosen,
+        keep,
+        gates,
+        scorer,
+        _markers(chosen, tokenizer),
+        tuple(layers),
+        short_tokens,
+    )
+    if chosen.allocation.head_classes is not None:
+        check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])
+    try:
+        _ = request.quotas  # read once, now
+    except ValueError as error:
+        raise ValueError(f"policy {chosen.name!r}: {error}") from None
+    return Rule(chosen.name, request)
+
+
+def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
+    """The gates, checked against the model and the policy; None without any."""
+    if policy.learned and gates is None:
+        raise ValueError(
+            f"policy {policy.name!r} needs gates: pass gates='path or hub id' (train/distill.py makes them), "
+            "or choose a training-free policy such as 'snapkv'."
+        )
+    if gates is None:
+        return None
+    gates = gates_for(model, gates)
+    before = {"queries_before", "keys_before"} & set(getattr(gates, "inputs", ()))
+    if policy.learned and before and rotary_of(model) is None:
+        raise ValueError(
+            f"these gates look at {' and '.join(sorted(before))}, that is before RoPE, and how "
+            f"{type(model).__name__} turns queries and keys is not understood "
+            "(retain.hf.model.decoder.rotary_of): take gates that look at something else."
+        )
+    # What else scores in a gate's place (a control of an evaluation) may have no metadata.
+    window = (getattr(gates, "metadata", {}).get("protected_window") or 0) if policy.learned else 0
+    if window > policy.protection.recent:
+        raise ValueError(
+            f"policy {policy.name!r} protects the last {policy.protection.recent} entries, and its gates "
+            f"were trained for a protected window of {window}: of nearer entries they know nothing. Wanted: "
+            f"protection.recent of at least {window}. Set protection.recent={window}, or train gates with a "
+            f"smaller target.horizon (at most {policy.protection.recent})."
+        )
+    return gates
+
+
+def _check_units(
+    policy: Policy, budget: Budget, gates: Any, scorer: Scorer | None, layers: Sequence[LayerSpec]
+) -> None:
+    """Refuse gates whose unit the policy cannot use, before anything is read; warn where it may.
+
+    Raises:
+        ValueError: a fusion of unlike units, numbers wanted of a gate of which only the order means
+            something, or calibrated weights that the gates were not given, or not for every head.
+    """
+    unit, problems = unit_of(gates), []
+    observed = None
+    if policy.observed is not None and scorer is None:
+        tried, _ = try_settings(policy.observed, policy.observed_settings)
+        observed = None if tried is None else tried.unit
+    how = policy.fusion_of(policy.observed is not None or scorer is not None, True)
+    alike = how in ("max", "sum") and observed is not None
+    wanted = "risk" if how in IN_RISK else observed if alike else unit
+    if unit != wanted:
+        problems.append(
+            f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "
+            "risk (train/distill.py, calibration.kind remap or shared), or take fusion 'rank_blend' or "
+            "'learned', which take any unit"
+        )
+    made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
+    own = policy.allocation
+    by_value = ["allocation.layers 'entropy'"] if own.layers == "entropy" else []
+    by_value += ["allocation.normalise"] if own.normalise is not None else []
+    if made == "rank" and by_value and how != "observed":
+        problems.append(
+            f"{' and '.join(by_value)} want numbers, and the score is in 'rank', of which only the order "
+            "means something: calibrate the gates to risk, or leave it out"
+        )
+    weights = getattr(gates, "fusion_weights", {})
+    if policy.fusion_weight == CALIBRATED and how in weights:
+        problems += _weight_problems(how, weights[how], layers)
+    elif policy.fusion_weight == CALIBRATED:
+        problems.append(
+            f"fusion_weight 'calibrated' wants weights for fusion {how!r}, and these gates were given none: "
+            "train them with calibration.fusion_weights true, or state fusion_weight as a number in 0..1"
+        )
+    if problems:
+        raise ValueError(f"policy {policy.name!r} does not go with these gates: {'; '.join(problems)}.")
+    if how not in ("observed", "learned"):
+        check_budget(policy, budget, made)
+    # Whoever names a gate alone and a scope has chosen to compare; what is made for risk is taken unawares.
+    if how == "learned" and policy.draw is not None and unit == "rank" and policy.scope != "head":
+        warn(
+            f"policy {policy.name!r} lets heads compete by the numbers of these gates, which are in 'rank': "
+            "only their order inside a head is promised. That is right where one cut for all heads was "
+            "trained; otherwise calibrate them to risk (train/distill.py, calibration.kind shared or remap), "
+            "or take scope='head', draw=None."
+        )
+
+
+def _weight_problems(how: str, weights: Any, layers: Sequence[LayerSpec]) -> list[str]:
+    """What is wrong with the calibrated weights of a fusion: a layer without, another number of heads, or
+    what is no weight."""
+    wrong = []
+    for spec in layers:
+        own, H = weights.get(str(spec.layer_idx)), spec.num_kv_heads
+        if own is None:
+            wrong.append(f"none for layer {spec.layer_idx}")
+        elif len(own) != H or not all(0 <= weight <= 1 for weight in own):
+            wrong.append(f"{list(own)!s:.60} for layer {spec.layer_idx}, which has {H} KV heads")
+    if not wrong:
+        return []
+    more = f" (and {len(wrong) - 1} layers more)" if len(wrong) > 1 else ""
+    return [
+        f"fusion_weight 'calibrated' wants a weight in 0..1 for each head of every layer, and for fusion "
+        f"{how!r} these gates have {wrong[0]}{more}: calibrate them again (train/distill.py, "
+        "calibration.fusion_weights true), or state fusion_weight as a number in 0..1"
+    ]
+
+
+def _markers(policy: Policy, tokenizer: Any) -> TurnMarkers | None:
+    """Where turns begin, if the policy protects them."""
+    if not policy.protection.reads_turns:
+        return None
+    if tokenizer is None:
+        raise ValueError(
+            f"policy {policy.name!r} protects the turns of a conversation, and nothing says where they "
+            "begin: pass tokenizer=, whose chat template shows it."
+        )
+    return turn_markers(tokenizer)
+
+
+def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
+    """The policy with these fields replaced, checked as its YAML would be.
+
+    Settings belong to a score: where the override names another score, the policy's own are left behind.
+    """
+    mapping, overrides = config.to_mapping(policy), config.plain_numbers(overrides)
+    if overrides.get("observed", policy.observed) != policy.observed:
+        mapping["observed_settings"] = {}
+    for name, value in overrides.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = config.to_mapping(value)
+        merged = isinstance(value, Mapping) and isinstance(mapping.get(name), dict)
+        mapping[name] = {**mapping[name], **value} if merged else value
+    try:
+        return config.build(mapping, Policy)
+    except ValueError as error:
+        near = [f"{name!r}{suggest(name, KEYWORDS)}" for name in overrides if not hasattr(policy, name)]
+        also = "".join(f"\n  - of Cache itself: {hint}" for hint in near if "did you mean" in hint)
+        first, _, problems = str(error).partition("\n")
+        problems = problems or f"  - {first}"
+        raise ValueError(f"unfit settings of Cache or of policy {policy.name!r}:\n{problems}{also}") from None

@@ -1,0 +1,390 @@
+"""A policy with everything that it needs, asked at the moments of a cache's life.
+
+In: the evidence of layers. Out: keep masks: layer by layer while a model first reads (`LayerByLayer`), or of
+all layers at once at a later moment, when heads hold different numbers of entries already (`Again`). The one
+decision taken here: a sequence whose budget holds all that it has is neither scored nor checked for what a
+score wants, so that a batch decides for each sequence what a run of its own would.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from retain.attention.running_statistics import advance
+from retain.budget.capacity import Capacity, Gauge, Guard, afford, capacity_of
+from retain.budget.cascade import Candidates, Cascade
+from retain.budget.quotas import Quotas, quotas_of
+from retain.budget.statement import Budget, LayerShape, Stock
+from retain.evidence import Evidence
+from retain.gates import GateSet
+from retain.hf.cache.batch_context import Arriving, Given
+from retain.hf.model.layout import LayerSpec
+from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries
+from retain.presets import Policy
+from retain.scores import SCORES, Score, masked_score
+from retain.scores.trial import entries_read, try_settings
+from retain.scores.value_norm import value_norm_l1
+from retain.turns import TurnMarkers
+
+Keep = Bool[Tensor, "B H T"]
+# A scorer that is no score of ours (`retain.hf.intercept.press`), or stands in for one.
+Scorer = Callable[[Evidence], Score]
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a later eviction wants to know of entries that came before it.
+
+    Args:
+        queries: last queries that an evidence shows, of each sequence; None for all since the last eviction.
+        learned: what the gate says of an entry, made when it comes, since attention inputs are not kept.
+        inputs: what the gate looks at for that, of `retain.gates.base.INPUTS`.
+        running: statistics of all queries.
+        value_norm: the norms of projected values.
+        keys, values: those of the entries, beside what stands beside them.
+    """
+
+    queries: int | None = 0
+    learned: bool = False
+    inputs: frozenset[str] = frozenset()
+    running: bool = False
+    value_norm: bool = False
+    keys: bool = True
+    values: bool = True
+
+    @property
+    def own_queries(self) -> bool:
+        """Whether the gate looks at the query of each entry, at the time when it comes."""
+        return not self.inputs.isdisjoint(("queries", "queries_before"))
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A policy, checked.
+
+    Args:
+        policy: the stages' settings.
+        budget: what may be kept.
+        gates: that score entries, if the policy takes a gate's score.
+        scorer: stands in for the policy's own score.
+        markers: where turns begin, if the policy protects them.
+        layers: those that evict.
+        short_tokens: a sequence of at most so many tokens is held whole where its budget, or the sequence
+            itself, is too short for the policy; 0: that is an error.
+    """
+
+    policy: Policy
+    budget: Budget
+    gates: Any
+    scorer: Scorer | None
+    markers: TurnMarkers | None
+    layers: tuple[LayerSpec, ...]
+    short_tokens: int = 0
+
+    @cached_property
+    def inputs(self) -> frozenset[str]:
+        """What the gates look at; a control that does not say is shown the attention input."""
+        return frozenset(getattr(self.gates, "inputs", ("hidden",))) if self.policy.learned else frozenset()
+
+    @cached_property
+    def wants(self) -> Wants:
+        """What a later eviction by this policy wants."""
+        if self.policy.observed is None:
+            return Wants(learned=self.policy.learned, inputs=self.inputs, keys=False, values=False)
+        needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
+        queries = None if "queries" in needs else max(int("window" in needs), self.window)
+        read = entries_read(self.policy.observed, self.policy.observed_settings)
+        return Wants(
+            queries,
+            self.policy.learned,
+            self.inputs,
+            "running" in needs,
+            "value_norm" in needs,
+            keys="keys" in read,
+            values="values" in read,
+        )
+
+    @cached_property
+    def reads_output(self) -> bool:
+        """Whether its score looks at the output projection; gates of ours never do."""
+        if self.scorer is not None or (self.policy.learned and not isinstance(self.gates, GateSet)):
+            return True
+        if self.policy.observed is None:
+            return False
+        return "output_weight" in entries_read(self.policy.observed, self.policy.observed_settings)
+
+    @cached_property
+    def window(self) -> int:
+        """Last queries that the policy's score observes."""
+        if self.policy.observed is None or self.scorer is not None:
+            return 0
+        tried, _ = try_settings(self.policy.observed, self.policy.observed_settings)
+        return 0 if tried is None else tried.window
+
+    @cached_property
+    def quotas(self) -> Quotas | None:
+        """What the gates say that heads get of a budget, where the policy goes by it.
+
+        Raises:
+            ValueError: they say it of none, or not of these layers.
+        """
+        if self.policy.allocation.quotas is None:
+            return None
+        heads = {layer.layer_idx: layer.num_kv_heads for layer in self.layers}
+        return quotas_of(getattr(self.gates, "quotas", None), heads)
+
+    def noted(self, evidence: Evidence) -> Evidence:
+        """The evidence with what later evictions want to know of its entries, made from what it shows now."""
+        wants = self.wants
+        if wants.learned and evidence.learned_BHT is None:
+            own = self.gates
+            # A control has no more than a score, which does not age.
+            noted_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
+            evidence = replace(evidence, learned_BHT=noted_BHT)
+        if wants.value_norm and evidence.value_norm_BQT is None:
+            norms_BQT = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
+            evidence = replace(evidence, value_norm_BQT=norms_BQT)
+        return evidence
+
+    def counted(self, evidence: Evidence) -> Evidence:
+        """The evidence with running statistics that its own queries are part of."""
+        settings = self.policy.observed_settings
+        share = {"share": settings["share"]} if "share" in settings else {}
+        return replace(evidence, running=advance(evidence, evidence.running, **share))
+
+    def score(self, evidence: Evidence, given: Given) -> Score:
+        """The policy's score of one layer."""
+        learned = None
+        if self.policy.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
+            unit = unit_of(self.gates)
+            learned = masked_score(evidence.learned_BHT, evidence.valid_BT, unit, held_BHT=evidence.held_BHT)
+        elif self.policy.learned:
+            learned = self.gates.score(evidence)
+        observed = None if self.scorer is None else self.scorer(evidence)
+        return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=given.seeds_B)
+
+    def plan(self, call: Arriving, given: Given, stock: Stock | None = None) -> Plan:
+        """What is settled before any layer is scored, and what can be found to be wrong by then."""
+        shapes = [
+            LayerShape(layer.num_kv_heads, 2 * layer.head_dim * call.element_size) for layer in self.layers
+        ]
+        plan = plan_of(
+            self.policy,
+            self.budget,
+            call.valid_BT,
+            shapes,
+            call.token_ids_BT,
+            given.pinned_BT,
+            self.markers,
+            stock=stock,
+            quotas=self.quotas,
+            short_tokens=self.short_tokens,
+        )
+        lengths_B, short = call.valid_BT.sum(-1).tolist(), []
+        for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
+            if not covered and length < self.window:
+                if plan.shares.totals.lengths_B[row] <= self.short_tokens:
+                    short.append(row)
+                    continue
+                raise ValueError(
+                    f"sequence {row} of {len(lengths_B)} has {length} tokens, which is shorter than the "
+                    f"observation window of {self.window} of policy {self.policy.name!r}: pass a smaller "
+                    'window (observed_settings={"window": ...}), or read this sequence in a batch of its own '
+                    "with a policy that keeps everything."
+                )
+        return plan.hold_whole(short, call.valid_BT) if short else plan
+
+    def decide(self, evidence: Sequence[Evidence], given: Given) -> list[Keep]:
+        """Keep masks of all layers at once, of evidence that shows everything."""
+        return self.moment(evidence, given).keeps()
+
+    def moment(self, evidence: Sequence[Evidence], given: Given) -> "Again":
+        """A moment that has looked at all layers, of evidence that shows everything."""
+        first = evidence[0]
+        call = Arriving(first.valid_BT, first.token_ids_BT, first.keys_BHTD.element_size())
+        moment = Again(self, given, call, None)
+        for layer in evidence:
+            moment.look(layer, None)
+        return moment
+
+
+def unit_of(gates: Any) -> str:
+    """Unit of what stands in for a gate set, or is one: a control that does not say is in `risk`."""
+    return str(getattr(gates, "unit", "risk"))
+
+
+class OneByOne:
+    """A function of one layer's evidence, whenever it is asked."""
+
+    rows: list[int] | None = None
+
+    def __init__(self, keep: Callable[[Evidence], Keep]):
+        self.keep = keep
+        self.kept: list[Keep] = []
+
+    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
+        return self.keep(evidence), ()
+
+    @property
+    def idle(self) -> bool:
+        return False
+
+    def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None) -> None:
+        keep_BHT, shape = self.keep(evidence), tuple(evidence.exists_BHT.shape)
+        if tuple(keep_BHT.shape) != shape or keep_BHT.dtype != torch.bool:
+            raise ValueError(
+                f"the policy function gave {keep_BHT.dtype} {tuple(keep_BHT.shape)} for layer "
+                f"{evidence.layer_idx}, which shows {shape[2]} columns: return a bool tensor "
+                f"{list(shape)}, True = "
+                "kept. At a later eviction the columns are the tokens that are still held."
+            )
+        self.kept.append(keep_BHT)
+
+    def keeps(self) -> list[Keep]:
+        return self.kept
+
+
+class LayerByLayer:
+    """A policy while a model first reads; lower layers may shrink as layers come."""
+
+    # Reads along while layers come; set by whoever wants to know what the eviction costs.
+    gauge: Gauge | None = None
+
+    def __init__(self, request: Request, given: Given, call: Arriving):
+        self.request, self.given = request, given
+        self._plan(call)
+
+    def _plan(self, call: Arriving) -> None:
+        self.call = call
+        self.plan = self.request.plan(call, self.given, call.stock)
+        self.rows: list[int] = [row for row, covered in enumerate(self.plan.covers_B) if not covered]
+        self.part = (
+            self.plan if len(self.rows) == len(self.plan.covers_B) else self.plan.select_batch(self.rows)
+        )
+        self.cascade = Cascade(self.part.shares) if self.rows else None
+
+    def measure(self, element_size: int) -> None:
+        """Settle it anew where keys come in another precision than weights are in (autocast), as long as no
+        layer has been decided on: bytes hold other entries then, and `rows` may be others.
+
+        Args:
+            element_size: bytes of a number of the keys.
+        """
+        if element_size != self.call.element_size and (self.cascade is None or not self.cascade.num_added):
+            self._plan(replace(self.call, element_size=element_size))
+
+    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
+        self.measure(evidence.keys_BHTD.element_size())
+        if self.cascade is None:
+            return evidence.exists_BHT, ()
+        part, given = _part(self.rows, evidence, self.given)
+        candidates = candidates_of(self.part, self.request.score(part, given))
+        keep_BHT, lower = self.cascade.add(candidates)
+        if self.gauge is not None:
+            self.gauge.add(candidates, keep_BHT, lower)
+        return _spread(keep_BHT, self.rows, evidence.exists_BHT), lower
+
+
+class Again:
+    """A policy at one moment, of all layers at once.
+
+    Args:
+        request: the policy.
+        given: seeds and pins of the batch.
+        call: padding and token ids of all tokens seen.
+        stock: what there is to choose from; None: everything that was seen.
+        spared: sequences from which nothing goes at this moment.
+    """
+
+    # What is done where the budget cannot be afforded, and then what it cost: of `rows`.
+    guard: Guard | None = None
+    capacity: Capacity | None = None
+
+    def __init__(
+        self,
+        request: Request,
+        given: Given,
+        call: Arriving,
+        stock: Stock | None,
+        spared: Collection[int] = (),
+    ):
+        self.request, self.given = request, given
+        self.plan = request.plan(call, given, stock)
+        self.rows = [
+            row for row, covered in enumerate(self.plan.covers_B) if not covered and row not in spared
+        ]
+        self.part = (
+            self.plan if len(self.rows) == len(self.plan.covers_B) else self.plan.select_batch(self.rows)
+        )
+        self.candidates: list[Candidates] = []
+        self.whole: list[Keep] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether every budget holds all that there is, so that nothing goes."""
+        return not self.rows
+
+    def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None) -> None:
+        """Score one layer.
+
+        Args:
+            evidence: what it shows; its columns may be some of the tokens seen.
+            token_BT: the token of each column; None where columns are the tokens.
+        """
+        self.whole.append(evidence.exists_BHT)
+        if not self.rows:
+            return
+        part, given = _part(self.rows, evidence, self.given)
+        protected_BT = None
+        if token_BT is not None:
+            device = part.valid_BT.device
+            tokens_BT = token_BT.to(device)[torch.tensor(self.rows, device=device)]
+            protected_BT = self.part.protected_BT.to(device).gather(1, tokens_BT) & part.valid_BT
+        score = self.request.score(part, given)
+        place_BT = None if token_BT is None else part.places_BT
+        self.candidates.append(candidates_of(self.part, score, protected_BT, place_BT=place_BT))
+
+    def keeps(self) -> list[Keep]:
+        """Which columns each layer keeps."""
+        if not self.rows:
+            return self.whole
+        kept = self._kept()
+        return [
+            _spread(keep_BHT, self.rows, whole_BHT)
+            for keep_BHT, whole_BHT in zip(kept, self.whole, strict=True)
+        ]
+
+    def _kept(self) -> list[Keep]:
+        """Of the sequences that are decided on; under a guard that enlarges budgets, with those."""
+        guard, shares = self.guard, self.part.shares
+        if guard is None or guard.limit is None:
+            return keep_masks(self.part, self.candidates)
+        if guard.action == "keep":
+            _, kept, self.capacity = afford(shares, self.candidates, guard.limit)
+            return kept
+        kept = keep_masks(self.part, self.candidates)
+        self.capacity = capacity_of(shares, self.candidates, kept, guard.limit)
+        return kept
+
+
+def _part(rows: list[int], evidence: Evidence, given: Given) -> tuple[Evidence, Given]:
+    """Of some of the sequences."""
+    if len(rows) == evidence.valid_BT.shape[0]:
+        return evidence, given
+    return evidence.select_batch(torch.tensor(rows, device=evidence.valid_BT.device)), given.select_batch(
+        rows
+    )
+
+
+def _spread(keep_BHT: Bool[Tensor, "rows H T"], rows: list[int], whole_BHT: Keep) -> Keep:
+    """Keep masks of some of the sequences, beside all that the others have."""
+    if len(rows) == whole_BHT.shape[0]:
+        return keep_BHT
+    full_BHT = whole_BHT.clone()
+    full_BHT[torch.tensor(rows, device=full_BHT.device)] = keep_BHT.to(full_BHT.device)
+    return full_BHT

@@ -1,0 +1,243 @@
+"""What a layer shows at a later moment, when its heads hold different entries already.
+
+In: a layer's ragged store, what its last tokens showed, and the history of the batch. Out: an `Evidence`
+whose columns are the tokens that are still held, and side columns written beside the entries. The one
+decision taken here: attention inputs and queries are not kept, so what a later eviction wants to know of an
+entry (a gate's score, the norm of its projected value, the attention that it got) is made once and stands
+beside it.
+"""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from retain.attention.rotary import Rotary
+from retain.cache.dense_view import Columns, align_last, columns_of, last_tokens
+from retain.cache.store import RaggedStore, normal_tensors
+from retain.evidence import Evidence, Running
+from retain.hf.cache.bound_policy import Rule
+from retain.hf.cache.history import History
+from retain.hf.cache.layer import Layer
+from retain.hf.model.layout import LayerSpec
+
+# Names of side columns: what stands beside an entry.
+LEARNED, NORM, MASS, ACCESS = "learned", "value_norm", "mass", "last_access"
+
+
+def beside_of(evidence: Evidence) -> dict[str, Tensor]:
+    """What of a dense evidence stands beside its entries once they are in a store: `[B, H, T]` or `[B, H, T,
+    G]`."""
+    beside = {}
+    if evidence.learned_BHT is not None:
+        beside[LEARNED] = evidence.learned_BHT
+    if evidence.value_norm_BQT is not None:
+        norms_BHGT = evidence.value_norm_BQT.unflatten(1, (evidence.num_heads, -1))
+        beside[NORM] = norms_BHGT.transpose(-1, -2).contiguous()
+    if evidence.running is not None:
+        running = evidence.running
+        beside[MASS], beside[ACCESS] = running.mass_BHT, running.last_access_BHT.to(torch.int32)
+    return beside
+
+
+def evidence_of(
+    layer: Layer,
+    spec: LayerSpec,
+    history: History,
+    rotary: Rotary | None,
+    *,
+    num_queries: int,
+    each: int | None = None,
+    keys: bool = True,
+    values: bool = True,
+    output_weight: bool = True,
+) -> tuple[Evidence, Columns]:
+    """What a layer shows now.
+
+    Args:
+        layer: with a store, and the queries of the last tokens.
+        spec: where it is in the model.
+        history: of the batch, the layer's last tokens included.
+        rotary: the model's rotary embedding, where it is understood.
+        num_queries: of the last tokens, those whose queries are shown.
+        each: of those, at most so many of each sequence, so that what a sequence shows does not depend on how
+            many of its last tokens are real in others; None: all.
+        keys, values, output_weight: whether they are shown; what is not is NaN.
+
+    Returns:
+        the evidence, and where its columns lie in the store.
+    """
+    store = layer.store
+    assert store is not None
+    device = store.keys_CD.device
+    valid_BT, positions_BT = history.valid_BT.to(device), history.positions_BT.to(device)
+    first = history.num_seen - num_queries
+    from_B = last_tokens(valid_BT, num_queries if each is None else each).clamp_min(first)
+    asked_BS = valid_BT[:, first:] & (torch.arange(first, history.num_seen, device=device) >= from_B[:, None])
+    columns = columns_of(
+        store.positions_C,
+        store.index_N(),
+        store.rows_N(),
+        store.num_heads,
+        positions_BT=positions_BT,
+        valid_BT=valid_BT,
+        queries_from=from_B,
+    )
+    if num_queries:
+        queries_BQSD = align_last(layer.recent.last_queries(num_queries).to(device), asked_BS)
+    else:
+        queries_BQSD = store.keys_CD.new_zeros(history.batch_size, spec.num_heads, 0, spec.head_dim)
+    ids = history.token_ids_BT
+    beside = {name: columns.gather(side_C) for name, side_C in store.beside.items()}
+    norms = beside.get(NORM)
+    evidence = Evidence(
+        layer_idx=spec.layer_idx,
+        queries_BQSD=queries_BQSD,
+        keys_BHTD=_shown(columns, store.keys_CD, keys),
+        values_BHTD=_shown(columns, store.values_CD, values),
+        output_weight_QDE=spec.output_weight_if(output_weight),
+        scaling=spec.scaling if layer.scaling is None else layer.scaling,
+        positions_BT=columns.positions_BT,
+        valid_BT=columns.valid_BT,
+        token_ids_BT=None if ids is None else columns.of_tokens(ids.to(device)),
+        soft_cap=layer.soft_cap,
+        window=spec.window,
+        sinks_Q=spec.sinks_Q,
+        rotary=rotary,
+        running=Running(beside[MASS], beside[ACCESS].long()) if MASS in beside else None,
+        held_BHT=columns.held_BHT,
+        place_BT=columns.place_BT,
+        queried_BS=columns.queried_BT[:, columns.queried_BT.shape[1] - queries_BQSD.shape[2] :],
+        learned_BHT=beside.get(LEARNED),
+        value_norm_BQT=None if norms is None else norms.transpose(-1, -2).flatten(1, 2),
+    )
+    return evidence, columns
+
+
+def _shown(columns: Columns, store_CD: Tensor, wanted: bool) -> Tensor:
+    """What a store holds, at the columns; NaN without any memory behind it, where nobody looks."""
+    if wanted:
+        return columns.gather(store_CD)
+    return store_CD.new_full((), float("nan")).expand(*columns.held_BHT.shape, store_CD.shape[-1])
+
+
+def note_(
+    layer: Layer, spec: LayerSpec, rule: Rule, history: History, rotary: Rotary | None, *, num_tokens: int
+) -> None:
+    """Write beside a layer's last entries what a later eviction wants to know of them.
+
+    Args:
+        layer: whose store holds the last tokens in every head.
+        spec: where it is in the model.
+        rule: says what is wanted.
+        history: of the batch, the last tokens included.
+        rotary: the model's rotary embedding.
+        num_tokens: the last tokens, of which nothing was noted yet.
+    """
+    wants, store = rule.wants, layer.store
+    assert store is not None
+    device = store.keys_CD.device
+    if wants.learned or wants.value_norm:
+        valid_BS = history.valid_BT[:, -num_tokens:].to(device)
+        tail = rule.noted(_tail(layer, spec, rule, history, rotary, valid_BS))
+        for name, side in beside_of(replace(tail, running=None)).items():
+            store.set_beside_(name, side, valid_BS)
+    if wants.running:
+        evidence, columns = evidence_of(
+            layer, spec, history, rotary, num_queries=num_tokens, values=False, output_weight=False
+        )
+        running = rule.counted(evidence).running
+        assert running is not None
+        entry_N = store.index_N()
+        last_BHT = running.last_access_BHT.to(torch.int32)
+        for name, side_BHT in ((MASS, running.mass_BHT), (ACCESS, last_BHT)):
+            side_N = columns.per_entry(side_BHT)
+            if name not in store.beside:
+                with normal_tensors():
+                    store.beside[name] = side_N.new_zeros(store.capacity)
+            store.beside[name][entry_N] = side_N
+    layer.recent.hidden, layer.recent.stream = [], []
+
+
+def _tail(
+    layer: Layer,
+    spec: LayerSpec,
+    rule: Rule,
+    history: History,
+    rotary: Rotary | None,
+    valid_BS: Bool[Tensor, "B S"],
+) -> Evidence:
+    """The last tokens alone, as if nothing had come before: enough for what looks at one entry at a time."""
+    store, num_tokens = layer.store, valid_BS.shape[1]
+    assert store is not None
+    B, H, device = store.batch_size, store.num_heads, store.keys_CD.device
+    index_RS, real_RS = store.tail_index_RS(valid_BS)
+    keys_BHTD, values_BHTD = (
+        side[index_RS].masked_fill(~real_RS[..., None], 0).view(B, H, num_tokens, -1)
+        for side in (store.keys_CD, store.values_CD)
+    )
+    ids, recent = history.token_ids_BT, layer.recent
+    if rule.wants.own_queries:
+        queries_BQSD = recent.last_queries(num_tokens).to(device)
+    else:
+        queries_BQSD = keys_BHTD.new_zeros(B, spec.num_heads, 0, spec.head_dim)
+    return Evidence(
+        layer_idx=spec.layer_idx,
+        queries_BQSD=queries_BQSD,
+        keys_BHTD=keys_BHTD,
+        values_BHTD=values_BHTD,
+        output_weight_QDE=spec.output_weight_if(rule.reads_output),
+        scaling=spec.scaling if layer.scaling is None else layer.scaling,
+        positions_BT=history.positions_BT[:, -num_tokens:].to(device),
+        valid_BT=valid_BS,
+        hidden_BTE=recent.last_hidden().to(device) if recent.hidden else None,
+        token_ids_BT=None if ids is None else ids[:, -num_tokens:].to(device),
+        soft_cap=layer.soft_cap,
+        window=spec.window,
+        sinks_Q=spec.sinks_Q,
+        rotary=rotary,
+        stream_BTE=recent.last_stream().to(device) if recent.stream else None,
+    )
+
+
+def remembered(evidence: Evidence, rule: Rule) -> Evidence:
+    """What of a layer is held until the lookahead tokens have asked: besides its keys and values, what the
+    policy's own score looks at."""
+    wants, request = rule.wants, rule.request
+    assert request is not None
+    if request.scorer is not None:  # nobody knows what a foreign scorer looks at
+        return evidence
+    evidence = rule.counted(evidence)
+    queries_BQSD = evidence.queries_BQSD
+    if wants.queries is not None:  # a copy, so that the others are let go
+        queries_BQSD = queries_BQSD[:, :, max(0, evidence.num_seen - wants.queries) :].clone()
+    return replace(evidence, queries_BQSD=queries_BQSD, hidden_BTE=None, stream_BTE=None)
+
+
+def intact_tokens(layers: list[Layer], history: History) -> Bool[Tensor, "B T"]:
+    """Tokens that every head of every layer still holds."""
+    device = history.valid_BT.device
+    positions_BT = history.positions_BT.to(device)
+    width = int(positions_BT.max()) + 1
+    counts, heads = torch.zeros(history.batch_size * width, dtype=torch.int64, device=device), 0
+    for layer in layers:
+        store = layer.store
+        assert store is not None
+        heads += store.num_heads
+        sequence_N = store.rows_N() // store.num_heads
+        place_N = sequence_N * width + store.positions_C[store.index_N()].long()
+        counts += torch.bincount(place_N, minlength=counts.numel()).to(device)
+    held_BT = counts.view(history.batch_size, width).gather(1, positions_BT.clamp_min(0)) == heads
+    return held_BT & history.valid_BT
+
+
+def expire_(store: RaggedStore, window: int, last_B: Int[Tensor, " B"]) -> bool:
+    """Let go, in place, of entries that no later query of a sliding-window layer can see; whether there were
+    any."""
+    sequence_N = store.rows_N() // store.num_heads
+    alive_N = store.positions_C[store.index_N()] > (last_B.to(store.keys_CD.device) + 1 - window)[sequence_N]
+    if bool(alive_N.all()):
+        return False
+    store.compact_(alive_N)
+    return True

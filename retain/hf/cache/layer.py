@@ -1,0 +1,110 @@
+"""One evicting layer of `retain.Cache`, as transformers sees it.
+
+In: the keys and values that an attention module hands over. Out: the lengths and mask sizes that
+transformers asks a cache layer for, as if nothing had been evicted. The one decision taken here: `update`
+stores nothing but a prefill's dense tensors and returns what it was given; the attention function, which
+knows the padding, does the rest.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from retain.cache.store import RaggedStore
+from retain.hf.cache.recent_queries import Recent
+
+
+class Layer(CacheLayerMixin):
+    """One layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store, with
+    what the last tokens showed."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False  # keeps assisted decoding away: its prefill holds speculative tokens
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.store: RaggedStore | None = None
+        self.recent = Recent()
+        self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
+        self.seen = 0
+        self.expected = False
+        # As the model's attention was last called.
+        self.scaling: float | None = None
+        self.soft_cap: float | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.expected:
+            raise ValueError(
+                "this model is not attached, so the cache would not be used: call retain.attach(model) first."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.seen == 0:
+            self.keys, self.values = key_states.detach(), value_states.detach()
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Only the new tokens' square is ever looked at: the past is ragged, and needs no mask.
+        return query_length, self.seen
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of a prefill that was not evicted."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def check(self, keep_BHT: Tensor | None) -> None:
+        """Refuse a keep mask that is not one of the dense entries.
+
+        Raises:
+            ValueError: another shape or type.
+        """
+        B, H, T = self.dense()[0].shape[:3]
+        if keep_BHT is not None and (keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool):
+            raise ValueError(
+                f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} sequences x "
+                f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
+            )
+
+    def held_BH(self, seen_B: Int[Tensor, " B"], num_heads: int) -> Int[Tensor, "B H"]:
+        """Entries that each sequence and KV head holds, on the CPU: all that were seen, where none went."""
+        if self.store is None:
+            return seen_B[:, None].expand(-1, num_heads)
+        return self.store.lengths_BH.cpu().long()
+
+    def fork(self) -> "Layer":
+        """A layer that can go its own way: a store is copied, dense tensors (never changed in place) are
+        shared."""
+        other = copy.copy(self)
+        other.store = None if self.store is None else self.store.fork()
+        other.recent = self.recent.fork()
+        return other
+
+    def select_batch(self, idx: Int[Tensor, " N"]) -> None:
+        self.recent = self.recent.select_batch(idx)
+        if self.store is not None:
+            self.store = self.store.select_batch(idx)
+        elif self.keys is not None and self.values is not None:
+            self.keys = self.keys.index_select(0, idx.to(self.keys.device))
+            self.values = self.values.index_select(0, idx.to(self.values.device))

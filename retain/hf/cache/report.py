@@ -1,0 +1,151 @@
+"""What a cache holds and what it freed, per layer, as a table.
+
+In: counts that the cache took from its stores. Out: a `Report` whose `str` is the table. The one decision
+taken here: `bytes_held` counts the keys and values of held entries exactly; what the storage really takes
+(slack, unequal rooms, positions) is `bytes_allocated`, and stands beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from retain.budget.capacity import Capacity
+from retain.cache.attend import path_named
+from retain.hf.cache import pass_through_layers as foreign
+
+if TYPE_CHECKING:
+    from retain.hf.cache.cache import Cache
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer, or the total of all.
+
+    Args:
+        name: `layer 0`, ..., `total`.
+        entries_seen: (sequence, KV head, token) triples seen, padding apart.
+        entries_held: of those, held now.
+        bytes_full: bytes of keys and values of all entries seen.
+        bytes_held: bytes of keys and values held.
+        bytes_allocated: bytes of all storage behind them.
+    """
+
+    name: str
+    entries_seen: int
+    entries_held: int
+    bytes_full: int
+    bytes_held: int
+    bytes_allocated: int
+
+    @property
+    def entries_evicted(self) -> int:
+        return self.entries_seen - self.entries_held
+
+
+@dataclass(frozen=True)
+class LeftAloneReport:
+    """One layer that no policy evicts from: its attention has a window, or a recurrent state is all it has.
+
+    Args:
+        name: `layer 0`, ...
+        kind: what transformers calls the layer.
+        window: tokens that it looks back on; None without a window.
+        bytes_held: bytes of its keys and values, or of its states.
+        bytes_allocated: bytes of the storage behind them.
+    """
+
+    name: str
+    kind: str
+    window: int | None
+    bytes_held: int
+    bytes_allocated: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """A cache at one moment.
+
+    Args:
+        policy: name of the policy that evicted.
+        path: how attention over ragged rows is computed for what is held, in words.
+        layers: one row a layer that evicts.
+        total: their sum.
+        alone: layers that are left alone.
+        evictions: moments at which entries went.
+        capacity: what the last of them cost, where it was held against a limit (`retain.budget.capacity`).
+        held_whole: short sequences that are held whole, since the policy cannot evict from them within its
+            budget (`Cache`'s `short`).
+    """
+
+    policy: str
+    path: str
+    layers: tuple[LayerReport, ...]
+    total: LayerReport
+    alone: tuple[LeftAloneReport, ...] = ()
+    evictions: int = 0
+    capacity: Capacity | None = None
+    held_whole: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        head = (
+            f"{'':>9} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} {'allocated':>10}"
+        )
+        times = "once" if self.evictions == 1 else f"{self.evictions} times"
+        lines = [f"policy {self.policy}, evicted {times}; attention: {self.path}", head]
+        for row in (*self.layers, self.total):
+            share = row.bytes_held / row.bytes_full if row.bytes_full else 1.0
+            lines.append(
+                f"{row.name:>9} {row.entries_seen:>10,} {row.entries_held:>10,} {row.entries_evicted:>10,} "
+                f"{_mib(row.bytes_held):>10} {share:>8.1%} {_mib(row.bytes_allocated):>10}"
+            )
+        for left in self.alone:
+            kind = left.kind if left.window is None else f"{left.kind} of {left.window:,} tokens"
+            lines.append(f"{left.name:>9} left alone: {kind}, {_mib(left.bytes_held)} held")
+        if self.held_whole:
+            rows = ", ".join(map(str, self.held_whole))
+            lines.append(f"    short sequences held whole, more than their budget: {rows}")
+        if self.capacity is not None:
+            lines.append(f" capacity {self.capacity}")
+        return "\n".join(lines)
+
+
+def report_of(cache: "Cache") -> Report:
+    """What a cache holds now: `retain.Cache.report`, which see."""
+    tokens = 0 if cache.history is None else sum(cache.history.lengths_B)
+    rows, alone, paths = [], [], []
+    for spec, layer in zip(cache.specs, cache.ragged, strict=True):
+        seen = tokens * spec.num_kv_heads
+        beside = layer.recent.num_bytes
+        if layer.store is not None:
+            held, allocated = layer.store.entries_held, layer.store.bytes_allocated
+            entry = layer.store.entry_bytes
+            paths.append(path_named(layer.store.keys_CD, layer.store.values_CD))
+        elif layer.keys is not None:
+            dense = layer.dense()
+            held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
+            entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
+            paths.append(path_named(*dense))
+        else:
+            held = allocated = entry = 0
+        name = f"layer {spec.layer_idx}"
+        rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
+    for left in cache.layout.alone.values():
+        own = cache.layers[left.layer_idx]
+        held, allocated = foreign.held_bytes(own), foreign.allocated_bytes(own)
+        alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
+    # How attention over what is held is computed; of every layer, where they differ.
+    path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
+    name, whole = cache.rule.name, tuple(cache.held_whole)
+    return Report(
+        name, path, tuple(rows), total_of(rows), tuple(alone), cache.evictions, cache.capacity, whole
+    )
+
+
+def total_of(rows: Sequence[LayerReport]) -> LayerReport:
+    """The sum of all layers."""
+    names = ("entries_seen", "entries_held", "bytes_full", "bytes_held", "bytes_allocated")
+    return LayerReport("total", *(sum(getattr(row, name) for row in rows) for name in names))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB"

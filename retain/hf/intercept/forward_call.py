@@ -1,0 +1,253 @@
+"""What one forward of the decoder was given, and what is refused there.
+
+In: the decoder's arguments and what the cache has seen. Out: a `Call`, with validity and positions of the new
+tokens. The one decision taken here: everything that would go wrong silently later (right padding, a mask that
+contradicts the past, packed sequences) is found before the first layer runs, with a single transfer from the
+device (two where past tokens are forgotten). Where kernels run, decoding steps are spared that wait: what is
+wrong with one is noticed after it has run (`retain.hf.cache.mask_checks`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from retain.attention.rotary import Rotary
+from retain.cache.dense_view import tokens_last
+from retain.hf.cache.batch_context import MASK_VALUES
+from retain.hf.cache.mask_checks import WRONG, Doubt
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One forward.
+
+    Args:
+        is_prefill: the first tokens of the cache.
+        mask_BT: True on real tokens, over the past and the new tokens.
+        valid_BS: the new tokens' part of it; None when it is known that nothing of it is padding.
+        positions_BS: int64 RoPE positions of the new tokens.
+        token_ids_BS: None if the caller passed embeddings.
+        forgotten_BT: past tokens that this call's mask declares padding; None when there are none.
+        rotary: the model's rotary embedding, where it is understood.
+        doubt: what is still to be found out about it; None: nothing.
+        gaps: some sequence has padding behind tokens of this call: an unread token before a padded turn, or
+            virtual tokens (peft's prompt tuning) before a padded prompt.
+    """
+
+    is_prefill: bool
+    mask_BT: Bool[Tensor, "B T"]
+    valid_BS: Bool[Tensor, "B S"] | None
+    positions_BS: Int[Tensor, "B S"]
+    token_ids_BS: Int[Tensor, "B S"] | None
+    forgotten_BT: Bool[Tensor, "B P"] | None
+    rotary: Rotary | None = None
+    doubt: Doubt | None = None
+    gaps: bool = False
+
+    def left_padded(self) -> "Call":
+        """A first call with all padding before its sequences' tokens, as evidence has it."""
+        if not self.gaps:
+            return self
+        mask_BT, own = self.mask_BT, self.token_ids_BS
+        return replace(
+            self,
+            mask_BT=(left_BT := tokens_last(mask_BT, mask_BT)),
+            valid_BS=left_BT,
+            positions_BS=tokens_last(self.positions_BS, mask_BT),
+            token_ids_BS=None if own is None else tokens_last(own, mask_BT),
+            gaps=False,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What travels from an attention module's hook to the attention function.
+
+    Args:
+        cache: ours.
+        layer_idx: index of the layer in the model.
+        hidden_BSE: attention input, after the input layer norm.
+        stream_BSE: the same before that norm; None when nobody asked for it.
+    """
+
+    cache: Any
+    layer_idx: int
+    hidden_BSE: Tensor
+    stream_BSE: Tensor | None = None
+
+    def left_padded(self, valid_BS: Bool[Tensor, "B S"]) -> "Step":
+        """The same with all padding before its sequences' tokens."""
+        own = self.stream_BSE
+        stream_BSE = None if own is None else tokens_last(own, valid_BS.to(own.device))
+        hidden_BSE = tokens_last(self.hidden_BSE, valid_BS.to(self.hidden_BSE.device))
+        return replace(self, hidden_BSE=hidden_BSE, stream_BSE=stream_BSE)
+
+
+def read_call(
+    past_BT: Bool[Tensor, "B P"] | None,
+    last_B: Int[Tensor, " B"] | None,
+    positions: Callable[[], Int[Tensor, "B P"]],
+    *,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    rotary: Rotary | None = None,
+    width: int | None = None,
+    another: bool = False,
+    later: bool = False,
+    alone: bool = False,
+) -> Call:
+    """Check a forward's arguments against what was seen.
+
+    Args:
+        past_BT: True on real tokens among those seen; None before the first.
+        last_B: position of the last real token of each sequence; None before the first.
+        positions: gives those of all tokens seen; asked only where past tokens are forgotten.
+        input_ids: of the forward, or None.
+        inputs_embeds: of the forward, or None.
+        attention_mask: 2D over past and new tokens, or None for no padding.
+        position_ids: of the new tokens, or None to count on from what was seen, padding included, as
+            transformers does.
+        rotary: the model's rotary embedding, for those who look at queries before it.
+        width: tokens of the whole prompt, padding included, where it is read in chunks; a sequence may begin
+            after the first of them.
+        another: the call is a decoding step after another one, whose mask may not take tokens back: where
+            nobody waits for it, that would be known too late, so it is refused everywhere.
+        later: it is, and what is wrong with it may be noticed after it has run.
+        alone: then also whether there is padding after a sequence's own tokens, which layers that are left
+            alone cannot have.
+
+    Raises:
+        ValueError: right padding (behind a sequence's last token), a mask of another width or kind or that
+            goes back on an earlier one, positions that do not increase, another batch size.
+    """
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    if tokens is None:
+        raise ValueError("the decoder got neither input_ids nor inputs_embeds.")
+    (B, S), device = tokens.shape[:2], tokens.device
+    if past_BT is None:
+        past_BT = torch.ones(B, 0, dtype=torch.bool, device=device)
+    past_BT, seen = past_BT.to(device), past_BT.shape[1]
+    if past_BT.shape[0] != B:
+        raise ValueError(
+            f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
+            "batch_repeat_interleave (beams, "
+            "several returned sequences) or batch_select_indices first."
+        )
+    if attention_mask is None:
+        mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
+    elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
+        got = (
+            tuple(attention_mask.shape)
+            if isinstance(attention_mask, Tensor)
+            else type(attention_mask).__name__
+        )
+        raise ValueError(
+            f"attention_mask is {got}, but the cache has seen {seen} tokens and {S} are new: pass the 2D "
+            "mask "
+            f"[{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
+        )
+    else:
+        mask_BT = attention_mask.to(device=device, dtype=torch.bool)
+    if position_ids is None:
+        position_ids = torch.arange(seen, seen + S, device=device)[None]
+    if position_ids.ndim != 2 or position_ids.shape[1] != S:
+        raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
+    positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
+
+    if later:
+        assert another and S == 1 and last_B is not None
+        found = {"back": (positions_BS[:, 0] <= last_B.to(device)) & mask_BT[:, -1]}
+        if attention_mask is not None:  # else the mask is of our making
+            changed_BT = past_BT ^ mask_BT[:, :-1]
+            found |= {"forgotten": changed_BT & past_BT, "revived": changed_BT & ~past_BT}
+            if alone:
+                found["gap"] = past_BT.any(-1) & ~mask_BT[:, -1]
+        return Call(
+            is_prefill=False,
+            mask_BT=mask_BT,
+            valid_BS=None if attention_mask is None else mask_BT[:, -1:],
+            positions_BS=positions_BS,
+            token_ids_BS=input_ids,
+            forgotten_BT=None,
+            rotary=rotary,
+            doubt=Doubt({name: wrong.any() for name, wrong in found.items()}),
+        )
+    valid_BS = mask_BT[:, seen:]
+    if another and S == 1 and last_B is not None:
+        # A step like the one before it: nothing padded, nothing taken back, positions that go on.
+        same = attention_mask is None or (bool(valid_BS.all()) and torch.equal(mask_BT[:, :seen], past_BT))
+        if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
+            return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
+    forgotten_BT = past_BT & ~mask_BT[:, :seen]
+    no = valid_BS.new_zeros(())
+    between, behind, disordered, backwards, strange = no, no, no, no, no
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
+    if S > 1:
+        before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
+        disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
+        between = (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any()
+        behind = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
+    if last_B is not None:
+        backwards = ((positions_BS <= last_B.to(device)[:, None]) & valid_BS).any()
+    answers = torch.stack(
+        [
+            ~valid_BS.all(),
+            between,
+            behind,
+            ~valid_BS.any(1).all(),
+            forgotten_BT.any(),
+            (mask_BT[:, :seen] & ~past_BT).any(),
+            disordered,
+            backwards,
+            strange,
+        ]
+    )
+    padded, gaps, right, empty, forgotten, revived, disorder, back, other = answers.tolist()
+    if other:
+        raise ValueError(MASK_VALUES)
+    if back and forgotten:
+        # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
+        still_BT = past_BT & ~forgotten_BT
+        last_B = positions().to(device).masked_fill(~still_BT, -1).amax(1)
+        back = bool(((positions_BS <= last_B[:, None]) & valid_BS).any())
+    if right and seen + S >= (width or 0):
+        raise ValueError(
+            "right padding: a row of the attention mask ends in 0 behind tokens of this call. Decoding "
+            "continues after the last column, so pads there would stand between a prompt and its "
+            "continuation: set tokenizer.padding_side = 'left'."
+        )
+    if empty and seen + S >= (width or 0) and not bool(mask_BT.any(1).all()):
+        raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
+    if another and forgotten:
+        raise ValueError(WRONG["forgotten"])
+    if revived:
+        raise ValueError(
+            "attention_mask shows tokens as real that were padding when the cache saw them, and padding is "
+            "never stored: continue the mask that the earlier call had, with 0 for what generate put "
+            "behind a sequence that has ended."
+        )
+    if disorder or back:
+        raise ValueError(
+            "position_ids of a sequence do not increase from token to token (packed sequences, or a "
+            "continuation at an earlier position): give each sequence its own row, and let positions go on "
+            "where they were. After cache.prefill, or generate with padding, continue through generate or "
+            "pass position_ids: without them transformers counts padding too. And without an attention_mask "
+            "generate takes every token that equals pad_token_id for padding: pass one."
+        )
+    return Call(
+        is_prefill=seen == 0,
+        mask_BT=mask_BT,
+        valid_BS=valid_BS if padded else None,
+        positions_BS=positions_BS,
+        token_ids_BS=input_ids,
+        forgotten_BT=forgotten_BT if forgotten else None,
+        rotary=rotary,
+        gaps=gaps,
+    )

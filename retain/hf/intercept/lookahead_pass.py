@@ -1,0 +1,273 @@
+"""The lookahead pass: the tokens of a lookahead gate run behind a prompt that a cache still holds whole.
+
+In: a model, gates with an extension, and the keys and values of a prompt in every layer. Out: for each layer
+that evicts, the lookahead tokens' queries and keys, which the gate scores entries by. The one decision taken
+here: two passes. The prompt is read by the frozen model as ever; then the tokens alone run through the
+extended one, on a cache that is read and never written. So the adapters are on their path only, and when the
+pass is over nothing of the model, of the prompt's cache or of the layers left alone has changed. The price is
+the peak: no layer can be cut before the last one has read the prompt, so that all of its keys and values are
+held once (and, a layer at a time, once more beside the tokens' own).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
+
+from retain.evidence import Evidence
+from retain.gates import GateSet
+from retain.gates.lookahead import LookaheadExtension, LookaheadGate
+from retain.hf.cache import pass_through_layers as foreign
+from retain.hf.intercept.forward_call import Step
+from retain.hf.model.decoder import base_model, layout_of
+from retain.hf.model.layout import Layout
+from retain.hf.model.projection import input_width
+from retain.registry import lookup
+
+TARGETS = {"all": "the linear modules of attention and MLP", "attention": "those of attention alone"}
+# Parts of a decoder layer whose linear modules are adapted, as transformers calls them.
+MLP = ("mlp", "feed_forward")
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What tokens behind a prompt asked of one layer.
+
+    Args:
+        queries_BQSD: their queries, after norm and RoPE.
+        keys_BHSD: their keys.
+    """
+
+    queries_BQSD: Float[Tensor, "B Q S D"]
+    keys_BHSD: Float[Tensor, "B H S D"]
+
+
+class _ReadLayer(CacheLayerMixin):
+    """A layer's prompt: what comes is attended to beside it, and forgotten."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, keys_BHTD: Tensor, values_BHTD: Tensor):
+        super().__init__()
+        self.keys, self.values = keys_BHTD, values_BHTD
+        self.lazy_initialization(keys_BHTD, values_BHTD)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
+        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        assert self.keys is not None
+        return self.keys.shape[2]
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class ReadCache(TransformersCache):
+    """A prompt that tokens are run behind, in every layer; an attached model shows it what they ask.
+
+    Args:
+        layout: the model's layers.
+        held: index of a layer that evicts -> the prompt's keys and values, `[B, H, T, D]`.
+        alone: index of a layer that is left alone -> its cache layer, of which a copy is used.
+    """
+
+    def __init__(self, layout: Layout, held: Mapping[int, tuple[Tensor, Tensor]], alone: Mapping[int, Any]):
+        super().__init__(
+            layers=[
+                foreign.fork(alone[idx]) if idx in layout.alone else _ReadLayer(*held[idx])
+                for idx in range(layout.num_layers)
+            ]
+        )
+        self.asked: dict[int, Asked] = {}
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
+        """Nothing comes behind these tokens: their state is not written over the one that they began from,
+        which a gradient looks back to."""
+        return recurrent_states
+
+    def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
+        """Before an evicting layer's attention module runs."""
+        return Step(self, layer_idx, hidden_BSE)
+
+    def attention(
+        self, step: Step, queries_BQSD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, dense: Any, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """An evicting layer's attention: what the model would have run, seen."""
+        num_tokens = queries_BQSD.shape[2]
+        self.asked[step.layer_idx] = Asked(queries_BQSD, keys_BHTD[:, :, -num_tokens:])
+        return dense()
+
+
+def run_behind(
+    model: nn.Module,
+    cache: ReadCache,
+    embeds_BSE: Float[Tensor, "B S E"],
+    valid_BT: Tensor,
+    positions_BT: Int[Tensor, "B T"],
+) -> dict[int, Asked]:
+    """Run tokens behind a prompt through an attached model, with whatever the model carries at the moment.
+
+    Args:
+        model: attached.
+        cache: of the prompt.
+        embeds_BSE: the tokens, as the decoder reads them.
+        valid_BT: False on the prompt's padding.
+        positions_BT: of the prompt's tokens; those behind it count on.
+
+    Returns:
+        index of each layer that evicts -> what they asked there.
+    """
+    device, (B, S) = embeds_BSE.device, embeds_BSE.shape[:2]
+    valid_BT = valid_BT.to(device)
+    last_B1 = positions_BT.to(device).masked_fill(~valid_BT, -1).amax(-1, keepdim=True)
+    base_model(model)(
+        inputs_embeds=embeds_BSE,
+        attention_mask=torch.cat([valid_BT, valid_BT.new_ones(B, S)], dim=1).long(),
+        position_ids=last_B1 + 1 + torch.arange(S, device=device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return cache.asked
+
+
+def look_ahead(
+    model: nn.Module,
+    gates: GateSet,
+    cache: ReadCache,
+    evidence: Sequence[Evidence],
+) -> list[Evidence]:
+    """The evidence of a prompt, with what the gates' lookahead tokens ask behind it.
+
+    Args:
+        model: attached; as it was when this returns.
+        gates: with an extension.
+        cache: of the prompt.
+        evidence: one per layer that evicts, nothing evicted from.
+
+    Raises:
+        ValueError: something was evicted; or the extension does not fit the model.
+    """
+    base, first = base_model(model), evidence[0]
+    if first.held_BHT is not None:
+        raise ValueError(
+            "lookahead tokens ask behind a whole prompt, and this evidence shows what is left of one: ask "
+            "before the first eviction (a prefill with evict=False, hold_evidence=True)."
+        )
+    with gates.extend(model) as extension:
+        assert isinstance(extension, LookaheadExtension)
+        weight = base.get_input_embeddings().weight
+        like = torch.empty(0, dtype=base.dtype, device=weight.device)
+        embeds_BSE = extension.embeds(first.valid_BT.shape[0], like)
+        asked = run_behind(model, cache, embeds_BSE, first.valid_BT, first.positions_BT)
+    return [
+        replace(
+            layer,
+            lookahead_BQSD=asked[layer.layer_idx].queries_BQSD,
+            lookahead_keys_BHSD=asked[layer.layer_idx].keys_BHSD,
+        )
+        for layer in evidence
+    ]
+
+
+def lookahead_gates(
+    model: nn.Module,
+    *,
+    reduce: str = "mean",
+    num_tokens: int = 32,
+    rank: int = 8,
+    alpha: float = 32.0,
+    targets: str = "all",
+    seed: int = 0,
+) -> GateSet:
+    """Fresh lookahead gates for a model, in float32 on the CPU. The defaults are the paper's.
+
+    Its count of parameters (20.6M on an 8B Llama) is that of every linear module but the output projection
+    and the MLP of the last layer, behind which nothing is asked any more; so it is here (and without the
+    last layer's value projection, which cannot matter either). The tokens begin as embeddings of tokens
+    drawn at random.
+
+    Args:
+        model: a causal language model of transformers.
+        reduce: of the query heads of a group: `mean` or `max`.
+        num_tokens: lookahead tokens.
+        rank, alpha: of the adapters.
+        targets: which modules are adapted: `all` (of attention and MLP), or `attention`.
+        seed: of the first weights.
+
+    Raises:
+        ValueError: unsupported architecture, unknown targets, or settings that mean nothing.
+    """
+    lookup(targets, TARGETS, what="targets of lookahead gates")
+    layout, base = layout_of(model), base_model(model)
+    last = layout.evicting[-1]
+    behind = [last.output, *([last.inputs[2]] if len(last.inputs) == 3 else [])]
+    modules = adapted_modules(base, last.layer_idx, behind, targets)
+    specs = layout.evicting
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        extension = LookaheadExtension(
+            num_tokens=num_tokens, E=specs[0].hidden_size, rank=rank, alpha=alpha, modules=modules
+        )
+        embedding: Any = base.get_input_embeddings()
+        drawn = torch.randint(base.config.get_text_config().vocab_size, (num_tokens,))
+    with torch.no_grad():
+        extension.tokens_SE.copy_(embedding(drawn.to(embedding.weight.device)).float().cpu())
+    gates = {
+        spec.layer_idx: LookaheadGate(E=spec.hidden_size, H=spec.num_kv_heads, reduce=reduce)
+        for spec in specs
+    }
+    return GateSet(gates, extension=extension)
+
+
+def adapted_modules(
+    base: nn.Module, last: int, behind: Sequence[Any], targets: str = "all"
+) -> dict[str, tuple[int, int]]:
+    """Names in the decoder, and widths, of the linear modules that matter to what the last layer that evicts
+    is asked.
+
+    Args:
+        base: the decoder, on any device (meta included).
+        last: index of that layer.
+        behind: its modules that cannot matter: output projection and, where it is one, value projection.
+        targets: of `TARGETS`.
+    """
+    behind_ids = {id(module) for module in behind}
+    layers: Any = base.layers
+    found = {}
+    for idx in range(last + 1):
+        for part_name, part in layers[idx].named_children():
+            is_mlp = part_name in MLP
+            if is_mlp and (targets != "all" or idx == last):
+                continue
+            if not is_mlp and "attn" not in part_name and "attention" not in part_name:
+                continue
+            if part_name == "linear_attn":  # its recurrence is left alone
+                continue
+            for name, module in part.named_modules():
+                width = input_width(module) if hasattr(module, "in_features") else None
+                if width is None or id(module) in behind_ids:
+                    continue
+                path = ".".join(filter(None, ("layers", str(idx), part_name, name)))
+                found[path] = (width, int(module.out_features))
+    return found

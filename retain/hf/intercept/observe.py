@@ -1,0 +1,65 @@
+"""Reads a whole sequence and returns what every layer shows, with nothing evicted."""
+
+from collections.abc import Collection
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from retain.evidence import Evidence
+from retain.gates import GateSet
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.lookahead_pass import look_ahead
+
+
+def observe(
+    model: nn.Module,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Int[Tensor, "B T"] | None = None,
+    *,
+    wanted: Collection[str] = (),
+) -> list[Evidence]:
+    """What every layer shows over a whole sequence: one forward of the frozen decoder, without its head.
+
+    Nothing is evicted and nothing stays on the model. Memory: queries, keys, values and attention inputs of
+    all layers that evict.
+
+    Args:
+        model: a causal language model; attached or not.
+        input_ids: token ids, left-padded.
+        attention_mask: 1 on tokens, 0 on padding; None: no padding.
+        wanted: what gates look at (`GateSet.inputs`); of it `stream`, the residual stream, is held only where
+            it is named here.
+
+    Returns:
+        one `Evidence` per layer that evicts, with S == T queries.
+    """
+    with attach(model):
+        cache = Cache(model, policy=None)
+        cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True, wanted=wanted)
+    assert cache.evidence is not None
+    return list(cache.evidence)
+
+
+@torch.no_grad()
+def observe_ahead(
+    model: nn.Module,
+    gates: GateSet,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Int[Tensor, "B T"] | None = None,
+) -> list[Evidence]:
+    """What every layer shows over a whole prompt (`retain.hf.intercept.observe.observe`), lookahead queries
+    included.
+
+    Args:
+        model: a causal language model; attached or not.
+        gates: with an extension.
+        input_ids: token ids, left-padded.
+        attention_mask: 1 on tokens, 0 on padding; None: no padding.
+    """
+    with attach(model):
+        cache = Cache(model, policy=None)
+        cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)
+        assert cache.evidence is not None
+        return look_ahead(model, gates, cache.read_only(), cache.evidence)

@@ -1,0 +1,139 @@
+"""Other people's scores: an object in the calling convention of the field's main library, as a score here.
+
+In: a model, and any object with a `score(module, hidden_states, keys, values, attentions, kwargs)` method
+that returns `[batch, KV heads, entries]`, higher = keep (a "press"). Out: a function from evidence to
+`Score`, which selection, budgets and protection treat like any other: what it ranks low is really freed.
+
+The one decision taken here: such objects know nothing of padding, and some take a batch of one for granted.
+So each is called on one sequence at a time, without its padding, and sees what it would have seen alone.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from retain.evidence import Evidence, attention_probs
+from retain.hf.model.decoder import base_model, describe
+from retain.scores.score import UNITS, Score, masked_score
+
+
+def press_score(
+    model: nn.Module, press: Any, *, unit: str = "rank", attentions: bool = False
+) -> Callable[[Evidence], Score]:
+    """A press as a score.
+
+    `score[b, :, i] = press.score(module, hidden_b, keys_b, values_b, attentions_b, kwargs_b)[0, :, i]`, with
+    sequence b alone and without padding. `module` is the layer's attention module; for the time of the call
+    it has the decoder's `rotary_emb`, which some presses read from it. `kwargs` holds `hidden_states`,
+    `position_embeddings` (cosine and sine, in the model's precision), `position_ids`, `cache_position`,
+    `attention_mask` and `past_key_values` (both None). Presses run without gradients.
+
+    Only its scores are taken. What a press does in other methods (its own budgets, changed keys, hooks) does
+    not happen; its forced entries are forced only so far as its scores say so.
+
+    Args:
+        model: the causal language model that the evidence comes from.
+        press: the object.
+        unit: what its numbers are; `rank` (nothing but their order inside a head) unless you know better.
+        attentions: whether it reads attention weights. They are computed whole, `[1, Q, T, T]` in float32:
+            for short contexts.
+
+    Returns:
+        `evidence -> Score`; its values in float32, infinities at the ends of float32's range.
+
+    Raises:
+        ValueError: if there is no `score` method or no such unit; when called, if heads hold different
+            entries already, if the evidence lacks the attention input (or a query, with `attentions`), or if
+            the press returns anything but one number an entry and KV head.
+    """
+    name = type(press).__name__
+    if not callable(getattr(press, "score", None)):
+        raise ValueError(
+            f"{name} has no `score` method: pass an object with score(module, hidden_states, keys, values, "
+            "attentions, kwargs) -> [batch, KV heads, entries]. One that only compresses cannot rank entries."
+        )
+    if unit not in UNITS:
+        raise ValueError(f"a score's unit is one of {', '.join(UNITS)}; got {unit!r}.")
+    modules = {spec.layer_idx: spec.module for spec in describe(model)}
+    embedding = getattr(base_model(model), "rotary_emb", None)
+
+    @torch.no_grad()
+    def score(evidence: Evidence) -> Score:
+        if not evidence.exists_BHT.equal(evidence.valid_BT[:, None].expand_as(evidence.exists_BHT)):
+            raise ValueError(
+                f"{name} scores keys that all heads hold, and in layer {evidence.layer_idx} heads hold "
+                "different entries already: evict once, after the prompt (regime='prefill'), or use a score "
+                "of retain.scores, each of which knows what a head holds."
+            )
+        if evidence.hidden_BTE is None:
+            raise ValueError(
+                f"{name} scores from the attention input, and this evidence has none (hidden_BTE is None): "
+                "record it (retain.hf.intercept.observe.observe does, and so does a cache at prefill)."
+            )
+        if attentions and evidence.num_queries != evidence.num_seen:
+            raise ValueError(
+                f"{name} reads the attention of every query, but the evidence holds the last "
+                f"{evidence.num_queries} of {evidence.num_seen}: record all queries at prefill, or use a "
+                "press that reads none (attentions=False)."
+            )
+        module = modules[evidence.layer_idx]
+        values_BHT = torch.zeros(evidence.keys_BHTD.shape[:3], device=evidence.keys_BHTD.device)
+        with _lent(module, embedding):
+            for row in range(len(values_BHT)):
+                own_T = evidence.valid_BT[row]
+                if own_T.any():
+                    values_BHT[row, :, own_T] = _score_one(evidence, row, own_T, module)
+        return masked_score(values_BHT, evidence.valid_BT, unit)
+
+    def _score_one(evidence: Evidence, row: int, own_T: Bool[Tensor, " T"], module: nn.Module) -> Tensor:
+        """The press on one sequence alone: `[H, n]`, finite."""
+        one = evidence.select_batch(slice(row, row + 1))
+        assert one.hidden_BTE is not None
+        hidden, positions = one.hidden_BTE[:, own_T], one.positions_BT[:, own_T]
+        keys, values = one.keys_BHTD[:, :, own_T], one.values_BHTD[:, :, own_T]
+        paid = attention_probs(one, 0, one.num_queries)[:, :, own_T][..., own_T] if attentions else None
+        kwargs = {
+            "hidden_states": hidden,
+            "position_embeddings": None if embedding is None else embedding(hidden, positions),
+            "position_ids": positions,
+            "cache_position": torch.arange(keys.shape[2], device=keys.device),
+            "attention_mask": None,
+            "past_key_values": None,
+        }
+        got = press.score(module, hidden, keys, values, paid, kwargs)
+        want = [1, *keys.shape[1:3]]
+        if not isinstance(got, Tensor) or list(got.shape) != want:
+            what = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
+            raise ValueError(
+                f"{name}.score returned {what} for layer {evidence.layer_idx}; wanted a tensor {want}: one "
+                "number an entry and KV head, higher = keep."
+            )
+        got = got.to(keys.device).float()
+        if bad := int(got.isnan().sum()):
+            raise ValueError(
+                f"{name}.score returned {bad} NaN of {got.numel()} numbers for layer {evidence.layer_idx} on "
+                f"a sequence of {want[2]} tokens: no order could place them. Check its settings against the "
+                "sequence's length."
+            )
+        limit = torch.finfo(torch.float32).max
+        return got[0].clamp(-limit, limit)
+
+    score.__name__ = name
+    return score
+
+
+@contextmanager
+def _lent(module: nn.Module, embedding: nn.Module | None) -> Iterator[None]:
+    """The decoder's rotary embedding on the attention module, unless it has its own, and off again."""
+    if embedding is None or hasattr(module, "rotary_emb"):
+        yield
+        return
+    module.rotary_emb = embedding
+    try:
+        yield
+    finally:
+        del module.rotary_emb

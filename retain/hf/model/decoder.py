@@ -1,0 +1,293 @@
+"""Where a Hugging Face decoder keeps what eviction needs, who it is, and what its layers show.
+
+In: a causal language model whose decoder has `layers`, described by a row of `retain.hf.model.families` or
+regular enough to need none. Out: its `Layout` (one `LayerSpec` per layer that evicts, and the layers that are
+left alone), its rotary embedding, a fingerprint that tells two models apart, and the evidence of a whole
+sequence.
+
+The one decision taken here: an architecture that is not understood is refused, naming the module that is
+missing. A half-understood one would give numbers that look right.
+"""
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import DynamicLayer
+
+from retain.attention.rotary import Rotary
+from retain.hf.model import rotary_probe
+from retain.hf.model.families import (
+    ALONE,
+    FAMILIES,
+    FULL,
+    REGULAR,
+    SLIDING,
+    SUPPORTED,
+    Kind,
+    family_of,
+    kinds_of,
+)
+from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
+from retain.hf.model.projection import input_width, sample_of, stored
+
+__all__ = [
+    "LayerSpec",
+    "Layout",
+    "LeftAlone",
+    "base_model",
+    "describe",
+    "fingerprint",
+    "layout_of",
+    "rotary_of",
+]
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The decoder without its language-model head: the module that has `layers`.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # a peft wrapper
+    base = getattr(inner, "base_model", inner)
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model: pass an AutoModelForCausalLM. {SUPPORTED}"
+        )
+    if not isinstance(getattr(base, "layers", None), nn.ModuleList):
+        text = getattr(base, "language_model", None)
+        hint = ""
+        if isinstance(getattr(text, "layers", None), nn.ModuleList):
+            hint = (
+                f" It reads more than text; load its text decoder ({type(text).__name__}, `language_model`) "
+                "in a causal language model of its own."
+            )
+        raise ValueError(
+            f"{type(model).__name__} is not supported: {type(base).__name__} has no `layers`.{hint} "
+            f"{SUPPORTED}"
+        )
+    return base
+
+
+def learned_prompt(model: Any) -> str | None:
+    """The kind of learned prompt (prompt tuning, prefix tuning, ...) that a wrapper of peft puts before what
+    is read; None: there is none, or it is disabled."""
+    config = getattr(model, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False) or getattr(model, "_adapters_disabled", False):
+        return None
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def refuse_prefix(model: Any) -> None:
+    """Refuse a wrapper of peft that replaces the cache by one of its own.
+
+    Raises:
+        ValueError: prefix tuning, and what goes like it.
+    """
+    kind = learned_prompt(model)
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise ValueError(
+            f"this model carries a learned prefix of peft ({kind}), for which peft brings a cache of its "
+            "own, so that a retain.Cache would be left unread: use the model without it "
+            "(model.get_base_model()), or prompt tuning, whose virtual tokens are read like any others."
+        )
+
+
+def describe(model: nn.Module) -> list[LayerSpec]:
+    """The layers of a model that evict, in order.
+
+    Args:
+        model: a causal language model of transformers, or its decoder.
+
+    Returns:
+        one spec per layer; `layer_idx` has gaps where layers are left alone.
+
+    Raises:
+        ValueError: unsupported architecture; says which module or setting stands in the way.
+    """
+    return list(layout_of(model).evicting)
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """All layers of a model: those that evict, and those that are left alone.
+
+    Full-attention layers evict. Beside them, layers with a sliding window or a recurrent state are left
+    alone. Where every attention layer has a window (Mistral 7B v0.1), those evict, inside their window.
+
+    Args:
+        model: a causal language model of transformers, or its decoder.
+
+    Raises:
+        ValueError: unsupported architecture; says which module or setting stands in the way.
+    """
+    base = base_model(model)
+    config: Any = base.config
+    refused = f"{type(model).__name__} is not supported"
+    layers = list(base.layers)[: config.num_hidden_layers]  # behind them some keep layers for other purposes
+    kinds = kinds_of(config, len(layers))
+    for idx, kind in enumerate(kinds):
+        if kind.name != FULL and kind.name not in ALONE:
+            raise ValueError(
+                f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is a {kind.name} layer, of which "
+                f"nothing is known. {SUPPORTED}"
+            )
+    if getattr(config, "num_kv_shared_layers", None) or "reuse" in (
+        getattr(config, "kv_sharing_modes", None) or ()
+    ):
+        raise ValueError(f"{refused}: some of its layers attend to the keys of others. {SUPPORTED}")
+    if (own := _own_cache(base)) is not None:
+        raise ValueError(
+            f"{refused}: its layers keep what they have seen in a cache class of its own ({own}), and take "
+            f"no other. {SUPPORTED}"
+        )
+    evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
+    specs, alone = [], {}
+    blank = DynamicCache(config=config).layers if any(kind.name != evicts for kind in kinds) else []
+    for idx, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        where = f"{refused}: layer {idx} ({type(layer).__name__})"
+        if kind.name == evicts:
+            specs.append(_spec(base, idx, layer, kind, where))
+            continue
+        if kind.window is None and type(blank[idx]) is DynamicLayer:
+            raise ValueError(
+                f"{where} is a {kind.name} layer, for which transformers {transformers.__version__} has no "
+                "cache layer: update transformers to 5.17 or later."
+            )
+        alone[idx] = LeftAlone(idx, kind.name, kind.window, blank[idx])
+    if not specs:
+        raise ValueError(
+            f"{refused}: none of its layers has attention whose entries could be evicted. {SUPPORTED}"
+        )
+    return Layout(tuple(specs), alone, len(layers))
+
+
+def _own_cache(base: nn.Module) -> str | None:
+    """The class of caches that stands beside an architecture, if it has one (MiniMax)."""
+    where = type(base).__module__
+    for name, one in vars(sys.modules[where]).items():
+        if isinstance(one, type) and issubclass(one, TransformersCache) and one.__module__ == where:
+            return name
+    return None
+
+
+def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str) -> LayerSpec:
+    """One layer that evicts, every part of it checked."""
+    config = base.config
+    name = FAMILIES.get(config.model_type, REGULAR).attention
+    attention: Any = getattr(layer, name, None)
+    if attention is None:
+        raise ValueError(f"{where} has no `{name}`. {SUPPORTED}")
+    try:
+        family = family_of(config.model_type, attention)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}. {SUPPORTED}") from None
+    missing = [name for name in family.parts if not hasattr(attention, name)]
+    if missing:
+        raise ValueError(f"{where}: {type(attention).__name__} has no `{'`, `'.join(missing)}`. {SUPPORTED}")
+    if not getattr(attention, "is_causal", True):
+        raise ValueError(f"{where}: {type(attention).__name__} is not causal. {SUPPORTED}")
+    if attention.layer_idx != idx:
+        raise ValueError(
+            f"{where}: {type(attention).__name__} is numbered {attention.layer_idx}, not {idx}. {SUPPORTED}"
+        )
+    output, first = getattr(attention, family.output), getattr(attention, family.inputs[0])
+    if any(tensor.device.type == "meta" for tensor in stored(output)):
+        raise ValueError(
+            f"{where}: the weight of `{name}.{family.output}` is on the meta device (offloaded to CPU or "
+            "disk by accelerate, or never loaded), and scores read it. Load the model onto devices that "
+            "hold all of it: a smaller model or dtype, or a device_map without 'cpu' and 'disk'."
+        )
+    width, D, group = input_width(output), attention.head_dim, attention.num_key_value_groups
+    if width is None or width % (D * group):
+        raise ValueError(
+            f"{where}: `{family.output}` takes {width} features, which are no groups of {group} heads of "
+            f"width {D}. {SUPPORTED}"
+        )
+    for part, wanted in family.widths(width, width // group).items():
+        got = getattr(getattr(attention, part), "out_features", wanted)
+        if got != wanted:
+            raise ValueError(f"{where}: `{part}` gives {got} features, not {wanted}. {SUPPORTED}")
+    return LayerSpec(
+        layer_idx=idx,
+        module=attention,
+        family=family,
+        num_heads=width // D,
+        num_kv_heads=width // D // group,
+        head_dim=D,
+        hidden_size=input_width(first) or config.hidden_size,
+        scaling=float(attention.scaling),
+        window=kind.window,
+        compute_dtype=base.dtype,
+    )
+
+
+def rotary_of(model: nn.Module) -> Rotary | None:
+    """The rotary embedding of a model, where it is one that `retain.attention.rotary` can turn and turn back.
+
+    Of the layers that evict, that is: Gemma-3 turns its sliding layers in another way. Nothing is taken on
+    trust (`retain.hf.model.rotary_probe`). Costs two key projections of four tokens a layer, so ask once a
+    model.
+
+    Args:
+        model: a causal language model of transformers, or its decoder.
+
+    Returns:
+        None where the model has no rotary embedding, turns only some of these layers, or each in its own way,
+        turns neighbouring dimensions (the interleaved convention), or where any of this cannot be seen.
+
+    Raises:
+        ValueError: unsupported architecture.
+    """
+    base = base_model(model)
+    return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, describe(model))
+
+
+def fingerprint(model: nn.Module) -> dict[str, str | int]:
+    """Who a model is: its dimensions, and a hash over them and a sample of its weights.
+
+    The sampled weights are rounded to bfloat16 first, so that loading a checkpoint in float32 or bfloat16
+    gives the same fingerprint (float16 does not: it loses bfloat16's small numbers). A quantised model has
+    one of its own: of its weights the packed bytes are sampled. Adapters of peft that are not merged are no
+    part of it.
+
+    Returns:
+        a flat mapping for JSON: model_type, dimensions, `sha256`; and `layers`, the indices of those that
+        evict, where others are left alone.
+
+    Raises:
+        ValueError: a weight that is not there (ZeRO-3 leaves tensors of size 0).
+    """
+    base, layout = base_model(model), layout_of(model)
+    specs = layout.evicting
+    config: Any = base.config
+    dims: dict[str, str | int] = {
+        "model_type": config.model_type,
+        "num_layers": len(specs),
+        "hidden_size": specs[0].hidden_size,
+        "num_heads": specs[0].num_heads,
+        "num_kv_heads": specs[0].num_kv_heads,
+        "head_dim": specs[0].head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    if layout.alone:
+        dims["layers"] = ",".join(str(spec.layer_idx) for spec in specs)
+    digest = hashlib.sha256(json.dumps(dims, sort_keys=True).encode())
+    modules = [base.get_input_embeddings()]
+    for spec in specs:
+        modules += [spec.inputs[min(1, len(spec.inputs) - 1)], spec.output]  # the keys', or the fused one
+    for module in modules:
+        if any(parameter.numel() == 0 for parameter in module.parameters()):
+            raise ValueError(
+                f"a weight of {type(module).__name__} has no numbers in it: the model is partitioned over "
+                "processes (DeepSpeed ZeRO-3), and only a whole one can be told from others. Take its "
+                "fingerprint before it is sharded, or inside deepspeed.zero.GatheredParameters."
+            )
+        for sample in sample_of(module):
+            digest.update(sample)
+    return {**dims, "sha256": digest.hexdigest()}

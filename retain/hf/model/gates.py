@@ -1,0 +1,176 @@
+"""Gates for a model: read by folder or hub id and checked against it (`retain.load_gates`), or untrained ones
+of its sizes (`retain.new_gates`).
+
+`retain.gates.store` reads an artifact and knows neither transformers nor the hub; this adds both.
+"""
+
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+from torch import nn
+
+from retain.gates import GATES, GateSet, build_gates, dims_for
+from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, check_fingerprint
+from retain.gates.store import load_gates as read_gates
+from retain.hf.intercept.lookahead_pass import lookahead_gates
+from retain.hf.model.decoder import describe, fingerprint
+from retain.registry import lookup, suggest
+
+# What the hub raises where a repository cannot be had. Errors of httpx are no OSError, and only some of them
+# does the hub turn into its own.
+UNREACHABLE: tuple[type[Exception], ...] = (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    ConnectionError,
+    TimeoutError,
+    httpx.HTTPError,
+    httpx.InvalidURL,
+)
+# Sizes of a layer that gates may be made for.
+SIZES: tuple[str, ...] = ("E", "H", "Q", "D")
+
+
+def load_gates(
+    path_or_hub_id: str | os.PathLike[str], model: nn.Module | None = None, *, revision: str | None = None
+) -> GateSet:
+    """Load trained gates in float32, on the CPU; each moves to its layer's device when it first scores.
+
+    Args:
+        path_or_hub_id: the folder that `train/distill.py` wrote, or the id of a hub repository that holds it.
+        model: the model on which they will be used; None skips the check that they were trained on it.
+        revision: of the hub repository.
+
+    Returns:
+        the gates, with what the artifact says of itself in `metadata`.
+
+    Raises:
+        ValueError: nothing is there; an artifact is incomplete, corrupt or of a newer schema; or it was
+            trained on another model.
+
+    Example:
+        >>> cache = retain.Cache(model, gates=retain.load_gates("runs/gates-seed0", model))  # doctest: +SKIP
+    """
+    folder = Path(path_or_hub_id)
+    if not folder.is_dir():
+        folder = _download(os.fspath(path_or_hub_id), revision)
+    if model is None:
+        return read_gates(folder)
+    return read_gates(folder, fingerprint=lambda: fingerprint(model))
+
+
+def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **settings: Any) -> GateSet:
+    """Untrained gates for a model, one for each layer that evicts, in float32 on the CPU.
+
+    They know nothing yet: they are what training begins with, and what a pipeline is tried with before there
+    are trained ones. The random numbers of the caller are left alone.
+
+    Args:
+        model: a causal language model of transformers, attached or not.
+        family: of `retain.gates.GATES` (docs/gates.md): `linear`, `mlp`, `lowrank`, `qkv`, `decay`, ...
+        seed: of the first weights.
+        **settings: of the family, e.g. `F=64` hidden units (`retain.gates.settings_of(family)` lists them
+            with their defaults); of `lookahead`, those of
+            `retain.hf.intercept.lookahead_pass.lookahead_gates`.
+
+    Raises:
+        ValueError: unsupported architecture, an unknown family, or settings that it does not have, all in one
+            message.
+
+    Example:
+        >>> gates = retain.new_gates(model, family="mlp")  # doctest: +SKIP
+        >>> cache = retain.Cache(model, policy="fused", keep_ratio=0.2, gates=gates)  # doctest: +SKIP
+    """
+    if lookup(family, GATES, what="gate family").extension is not None:
+        known = [one for one in inspect.signature(lookahead_gates).parameters if one not in ("model", "seed")]
+        if unknown := [f"{name!r}{suggest(name, known)}" for name in settings if name not in known]:
+            raise ValueError(
+                f"settings of gate family {family!r}: there is no setting {', '.join(unknown)}. It has "
+                f"{', '.join(known)}."
+            )
+        return lookahead_gates(model, **settings, seed=seed)
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
+    dims = dims_for(family, sizes, settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build_gates(family, dims)
+
+
+def gates_for(model: nn.Module, gates: Any) -> Any:
+    """What the user passed as `gates`, loaded if it has to be, and checked against the model.
+
+    Args:
+        model: the model whose entries they will score.
+        gates: a folder, a hub id, a `GateSet`, or what scores in its place (`score(evidence) -> Score`, with
+            its unit as `unit` where that is not `risk`), of which nothing can be checked.
+
+    Raises:
+        ValueError: if it is none of these, or gates of another model: by their fingerprint where they have
+            one, and by the layers and sizes in any case.
+    """
+    if isinstance(gates, str | os.PathLike):
+        gates = load_gates(gates, model)
+    elif not callable(getattr(gates, "score", None)):
+        raise ValueError(
+            f"gates are a folder, a hub id or a loaded GateSet; got {type(gates).__name__} ({gates!r:.80}): "
+            "pass gates='path or hub id', or retain.load_gates(path, model)."
+        )
+    elif isinstance(gates, GateSet) and gates.metadata.get("fingerprint"):
+        check_fingerprint(gates.metadata, fingerprint(model), Path("the GateSet given"))
+    if isinstance(gates, GateSet):
+        _check_sizes(model, gates)
+    return gates
+
+
+def _check_sizes(model: nn.Module, gates: GateSet) -> None:
+    """Every layer has a gate of its sizes (width E, KV heads H; where the family asks for them query heads Q
+    and head width D), and no gate is left over."""
+    wanted = {spec.layer_idx: spec.sizes for spec in describe(model)}
+    got: dict[int, dict[str, int]] = {}
+    for layer in gates.layers:
+        dims = gates[layer].dims()
+        got[layer] = {name: dims[name] for name in SIZES if name in dims}
+        if layer in wanted:
+            wanted[layer] = {name: wanted[layer][name] for name in got[layer]}
+    differ = [layer for layer in sorted(wanted | got) if wanted.get(layer) != got.get(layer)]
+    if differ:
+        first = differ[0]
+        raise ValueError(
+            f"these gates do not fit {type(model).__name__}: they have {len(got)} layers and it has "
+            f"{len(wanted)}, and {len(differ)} differ. The first is layer {first}, with (width E, KV heads "
+            f"H, query heads Q, head width D) {_shown(got.get(first))} in the gates and "
+            f"{_shown(wanted.get(first))} in the model. Load gates that were trained on this model."
+        )
+
+
+def _shown(sizes: Mapping[str, int] | None) -> str:
+    """Sizes of a layer for a message."""
+    return "none" if sizes is None else ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    """Fetch the two files of an artifact, and nothing else, into the hub's cache."""
+    try:
+        return Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=[METADATA_FILE, WEIGHTS_FILE])
+        )
+    except UNREACHABLE as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"there are no gates at {hub_id!r}: it is no folder here (seen from {str(Path.cwd())!r}), and "
+            f"as a hub repository it could not be fetched ({type(error).__name__}: {reason}). Pass the "
+            "folder that train/distill.py wrote (`output` of its config)."
+        ) from None

@@ -1,0 +1,128 @@
+"""What a model's layers are to a cache: those that evict, and those that are left alone.
+
+In: nothing but data. Out: `LayerSpec`, `LeftAlone` and `Layout`, which `retain.hf.model.decoder` makes of a
+model. The one decision taken here: weights are read where they stand when they are asked for, so that nothing
+made of a model goes stale when the model moves, and a quantised weight is made dense only for those who look.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from retain.hf.model.families import Family
+from retain.hf.model.projection import dense_weight, plain_weight, stored
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSpec:
+    """One attention layer of a model, whose entries may be evicted.
+
+    Args:
+        layer_idx: index of the layer in the model.
+        module: its attention module.
+        family: what the module calls its parts.
+        num_heads: Q, query heads.
+        num_kv_heads: H, key-value heads.
+        head_dim: D.
+        hidden_size: E, width of the attention input (and output).
+        scaling: factor on the attention logits.
+        window: tokens that a query sees, itself included; None for all.
+        compute_dtype: precision in which a quantised weight is made dense.
+    """
+
+    layer_idx: int
+    module: nn.Module
+    family: Family
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    scaling: float
+    window: int | None
+    compute_dtype: torch.dtype
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The layer's sizes by their letters, as gates are built from them."""
+        return {"E": self.hidden_size, "H": self.num_kv_heads, "Q": self.num_heads, "D": self.head_dim}
+
+    @property
+    def output(self) -> nn.Module:
+        """The output projection."""
+        return getattr(self.module, self.family.output)
+
+    @property
+    def inputs(self) -> tuple[nn.Module, ...]:
+        """The query, key and value projection, or the fused one."""
+        return tuple(getattr(self.module, name) for name in self.family.inputs)
+
+    @property
+    def output_weight_QDE(self) -> Float[Tensor, "Q D E"]:
+        """The output projection viewed per query head: a view of the model's weight, or what the module
+        multiplies by where it is quantised or carries adapters (`retain.hf.model.projection.dense_weight`).
+
+        Where the heads' outputs are gated before it (Qwen3-Next, Qwen3.5), the gate is not in here: it
+        depends on the query's own hidden state, and lies below 1, so that what is made of this weight is an
+        upper bound.
+        """
+        dense = dense_weight(self.output, self.compute_dtype)
+        return dense.unflatten(0, (self.num_heads, self.head_dim))
+
+    def output_weight_if(self, read: bool) -> Float[Tensor, "Q D E"]:
+        """The same for those who look at it; for others NaN, without memory: to make it may cost a matrix."""
+        if read:
+            return self.output_weight_QDE
+        nan = torch.full((), float("nan"), device=self.device, dtype=self.dtype)
+        return nan.expand(self.num_heads, self.head_dim, self.hidden_size)
+
+    @property
+    def sinks_Q(self) -> Float[Tensor, " Q"] | None:
+        """One extra logit per query head that takes part in the softmax; None without."""
+        sinks = None if self.family.sinks is None else getattr(self.module, self.family.sinks)
+        return None if sinks is None else sinks.detach()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer's output projection is, and its entries will be."""
+        return stored(self.output)[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the layer's entries, autocast apart."""
+        weight = plain_weight(self.output)
+        return self.compute_dtype if weight is None else weight.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class LeftAlone:
+    """One layer whose state is left to transformers.
+
+    Args:
+        layer_idx: index of the layer in the model.
+        kind: `sliding_attention`, `linear_attention`, ..., as transformers calls it.
+        window: tokens that it looks back on, where its attention has a window.
+        empty: the cache layer that transformers makes for it, never filled.
+    """
+
+    layer_idx: int
+    kind: str
+    window: int | None
+    empty: Any = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """All layers of a model.
+
+    Args:
+        evicting: layers that evict, in order.
+        alone: layers that do not, by their index.
+        num_layers: of both together.
+    """
+
+    evicting: tuple[LayerSpec, ...]
+    alone: dict[int, LeftAlone]
+    num_layers: int

@@ -1,0 +1,156 @@
+"""Published gates for a model at hand: from a folder or the hub, checked against the model, saved as ours.
+
+In: what authors released (`retain.gates.published` says what is read), and the model that it is for. Out: an
+artifact that `retain.load_gates` reads. The one decision taken here: the model's fingerprint is taken now,
+and stored; so gates that were never told which model they are for are checked like all others ever after.
+
+    python -m retain.hf.model.published --from nvidia/KVzap-mlp-Qwen3-8B --model Qwen/Qwen3-8B --out
+    gates/kvzap python -m retain.hf.model.published --convert trimkv_weights.pth --out
+    trimkv/gates.safetensors
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import HfApi, hf_hub_download
+from torch import nn
+
+from retain.gates import GateSet
+from retain.gates.published import CONFIG_FILE, KINDS, PICKLES, import_published, safetensors_at, to_convert
+from retain.gates.store import save_gates
+from retain.gates.unpickle import unpickle
+from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.gates import UNREACHABLE
+from retain.hf.model.named import load_named_model
+from retain.process.command import status_of
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def published_gates(
+    path_or_hub_id: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    kind: str = "auto",
+    revision: str | None = None,
+) -> GateSet:
+    """Published gates for this model.
+
+    Args:
+        path_or_hub_id: a safetensors file, a folder with some, or a hub repository.
+        model: the model that they were trained on.
+        kind: of `retain.gates.published.KINDS`; `auto`: told by the tensors' names.
+        revision: of the hub repository.
+
+    Raises:
+        ValueError: nothing is there, it is a pickle, of an unknown kind, incomplete, or of another model.
+    """
+    path = _released_at(path_or_hub_id, revision)
+    return _imported(path, os.fspath(path_or_hub_id), model, kind)
+
+
+def _released_at(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> Path:
+    """Where a release lies, fetched if it has to be, with weights in it that are read."""
+    path = Path(path_or_hub_id)
+    if not path.exists():
+        path = _download(os.fspath(path_or_hub_id), revision)
+    safetensors_at(path)
+    return path
+
+
+def _imported(path: Path, source: str, model: nn.Module, kind: str) -> GateSet:
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
+    gates = import_published(path, sizes, kind=kind)
+    gates.metadata["published"]["source"] = source
+    gates.metadata["base_model"] = (
+        getattr(getattr(model, "config", None), "name_or_path", "") or "(not stated)"
+    )
+    return gates
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    """Fetch the release's config, and of its safetensors those with gates in them."""
+    try:
+        names = HfApi().list_repo_files(hub_id, revision=revision)
+        weights = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+        if not weights and (pickles := [name for name in names if name.endswith(PICKLES)]):
+            file, listing = to_convert(sorted(pickles))
+            raise ValueError(
+                f"{hub_id} was released as pickles ({listing}), which are programs, and weights are read "
+                f"from safetensors alone: fetch the one for your model (`hf download {hub_id} {file} "
+                f"--local-dir FOLDER`), convert it once with `python -m retain.hf.model.published --convert "
+                f"FOLDER/{file} --out FOLDER/gates.safetensors`, and import FOLDER/gates.safetensors."
+            )
+        if INDEX_FILE in names:
+            weights = _named_by(Path(hf_hub_download(hub_id, INDEX_FILE, revision=revision)))
+        if not weights:
+            raise ValueError(
+                f"{hub_id} has no safetensors with gates in them: pass what the authors released."
+            )
+        wanted = [*weights, *(name for name in names if name == CONFIG_FILE)]
+        return Path([hf_hub_download(hub_id, name, revision=revision) for name in wanted][0]).parent
+    except UNREACHABLE as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"there are no published gates at {hub_id!r}: nothing is here (seen from {str(Path.cwd())!r}), "
+            f"and as a hub repository it could not be fetched ({type(error).__name__}: {reason}). Pass what "
+            "the authors released, as a folder or a hub id."
+        ) from None
+
+
+def _named_by(index: Path) -> list[str]:
+    """Files of a model in parts that hold gates.
+
+    Raises:
+        ValueError: the index is none.
+    """
+    try:
+        found = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of weights ({error!r:.100}): fetch it again.") from None
+    return sorted({str(file) for name, file in found if _of_a_gate(name)})
+
+
+def _of_a_gate(name: str) -> bool:
+    return any(kind.pattern.match(name) for kind in KINDS.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; 0 if it worked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m retain.hf.model.published",
+        description="Import published gates as an artifact of retain.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from", dest="source", help="what the authors released: file, folder or hub id")
+    source.add_argument("--convert", help="a pickled release, to be rewritten as safetensors")
+    parser.add_argument("--kind", default="auto", choices=["auto", *sorted(KINDS)])
+    parser.add_argument("--model", help="folder or hub id of the model that the gates are for")
+    parser.add_argument("--out", required=True, help="folder of the artifact (with --convert: the file)")
+    parser.add_argument("--revision", help="of the gates' hub repository")
+    given = parser.parse_args(arguments)
+    if given.source and not given.model:
+        parser.error("--from needs --model: whose sizes the gates are checked against.")
+    try:
+        if given.convert:
+            print(f"wrote {unpickle(given.convert, given.out)}")
+            return 0
+        # A release that cannot be read is told of before a model is loaded for it.
+        path = _released_at(given.source, given.revision)
+        model = load_named_model(given.model)
+        gates = _imported(path, given.source, model, given.kind)
+        folder = save_gates(gates, given.out, fingerprint=fingerprint(model))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    what = gates.metadata["published"]["kind"]
+    print(f"wrote {folder}: {what}, as {gates.family}, {len(gates.layers)} layers")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

@@ -1,0 +1,542 @@
+"""A frozen decoder reads documents and what follows them as one packed row, and shows each layer once.
+
+In: a model, and texts: a document and the branches that are read after it, each on its own. Out: for every
+layer that evicts, what it shows of each document and of each branch behind its document, handed to a visitor
+as soon as the layer's queries, keys and values are there, and forgotten behind it. The one decision taken
+here: texts lie end to end in one row without padding, `[document | branch | branch | document | ...]`, and
+attention goes block by block, so that a document is read once however many branches it has, nothing is
+computed on padding, and memory is linear in the row and that of one layer, whatever the number of layers.
+
+Positions restart with every document, and those of a branch go on from its document's end. Layers with a
+recurrent state cannot be packed: such a model reads every branch in a forward of its own, behind its document
+again, and the visitor is called at the last of them. What every layer showed of the earlier branches is held
+until then: there, memory grows with the number of layers times the tokens of all branches.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from retain.attention.rotary import Rotary
+from retain.evidence import Evidence
+from retain.hf.intercept.attention_names import configs_of, hidden_of, pointed_to, register
+from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
+from retain.hf.model.decoder import base_model, layout_of, rotary_of
+from retain.hf.model.families import FULL, SLIDING, Kind, kinds_of
+from retain.hf.model.layout import LayerSpec, Layout
+from retain.hf.training.causal_attention import causal_attention
+
+__all__ = ["Shown", "Text", "forward_of", "read_texts", "write_greedily"]
+
+# Name of our attention among transformers', and of the keyword under which a step travels to it.
+NAME, STEP = "retain_blocks", "retain_block_step"
+CHUNKED = "chunked_attention"
+# Layers whose outcome at a token depends on no other text of the row, if attention goes block by block.
+PACKABLE = (FULL, SLIDING, CHUNKED, "mlp", "moe")
+# Rotary embeddings that look at how long a sequence is, of which a row with others says nothing.
+BY_LENGTH = ("dynamic", "longrope")
+WANTED = ("stream",)
+JOINED = ("hidden", "stream")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of a document, and of the branches that are read after it, each on its own."""
+
+    document: Sequence[int]
+    branches: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """What one layer shows of one text.
+
+    Args:
+        row: index of the text in what is read.
+        document: over the document alone, with a query for each entry.
+        branches: over `[document | branch]`, with the branch's queries; made when asked for, since behind the
+            first branch keys and values of the document (and what is `joined`) are copied.
+    """
+
+    row: int
+    document: Evidence
+    branches: Sequence[Evidence]
+
+
+class Lazy(Sequence[Evidence]):
+    """Evidence that is made whenever it is asked for, and not kept."""
+
+    def __init__(self, makers: Sequence[Callable[[], Evidence]]):
+        self.makers = tuple(makers)
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+    @overload
+    def __getitem__(self, idx: int) -> Evidence: ...
+    @overload
+    def __getitem__(self, idx: slice) -> "Lazy": ...
+    def __getitem__(self, idx: int | slice) -> "Evidence | Lazy":
+        return Lazy(self.makers[idx]) if isinstance(idx, slice) else self.makers[idx]()
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where a text lies in the row: its document, and its branches, the first of which follows it."""
+
+    document: slice
+    branches: tuple[slice, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What one layer shows of the whole row."""
+
+    spec: LayerSpec
+    rotary: Rotary | None
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor
+    stream: Tensor | None
+    positions: Tensor
+    token_ids: Tensor
+    scaling: float
+    soft_cap: float | None
+
+    def cut(self, entries: slice, queries: slice) -> Evidence:
+        """Evidence of consecutive tokens, in views."""
+        return Evidence(
+            layer_idx=self.spec.layer_idx,
+            queries_BQSD=self.queries[:, :, queries],
+            keys_BHTD=self.keys[:, :, entries],
+            values_BHTD=self.values[:, :, entries],
+            output_weight_QDE=self.spec.output_weight_QDE,
+            scaling=self.scaling,
+            soft_cap=self.soft_cap,
+            positions_BT=self.positions[:, entries],
+            valid_BT=torch.ones_like(self.positions[:, entries], dtype=torch.bool),
+            hidden_BTE=self.hidden[:, entries],
+            token_ids_BT=self.token_ids[:, entries],
+            window=self.spec.window,
+            sinks_Q=self.spec.sinks_Q,
+            rotary=self.rotary,
+            stream_BTE=None if self.stream is None else self.stream[:, entries],
+        )
+
+    def branch(self, document: slice, branch: slice, joined: Collection[str]) -> Evidence:
+        """Evidence over `[document | branch]`, with the branch's queries."""
+        if branch.start == document.stop:
+            return bare(self.cut(slice(document.start, branch.stop), branch), joined)
+        return behind(self.cut(document, document), self.cut(branch, branch), joined)
+
+
+def bare(evidence: Evidence, joined: Collection[str]) -> Evidence:
+    """The same, without those of `JOINED` that are not to be joined."""
+    left_out: dict[str, Any] = {f"{name}_BTE": None for name in JOINED if name not in joined}
+    return replace(evidence, **left_out)
+
+
+def behind(document: Evidence, branch: Evidence, joined: Collection[str]) -> Evidence:
+    """Evidence over `[document | branch]` with the branch's queries, of evidence over either (copies)."""
+    document, branch = bare(document, joined), bare(branch, joined)
+    whole: dict[str, Any] = {}
+    for name, axis in (("keys_BHTD", 2), ("values_BHTD", 2)) + tuple(
+        (name, 1) for name in ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "stream_BTE")
+    ):
+        parts = [getattr(document, name), getattr(branch, name)]
+        whole[name] = None if parts[0] is None else torch.cat(parts, axis)
+    return replace(document, **whole, queries_BQSD=branch.queries_BQSD)
+
+
+@dataclass(eq=False)
+class _Forward:
+    """One forward over a row, while it runs."""
+
+    spans: tuple[_Span, ...]
+    positions: Tensor
+    token_ids: Tensor
+    show: Callable[[_Layer], None]
+    rotary: Rotary | None
+    last: int | None  # layer behind which nothing is needed
+    hidden: Tensor | None = None
+    stream: Tensor | None = None
+    placed: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Positions and token ids where a layer is."""
+        if device not in self.placed:
+            self.placed[device] = self.positions.to(device), self.token_ids.to(device)
+        return self.placed[device]
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What an attention module's hook hands to the attention function."""
+
+    forward: _Forward
+    kind: Kind
+    spec: LayerSpec | None
+
+
+class _Enough(Exception):
+    """The last layer that is looked at was shown: the rest of the forward is not run."""
+
+
+@torch.no_grad()
+def read_texts(
+    model: nn.Module,
+    texts: Sequence[Text],
+    visit: Callable[[list[Shown]], None],
+    *,
+    wanted: Collection[str] = (),
+    joined: Collection[str] = JOINED,
+    chunk: int | None = None,
+    layout: Layout | None = None,
+    rotary: Rotary | None = None,
+    finish: bool = False,
+) -> list[tuple[Float[Tensor, "document E"], list[Float[Tensor, "branch E"]]]]:
+    """Read texts with the frozen decoder, without its language-model head, and show its evicting layers.
+
+    What is shown of a text is what a forward of `[document; branch]` alone would show, to rounding, whatever
+    the other texts and branches. The model is as it was before when this returns, or raises.
+
+    Args:
+        model: a causal language model of transformers, or its decoder; attached or not.
+        texts: at least one, none empty.
+        visit: called with what one layer shows, layers in order; of all texts at once, or (models with
+            recurrent layers, and with rotary embeddings that look at the length) text by text. It is called
+            without gradients, and may enable them for what is its own; it must not run the model. What it is
+            given is forgotten behind it.
+        wanted: `stream` for the residual stream before the input norm.
+        joined: of `hidden` and `stream`, what evidence of a branch holds of document and branch: who needs
+            neither is spared a copy.
+        chunk: tokens that token-wise modules (feed-forward, norms) take at a time; None: all.
+        layout: of the model, if it is known (`retain.hf.model.decoder.layout_of`).
+        rotary: likewise (`rotary_of`); looked up with the layout.
+        finish: run the forward to its end, for the hidden states that it returns; else what comes after the
+            last evicting layer's evidence is left out.
+
+    Returns:
+        with `finish`, per text, the decoder's output over the document, and over each branch; else nothing.
+
+    Raises:
+        ValueError: nothing to read, an unknown `wanted`, or a model that is not understood.
+    """
+    texts = list(texts)
+    empty = [i for i, text in enumerate(texts) if not len(text.document) or not all(map(len, text.branches))]
+    if not texts or empty:
+        what = f"text {empty[0]} has an empty document or branch" if texts else "there are no texts"
+        raise ValueError(f"nothing to read: {what}. Pass at least one token of each.")
+    if strange := sorted(set(wanted) - set(WANTED)):
+        raise ValueError(f"wanted={strange}: beside what is always shown there is {', '.join(WANTED)}.")
+    if strange := sorted(set(joined) - set(JOINED)):
+        raise ValueError(f"joined={strange}: of branches, {' and '.join(JOINED)} may be joined.")
+    base = base_model(model)
+    if layout is None:
+        layout, rotary = layout_of(model), rotary_of(model)
+    reader = _Reader(base, layout, rotary, "stream" in wanted, finish, joined)
+    read = forward_of(model, layout)
+    with reader.reading(), token_wise_in_pieces(base.layers, chunk):
+        if read == "branch":
+            return [reader.one_by_one(text, row, visit) for row, text in enumerate(texts)]
+        rows = [[i] for i in range(len(texts))] if read == "text" else [list(range(len(texts)))]
+        return [out for row in rows for out in reader.packed([texts[i] for i in row], row, visit)]
+
+
+def forward_of(model: nn.Module, layout: Layout) -> Literal["row", "text", "branch"]:
+    """What one forward of `read_texts` reads: all texts in a row; one text and its branches, where the rotary
+    embedding looks at the length; or a text and one branch, where layers are recurrent.
+
+    Args:
+        model: as `read_texts` takes it.
+        layout: of it.
+    """
+    config = base_model(model).config
+    if any(kind.name not in PACKABLE for kind in kinds_of(config, layout.num_layers)):
+        return "branch"
+    return "text" if _rope_type(config) in BY_LENGTH else "row"
+
+
+@torch.no_grad()
+def write_greedily(
+    model: nn.Module,
+    ids: Sequence[int],
+    tokens: int,
+    *,
+    ends: Collection[int] = (),
+    chunk: int | None = None,
+    layout: Layout | None = None,
+) -> tuple[int, ...]:
+    """What a model writes after a text, the likeliest token each time, up to an end token (left out).
+
+    One sequence, no mask, nothing of the generation config: what is written is a function of model and text.
+    Memory is linear in the text: its KV cache, and one layer's activations.
+
+    Args:
+        model: a causal language model of transformers with its head.
+        ids: the text, at least one token.
+        tokens: at most so many.
+        ends: token ids that end it.
+        chunk: tokens that token-wise modules take at a time; None: all.
+        layout: of the model, if it is known.
+
+    Returns:
+        token ids; none if the first is an end.
+    """
+    base, head = base_model(model), model.get_output_embeddings()
+    reader = _Reader(base, layout_of(model) if layout is None else layout, None, False, True, ())
+    written: list[int] = []
+    cache = None
+    with reader.reading(), token_wise_in_pieces(base.layers, chunk):
+        while len(written) < tokens:
+            output = reader.step(written[-1:] or list(ids), len(ids) + len(written) - 1, cache)
+            cache = output.past_key_values
+            token = int(head(output.last_hidden_state[:, -1]).argmax())
+            if token in ends:
+                break
+            written.append(token)
+    return tuple(written)
+
+
+def _rope_type(config: Any) -> str:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return str(parameters.get("rope_type", "default"))
+
+
+class _Reader:
+    """A model while it is read with."""
+
+    def __init__(
+        self,
+        base: Any,
+        layout: Layout,
+        rotary: Rotary | None,
+        stream: bool,
+        finish: bool,
+        joined: Collection[str],
+    ):
+        self.base, self.layout, self.rotary, self.stream, self.joined = base, layout, rotary, stream, joined
+        self.specs = {spec.layer_idx: spec for spec in layout.evicting}
+        self.kinds = kinds_of(base.config, layout.num_layers)
+        self.finish = finish
+        # Wrappers that gather weights around each layer want every forward to end as it began.
+        gathered = any("FSDP" in cls.__name__ for layer in base.layers for cls in type(layer).__mro__)
+        gathered |= any(hasattr(parameter, "ds_id") for parameter in base.parameters())
+        self.last = None if finish or gathered else max(self.specs)
+        self.forward: _Forward | None = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, the model attends block by block."""
+        register(NAME, _attention, _no_mask)
+        attention = type(next(iter(self.layout.evicting)).module)
+        hooks = []
+        try:
+            for idx, layer in enumerate(self.base.layers[: self.layout.num_layers]):
+                if self.stream and idx in self.specs:
+                    hooks.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
+                for module in layer.children():
+                    if type(module) is attention or idx in self.specs and module is self.specs[idx].module:
+                        hook = partial(self._before_attention, idx)
+                        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            with pointed_to(configs_of(self.base), NAME):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.forward = None
+
+    def _before_layer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        assert self.forward is not None
+        self.forward.stream = hidden_of(args, kwargs)
+
+    def _before_attention(
+        self, idx: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        forward = self.forward
+        assert forward is not None
+        if idx in self.specs:
+            forward.hidden = hidden_of(args, kwargs)
+        return args, {**kwargs, STEP: _Step(forward, self.kinds[idx], self.specs.get(idx))}
+
+    def run(
+        self,
+        ids: list[int],
+        positions: list[int],
+        spans: tuple[_Span, ...],
+        show: Callable[[_Layer], None],
+    ) -> Tensor | None:
+        """One forward over a row; the decoder's output, if it was run to its end."""
+        device = self.base.get_input_embeddings().weight.device
+        ids_1T, positions_1T = (torch.tensor([given], device=device) for given in (ids, positions))
+        self.forward = _Forward(spans, positions_1T, ids_1T, show, self.rotary, self.last)
+        given = {"input_ids": ids_1T, "position_ids": positions_1T, "use_cache": False}
+        try:
+            output = self.base(**given)
+        except _Enough:
+            return None
+        finally:
+            self.forward = None
+        return output.last_hidden_state if self.finish else None
+
+    def step(self, ids: list[int], newest: int, cache: Any) -> Any:
+        """A forward over what comes next in one sequence, the last token at position `newest`; the decoder's
+        output, with its cache."""
+        device = self.base.get_input_embeddings().weight.device
+        ids_1T = torch.tensor([ids], device=device)
+        positions_1T = torch.arange(newest + 1 - len(ids), newest + 1, device=device)[None]
+        whole = (_Span(slice(0, len(ids)), ()),)
+        self.forward = _Forward(whole, positions_1T, ids_1T, lambda layer: None, None, None)
+        try:
+            return self.base(
+                input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True
+            )
+        finally:
+            self.forward = None
+
+    def packed(
+        self, texts: Sequence[Text], rows: Sequence[int], visit: Callable[[list[Shown]], None]
+    ) -> list[tuple[Tensor, list[Tensor]]]:
+        """All texts in one forward."""
+        ids: list[int] = []
+        positions: list[int] = []
+        spans = []
+        for text in texts:
+            places: list[slice] = []
+            for part in (text.document, *text.branches):
+                first = len(text.document) if places else 0
+                places.append(slice(len(ids), len(ids) + len(part)))
+                ids += part
+                positions += range(first, first + len(part))
+            spans.append(_Span(places[0], tuple(places[1:])))
+
+        def show(layer: _Layer) -> None:
+            visit(
+                [
+                    Shown(
+                        row,
+                        layer.cut(span.document, span.document),
+                        Lazy(
+                            [
+                                partial(layer.branch, span.document, branch, self.joined)
+                                for branch in span.branches
+                            ]
+                        ),
+                    )
+                    for row, span in zip(rows, spans, strict=True)
+                ]
+            )
+
+        hidden = self.run(ids, positions, tuple(spans), show)
+        if hidden is None:
+            return []
+        return [(hidden[0, span.document], [hidden[0, branch] for branch in span.branches]) for span in spans]
+
+    def one_by_one(
+        self, text: Text, row: int, visit: Callable[[list[Shown]], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """A forward for each branch; what every layer showed of the earlier branches themselves is held for
+        the last, where visitors see all branches of a layer at once."""
+        held: dict[int, list[Evidence]] = {idx: [] for idx in self.specs}
+        document = slice(0, len(text.document))
+        branches = list(text.branches) or [()]
+        outputs = []
+        for number, branch in enumerate(branches):
+            ids = [*text.document, *branch]
+            own = slice(document.stop, len(ids))
+
+            def show(layer: _Layer, own: slice = own, last: bool = number + 1 == len(branches)) -> None:
+                idx = layer.spec.layer_idx
+                if not last:
+                    held[idx].append(_kept(bare(layer.cut(own, own), self.joined)))
+                    return
+                shown = layer.cut(document, document)
+                makers: list[Callable[[], Evidence]] = [
+                    partial(behind, shown, one, self.joined) for one in held.pop(idx)
+                ]
+                if own.start < own.stop:
+                    makers.append(partial(layer.branch, document, own, self.joined))
+                visit([Shown(row, shown, Lazy(makers))])
+
+            hidden = self.run(ids, list(range(len(ids))), (_Span(slice(0, len(ids)), ()),), show)
+            if hidden is not None:
+                outputs.append(hidden[0])
+        if not outputs:
+            return torch.empty(0, 0), []
+        return outputs[-1][document], [out[document.stop :] for out in outputs if len(text.branches)]
+
+
+def _kept(evidence: Evidence) -> Evidence:
+    """The same, without the row that it is a view of."""
+    names = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "stream_BTE")
+    own: dict[str, Any] = {name: getattr(evidence, name) for name in names}
+    kept: dict[str, Any] = {name: None if x is None else x.clone() for name, x in own.items()}
+    return replace(evidence, **kept)
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """The mask function: who sees whom is in the blocks."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """The attention function, under transformers' signature: shows the layer, and attends block by block."""
+    step = given.pop(STEP, None)
+    if not isinstance(step, _Step):
+        raise ValueError(
+            f"{type(module).__name__} attends, and nothing is known of its layer: this model cannot be read "
+            "packed. Please report its architecture."
+        )
+    forward, spec = step.forward, step.spec
+    # A rotation in float32 leaves queries and keys wider than values.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    scaling, soft_cap = given.get("scaling"), given.get("softcap")
+    if scaling is None:
+        scaling = float(getattr(module, "scaling", query.shape[3] ** -0.5))
+    if spec is not None:
+        assert forward.hidden is not None
+        seen = (query, key, value, forward.hidden, forward.stream, *forward.on(key.device))
+        forward.hidden = forward.stream = None
+        layer = _Layer(spec, forward.rotary, *seen, scaling, soft_cap)
+        del seen
+        forward.show(layer)
+        del layer
+        if forward.last == spec.layer_idx:
+            raise _Enough
+    attend = partial(
+        causal_attention,
+        scaling=scaling,
+        window=None if step.kind.name == CHUNKED else step.kind.window,
+        within=step.kind.window if step.kind.name == CHUNKED else None,
+        soft_cap=soft_cap,
+        sinks_Q=given.get("s_aux"),
+    )
+    if key.shape[2] != query.shape[2]:  # one token behind a cache, which may have forgotten the first entries
+        if step.kind.name == CHUNKED and step.kind.window is not None:
+            seen_here = int(forward.positions[0, -1]) % step.kind.window + 1
+            key, value = key[:, :, -seen_here:], value[:, :, -seen_here:]
+        return attend(query, key, value).transpose(1, 2), None
+    out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+    for span in forward.spans:
+        document = span.document
+        # A document and its first branch are one causal sequence.
+        whole = slice(document.start, span.branches[0].stop if span.branches else document.stop)
+        own = [part[:, :, whole] for part in (query, key, value)]
+        out[:, whole] = attend(*own).transpose(1, 2)
+        for branch in span.branches[1:]:
+            keys, values = (torch.cat([x[:, :, document], x[:, :, branch]], 2) for x in (key, value))
+            out[:, branch] = attend(query[:, :, branch], keys, values).transpose(1, 2)
+    return out, None

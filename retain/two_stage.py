@@ -1,0 +1,156 @@
+"""The first of two stages: entries that are kept for their attention before a second score ranks the rest.
+
+In: what the first stage ranks by, and how much it may take. Out: a mask of entries to keep in any case. The
+decision taken here: a first stage is a mask beside protection, inside the budget, and never a huge score; so
+that one selection serves every method.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from retain.budget.largest_remainder import ratio_of
+from retain.config import Share, check_fields
+from retain.ranking import order_entries, rank_entries
+
+
+@dataclass(frozen=True)
+class FirstStage:
+    """How much a first stage takes.
+
+    Args:
+        by: `budget`: a share of each head's budget (CriticalKV's alpha). `mass`: the entries that hold a
+            share of all observed attention (DefensiveKV as its text has it). `mass_released`: the same with
+            the window's part computed as DefensiveKV's released code does. `mass_press`: that code to the
+            end: its limit, and no guarantee but the layer's highest score (`forced_by_score`).
+        share: of the budget, or of the mass, in [0, 1].
+    """
+
+    by: Literal["budget", "mass", "mass_released", "mass_press"] = "budget"
+    share: Share = 0.5
+
+    def __post_init__(self) -> None:
+        check_fields(self, "first_stage")
+
+
+def stage_by_budget(
+    first_BHT: Float[Tensor, "B H T"],
+    kept_BHT: Bool[Tensor, "B H T"],
+    budget_BH: Int64[Tensor, "B H"],
+    share: float,
+) -> Bool[Tensor, "B H T"]:
+    """The first `floor(share * budget)` entries of each head in the order (kept, first, later position).
+
+    Which of the kept ones are among them does not matter: they are kept.
+
+    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective
+    (CriticalKV), arXiv 2502.03805: its alpha, 0.5. Kept entries count, as the window
+    does in its released code.
+
+    Args:
+        first_BHT: what the stage ranks by; -inf on padding.
+        kept_BHT: protected entries.
+        budget_BH: entries of each head.
+        share: alpha.
+    """
+    part, whole = ratio_of(share)
+    count_BH1 = (budget_BH * part // whole)[..., None]
+    exists_BHT = first_BHT > float("-inf")
+    return (rank_entries(first_BHT.masked_fill(kept_BHT, float("inf"))) < count_BH1) & exists_BHT
+
+
+def stage_by_mass(
+    first_BHT: Float[Tensor, "B H T"],
+    kept_BHT: Bool[Tensor, "B H T"],
+    limit_B: Sequence[int],
+    share: float,
+    *,
+    window: int,
+    released: bool = False,
+) -> Bool[Tensor, "B H T"]:
+    """The entries before the window that, from the most attended, hold a share of all observed attention.
+
+    With `a` the mean attention of the window's queries, `a_1 >= a_2 >= ...` over the entries before the
+    window: entry `k` is in while `a_1 + ... + a_k < share * sum(a) - mass(window)`; the entry that crosses
+    the line is out, as in the released code. `released`: while `(a_1 + ... + a_k) / sum_before(a) < share -
+    bias`, where its bias, meant to be the window's mass, is that of the last `window` entries *before* the
+    window (averaged over heads): the window's own columns had been cut off before it was computed. Of these,
+    at most the first `limit` unprotected ones of each head.
+
+    Taming the Fragility of KV Cache Eviction (DefensiveKV), arXiv 2510.13334; share 0.9.
+
+    Args:
+        first_BHT: mean attention, window included; -inf on padding.
+        kept_BHT: protected entries, which take no part of the limit.
+        limit_B: entries a head, per sequence: the head's mean budget without what is protected (the released
+            code clamps at the budget of what stands before the window). Below zero is zero, where the
+            released code takes almost all.
+        share: of the attention.
+        window: the last entries, which are the observation window.
+        released: take the released code's bias.
+    """
+    T = first_BHT.shape[-1]
+    exists_BHT = first_BHT > float("-inf")
+    before_BHT = exists_BHT & (torch.arange(T, device=first_BHT.device) < T - window)
+    attention = first_BHT.masked_fill(~exists_BHT, 0.0)
+    before = attention.masked_fill(~before_BHT, 0.0)
+    before_BH1 = before.sum(-1, keepdim=True)
+    if released:
+        bias_B11 = before[..., max(0, T - 2 * window) :].sum(-1, keepdim=True).mean(1, keepdim=True)
+        line_BH1 = (share - bias_B11) * before_BH1
+    else:
+        total_BH1 = attention.sum(-1, keepdim=True)
+        line_BH1 = share * total_BH1 - (total_BH1 - before_BH1)
+    order = order_entries(before.masked_fill(~before_BHT, float("-inf")))
+    below = before.gather(-1, order).cumsum(-1) < line_BH1
+    inside_BHT = torch.zeros_like(below).scatter_(-1, order, below) & before_BHT & ~kept_BHT
+    limit = torch.tensor([max(0, own) for own in limit_B], device=first_BHT.device)[:, None, None]
+    return inside_BHT & (rank_entries(before.masked_fill(~inside_BHT, float("-inf"))) < limit)
+
+
+def forced_by_score(
+    score_BHT: Float[Tensor, "B H T"],
+    first_BHT: Float[Tensor, "B H T"],
+    lengths_B: Sequence[int],
+    ratio_B: Sequence[Fraction],
+    share: float,
+    *,
+    window: int,
+) -> Float[Tensor, "B H T"]:
+    """Scores with DefensiveKV's forced entries as its released press has them: level with the best.
+
+    The window's entries, and those of the first stage (`stage_by_mass`, `released`), get the largest score
+    that any entry before the window has in this layer. Of the first stage at most `k = int((n - w) * ratio -
+    w)` entries of each head; below zero all but the last `-k`, since the press slices with it. Where heads or
+    layers compete the forced entries do, too: nothing guarantees them, and among themselves they tie.
+
+    Args:
+        score_BHT: what orders entries; -inf on padding.
+        first_BHT: mean attention, window included; -inf on padding.
+        lengths_B: n, tokens of each sequence.
+        ratio_B: kept / seen of each sequence, not rounded.
+        share: of the attention.
+        window: w, the last entries.
+    """
+    T = score_BHT.shape[-1]
+    exists_BHT = score_BHT > float("-inf")
+    before_BHT = exists_BHT & (torch.arange(T, device=score_BHT.device) < T - window)
+    limits = [
+        int(float((length - window) * ratio) - window)
+        for length, ratio in zip(lengths_B, ratio_B, strict=True)
+    ]
+    nothing_BHT = torch.zeros_like(before_BHT)
+    inside_BHT = stage_by_mass(first_BHT, nothing_BHT, limits, share, window=window, released=True)
+    all_but = [length - window + min(0, limit) for length, limit in zip(lengths_B, limits, strict=True)]
+    below = torch.tensor([limit < 0 for limit in limits], device=score_BHT.device)[:, None, None]
+    count = torch.tensor(all_but, device=score_BHT.device)[:, None, None]
+    rank_BHT = rank_entries(first_BHT.masked_fill(~before_BHT, float("-inf")))
+    forced_BHT = torch.where(below, rank_BHT < count, inside_BHT) & before_BHT
+    best_B11 = score_BHT.masked_fill(~before_BHT, float("-inf")).amax((1, 2), keepdim=True)
+    best_B11 = torch.where(best_B11 > float("-inf"), best_B11, 0.0)
+    return torch.where(forced_BHT | (exists_BHT & ~before_BHT), best_B11, score_BHT)

@@ -1,0 +1,53 @@
+"""The largest predicted risk that an eviction can afford, stored with gates.
+
+In: the threshold curve of a calibration (`train/calibration/fit.py`). Out: the record `calibration.capacity`,
+by which `retain.Cache` warns (`retain.budget.capacity`). The one decision taken here: no answers are asked
+for. What can be afforded is the price that usual documents pay where they begin to fail: the threshold at
+which the held-out documents keep `AFFORDABLE` of the entries that are not protected. A document that pays
+more than that is fuller than they are, or its budget is smaller still.
+
+That one number was read off an earlier form of the shipped policy on one reference model, where warnings and
+failures agreed best at limits near the threshold at it. With the shipped policy, on three models (`python -m
+retain.eval.diagnose.capacity --scopes model`, 2026-11-22), 57 to 69 % of the wrong answers to usual tasks and
+87 to 100 % of those in contexts that fill up with facts came with a warning, where 22 to 38 % of all did.
+Much of that the keep_ratio alone would have said; of failures for another reason (one key among many values,
+a count of words) the price says little.
+For a model of one's own the study says whether it holds there, and `retain.budget.capacity.Guard(limit=...)`
+takes another one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from retain.gates.calibrate import threshold_at
+
+# Share of the unprotected entries that usual documents can still do with.
+AFFORDABLE = 0.04
+
+
+def limit_record(
+    curve: Mapping[str, Sequence[float]] | None, unit: str, *, affordable: float = AFFORDABLE
+) -> dict[str, Any] | None:
+    """What an artifact's `calibration.capacity` is; None where no limit on risk means anything.
+
+    `limit = threshold(affordable)`, the threshold on the calibrated score at which the held-out documents
+    kept that share.
+
+    Args:
+        curve: `keep_ratio` and `threshold`, as `threshold_curve` makes them; None if none was made.
+        unit: of the calibrated score.
+        affordable: keep_ratio of the unprotected entries, within the curve.
+
+    Returns:
+        `limit`, `keep_ratio` (at which it was read) and `unit`.
+
+    Raises:
+        ValueError: the curve does not reach so far.
+    """
+    if curve is None or unit != "risk":
+        return None
+    limit = threshold_at(curve["keep_ratio"], curve["threshold"], affordable)
+    if not (0 < limit < math.inf):
+        return None
+    return {"limit": limit, "keep_ratio": affordable, "unit": unit}

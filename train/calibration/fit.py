@@ -1,0 +1,532 @@
+"""Calibration after training: what makes scores comparable across heads, thresholds, and weights of fusion.
+
+In: for held-out documents, each layer's scores, targets and observed risk (`LayerLook`). Out: calibrators in
+the gate set, and a record for the artifact: dimensions of the calibrators, weights of fusion per head, a
+curve from keep_ratio to threshold, quotas of a budget per head, and a report. The one decision taken here:
+everything is fitted on every second held-out document and reported on the others, so that the report is of
+documents that nothing was fitted to.
+
+`calibrate_` needs no model: arrays are enough. Of a document, at most `MOST_ENTRIES` entries are looked at (a
+drawn one of each of as many stretches of equal length), whatever its length: memory and time are those of
+`L H MOST_ENTRIES` numbers a document.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Float32
+from torch import Tensor, nn
+
+from retain.config import ProperShare, Range, check_fields
+from retain.evidence import Evidence
+from retain.fusion import WEIGHTED, fuse
+from retain.gates import GateSet
+from retain.gates.base import UNITS
+from retain.gates.calibrate import UNITS as CALIBRATED_UNITS
+from retain.gates.calibrate import Calibrator
+from retain.ranking import order_entries, rank_entries
+from retain.scores import SCORES, Score
+from retain.train.calibration.capacity_limit import limit_record
+from retain.train.calibration.isotonic import fit_remaps, fit_scales, fit_shared, space_of
+from retain.train.calibration.quotas import count_of, fit_quotas, report_quotas
+from retain.train.objectives.case import keyed_generator
+
+# Entries of a document, spread evenly, that are fitted to and reported on.
+MOST_ENTRIES = 4096
+# Set behind the key of a document, so that these draws are no others.
+ENTRIES = 0xCA11
+# Kind -> what fits it: layer -> calibrator, of layer -> scores and targets of each head.
+FITS: dict[str, Callable[..., dict[int, Any]]] = {
+    "remap": fit_remaps,
+    "shared": fit_shared,
+    "scale": fit_scales,
+}
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """What is fitted after training.
+
+    Args:
+        kind: `remap`: a monotone curve for every head; `shared`: one curve, with four numbers a head;
+            `scale`: one factor for every layer, of scores without a sign; `none`: scores stay as gates give
+            them.
+        knots: of a curve.
+        fusion_weights: whether weights of `log_linear` and `rank_blend` are fitted for each head.
+        window: last queries that observed risk looks at, for these weights: that of the policy.
+        grid: weights in 0..1 that are tried.
+        curve: whether thresholds are stored for keep_ratios.
+        capacity: whether, where scores are in risk, the largest that an eviction can afford is stored
+            (`train/calibration/capacity_limit.py`); it is read off the curve, whether or not that is stored
+            too. Alone it asks for no calibration.
+        quotas: whether each head's share of a budget is stored, for `allocation.quotas` of a policy.
+        keep_ratios: at which weights are judged and the report is made.
+    """
+
+    kind: Literal["none", "remap", "shared", "scale"] = "remap"
+    knots: Annotated[int, Range(least=2, most=1024)] = 16
+    fusion_weights: bool = True
+    window: Annotated[int, Range(least=1, most=2**16)] = 8
+    grid: Annotated[int, Range(least=2, most=10_001)] = 21
+    curve: bool = True
+    capacity: bool = True
+    quotas: bool = True
+    keep_ratios: tuple[ProperShare, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "calibration")
+        if not self.keep_ratios:
+            raise ValueError("calibration: keep_ratios is empty: name one at least.")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to fit."""
+        return self.kind != "none" or self.fusion_weights or self.curve or self.quotas
+
+
+@dataclass(frozen=True)
+class LayerLook:
+    """One layer of one held-out document.
+
+    Args:
+        score_HT: the gate's score before any calibrator, as `GateSet.score` gives it.
+        target_HT: what it should have predicted, at least 0.
+        counted_T: entries that have a target (outside of the protected window).
+        observed_HT: risk observed at the document's end; None where no weights of fusion are wanted.
+    """
+
+    score_HT: Float32[Tensor, "H T"]
+    target_HT: Float32[Tensor, "H T"]
+    counted_T: Bool[Tensor, " T"]
+    observed_HT: Float32[Tensor, "H T"] | None = None
+
+
+Look = Mapping[int, LayerLook]
+
+
+@torch.no_grad()
+def look_at(
+    gates: GateSet,
+    evidence: Evidence,
+    target_HT: Float[Tensor, "H T"],
+    counted_T: Bool[Tensor, " T"],
+    settings: CalibrationSettings,
+    *,
+    key: int = 0,
+) -> LayerLook:
+    """One layer's look, on the CPU, from what the frozen model shows of one document: of the entries that
+    count, or of `MOST_ENTRIES` of them.
+
+    Args:
+        gates: as trained; calibrators that they have already are left out.
+        evidence: of the layer, B = 1, over the document.
+        target_HT: as the gates were trained on.
+        counted_T: entries whose target counts.
+        settings: whether observed risk is wanted.
+        key: of the document, by which entries are drawn; the same for all of its layers.
+    """
+    calibrators, gates.calibrators = gates.calibrators, nn.ModuleDict()
+    try:
+        score_HT = gates.score(evidence).values_BHT[0]
+    finally:
+        gates.calibrators = calibrators
+    observed_HT = None
+    if settings.fusion_weights:
+        window = min(settings.window, evidence.num_queries)
+        observed_HT = SCORES["observed_risk"].function(evidence, window=window).values_BHT[0]
+    return sampled(LayerLook(score_HT, target_HT.float(), counted_T, observed_HT), key)
+
+
+def sampled(look: LayerLook, key: int) -> LayerLook:
+    """Only entries that count, on the CPU, at most `MOST_ENTRIES`.
+
+    Of N > n = `MOST_ENTRIES` entries, one is taken from each stretch `floor(i N / n) .. floor((i+1) N / n) -
+    1`, drawn by the key: evenly spread, and in step with nothing that repeats in a text.
+
+    Args:
+        look: of one layer.
+        key: of the document.
+    """
+    entries_N = look.counted_T.cpu().nonzero()[:, 0]
+    if len(entries_N) > MOST_ENTRIES:
+        ends_n = torch.arange(MOST_ENTRIES + 1) * len(entries_N) // MOST_ENTRIES
+        draw_n = torch.rand(MOST_ENTRIES, generator=keyed_generator((key, ENTRIES)), dtype=torch.float64)
+        entries_N = entries_N[ends_n[:-1] + (draw_n * ends_n.diff()).long()]
+
+    def taken(values_HT: Tensor) -> Tensor:
+        return values_HT[:, entries_N.to(values_HT.device)].cpu()
+
+    return LayerLook(
+        taken(look.score_HT),
+        taken(look.target_HT),
+        torch.ones(len(entries_N), dtype=torch.bool),
+        None if look.observed_HT is None else taken(look.observed_HT),
+    )
+
+
+def calibrate_(
+    gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings, *, unit: str = "risk"
+) -> dict[str, Any]:
+    """Fit what the settings ask for, put the calibrators into the gate set, and the record into its metadata.
+
+    Args:
+        gates: as trained.
+        looks: of held-out documents that were not trained on: layer -> what it shows, the gates' layers each.
+        settings: what is fitted.
+        unit: of the targets: `risk` or `mass`.
+
+    Returns:
+        the record, plain JSON: `settings`, `documents`, `layers` (dimensions of the calibrators), `fusion`
+        (fusion -> layer -> weight of each head), `curve` (keep_ratio -> threshold, with what the reported
+        documents kept at it), `quotas` (`fit_quotas`) and `report`; also at `gates.metadata["calibration"]`.
+
+    Raises:
+        ValueError: fewer than two documents, targets in another unit, or looks that do not fit the gates.
+    """
+    if not settings.wanted:
+        gates.calibrators = nn.ModuleDict()
+        gates.metadata.pop("calibration", None)
+        return {}
+    _check(gates, looks, settings, unit)
+    looks = [
+        {layer: sampled(own, number) for layer, own in look.items()} for number, look in enumerate(looks)
+    ]
+    fitted, reported = looks[0::2], looks[1::2]
+    raw_unit = str(gates.metadata.get("score_unit") or UNITS[gates[gates.layers[0]].unit])
+    calibrators = _calibrators(gates, fitted, settings, raw_unit, unit)
+    gates.calibrators = nn.ModuleDict(
+        {str(layer): calibrator.to(gates[layer].device) for layer, calibrator in calibrators.items()}
+    )
+    score_unit = gates.unit
+    scores = [_calibrated(look, calibrators) for look in looks]
+    record: dict[str, Any] = {
+        "settings": {**asdict(settings), "keep_ratios": list(settings.keep_ratios)},
+        "documents": {"fitted": len(fitted), "reported": len(reported)},
+        "unit": {"before": raw_unit, "after": score_unit},
+        "layers": {str(layer): calibrator.dims() for layer, calibrator in calibrators.items()},
+        "report": report(reported, scores[1::2], settings.keep_ratios, raw_unit, score_unit),
+    }
+    if settings.fusion_weights:
+        hows = [how for how in WEIGHTED if how != "log_linear" or score_unit == "risk"]
+        fusion = {how: fit_weights(fitted, scores[0::2], how, settings, score_unit) for how in hows}
+        record["fusion"] = {
+            how: {str(layer): weight_H.tolist() for layer, weight_H in of_layers.items()}
+            for how, of_layers in fusion.items()
+        }
+        record["report"]["fusion"] = {
+            how: report_fusion(reported, scores[1::2], how, of_layers, settings, score_unit)
+            for how, of_layers in fusion.items()
+        }
+    if settings.curve or settings.capacity:
+        curve = threshold_curve(scores[0::2], scores[1::2])
+        record |= {"curve": curve} if settings.curve else {}
+        if settings.capacity and (limit := limit_record(curve, score_unit)) is not None:
+            record["capacity"] = limit
+    if settings.quotas:
+        targets = [{layer: own.target_HT[:, own.counted_T] for layer, own in look.items()} for look in looks]
+        record["quotas"] = fit_quotas(targets[0::2])
+        record["report"]["quotas"] = report_quotas(
+            targets[1::2], scores[1::2], record["quotas"], settings.keep_ratios
+        )
+    gates.metadata["calibration"] = record
+    return record
+
+
+def _check(gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings, unit: str) -> None:
+    """Refuse what cannot be fitted."""
+    if (settings.kind != "none" or settings.quotas) and unit not in CALIBRATED_UNITS:
+        raise ValueError(
+            f"targets are in {unit!r}, and a calibrated score is in {' or '.join(CALIBRATED_UNITS)}, as are "
+            "the targets by which heads compete for quotas: take targets weighted by value_norm (risk) or by "
+            "nothing (mass), or set calibration.kind none and quotas false."
+        )
+    if len(looks) < 2:
+        raise ValueError(
+            f"calibration fits on one half of the held-out documents and reports on the other, and there "
+            f"are {len(looks)}: hold out two at least, or set calibration.kind none, fusion_weights false, "
+            "curve false and quotas false."
+        )
+    for number, look in enumerate(looks):
+        if tuple(look) != gates.layers:
+            raise ValueError(
+                f"look {number} is of layers {list(look)}, and the gates are of {list(gates.layers)}: pass "
+                "each."
+            )
+        for layer, own in look.items():
+            shapes = {tuple(own.score_HT.shape), tuple(own.target_HT.shape)}
+            if shapes != {(gates[layer].H, len(own.counted_T))} or not own.counted_T.any():
+                raise ValueError(
+                    f"look {number}, layer {layer}: scores {tuple(own.score_HT.shape)}, targets "
+                    f"{tuple(own.target_HT.shape)} and {int(own.counted_T.sum())} counted of "
+                    f"{len(own.counted_T)} entries: wanted [{gates[layer].H}, T] each, and one counted."
+                )
+            if settings.fusion_weights and own.observed_HT is None:
+                raise ValueError(
+                    f"look {number}, layer {layer} has no observed risk, from which weights of fusion are "
+                    "fitted: pass observed_HT, or set calibration.fusion_weights false."
+                )
+
+
+def _calibrators(
+    gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings, raw_unit: str, unit: str
+) -> dict[int, Calibrator]:
+    """Fitted on these looks; none where none are wanted."""
+    if settings.kind == "none":
+        return {}
+    scores, targets = (
+        {
+            layer: [
+                torch.cat([getattr(look[layer], name)[head, look[layer].counted_T] for look in looks])
+                for head in range(looks[0][layer].score_HT.shape[0])
+            ]
+            for layer in gates.layers
+        }
+        for name in ("score_HT", "target_HT")
+    )
+    space = space_of(raw_unit, scores, signed=gates[gates.layers[0]].signed)
+    return FITS[settings.kind](scores, targets, K=settings.knots, space=space, unit=unit)
+
+
+def _calibrated(look: Look, calibrators: Mapping[int, Calibrator]) -> dict[int, Tensor]:
+    """The scores as they will be, `[H, counted]` a layer."""
+    made = {}
+    for layer, own in look.items():
+        score_HT = own.score_HT[:, own.counted_T]
+        if layer in calibrators:
+            device = calibrators[layer].scale_H.device
+            score_HT = calibrators[layer](score_HT[None].to(device))[0].cpu()
+        made[layer] = score_HT
+    return made
+
+
+def fit_weights(
+    looks: Sequence[Look],
+    scores: Sequence[Mapping[int, Tensor]],
+    how: str,
+    settings: CalibrationSettings,
+    unit: str,
+) -> dict[int, Float32[Tensor, " H"]]:
+    """The weight of the learned side, for each head, that keeps most of the target.
+
+    Of `settings.grid` weights in 0..1 the one of least `mean over keep_ratios and documents of (1 - share of
+    the target that the head's first entries by the fused score have)`; of equal ones that nearest to 1/2. So
+    weights are judged by the order alone, at all budgets.
+
+    Args:
+        looks: with observed risk.
+        scores: the gates' scores after calibration, `[H, counted]` a layer.
+        how: `log_linear` or `rank_blend`.
+        settings: grid and keep_ratios.
+        unit: of the scores.
+    """
+    grid_W = torch.linspace(0, 1, settings.grid)
+    by_centre_W = (grid_W - 0.5).abs().sort(stable=True).indices
+    weights = {}
+    for layer in looks[0]:
+        lost_WH = torch.zeros(settings.grid, looks[0][layer].score_HT.shape[0], dtype=torch.float64)
+        for look, score in zip(looks, scores, strict=True):
+            for number, weight in enumerate(grid_W.tolist()):
+                lost_WH[number] += 1 - _kept_by_head(
+                    look[layer], score[layer], how, weight, settings, unit
+                ).mean(0)
+        best_H = by_centre_W[lost_WH[by_centre_W].argmin(0)]
+        weights[layer] = grid_W[best_H]
+    return weights
+
+
+def report_fusion(
+    looks: Sequence[Look],
+    scores: Sequence[Mapping[int, Tensor]],
+    how: str,
+    weights: Mapping[int, Tensor],
+    settings: CalibrationSettings,
+    unit: str,
+) -> dict[str, dict[str, float]]:
+    """Share of the target that is kept at each keep_ratio, mean over heads, layers and documents: by the gate
+    alone, by observed risk alone, by both with weight 1/2, and with the weights that were fitted."""
+    given: dict[str, Any] = {"learned": 1.0, "observed": 0.0, "half": 0.5, "calibrated": None}
+    kept: dict[str, list[Tensor]] = {name: [] for name in given}
+    for look, score in zip(looks, scores, strict=True):
+        for layer, own in look.items():
+            for name, weight in given.items():
+                used = weights[layer] if weight is None else weight
+                kept[name].append(_kept_by_head(own, score[layer], how, used, settings, unit))
+    made = {name: torch.cat(parts, dim=1).mean(1).tolist() for name, parts in kept.items()}
+    return {
+        f"{ratio:g}": {name: values[number] for name, values in made.items()}
+        for number, ratio in enumerate(settings.keep_ratios)
+    }
+
+
+def _kept_by_head(
+    look: LayerLook,
+    score_HT: Tensor,
+    how: str,
+    weight: float | Tensor,
+    settings: CalibrationSettings,
+    unit: str,
+) -> Float[Tensor, "ratios H"]:
+    """Share of each head's target that its first entries by the fused score have."""
+    assert look.observed_HT is not None
+    observed = Score(look.observed_HT[None, :, look.counted_T], "risk")
+    learned = Score(score_HT[None].float(), unit)
+    fused = fuse(observed, learned, how, weight=weight).values_BHT[0]
+    return kept_shares(fused, look.target_HT[:, look.counted_T], settings.keep_ratios)
+
+
+def kept_shares(
+    score_RT: Float[Tensor, "R T"], target_RT: Float[Tensor, "R T"], keep_ratios: Sequence[float]
+) -> Float[Tensor, "ratios R"]:
+    """Share of each row's target that its first `ceil(keep_ratio T)` entries by score have (1 where the row
+    has none), for each keep_ratio.
+
+    Args:
+        score_RT: orders each row.
+        target_RT: at least 0.
+        keep_ratios: in 0..1.
+    """
+    return _kept_in_order(order_entries(score_RT), target_RT, keep_ratios)
+
+
+def _kept_in_order(order_RT: Tensor, target_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
+    so_far_RT = target_RT.double().gather(-1, order_RT).cumsum(-1)
+    counts = torch.tensor([count_of(order_RT.shape[-1], ratio) for ratio in keep_ratios])
+    kept, total_R1 = so_far_RT[:, counts - 1], so_far_RT[:, -1:]
+    return torch.where(total_R1 > 0, kept / total_R1.clamp_min(1e-300), 1.0).T
+
+
+def overlap_of(
+    score_RT: Float[Tensor, "R T"], target_RT: Float[Tensor, "R T"], keep_ratio: float
+) -> Float[Tensor, " R"]:
+    """Share of the row's first entries by target that are among its first by score, `ceil(keep_ratio T)`
+    each."""
+    return _overlaps_in_order(order_entries(score_RT), rank_entries(target_RT), (keep_ratio,))[0]
+
+
+def _overlaps_in_order(order_RT: Tensor, rank_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
+    """For each keep_ratio, of each row, from the order by score and the ranks by target."""
+    counts = [count_of(order_RT.shape[-1], ratio) for ratio in keep_ratios]
+    ranked_RT = rank_RT.gather(-1, order_RT)
+    return torch.stack([(ranked_RT[:, :count] < count).sum(-1).double() / count for count in counts])
+
+
+def report(
+    looks: Sequence[Look],
+    scores: Sequence[Mapping[int, Tensor]],
+    keep_ratios: Sequence[float],
+    raw_unit: str,
+    unit: str,
+) -> dict[str, Any]:
+    """What calibration changes, on documents that it was not fitted to.
+
+    Args:
+        looks: with the scores before.
+        scores: the scores after, `[H, counted]` a layer.
+        keep_ratios: at which sets are compared.
+        raw_unit, unit: of the scores before and after.
+
+    Returns:
+        for `before` and `after`: `keep` -> keep_ratio -> scope (`head`: each head on its own; `layer` and
+        `model`: they compete by score) -> `kept`, the share of the target that is kept, and `overlap` with
+        the target's own choice; and `r2`, of log targets, in the mean over documents (None where scores are
+        in a unit of their own). Inside a head the order is the same, so `head` is too.
+    """
+    kept: dict[str, dict[str, list[Tensor]]] = {"before": {}, "after": {}}
+    overlaps: dict[str, dict[str, list[Tensor]]] = {"before": {}, "after": {}}
+    fits: dict[str, list[float]] = {"before": [], "after": []}
+    for look, calibrated in zip(looks, scores, strict=True):
+        raw = {layer: own.score_HT[:, own.counted_T] for layer, own in look.items()}
+        target = {layer: own.target_HT[:, own.counted_T] for layer, own in look.items()}
+        given = (("before", raw, raw_unit), ("after", calibrated, unit))
+        for scope in ("head", "layer", "model"):
+            targets = _rows(target, scope)
+            # One sort a row and a scope, whatever the number of keep_ratios.
+            ranks = [rank_entries(target_RT) for target_RT in targets]
+            for name, score, _ in given:
+                orders = [order_entries(score_RT) for score_RT in _rows(score, scope)]
+                shares = [_kept_in_order(*pair, keep_ratios) for pair in zip(orders, targets, strict=True)]
+                found = [_overlaps_in_order(*pair, keep_ratios) for pair in zip(orders, ranks, strict=True)]
+                kept[name].setdefault(scope, []).append(torch.cat(shares, dim=1).mean(1))
+                overlaps[name].setdefault(scope, []).append(torch.cat(found, dim=1).mean(1))
+        for name, score, own_unit in given:
+            if own_unit != "rank":
+                fits[name].append(_log_r2(score, target))
+    return {
+        name: {
+            "keep": {
+                f"{ratio:g}": {
+                    scope: {
+                        "kept": float(torch.stack(kept[name][scope])[:, number].mean()),
+                        "overlap": float(torch.stack(overlaps[name][scope])[:, number].mean()),
+                    }
+                    for scope in kept[name]
+                }
+                for number, ratio in enumerate(keep_ratios)
+            },
+            "r2": sum(fits[name]) / len(fits[name]) if fits[name] else None,
+        }
+        for name in kept
+    }
+
+
+def _rows(values: Mapping[int, Tensor], scope: str) -> list[Tensor]:
+    """One row for whoever shares a budget: a head, a layer, or the whole model."""
+    if scope == "head":
+        return list(values.values())
+    flat = [values_HT.flatten()[None] for values_HT in values.values()]
+    return flat if scope == "layer" else [torch.cat(flat, dim=1)]
+
+
+def _log_r2(score: Mapping[int, Tensor], target: Mapping[int, Tensor]) -> float:
+    """R2 of the logarithm of targets by that of scores, over all heads; a thousandth of the mean target is
+    added to both."""
+    wanted, got = (torch.cat([part.flatten() for part in x.values()]).double() for x in (target, score))
+    floor = max(1e-3 * float(wanted.mean()), 1e-30)
+    wanted, got = (wanted + floor).log(), (got.clamp_min(0) + floor).log()
+    spread = (wanted - wanted.mean()).square().sum()
+    return float(1 - (wanted - got).square().sum() / spread.clamp_min(1e-30))
+
+
+def threshold_curve(
+    fitted: Sequence[Mapping[int, Tensor]], reported: Sequence[Mapping[int, Tensor]]
+) -> dict[str, list[float]]:
+    """For keep_ratios from .02 to .98, the threshold at which the fitted documents keep that share.
+
+    Each document counts alike: the threshold is the largest score `s` at which the mean over documents of the
+    share of entries with a score of at least `s` reaches the keep_ratio.
+
+    Args:
+        fitted: scores after calibration, `[H, counted]` a layer, a mapping a document.
+        reported: the same of other documents.
+
+    Returns:
+        `keep_ratio` and `threshold`, and of the reported documents the `mean`, `least`, `most` and `spread`
+        (standard deviation) of the share that they keep at it.
+    """
+    ratios = [number / 50 for number in range(1, 50)]
+    pooled = [_all(score) for score in fitted]
+    value_N = torch.cat(pooled)
+    weight_N = torch.cat([torch.full_like(own, 1 / (len(own) * len(pooled))).double() for own in pooled])
+    order_N = value_N.sort(descending=True).indices
+    reached_N = weight_N[order_N].cumsum(0)
+    idx = torch.searchsorted(reached_N, torch.tensor(ratios, dtype=torch.float64) * (1 - 1e-12))
+    thresholds = value_N[order_N][idx.clamp_max(len(value_N) - 1)]
+    others = [_all(score) for score in reported]
+    share_DR = torch.stack(
+        [torch.stack([(own >= threshold).double().mean() for threshold in thresholds]) for own in others]
+    )
+    return {
+        "keep_ratio": ratios,
+        "threshold": thresholds.double().tolist(),
+        "mean": share_DR.mean(0).tolist(),
+        "least": share_DR.amin(0).tolist(),
+        "most": share_DR.amax(0).tolist(),
+        "spread": share_DR.std(0, correction=0).tolist(),
+    }
+
+
+def _all(score: Mapping[int, Tensor]) -> Tensor:
+    """All scores of a document, of all layers and heads."""
+    return torch.cat([own.flatten() for own in score.values()])

@@ -1,0 +1,221 @@
+"""What is read after a document, so that its queries stand for the future: each branch on its own.
+
+In: documents, and which future is asked for. Out: `Reading`s: a document and its branches, as token ids. The
+one decision taken here: a branch sees the document and itself, and no other branch; so a document is read
+once for all of them, and what one asks changes nothing for the next.
+
+- `appendix`: the question and answer that came with the document.
+- `repeat`: the document once more, a chunk at a time, each after a prompt that asks for it (KVzip, arXiv
+  2505.23416: what the model needs to rebuild its context is what any question may need). The second and later
+  chunks are asked for by the last tokens of the chunk before.
+- `continuation`: what the frozen model itself writes greedily (its own queries are those that will come).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from retain.hf.training.block_reader import write_greedily
+from retain.train.data.corpora import Document
+
+if TYPE_CHECKING:
+    from retain.train.objectives.targets import TargetSettings
+    from retain.train.teacher import Frozen
+
+# Tokens of the chunk before that say where the next one begins (KVzip's number).
+TAIL = 8
+# Tokens allowed for a prompt where there is no tokenizer at hand to count them.
+PROMPT_TOKENS = 32
+# Continuations that are remembered: a corpus that is read again, and the documents of every look.
+REMEMBERED = 2**16
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Token ids that are read after a document, and which source of queries they are."""
+
+    source: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One document and what is read after it, each branch on its own.
+
+    Args:
+        document: the document; its appendix counts only as a branch.
+        branches: none of them empty.
+        key: of the document, for what is drawn for it.
+    """
+
+    document: Document
+    branches: tuple[Branch, ...]
+    key: int
+
+
+def readings_of(documents: Sequence[Document], settings: "TargetSettings", frozen: "Frozen") -> list[Reading]:
+    """Documents with the branches that the sources of the target ask for.
+
+    A document without an appendix has no such branch, and a continuation that ends at once is none. Nothing
+    is drawn at random: the same documents have the same branches, at any step.
+
+    Args:
+        documents: what is read.
+        settings: which sources; how chunks are asked for, and how long a continuation is.
+        frozen: writes the continuations; its tokenizer encodes the prompts (without one there is none, and
+            chunks follow the document directly).
+
+    Returns:
+        a reading per document, in order.
+
+    Raises:
+        ValueError: a document for which no source is left, or a branch that is longer than the model takes.
+    """
+    for number, document in enumerate(documents):
+        check_branches(document, settings, frozen, document.origin or f"document {number}")
+    continuations: list[tuple[int, ...]] = [() for _ in documents]
+    if "continuation" in settings.sources:
+        continuations = continue_greedily(frozen, documents, settings.continuation_tokens)
+    readings = []
+    for number, (document, continuation) in enumerate(zip(documents, continuations, strict=True)):
+        branches = []
+        if "appendix" in settings.sources and document.appendix_ids:
+            branches.append(Branch("appendix", document.appendix_ids))
+        if "repeat" in settings.sources:
+            branches += repeats(document, settings, frozen)
+        if continuation:
+            branches.append(Branch("continuation", continuation))
+        if not branches and "own" not in settings.sources:
+            raise ValueError(
+                f"target.sources=[{', '.join(settings.sources)}] needs something after every document, and "
+                f"{document.origin or f'document {number}'} has nothing: add `own`, or give rows with "
+                "context, question and answer."
+            )
+        readings.append(Reading(document, tuple(branches), document.key))
+    return readings
+
+
+def lengths_of(document: Document, settings: "TargetSettings") -> tuple[int, ...]:
+    """Tokens of a document and of each of its branches, known without a model: at most as many (continuations
+    can end early), but for prompts beyond `PROMPT_TOKENS`.
+
+    Args:
+        document: what is read.
+        settings: which sources.
+    """
+    tokens = len(document.context_ids)
+    lengths = [tokens]
+    if "appendix" in settings.sources and document.appendix_ids:
+        lengths.append(len(document.appendix_ids))
+    if "repeat" in settings.sources:
+        lengths += [
+            PROMPT_TOKENS + TAIL + min(settings.repeat_chunk, tokens - start)
+            for start in range(0, tokens, settings.repeat_chunk)
+        ]
+    if "continuation" in settings.sources:
+        lengths.append(settings.continuation_tokens)
+    return tuple(lengths)
+
+
+def row_tokens(document: Document, settings: "TargetSettings") -> int:
+    """Tokens that a document and its branches take in a packed row: the sum of `lengths_of`."""
+    return sum(lengths_of(document, settings))
+
+
+def repeats(document: Document, settings: "TargetSettings", frozen: "Frozen") -> list[Branch]:
+    """The document once more, `settings.repeat_chunk` tokens a branch: `[prompt | chunk]`, from the second
+    on `[next prompt | last tokens of the chunk before | chunk]`.
+
+    KVzip's released code asks like this; between prompt and chunk it puts the chat template's turn to the
+    assistant, which is left out here (put it into the prompts where it matters).
+
+    Args:
+        document: what is repeated.
+        settings: prompts and size of a chunk.
+        frozen: for its tokenizer.
+    """
+    encode = frozen.encode
+    first, after = (
+        () if encode is None or not text else tuple(encode(text, False))
+        for text in (settings.repeat_prompt, settings.repeat_next_prompt)
+    )
+    ids, size = document.context_ids, settings.repeat_chunk
+    branches = []
+    for start in range(0, len(ids), size):
+        prompt = first if not start else after + ids[max(0, start - TAIL) : start]
+        branches.append(Branch("repeat", prompt + ids[start : start + size]))
+    return branches
+
+
+def continue_greedily(frozen: "Frozen", documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
+    """What the frozen model writes after each document, greedily, up to its end token (left out).
+
+    Each document is continued alone, without a mask, and what was written is remembered: it is the same to
+    the last token whatever was asked for before, in whichever company, also after a resume.
+
+    Args:
+        frozen: the model.
+        documents: their contexts are continued.
+        tokens: at most so many.
+
+    Returns:
+        per document its continuation; empty where the model ends at once.
+    """
+    written = []
+    for document in documents:
+        key = (document.key, tokens)
+        ids = frozen.written.get(key)
+        if ids is None:
+            ids = write_greedily(
+                frozen.model,
+                document.context_ids,
+                tokens,
+                ends=_ends(frozen.model),
+                chunk=frozen.chunk,
+                layout=frozen.layout,
+            )
+            if len(frozen.written) < REMEMBERED:
+                frozen.written[key] = ids
+        written.append(ids)
+    return written
+
+
+def _ends(model: Any) -> frozenset[int]:
+    """Token ids at which the model stops writing."""
+    found: set[int] = set()
+    for config in (getattr(model, "generation_config", None), model.config):
+        value = getattr(config, "eos_token_id", None)
+        found |= {value} if isinstance(value, int) else set(value or ())
+    return frozenset(found)
+
+
+def check_branches(document: Document, settings: "TargetSettings", frozen: "Frozen", name: str) -> None:
+    """Refuse a document that is longer than the model takes, with what is read after it. Nothing is written:
+    a continuation is taken to be as long as it may get.
+
+    Args:
+        document: what is read.
+        settings: which sources.
+        frozen: for its tokenizer, and the longest it takes.
+        name: what the message calls the document.
+
+    Raises:
+        ValueError: saying which branch.
+    """
+    config = frozen.model.config
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest is None:
+        return
+    branches = {"appendix": len(document.appendix_ids) if "appendix" in settings.sources else 0}
+    if "repeat" in settings.sources:
+        branches["repeat"] = max(len(branch.ids) for branch in repeats(document, settings, frozen))
+    if "continuation" in settings.sources:
+        branches["continuation"] = settings.continuation_tokens
+    tokens = len(document.context_ids)
+    for source, length in branches.items():
+        if tokens + length > longest:
+            raise ValueError(
+                f"{name} has {tokens} tokens, {tokens + length} with its {source}, and the model takes "
+                f"{longest}: lower data.max_tokens, target.repeat_chunk or target.continuation_tokens."
+            )

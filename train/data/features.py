@@ -1,0 +1,348 @@
+"""What gates learn from, kept on disk: many epochs over one extraction.
+
+In: a source of examples (the teacher), documents. Out: a folder of safetensors from which the same examples
+come without the teacher. The one decision taken here: each shard is whole in itself and names its documents
+in its own header, and one small file says what all of them were made from; so extraction goes on wherever it
+was stopped, in any number of processes, and features of another recipe are never read.
+
+    features.json              the recipe: model, targets, inputs, precision (`recipe_of`)
+    shard-KEYS.safetensors     a few documents: `DOCUMENT/LAYER/FIELD`, written beside and renamed
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from retain.config import Count
+from retain.gates import GateInputs
+from retain.gates.store import save_beside, write_beside
+from retain.train.data.document import Document
+
+RECIPE_FILE = "features.json"
+SCHEMA = 2
+_HEADER = "documents"
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """Whether examples are kept on disk.
+
+    Args:
+        folder: where; None: every step asks the teacher. Losses that look at more of a layer than a gate's
+            inputs and its target (`layer_output`) need the teacher.
+        target_dtype: of the targets. float16 halves them, loses digits, and takes risks below 6e-8 for 0.
+        shard_documents: documents of a file.
+    """
+
+    folder: str | None = None
+    target_dtype: Literal["float32", "float16"] = "float32"
+    shard_documents: Count = 16
+
+
+def check_features(settings: FeatureSettings) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        ValueError: saying which.
+    """
+    if settings.folder == "":
+        raise ValueError(
+            "features.folder is empty: name a folder, or leave it out (null) to keep no features."
+        )
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the gate of one layer learns from one document.
+
+    Args:
+        layer_idx: of the layer in the model.
+        row: place of the document in what was asked for.
+        key: of the document.
+        inputs: what the gate looks at, one sequence.
+        target_HT: in the target's own unit, float32.
+        reached_HT: where it is defined.
+        view: the layer as the teacher showed it; None: it comes from disk.
+    """
+
+    layer_idx: int
+    row: int
+    key: int
+    inputs: GateInputs
+    target_HT: Float[Tensor, "H T"]
+    reached_HT: Bool[Tensor, "H T"]
+    view: Any | None = None
+
+
+@runtime_checkable
+class Examples(Protocol):
+    """Where examples come from."""
+
+    def of(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
+        """Call `visit` with the examples of one layer at a time, layers ascending: of all the documents at
+        once, or (models that are read a document at a time) of some."""
+
+
+def recipe_of(
+    config: Mapping[str, Any], *, model_sha256: str, layers: Iterable[int], gate_inputs: Iterable[str]
+) -> dict[str, Any]:
+    """What decides features: two runs that agree in it may share them.
+
+    Args:
+        config: the resolved config; of it `dtype`, `target`, `seed` and `features.target_dtype` count. Which
+            documents there are does not: each is looked up by what is in it.
+        model_sha256: of the frozen model's fingerprint.
+        layers: that have a gate.
+        gate_inputs: what the gates look at.
+    """
+    features = config.get("features") or {}
+    made = {
+        "schema": SCHEMA,
+        "model": model_sha256,
+        "dtype": config.get("dtype"),
+        "target": {name: value for name, value in (config.get("target") or {}).items() if name != "chunk"},
+        "seed": config.get("seed"),
+        "target_dtype": features.get("target_dtype", "float32"),
+        "layers": sorted(layers),
+        "inputs": sorted(gate_inputs),
+    }
+    return json.loads(json.dumps(made))
+
+
+def fill_(
+    folder: str | Path,
+    documents: Sequence[Document],
+    source: Examples,
+    recipe: Mapping[str, Any],
+    settings: FeatureSettings,
+    *,
+    process: int = 0,
+    num_processes: int = 1,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Write what is missing of the documents' features.
+
+    The size is said before anything is written: that of the first shard per token, times all tokens.
+
+    Args:
+        folder: made if it is not there.
+        documents: of the run, held-out ones too if they are to be looked at without the teacher.
+        source: the teacher.
+        recipe: `recipe_of`.
+        settings: of the config.
+        process: takes every `num_processes`-th of the missing documents.
+        num_processes: that call this; each must, and then wait for the others.
+        say: told the size, and the free space.
+
+    Raises:
+        ValueError: the folder holds features of another recipe, or the disk has no room.
+    """
+    folder = Path(folder)
+    _open(folder, recipe, make=True)
+    there = _documents_in(folder)
+    missing = list({one.name: one for one in documents if one.name not in there}.values())
+    mine = missing[process::num_processes]
+    if not missing:
+        say(f"features: all {len(documents)} documents are in {folder}")
+        return
+    told = False
+    for start in range(0, len(mine), settings.shard_documents):
+        chunk = mine[start : start + settings.shard_documents]
+        tensors = _extract(chunk, source, settings)
+        if not told:
+            _check_room(folder, chunk, tensors, missing, len(documents), say if process == 0 else _silent)
+            told = True
+        _write_shard(folder, chunk, tensors)
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
+
+
+def _extract(documents: Sequence[Document], source: Examples, settings: FeatureSettings) -> dict[str, Tensor]:
+    """The tensors of one shard, on the CPU."""
+    tensors: dict[str, Tensor] = {}
+    names = [document.name for document in documents]
+    dtype = getattr(torch, settings.target_dtype)
+
+    def take(examples: list[Example]) -> None:
+        for example in examples:
+            prefix = f"{names[example.row]}/{example.layer_idx}"
+            for part in fields(GateInputs):
+                value = getattr(example.inputs, part.name)
+                if value is not None:
+                    tensors[f"{prefix}/{part.name}"] = _own(value)
+            target_HT = example.target_HT.detach()
+            if dtype == torch.float16 and float(target_HT.abs().max()) > torch.finfo(dtype).max:
+                raise ValueError(
+                    f"a target of {float(target_HT.abs().max()):.3g} (layer {example.layer_idx}) is beyond "
+                    "float16: set features.target_dtype=float32."
+                )
+            tensors[f"{prefix}/target_HT"] = _own(target_HT.to(dtype))
+            tensors[f"{prefix}/reached_HT"] = _own(example.reached_HT)
+
+    source.of(documents, take)
+    return tensors
+
+
+def _own(value: Tensor | float) -> Tensor:
+    """A copy that shares nothing: views of one packed row would be written whole, or refused. A number is
+    kept in full precision, without axes."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+    return value.detach().to("cpu", copy=True).contiguous().clone()
+
+
+def _back(tensor: Tensor, device: torch.device) -> Any:
+    """What `_own` was given."""
+    return tensor.to(device) if tensor.dim() else tensor.item()
+
+
+def _check_room(
+    folder: Path,
+    chunk: Sequence[Document],
+    tensors: Mapping[str, Tensor],
+    missing: Sequence[Document],
+    total: int,
+    say: Callable[[str], None],
+) -> None:
+    per_token = sum(tensor.nbytes for tensor in tensors.values()) / sum(len(d.context_ids) for d in chunk)
+    size = per_token * sum(len(document.context_ids) for document in missing)
+    free = shutil.disk_usage(folder).free
+    text = (
+        f"features of {len(missing)} documents (of {total}; the others are there): {size / 2**30:.2f} GiB "
+        f"({per_token / 1024:.1f} KiB a token) to {folder}, {free / 2**30:.1f} GiB free"
+    )
+    say(text)
+    if size > free:
+        fit = int(len(missing) * free / size)
+        raise ValueError(
+            f"{text}: they do not fit. Set features.folder on a larger disk, data.documents to about {fit}, "
+            "or leave features.folder unset: then every step asks the teacher."
+        )
+
+
+def _write_shard(folder: Path, documents: Sequence[Document], tensors: Mapping[str, Tensor]) -> None:
+    names = [document.name for document in documents]
+    name = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
+    final = folder / f"shard-{name}.safetensors"
+    os.replace(save_beside(final, tensors, {_HEADER: json.dumps(names)}), final)
+
+
+def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:
+    """Check what a folder's features were made from; state it, if the folder is new."""
+    path = folder / RECIPE_FILE
+    wanted = json.loads(json.dumps(dict(recipe.items())))
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        differ = [
+            f"{name}: {found.get(name)!r} -> {wanted.get(name)!r}"
+            for name in sorted(found.keys() | wanted.keys())
+            if found.get(name) != wanted.get(name)
+        ]
+        if differ:
+            raise ValueError(
+                f"{folder} holds features of another recipe ({'; '.join(differ)}): choose another "
+                "features.folder, or delete that one."
+            )
+        return
+    if any(folder.glob("shard-*.safetensors")) or not make:
+        raise ValueError(
+            f"{folder} has no {RECIPE_FILE}, so that nothing says what its features were made from: choose "
+            "another features.folder, or delete that one."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    os.replace(write_beside(path, (json.dumps(wanted, indent=2) + "\n").encode()), path)
+
+
+def _documents_in(folder: Path) -> dict[str, Path]:
+    """Document name -> its shard, from the headers of all shards."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(json.loads((file.metadata() or {})[_HEADER]), path)
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is truncated or corrupt ({type(error).__name__}: {error}): delete it, and its "
+                "documents are read again."
+            ) from None
+    return found
+
+
+def _fields_of(keys: Iterable[str]) -> dict[str, list[str]]:
+    """`DOCUMENT/LAYER` -> the fields that a shard holds of it."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        prefix, _, field = key.rpartition("/")
+        found.setdefault(prefix, []).append(field)
+    return found
+
+
+class CachedExamples:
+    """Examples from disk, one layer of one document at a time.
+
+    Args:
+        folder: that `fill_` wrote.
+        recipe: that they must have been made by.
+        device: where they are wanted.
+
+    Raises:
+        ValueError: the folder holds none, or features of another recipe.
+    """
+
+    def __init__(
+        self, folder: str | Path, recipe: Mapping[str, Any], *, device: torch.device | str = "cpu"
+    ) -> None:
+        self.folder, self.device = Path(folder), torch.device(device)
+        _open(self.folder, recipe, make=False)
+        self.layers: list[int] = list(recipe["layers"])
+        self.shards = _documents_in(self.folder)
+        # Shard -> `DOCUMENT/LAYER` -> fields, of the shards that were read.
+        self._fields: dict[Path, dict[str, list[str]]] = {}
+
+    def of(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
+        """As `Examples.of`; no example has a view.
+
+        Raises:
+            ValueError: a document is not there.
+        """
+        names = [document.name for document in documents]
+        absent = [row for row, name in enumerate(names) if name not in self.shards]
+        if absent:
+            raise ValueError(
+                f"{len(absent)} of {len(documents)} documents have no features in {self.folder} (the first "
+                f"is number {absent[0]}): extract them with the same data settings (`fill_`)."
+            )
+        # Opened once a call: what is mapped into memory is read where it is needed.
+        files = {path: safe_open(path, framework="pt") for path in {self.shards[name] for name in names}}
+        try:
+            opened = {path: file.__enter__() for path, file in files.items()}
+            for path, file in opened.items():
+                if path not in self._fields:
+                    self._fields[path] = _fields_of(file.keys())
+            for layer in self.layers:
+                examples = []
+                for row, (name, document) in enumerate(zip(names, documents, strict=True)):
+                    path, prefix = self.shards[name], f"{name}/{layer}"
+                    own: dict[str, Any] = {
+                        field: _back(opened[path].get_tensor(f"{prefix}/{field}"), self.device)
+                        for field in self._fields[path][prefix]
+                    }
+                    target_HT, reached_HT = own.pop("target_HT").float(), own.pop("reached_HT")
+                    inputs = GateInputs(**own)
+                    examples.append(Example(layer, row, document.key, inputs, target_HT, reached_HT))
+                visit(examples)
+        finally:
+            for file in files.values():
+                file.__exit__(None, None, None)

@@ -1,0 +1,115 @@
+"""Which process reads which documents of a step, and which of them share a forward pass.
+
+In: the documents of a step, over all processes. Out: the share of one process, and its packs. The one
+decision taken here: both are functions of the documents' sizes alone, so every process knows what all
+others do, and nothing is exchanged.
+
+A pack is walked as one row without padding, in which every document attends to itself alone
+(`retain.train.teacher.walk`); so packing changes speed and memory, and numbers only by rounding.
+"""
+
+from collections.abc import Callable, Sequence
+
+from retain.train.data.document import Document
+
+Size = Callable[[Document], int]
+
+
+def plain_size(document: Document) -> int:
+    """Tokens of a document and its appendix."""
+    return document.num_tokens
+
+
+def share_of(
+    documents: Sequence[Document], *, process: int, num_processes: int, size_of: Size = plain_size
+) -> list[Document]:
+    """The part of one process: longest first, each to the process with the fewest tokens so far.
+
+    Every document falls to exactly one process, and the numbers of documents differ by at most one.
+
+    Args:
+        documents: all documents of a step.
+        process: which process, from 0.
+        num_processes: how many there are.
+        size_of: tokens that a document takes up in a row.
+
+    Returns:
+        its documents, by falling size.
+    """
+    assert 0 <= process < num_processes, f"process {process} of {num_processes}"
+    return _shares(documents, num_processes, size_of)[process]
+
+
+def _shares(documents: Sequence[Document], num_processes: int, size_of: Size) -> list[list[Document]]:
+    room, rest = divmod(len(documents), num_processes)
+    shares: list[list[Document]] = [[] for _ in range(num_processes)]
+    tokens = [0] * num_processes
+    larger = 0  # processes with one document more than the others; `rest` of them in the end
+    for document in _longest_first(documents, size_of):
+        open_to = [i for i, share in enumerate(shares) if len(share) < room + (larger < rest)]
+        chosen = min(open_to, key=lambda i: (tokens[i], i))
+        shares[chosen].append(document)
+        tokens[chosen] += size_of(document)
+        larger += len(shares[chosen]) > room
+    return shares
+
+
+def packs(
+    documents: Sequence[Document],
+    *,
+    micro_batch: int,
+    tokens_per_pack: int = 0,
+    size_of: Size = plain_size,
+) -> list[list[Document]]:
+    """Documents that share a forward pass: first-fit decreasing.
+
+    The longest document first, each into the first pack that has room for it. First-fit decreasing needs at
+    most 11/9 of the fewest packs that would do (Johnson 1973), and mostly the fewest.
+
+    Args:
+        documents: the share of one process; `[]` gives no packs.
+        micro_batch: most documents of a pack.
+        tokens_per_pack: most tokens of a pack (0 = any number). A document that is longer has its own pack.
+        size_of: tokens that a document takes up in a row.
+
+    Returns:
+        the packs; every document is in exactly one of them.
+    """
+    assert micro_batch >= 1 and tokens_per_pack >= 0, f"{micro_batch=}, {tokens_per_pack=}"
+    filled: list[list[Document]] = []
+    tokens: list[int] = []
+    for document in _longest_first(documents, size_of):
+        size = size_of(document)
+        for place, pack in enumerate(filled):
+            fits = not tokens_per_pack or tokens[place] + size <= tokens_per_pack
+            if fits and len(pack) < micro_batch:
+                pack.append(document)
+                tokens[place] += size
+                break
+        else:
+            filled.append([document])
+            tokens.append(size)
+    return filled
+
+
+def num_packs(
+    documents: Sequence[Document],
+    *,
+    num_processes: int,
+    micro_batch: int,
+    tokens_per_pack: int = 0,
+    size_of: Size = plain_size,
+) -> int:
+    """The most packs that any process has in this step.
+
+    Where the frozen model is sharded, every forward pass is a meeting of all processes: one that has fewer
+    packs must run as many forwards as the one that has most.
+    """
+    limits = {"micro_batch": micro_batch, "tokens_per_pack": tokens_per_pack}
+    shares = _shares(documents, num_processes, size_of)
+    return max(len(packs(share, size_of=size_of, **limits)) for share in shares)
+
+
+def _longest_first(documents: Sequence[Document], size_of: Size) -> list[Document]:
+    """By falling size, equal ones by their hash: the order that they come in is no matter."""
+    return sorted(documents, key=lambda document: (-size_of(document), document.key))

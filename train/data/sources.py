@@ -1,0 +1,477 @@
+"""Where rows come from: local jsonl, parquet and text, and data sets of the hub; each from any position on.
+
+In: a path or a name, and optionally the state of a reading that stopped. Out: rows, one after another, each
+with the place that an error about it names, and at any time a small JSON state from which reading goes on.
+The one decision taken here: a source is read in one fixed order (files by name, rows as they lie), so a
+position is a number of rows; shuffling is somebody else's.
+
+jsonl and text need no package; parquet needs pyarrow and the hub needs datasets, imported when they are used.
+"""
+
+import glob
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol, runtime_checkable
+
+from retain.config import what_is_at
+from retain.process.extras import require
+from retain.registry import suggest
+
+Kind = Literal["jsonl", "parquet", "text"]
+ENDINGS: dict[str, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+    "parquet": (".parquet",),
+    "text": (".txt", ".txt.gz"),
+}
+# What the first bytes of a file say that it is, where they are not what was asked for.
+MAGIC = (
+    (b"PAR1", "it is a parquet file: set data.source=parquet"),
+    (b"\x1f\x8b", "it is compressed: give it a name that ends in .gz, or run gunzip"),
+    (b"\x28\xb5\x2f\xfd", "it is compressed: run unzstd"),
+    (b"PK\x03\x04", "it is a zip archive: run unzip"),
+    (b"\xff\xfe", "it is UTF-16: run iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "it is UTF-16: run iconv -f UTF-16 -t UTF-8"),
+)
+PARQUET_ROWS = 64  # read at once; a row may be a whole book
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Args:
+        where: file and line, for errors.
+        values: by column; of a wide file perhaps only the columns that are wanted.
+        columns: all columns that there are, for errors.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+    columns: tuple[str, ...]
+
+
+@runtime_checkable
+class Cursor(Protocol):
+    """A place in a source; iterating moves it."""
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+    def __next__(self) -> Row: ...
+
+    def state(self) -> dict[str, Any]:
+        """Where the next row is, for JSON; `rows` in it counts those that were read."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Something that rows can be read from, again and again in the same order."""
+
+    def open(self, state: Mapping[str, Any] | None = None) -> Cursor:
+        """Begin at the first row, or where a cursor's `state` says."""
+
+    def describe(self) -> dict[str, Any]:
+        """What tells this source from another one, for JSON."""
+
+
+class LocalFiles:
+    """Files of one kind, read one after another.
+
+    Args:
+        path: a file, a folder (all files of the kind in it and below, but hidden ones and hidden
+            folders) or a pattern (`data/*.jsonl`,
+            `data/**/*.txt`); read in the order of their names.
+        kind: `jsonl` (one object a line), `parquet`, or `text` (rows with the one column `text`).
+        separator: `text`: None makes every file one document; "" splits at blank lines; any other string
+            splits wherever it stands.
+        wanted: `parquet`: read only these columns, if the file has any of them.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: files that are empty.
+    """
+
+    def __init__(
+        self, path: str, kind: Kind, *, separator: str | None = None, wanted: Sequence[str] = ()
+    ) -> None:
+        self.paths = local_paths(path, kind)
+        self.kind = kind
+        self.separator = separator
+        self.wanted = tuple(wanted)
+        empty = [str(path) for path in self.paths if not path.stat().st_size]
+        if empty:
+            raise ValueError(_empty(empty))
+
+    def open(self, state: Mapping[str, Any] | None = None) -> "LocalCursor":
+        return LocalCursor(self._rows(state["rows"] if state else 0), state["rows"] if state else 0)
+
+    def describe(self) -> dict[str, Any]:
+        # Not their sizes: a damaged file that a run stopped at can be mended, and the run goes on.
+        files = [path.name for path in self.paths]
+        return {"kind": self.kind, "files": files, "separator": self.separator}
+
+    def _rows(self, skip: int) -> Iterator[Row]:
+        for path in self.paths:
+            found = 0
+            for row in self._file_rows(path, skip):
+                found += 1
+                if row is not None:
+                    yield row
+            if not found:
+                raise ValueError(_empty([str(path)]))
+            skip = max(0, skip - found)
+
+    def _file_rows(self, path: Path, skip: int) -> Iterator[Row | None]:
+        """The file's rows, with None for each of the first `skip`, which are not looked into."""
+        if self.kind == "jsonl":
+            return _jsonl_rows(path, skip)
+        if self.kind == "parquet":
+            return _parquet_rows(path, skip, self.wanted)
+        return _text_rows(path, skip, self.separator)
+
+
+class LocalCursor:
+    """A place in local files: the number of rows before it."""
+
+    def __init__(self, rows: Iterator[Row], read: int) -> None:
+        self._rows = rows
+        self._read = read
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        row = next(self._rows)
+        self._read += 1
+        return row
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": self._read}
+
+
+def local_paths(path: str, kind: Kind) -> list[Path]:
+    """The files that a path, a folder or a pattern stands for, by name.
+
+    Raises:
+        FileNotFoundError: none.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        seen = [file for file in place.rglob("*") if file.is_file() and not _is_hidden(file, place)]
+        found = [file for file in seen if file.name.lower().endswith(ENDINGS[kind])]
+        if not found:
+            there = sorted({file.suffix or file.name for file in seen})
+            raise FileNotFoundError(
+                f"no such data file: the folder {path} holds none that ends in {', '.join(ENDINGS[kind])}"
+                f" (it holds {', '.join(there[:8]) or 'nothing'}). Set data.source to the kind that it "
+                "holds, or data.path to a pattern such as 'folder/*.json'."
+            )
+    else:
+        matches = glob.glob(str(place), recursive=True) if glob.has_magic(path) else []
+        found = [Path(match) for match in matches if Path(match).is_file()]
+        if not found:
+            near = [file.name for file in place.parent.iterdir()] if place.parent.is_dir() else []
+            other = what_is_at(place)
+            said = f"data file {path} {other}" if other else f"no such data file: {path}"
+            raise FileNotFoundError(
+                f"{said}{'' if other else suggest(place.name, near)}. Set data.path to a "
+                f"{ENDINGS[kind][0]} file, a folder of them, or a pattern; relative paths start at "
+                f"{str(Path.cwd())!r}."
+            )
+    return sorted(found, key=str)
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether a file, or a folder on the way to it (.git, .ipynb_checkpoints, .cache), is hidden."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _empty(paths: Sequence[str]) -> str:
+    named = ", ".join(repr(path) for path in paths[:5]) + (" ..." if len(paths) > 5 else "")
+    return (
+        f"empty data set: {named} hold{'s' if len(paths) == 1 else ''} nothing. Remove what is empty, or "
+        "write it again: a job that writes data leaves such a file when it is stopped."
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file as bytes, from line 1, unpacked if it is called .gz."""
+    try:
+        with _opened(path) as file:
+            yield from enumerate(file, start=1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is damaged or was cut short ({error}): copy or write it again, and check with gunzip -t."
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror or error}): check its permissions and that its disk is "
+            "there; a run that had a checkpoint goes on from it when it is started again."
+        ) from error
+
+
+def _opened(path: Path) -> gzip.GzipFile | IO[bytes]:
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str:
+    """A line as text, or an error that says why it is none."""
+    if number == 1:
+        line = line.removeprefix(b"\xef\xbb\xbf")
+    zero = line.find(b"\0")
+    try:
+        if zero < 0:
+            return line.decode()
+        reason = f"byte {zero} of the line is zero"
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} of the line, 0x{line[error.start]:02x}, is no UTF-8"
+    guess = next((hint for magic, hint in MAGIC if _head(path).startswith(magic)), None)
+    packed = path.suffix == ".gz"
+    convert = (
+        f"gunzip -c {path.name} | iconv -f latin1 -t UTF-8 | gzip" if packed else "iconv -f latin1 -t UTF-8"
+    )
+    raise ValueError(
+        f"{path} line {number} is not text: {reason}. "
+        + (f"By its first bytes {'inside ' * packed}{guess}." if guess else "")
+        + ("" if guess else "Is the file binary, or in another encoding? ")
+        + ("" if guess else f"Give a UTF-8 file ({convert} converts one), or leave it out.")
+    )
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes, of what is inside where the file is packed."""
+    with _opened(path) as file:
+        return file.read(4)
+
+
+def _jsonl_rows(path: Path, skip: int) -> Iterator[Row | None]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        if skip:
+            skip -= 1
+            yield None
+            continue
+        where = f"{path} line {number}"
+        text = _decoded(path, number, line)
+        try:
+            values = json.loads(text, object_pairs_hook=_unique)
+        except _Twice as error:
+            raise ValueError(
+                f"{where} gives the key {error} twice, and one value would be lost: leave out one of them."
+            ) from None
+        except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits, too
+            array = text.lstrip().startswith("[")
+            if not isinstance(error, json.JSONDecodeError | RecursionError):
+                raise ValueError(
+                    f"{where} holds a number that cannot be read ({error}): write it as text, in quotation "
+                    "marks, or leave the row out."
+                ) from None
+            raise ValueError(
+                f"{where} is not JSON: {error}. "
+                + (
+                    f"Is the file one array? `jq -c '.[]' {path.name}` writes one object a line."
+                    if array
+                    else "Wanted one object a line; a last line that is cut short was written by a job that "
+                    "was stopped."
+                )
+            ) from None
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{where}: wanted an object, got {type(values).__name__}. Write one object a line, such as "
+                '{"text": "..."}'
+                + (f"; `jq -c '.[]' {path.name}` takes an array apart." if isinstance(values, list) else ".")
+            )
+        yield Row(where, values, tuple(values))
+
+
+class _Twice(Exception):
+    """A key that an object has twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(repr(next(key for key in keys if keys.count(key) > 1)))
+    return values
+
+
+def _text_rows(path: Path, skip: int, separator: str | None) -> Iterator[Row | None]:
+    """Documents of a text file; those without a letter are none."""
+    if separator is None and skip:
+        yield None
+        return
+    for number, text in enumerate(filter(str.strip, _pieces(path, separator)), start=1):
+        if number <= skip:
+            yield None
+        elif separator is None:
+            yield Row(str(path), {"text": text}, ("text",))
+        else:
+            yield Row(f"{path} document {number}", {"text": text.strip("\n")}, ("text",))
+
+
+def _pieces(path: Path, separator: str | None) -> Iterator[str]:
+    parts: list[str] = []
+    for number, raw in _lines(path):
+        line = _decoded(path, number, raw).replace("\r\n", "\n")
+        if separator == "":
+            if line.strip():
+                parts.append(line)
+                continue
+            ended = ["".join(parts)]
+            parts = []
+        elif separator and separator in line:
+            first, *ended = line.split(separator)
+            ended = ["".join((*parts, first)), *ended]
+            parts = [ended.pop()]
+        else:
+            parts.append(line)
+            continue
+        yield from ended
+    yield "".join(parts)
+
+
+def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row | None]:
+    require("train", "pyarrow", what="data.source=parquet")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = tuple(file.schema_arrow.names)
+            twice = sorted({name for name in columns if columns.count(name) > 1})
+            if twice:
+                raise ValueError(
+                    f"{path} has the column {twice[0]!r} twice, and one of them would be lost: write it "
+                    "again with a name of its own for each."
+                )
+            read = [name for name in columns if name in wanted] or list(columns)
+            number = 0
+            groups: list[int] = []
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if not groups and number + rows <= skip:
+                    number += rows
+                    yield from (None for _ in range(rows))
+                else:
+                    groups.append(group)
+            if groups:
+                for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=read):
+                    for values in batch.to_pylist():
+                        number += 1
+                        yield None if number <= skip else Row(f"{path} row {number}", values, columns)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} is no readable parquet file ({_first_line(error)}): it is damaged, was cut short, or is "
+            "of another kind. Copy or write it again, or set data.source to what it is."
+        ) from error
+
+
+class Hub:
+    """A data set by name, streamed; from the local cache where HF_HUB_OFFLINE is set.
+
+    Args:
+        path: its name (`owner/name`), or a folder that the `datasets` package can load.
+        subset: its configuration.
+        split: its split.
+        revision: commit, branch or tag.
+    """
+
+    def __init__(self, path: str, subset: str | None, split: str, revision: str | None) -> None:
+        self.path, self.subset, self.split, self.revision = path, subset, split, revision
+
+    def open(self, state: Mapping[str, Any] | None = None) -> "HubCursor":
+        require("train", "datasets", what="data.source=hub")
+        import datasets
+        from huggingface_hub import constants
+
+        # Streaming asks the hub which files there are; what was downloaded earlier is found only without.
+        streaming = not constants.HF_HUB_OFFLINE
+        try:
+            dataset = datasets.load_dataset(
+                self.path, self.subset, split=self.split, revision=self.revision, streaming=streaming
+            )
+            return HubCursor(self, dataset if streaming else dataset.to_iterable_dataset(), state)
+        # What fails here are transports and loaders of many packages, without a common ancestor.
+        except Exception as error:
+            raise ValueError(self.failure(error, 0)) from error
+
+    def describe(self) -> dict[str, Any]:
+        return {"hub": self.path, "subset": self.subset, "split": self.split, "revision": self.revision}
+
+    def failure(self, error: Exception, rows: int) -> str:
+        """What went wrong, and what to do about it."""
+        name = f"the hub data set {self.path!r}"
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        if rows:
+            return (
+                f"{name} broke off after {rows} rows ({what}). Start the command again: the run goes on from "
+                "its last checkpoint. If it happens again, download the data and use data.source=parquet."
+            )
+        if os.path.isdir(self.path) or isinstance(error, ValueError) or "NotFound" in type(error).__name__:
+            return (
+                f"{name} cannot be loaded ({what}). Check data.path, data.subset={self.subset!r}, "
+                f"data.split={self.split!r} and data.revision={self.revision!r}; a private or gated one "
+                "needs HF_TOKEN or `hf auth login`."
+            )
+        if "scripts are no longer supported" in str(error):
+            return (
+                f"{name} comes with a loading script, which datasets no longer runs ({what}). Try "
+                "data.revision=refs/convert/parquet, or download its files and use data.source=parquet "
+                "or jsonl."
+            )
+        return (
+            f"{name} cannot be reached ({what}). Check the network and that HF_HUB_OFFLINE is not set "
+            f"(it is {os.environ.get('HF_HUB_OFFLINE', 'not set')!r}); without a network, download it where "
+            f"there is one (hf download --repo-type dataset {self.path}) and set data.source=parquet or "
+            "jsonl, and data.path to that folder."
+        )
+
+
+class HubCursor:
+    """A place in a hub data set: datasets' own state where it keeps one, else a number of rows."""
+
+    def __init__(self, source: Hub, dataset: Any, state: Mapping[str, Any] | None) -> None:
+        self._source = source
+        self._read = state["rows"] if state else 0
+        if state and "datasets" in state:
+            dataset.load_state_dict(state["datasets"])
+        elif self._read:
+            dataset = dataset.skip(self._read)
+        self._dataset = dataset
+        self._start: dict[str, Any] = {**state} if state else {"rows": 0}
+        self._rows = iter(dataset)
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        try:
+            values = next(self._rows)
+        except StopIteration:
+            raise
+        # As above: a connection that is lost in the middle shows as errors of many packages.
+        except Exception as error:
+            raise ValueError(self._source.failure(error, self._read)) from error
+        self._read += 1
+        return Row(f"{self._source.path!r} row {self._read}", values, tuple(values))
+
+    def state(self) -> dict[str, Any]:
+        # datasets' state means something only once a row was read.
+        if self._read == self._start["rows"]:
+            return self._start
+        if not hasattr(self._dataset, "state_dict"):
+            return {"rows": self._read}
+        return {"rows": self._read, "datasets": self._dataset.state_dict()}
+
+
+def _first_line(error: BaseException) -> str:
+    lines: Iterable[str] = str(error).strip().splitlines()
+    return next(iter(lines), "no message")[:300]

@@ -1,0 +1,333 @@
+"""The layer-local stage: every gate learns its own layer's target while the frozen model walks by.
+
+In: a frozen model, gates, which future and which loss. Out: gradients in the gates' parameters, and numbers
+of each document. The one decision taken here: a layer's gate runs forward and backward as soon as that
+layer's attention is seen, inside the walk. Nothing of a layer is kept for later, no graph leads through the
+model, and memory does not grow with the number of layers.
+
+Where the examples come from is a seam: `TeacherExamples` makes them out of the frozen model, and
+`retain.train.data.features.CachedExamples` reads those that were written to disk.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from retain.gates import Gate, GateInputs, GateSet, inputs_of
+from retain.gates.base import UNITS
+from retain.train.data.branches import readings_of
+from retain.train.data.corpora import Document
+from retain.train.data.features import Example, Examples
+from retain.train.objectives.case import LossSettings
+from retain.train.objectives.losses import check_fit, head_overlaps, local_losses, total_loss
+from retain.train.objectives.targets import (
+    TargetSettings,
+    baselines_of,
+    joined_for,
+    layer_target,
+    target_unit,
+    token_targets,
+)
+from retain.train.teacher import Frozen, walk
+
+# Stands for the step in what is drawn for held-out documents: always the same pairs.
+HELD_OUT_STEP = 2**40
+# Entries of a layer from which input statistics are made, and the fewest documents that they come from (where
+# the first step has as many): one long document is not what all are like.
+PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
+
+Visit = Callable[[list[Example]], None]
+
+
+class TeacherExamples:
+    """Examples out of the frozen model, one layer at a time.
+
+    Args:
+        gates: which layers, and what their gates look at.
+        frozen: the model.
+        target: what is asked of them.
+    """
+
+    def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings):
+        self.gates, self.frozen, self.target = gates, frozen, target
+
+    def of(self, documents: Sequence[Document], visit: Visit) -> None:
+        """Walk over the documents; `visit` gets the examples of a layer, or of a layer and one document."""
+        readings = readings_of(documents, self.target, self.frozen)
+        tokens = None
+        if self.target.granularity == "token":
+            tokens = token_targets(self.frozen, readings, self.target)
+
+        def see(views: list[Any]) -> None:
+            examples = []
+            for view in views:
+                if tokens is None:
+                    target_HT, reached_HT = layer_target(view, self.target)
+                else:
+                    heads = view.document.num_heads
+                    device = view.document.keys_BHTD.device
+                    target_HT, reached_HT = (part.to(device).expand(heads, -1) for part in tokens[view.row])
+                inputs = inputs_of(view.document, self.gates[view.layer_idx])
+                key = documents[view.row].key
+                examples.append(Example(view.layer_idx, view.row, key, inputs, target_HT, reached_HT, view))
+            visit(examples)
+
+        walk(self.frozen, readings, see, wanted=self.gates.inputs, joined=joined_for(self.target))
+
+
+class LayerLocal:
+    """Objective of the layer-local stage.
+
+    Args:
+        gates: trained in place.
+        frozen: the model; None where all examples are read from disk.
+        target: which future the gates learn.
+        loss: which terms.
+        seed: of pairs.
+        examples: where examples come from; None: the frozen model.
+
+    Raises:
+        ValueError: terms that do not go with these gates, or a target of which some layer shows nothing.
+    """
+
+    def __init__(
+        self,
+        gates: GateSet,
+        frozen: Frozen,
+        target: TargetSettings,
+        loss: LossSettings,
+        *,
+        seed: int,
+        examples: Examples | None = None,
+    ):
+        self.gates, self.target, self.loss, self.seed = gates, target, loss, seed
+        self.examples = TeacherExamples(gates, frozen, target) if examples is None else examples
+        for layer in gates.layers:
+            check_fit(loss, gates[layer])
+        if examples is None:
+            check_reach(frozen, target)
+        self.fields = ("loss", *loss.terms, "overlap")
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What the optimiser trains."""
+        return list(self.gates.parameters())
+
+    @torch.no_grad()
+    def prepare_(self, documents: Sequence[Document]) -> None:
+        """Set every gate's input statistics, target floor and output bias; each gate moves to its layer.
+
+        Every process does the same on the same documents, so nothing has to be exchanged. Of the documents,
+        the first are read whose tokens are `PREPARED_ENTRIES` or more, and `PREPARED_DOCUMENTS` at least.
+
+        Raises:
+            ValueError: a layer of which no entry is reached, or of which the targets or the inputs are such
+                that a gate cannot start from them.
+        """
+        found: dict[int, list[tuple[GateInputs, Tensor]]] = {}
+        documents = _enough(documents)
+        share = max(1, PREPARED_ENTRIES // len(documents))
+
+        def see(examples: list[Example]) -> None:
+            for example in examples:
+                entries = example.reached_HT.any(0).nonzero()[:, 0]
+                # Evenly spread, where a document is longer than is needed.
+                entries = entries[:: -(-len(entries) // share) or 1]
+                risk_HN = example.target_HT[:, entries].masked_fill(
+                    ~example.reached_HT[:, entries], torch.nan
+                )
+                inputs = example.inputs.entries(entries)
+                found.setdefault(example.layer_idx, []).append((inputs, risk_HN))
+
+        for document in documents:
+            self.examples.of([document], see)
+        for layer, parts in found.items():
+            gate = self.gates[layer]
+            risk_HN = torch.cat([risk_HN for _, risk_HN in parts], dim=1).double()
+            if bool(risk_HN.isnan().all(1).any()):
+                raise ValueError(
+                    f"layer {layer}: no query of target.sources=[{', '.join(self.target.sources)}] reaches "
+                    f"any entry of {len(documents)} document(s), so that there is nothing to learn: the "
+                    f"layer's window is no longer than target.horizon={self.target.horizon}, or the "
+                    "documents are not. Lower target.horizon, or add a source that every document has "
+                    "(repeat, continuation)."
+                )
+            inputs = joined([inputs for inputs, _ in parts])
+            counted_BT = torch.ones((1, risk_HN.shape[1]), dtype=torch.bool, device=risk_HN.device)
+            floor_H = torch.zeros(len(risk_HN), dtype=torch.float64, device=risk_HN.device)
+            if gate.unit == "log_risk":
+                floor_H = self.target.floor * risk_HN.nanmean(1)
+                risk_HN = (risk_HN + floor_H[:, None]).log()
+            gate.to(risk_HN.device)
+            gate.prepare_(inputs, counted_BT, floor_H.float(), risk_HN.nanmean(1).float())
+            if strange := [name for name, value in gate.state_dict().items() if not _finite(value)]:
+                raise ValueError(
+                    f"layer {layer}: the gate would start from numbers that are not finite ("
+                    f"{', '.join(strange)}): the model's activations overflow (load it with dtype=float32), "
+                    "or nothing pays some head's entries anything."
+                )
+
+    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
+        """Add the gradient of `scale` times the documents' summed loss to the parameters'."""
+        rows = self._run(documents, step, scale)
+        return [{name: float(row[name]) for name in self.fields} for row in rows]
+
+    @torch.no_grad()
+    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
+        """The same numbers of held-out documents, and `overlap_of`: layer -> overlap of each head."""
+        return self._run(documents, HELD_OUT_STEP, None, baselines=baselines)
+
+    def _run(
+        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
+    ) -> list[dict[str, Any]]:
+        layers = len(self.gates.layers)
+        tally = Tally(len(documents))
+
+        def see(examples: list[Example]) -> None:
+            for example in examples:
+                gate = self.gates[example.layer_idx]
+                key = (self.seed, step, example.key, example.layer_idx)
+                with torch.set_grad_enabled(scale is not None):
+                    output_HT = gate(example.inputs)[0]
+                    terms = local_losses(
+                        output_HT,
+                        gate,
+                        example.target_HT,
+                        example.reached_HT,
+                        example.view,
+                        self.loss,
+                        key,
+                        horizon=self.target.horizon,
+                    )
+                    loss = total_loss(terms, self.loss)
+                    if scale is not None:
+                        (loss * (scale / layers)).backward()
+                overlap_H = head_overlaps(output_HT.detach(), example.target_HT, example.reached_HT)
+                found: dict[str, Any] = {
+                    "loss": loss.detach(),
+                    **{name: term.detach() for name, term in terms.items()},
+                }
+                found |= baselines_of(example, self.seed) if baselines else {}
+                tally.add_(example.row, example.layer_idx, found, overlap_H)
+
+        self.examples.of(documents, see)
+        return tally.means(layers, heads=scale is None)
+
+
+class Tally:
+    """What the layers say of each document, summed on the device and read once, at the end: a layer does not
+    wait for the one before it.
+
+    Args:
+        documents: how many there are.
+    """
+
+    def __init__(self, documents: int) -> None:
+        self._sums: list[dict[str, Any]] = [{} for _ in range(documents)]
+        self._heads: list[dict[str, Tensor]] = [{} for _ in range(documents)]
+
+    def add_(
+        self,
+        row: int,
+        layer: int,
+        found: Mapping[str, Tensor | float],
+        overlap_H: Float[Tensor, " H"],
+    ) -> None:
+        """Count one layer of one document.
+
+        Args:
+            row: the document's place.
+            layer: its index in the model.
+            found: what is reported, a number per name.
+            overlap_H: of its heads (`head_overlaps`); the mean of them is reported too.
+        """
+        own = self._sums[row]
+        for name, value in (*found.items(), ("overlap", overlap_H.mean())):
+            own[name] = _plus(own[name], value) if name in own else value
+        self._heads[row][str(layer)] = overlap_H
+
+    def means(self, layers: int, *, heads: bool) -> list[dict[str, Any]]:
+        """Per document: means over layers, and `overlap_of` (layer -> overlap of each head) with `heads`.
+
+        Args:
+            layers: how many there are.
+            heads: whether each head's overlap is wanted.
+        """
+        rows = []
+        for own, overlaps in zip(self._sums, self._heads, strict=True):
+            means: dict[str, Any] = {name: float(value) / layers for name, value in own.items()}
+            if heads:
+                means["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in overlaps.items()}
+            rows.append(means)
+        return rows
+
+
+def _plus(total: Tensor | float, value: Tensor | float) -> Tensor | float:
+    """The sum, where the first value is: layers may lie on several devices, and the host waits for none."""
+    if isinstance(total, Tensor) and isinstance(value, Tensor):
+        return total + value.to(total.device, non_blocking=True)
+    return total + value
+
+
+def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:
+    """The unit of the score that gates of this family have after learning this target.
+
+    Args:
+        gate: one of them, or their class.
+        target: what they learn.
+
+    Raises:
+        ValueError: a gate that says a share of attention, asked for what is none.
+    """
+    unit = target_unit(target)
+    if gate.unit in ("risk", "log_risk"):
+        return unit  # it learns whatever number it is shown, or its logarithm
+    if gate.unit == "mass" and unit != "mass":
+        raise ValueError(
+            f"gates of family {gate.family!r} say attention (mass, 0..1), and target.weight={target.weight} "
+            f"makes a target in {unit}: set target.weight=none, or choose gate.family=mlp."
+        )
+    return UNITS[gate.unit]
+
+
+def _enough(documents: Sequence[Document]) -> Sequence[Document]:
+    """The first documents that give as many entries as are looked at."""
+    tokens = 0
+    for number, document in enumerate(documents, start=1):
+        tokens += len(document.context_ids)
+        if tokens >= PREPARED_ENTRIES and number >= PREPARED_DOCUMENTS:
+            return documents[:number]
+    return documents
+
+
+def _finite(value: Tensor) -> bool:
+    return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def check_reach(frozen: Frozen, target: TargetSettings) -> None:
+    """Refuse a target of whose queries none can reach an entry of some layer.
+
+    Raises:
+        ValueError: a layer with a window no longer than the horizon, and no source but the document.
+    """
+    if {*target.sources} != {"own"}:
+        return
+    for spec in frozen.layout.evicting:
+        if spec.window is not None and spec.window <= target.horizon:
+            raise ValueError(
+                f"layer {spec.layer_idx} sees a window of {spec.window} tokens, and target.horizon="
+                f"{target.horizon} leaves out all queries that are nearer: no entry is ever reached. Lower "
+                "target.horizon below the window, or add a source (appendix, repeat, continuation)."
+            )
+
+
+def joined(parts: Sequence[GateInputs]) -> GateInputs:
+    """Entries of several documents in one row."""
+    along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
+    names = [name for name in vars(parts[0]) if isinstance(getattr(parts[0], name), Tensor)]
+    joint: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts], dim=along.get(name, 2)) for name in names
+    }
+    return GateInputs(**joint)

@@ -1,0 +1,206 @@
+"""The lookahead stage: a few tokens behind a document learn to look where its answer will.
+
+LookaheadKV (arXiv 2603.10899). In: a frozen model, gates with lookahead tokens, documents and what answers
+them. Out: gradients in the tokens and in the adapters of their path, and numbers of each document. The one
+decision taken here: teacher and student ask the same cache. The document is read once, without a gradient;
+the answer runs behind it, which gives the target; then the lookahead tokens do, which gives the prediction,
+and only through their path does a gradient flow. Memory is linear in the document's length: its keys and
+values, and one layer's rows of attention at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from retain.gates import GateInputs, GateSet
+from retain.gates.lookahead import LookaheadExtension, LookaheadGate
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
+from retain.hf.intercept.lookahead_pass import Asked, run_behind
+from retain.hf.model.decoder import base_model
+from retain.train.data.branches import Reading, readings_of
+from retain.train.data.document import Document
+from retain.train.local_stage import Tally
+from retain.train.objectives.losses import head_overlaps
+from retain.train.objectives.targets import TargetSettings, baseline_overlaps
+from retain.train.teacher import Frozen
+
+
+class Lookahead:
+    """Objective of the lookahead stage.
+
+    `loss = mean over layers and KV heads of KL(s || s^)`: `s` is the mean attention that the answer's tokens
+    pay to each of the document's entries, `s^` what the lookahead tokens do (`LookaheadGate`), both
+    normalised over the document. Of several answers (`target.sources`: the data's own, `appendix`; the
+    model's, `continuation`; the document again, `repeat`) `s` is the mean by their weights.
+
+    Args:
+        gates: lookahead gates; their extension is trained in place.
+        frozen: the model.
+        target: which answers, and how long a continuation is.
+        seed: of nothing but the baselines: nothing is drawn for a loss.
+
+    Raises:
+        ValueError: gates of another family, or sources that come behind no document.
+    """
+
+    fields = ("loss", "overlap")
+
+    def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings, *, seed: int):
+        if not isinstance(gates.extension, LookaheadExtension):
+            raise ValueError(
+                f"stage `lookahead` trains lookahead tokens, and gates of family {gates.family!r} have none: "
+                "set gate.family=lookahead, or another stage."
+            )
+        if "own" in target.sources:
+            raise ValueError(
+                f"target.sources={target.sources}: lookahead tokens learn what comes behind a whole document "
+                "looks at, and its own tokens do not: set target.sources to {continuation: 1.0}, as the "
+                "paper does, or take appendix or repeat."
+            )
+        self.gates, self.frozen, self.target, self.seed = gates, frozen, target, seed
+        self.extension = gates.extension
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What the optimiser trains."""
+        return list(self.extension.parameters())
+
+    def prepare_(self, documents: Sequence[Document]) -> None:
+        """Nothing starts from data: tokens begin as embeddings, adapters at zero."""
+
+    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
+        """Add the gradient of `scale` times the documents' summed loss to the parameters'."""
+        readings = readings_of(documents, self.target, self.frozen)
+        rows = [self._run(reading, scale) for reading in readings]
+        for parameter in self.parameters():  # alike on all processes, whatever each has read
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [{name: row[name] for name in self.fields} for row in rows]
+
+    @torch.no_grad()
+    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
+        """The same numbers of held-out documents, and `overlap_of`: layer -> overlap of each head."""
+        readings = readings_of(documents, self.target, self.frozen)
+        return [self._run(reading, None, baselines) for reading in readings]
+
+    def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
+        """One document: loss, overlap, and the gradient if there is a scale."""
+        model = self.frozen.model
+        base: Any = base_model(model)
+        embedding = base.get_input_embeddings()
+        device = embedding.weight.device
+        with attach(model):
+            with torch.no_grad():
+                cache = Cache(model, policy=None)
+                ids_BT = torch.tensor([reading.document.context_ids], device=device)
+                with token_wise_in_pieces(base.layers, self.frozen.chunk):
+                    cache.prefill(ids_BT, evict=False)
+                targets = self._targets(reading, cache)
+            with torch.set_grad_enabled(scale is not None), self.gates.extend(model) as extension:
+                assert isinstance(extension, LookaheadExtension)
+                like = torch.empty(0, dtype=base.dtype, device=device)
+                asked = run_behind(
+                    model, cache.read_only(), extension.embeds(1, like), cache.valid_BT, cache.positions_BT
+                )
+                # Inside, where the adapters are, since checkpointed layers run again on the way back.
+                means = self._compare(cache, asked, targets, scale)
+        if baselines:
+            with torch.no_grad():
+                means |= self._baselines(reading, cache, targets)
+        return means
+
+    def _targets(self, reading: Reading, cache: Cache) -> dict[int, Float[Tensor, "H T"]]:
+        """Normalised attention of the answers, per layer."""
+        base: Any = base_model(self.frozen.model)
+        embedding = base.get_input_embeddings()
+        totals: dict[int, Tensor] = {}
+        for branch in reading.branches:
+            ids = torch.tensor([branch.ids], device=embedding.weight.device)
+            embeds = embedding(ids)
+            asked = run_behind(
+                self.frozen.model, cache.read_only(), embeds, cache.valid_BT, cache.positions_BT
+            )
+            for layer, own in asked.items():
+                share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, own))
+                totals[layer] = totals[layer] + share_HT if layer in totals else share_HT
+        return {layer: normalised(total_HT) for layer, total_HT in totals.items()}
+
+    def _score(self, cache: Cache, layer: int, asked: Asked) -> Float[Tensor, "H T"]:
+        """What the layer's gate makes of tokens behind the document."""
+        gate, spec, held = self.gates[layer], cache._spec_of[layer], cache.layers[layer]
+        assert isinstance(gate, LookaheadGate)
+        inputs = GateInputs(
+            keys_BHTD=held.dense()[0],
+            lookahead_BQSD=asked.queries_BQSD,
+            lookahead_keys_BHSD=asked.keys_BHSD,
+            scaling=held.scaling,
+            soft_cap=held.soft_cap,
+            window=spec.window,
+            sinks_Q=spec.sinks_Q,
+        )
+        return gate(inputs)[0]
+
+    def _compare(
+        self, cache: Cache, asked: dict[int, Asked], targets: dict[int, Tensor], scale: float | None
+    ) -> dict[str, Any]:
+        """Loss and overlap over all layers, and the gradient: a layer's rows of attention are gone before the
+        next one's are made, and then one way back leads through the model."""
+        tally = Tally(1)
+        ends: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for layer in self.gates.layers:
+            own = asked[layer]
+            cut = Asked(*(part.detach() for part in (own.queries_BQSD, own.keys_BHSD)))
+            parts = (cut.queries_BQSD, cut.keys_BHSD)
+            if scale is not None:
+                for part in parts:
+                    part.requires_grad_(True)
+            score_HT = normalised(self._score(cache, layer, cut))
+            loss = divergence(targets[layer], score_HT)
+            if scale is not None:
+                (loss * (scale / len(self.gates.layers))).backward()
+                for end, part in zip((own.queries_BQSD, own.keys_BHSD), parts, strict=True):
+                    if end.requires_grad and part.grad is not None:
+                        ends.append(end)
+                        gradients.append(part.grad)
+            reached_HT = torch.ones_like(score_HT, dtype=torch.bool)
+            overlap_H = head_overlaps(score_HT.detach(), targets[layer], reached_HT)
+            tally.add_(0, layer, {"loss": loss.detach()}, overlap_H)
+        if ends:
+            torch.autograd.backward(ends, gradients)
+        return tally.means(len(self.gates.layers), heads=scale is None)[0]
+
+    def _baselines(self, reading: Reading, cache: Cache, targets: dict[int, Tensor]) -> dict[str, float]:
+        """Overlaps with the same target that cost no training (`baseline_overlaps`), means over layers."""
+        means: dict[str, float] = {}
+        for layer, target_HT in targets.items():
+            found = baseline_overlaps(
+                cache.layers[layer].dense()[1],
+                cache._spec_of[layer].output_weight_QDE,
+                target_HT,
+                torch.ones_like(target_HT, dtype=torch.bool),
+                (self.seed, reading.key, layer),
+            )
+            for name, value in found.items():
+                means[name] = means.get(name, 0.0) + value / len(targets)
+        return means
+
+
+def normalised(score_HT: Float[Tensor, "H T"]) -> Float[Tensor, "H T"]:
+    """Each head's numbers, over their sum."""
+    tiny = torch.finfo(score_HT.dtype).tiny
+    return score_HT / score_HT.sum(-1, keepdim=True).clamp_min(tiny)
+
+
+def divergence(target_HT: Float[Tensor, "H T"], score_HT: Float[Tensor, "H T"]) -> Float[Tensor, ""]:
+    """`mean_h sum_i s_hi (log s_hi - log s^_hi)`: KL(target || score), of two distributions a head.
+
+    Where the target is zero, nothing is counted; a score of zero is taken for the smallest number.
+    """
+    tiny = torch.finfo(score_HT.dtype).tiny
+    log_ratio_HT = target_HT.clamp_min(tiny).log() - score_HT.clamp_min(tiny).log()
+    return (target_HT * log_ratio_HT).sum(-1).mean()

@@ -1,0 +1,272 @@
+"""What one layer's output loses when entries fade: the layer-local loss that needs no target.
+
+In: the evidence of a layer, and what its gate said. Out: how far the layer's attention output moves under a
+soft keep-mask, with a gradient to the gate. The one decision taken here: the mask goes into the attention as
+a logarithm added to the logits, so that what is left is renormalised as it is after an eviction, and no row
+of attention is held; or, as a bound, the loss is made linear in the mask, with one coefficient an entry.
+
+The loss is LAVa's (arXiv 2509.09754) and CriticalKV's (arXiv 2502.03805), who minimise it by hand-made
+scores.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from retain.attention.chunked import truncate
+from retain.attention.received import paid
+from retain.evidence import Evidence
+from retain.kernels.gated_attention import gated_attention
+from retain.scores.value_norm import value_norms
+from retain.train.objectives.case import Case, LossSettings, boundary_of, keyed_generator
+
+# Set behind the key of a document, so that these draws are not those of its pairs.
+QUERIES = 0x0BEE
+# Halvings of the interval in which a threshold lies: to 1e-15 of it.
+BISECTIONS = 50
+
+
+def layer_output_loss(case: Case) -> Float[Tensor, ""]:
+    """How much of the layer's output is lost, mean over `keep_ratios` and over the document and its branches.
+
+    With the soft keep-mask `m_hi = sigmoid((s_hi - threshold_h) / temperature)` on reached entries (1 on all
+    others; the threshold is that of `budget_threshold`, so that as much is kept whatever the gate says, and a
+    number added to all scores of a head changes nothing), `exact` is `relative_change` and `bound` is
+    `sum_hi c_hi (1 - m_hi) / sum_hi c_hi` with the coefficients of `bound_coefficients`. Queries of the
+    document see entries nearer than `horizon` as they are; those of a branch see all of the document's
+    through the mask.
+
+    The document and the branches are taken one after another, and of each only its loss and the gradient that
+    it sends to the gate's output are kept: memory is that of one of them, however many there are. So the
+    gradient is right once; there is no second derivative.
+
+    Args:
+        case: with a view.
+
+    Raises:
+        ValueError: there is no view.
+    """
+    if case.view is None:
+        raise ValueError(
+            "the loss term `layer_output` looks at the layer itself: pass view= (of "
+            "retain.train.teacher.walk)."
+        )
+    settings = case.settings
+    known_BHT = case.output_BHT.masked_fill(~case.reached_BHT, 0.0)
+    trained = torch.is_grad_enabled() and known_BHT.requires_grad
+    masks = []  # of each budget: the logarithm of the keep-mask, a leaf that parts look at, what they sent
+    for threshold_BH1 in budget_threshold(
+        known_BHT, case.reached_BHT, settings.keep_ratios, settings.temperature
+    ):
+        log_keep_BHT = functional.logsigmoid((known_BHT - threshold_BH1) / settings.temperature)
+        log_keep_BHT = log_keep_BHT.masked_fill(~case.reached_BHT, 0.0)
+        leaf_BHT = log_keep_BHT.detach().requires_grad_(trained)
+        masks.append((log_keep_BHT, leaf_BHT, torch.zeros_like(leaf_BHT)))
+    total, count = torch.zeros_like(known_BHT[0, 0, :0].sum()), 0
+    for evidence, horizon in _parts(case):
+        lost = _lost(evidence, horizon, known_BHT.shape[-1], settings)
+        for _, leaf_BHT, gradient_BHT in masks:
+            loss = lost(leaf_BHT)
+            if trained:
+                gradient_BHT += torch.autograd.grad(loss, leaf_BHT)[0]
+            total, count = total + loss.detach(), count + 1
+        del evidence, lost
+    # What stands behind the value is only what the parts have sent: 0, with their gradient.
+    for log_keep_BHT, leaf_BHT, gradient_BHT in masks:
+        total = total + ((log_keep_BHT - leaf_BHT.detach()) * gradient_BHT).sum()
+    return total / max(1, count)
+
+
+def _lost(
+    evidence: Evidence, horizon: int, entries: int, settings: LossSettings
+) -> Callable[[Tensor], Tensor]:
+    """Logarithm of a keep-mask -> the loss of one part under it. What no mask changes is computed once."""
+    if settings.layer_output == "exact":
+        with torch.no_grad():
+            whole_BSE = layer_output(evidence, None, horizon)
+        order = 1 if settings.output_norm == "l1" else 2
+        return lambda log_keep_BHT: relative_change(evidence, log_keep_BHT, horizon, order, whole_BSE)
+    bound_BHT = bound_coefficients(evidence, horizon, entries)
+    scale = bound_BHT.sum().clamp_min(torch.finfo(bound_BHT.dtype).tiny)
+
+    def under(log_keep_BHT: Tensor) -> Tensor:
+        return (bound_BHT * -torch.expm1(log_keep_BHT)[..., : bound_BHT.shape[-1]]).sum() / scale
+
+    return under
+
+
+def budget_threshold(
+    output_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    ratios: Sequence[float],
+    temperature: float,
+) -> Float[Tensor, "K B H 1"]:
+    """The threshold `t` of each of K budgets, under which a soft keep-mask keeps what a head may: `sum_i
+    sigmoid((s_i - t) / tau) = k` over its reached entries, `k` of `boundary_of` (one half of a single entry).
+
+    Its gradient is that of the equation: with `m_i` the mask, `dt / ds_i = m_i (1 - m_i) / sum_k m_k (1 -
+    m_k)`. A threshold that stood still instead would reward a head for raising all of its scores, and one
+    that knew only the order would let a head that says the same of all keep a half.
+
+    Args:
+        output_BHT: s, finite everywhere.
+        reached_BHT: entries that compete; a head without any gets 0.
+        ratios: the budgets, as shares of them.
+        temperature: tau.
+    """
+    known_BHT, count_BH1 = output_BHT.detach().double(), reached_BHT.sum(-1, keepdim=True)
+    k_KBH1 = torch.stack([boundary_of(count_BH1, ratio) for ratio in ratios]).double()
+    k_KBH1 = torch.where(count_BH1 > 1, k_KBH1, 0.5 * count_BH1)
+    # With all at the lowest score, none of the budgets lies further than log(2 n) from it; so above.
+    reach_BH1 = temperature * (2.0 * count_BH1 + 1).log()
+    low_BH1 = known_BHT.masked_fill(~reached_BHT, float("inf")).amin(-1, keepdim=True) - reach_BH1
+    high_BH1 = known_BHT.masked_fill(~reached_BHT, float("-inf")).amax(-1, keepdim=True) + reach_BH1
+    some_BH1 = count_BH1 > 0
+    low_KBH1, high_KBH1 = (
+        torch.where(some_BH1, edge_BH1, 0.0).expand_as(k_KBH1) for edge_BH1 in (low_BH1, high_BH1)
+    )
+    for _ in range(BISECTIONS):
+        middle_KBH1 = 0.5 * (low_KBH1 + high_KBH1)
+        mask_KBHT = torch.sigmoid((known_BHT - middle_KBH1) / temperature).masked_fill(~reached_BHT, 0.0)
+        above_KBH1 = mask_KBHT.sum(-1, keepdim=True) > k_KBH1
+        low_KBH1 = torch.where(above_KBH1, middle_KBH1, low_KBH1)
+        high_KBH1 = torch.where(above_KBH1, high_KBH1, middle_KBH1)
+    threshold_KBH1 = 0.5 * (low_KBH1 + high_KBH1)
+    # As a softmax, which has no 0 / 0 where every entry is sure: m (1 - m) in logarithms.
+    x_KBHT = (known_BHT - threshold_KBH1) / temperature
+    log_slope_KBHT = functional.logsigmoid(x_KBHT) + functional.logsigmoid(-x_KBHT)
+    lowest = torch.finfo(log_slope_KBHT.dtype).min
+    weight_KBHT = log_slope_KBHT.masked_fill(~reached_BHT, lowest).softmax(-1) * some_BH1
+    sent_KBHT = weight_KBHT.to(output_BHT.dtype) * (output_BHT - output_BHT.detach())
+    return threshold_KBH1.to(output_BHT.dtype) + sent_KBHT.sum(-1, keepdim=True)
+
+
+def _parts(case: Case) -> Iterator[tuple[Evidence, int]]:
+    """The document with its own queries, and each branch, made when it is asked for; with the distance from
+    which entries are masked."""
+    assert case.view is not None
+    branches = case.view.branches
+    for number in range(1 + len(branches)):
+        evidence = branches[number - 1][1] if number else case.view.document
+        key = (*case.key, QUERIES, number)
+        part = _stretch(evidence, 0 if number else case.horizon, case.settings.output_queries, key)
+        del evidence
+        if part is not None:
+            yield part
+        del part
+
+
+def _stretch(
+    evidence: Evidence, horizon: int, count: int, key: tuple[int, ...]
+) -> tuple[Evidence, int] | None:
+    """The same layer up to some keyed query, with that query and the ones before it only: `count` of them
+    (0: all), none of them so early that it sees no masked entry."""
+    T, S = evidence.num_seen, evidence.num_queries
+    first = max(0, horizon - (T - S))  # the query at entry `horizon` is the first that sees a masked entry
+    if first >= S:
+        return None
+    count = min(count or S, S - first)
+    draw = float(torch.rand((), generator=keyed_generator(key)))
+    start = first + int(draw * (S - first - count + 1))
+    part = truncate(evidence, T - S + start + count)
+    queried_BS = None if part.queried_BS is None else part.queried_BS[:, start:]
+    return replace(part, queries_BQSD=part.queries_BQSD[:, :, start:], queried_BS=queried_BS), horizon
+
+
+def layer_output(
+    evidence: Evidence, log_keep_BHT: Float[Tensor, "B H T"] | None, horizon: int
+) -> Float[Tensor, "B S E"]:
+    """What the layer's attention adds to the residual stream at the held queries, biases left out:
+    `y_j = sum_q (sum_i a'_qji v_i) W_O^q`, with `a'` the softmax over logits to which the logarithm of the
+    mask is added at distances of `horizon` or more.
+
+    Args:
+        evidence: the layer.
+        log_keep_BHT: logarithm of the keep-mask, of all its entries; None: nothing is masked.
+        horizon: nearer entries are not masked.
+    """
+    dtype = torch.promote_types(evidence.values_BHTD.dtype, torch.float32)
+    out_BQSD = gated_attention(
+        evidence.queries_BQSD.to(dtype),
+        evidence.keys_BHTD.to(dtype),
+        evidence.values_BHTD.to(dtype),
+        log_keep_BHT,
+        scaling=evidence.scaling,
+        protected=horizon,
+        window=evidence.window,
+        exists_BT=evidence.valid_BT,
+        soft_cap=evidence.soft_cap,
+        sinks_Q=evidence.sinks_Q,
+    )
+    return torch.einsum("bqsd,qde->bse", out_BQSD, evidence.output_weight_QDE.to(dtype))
+
+
+def relative_change(
+    evidence: Evidence,
+    log_keep_BHT: Float[Tensor, "B H entries"],
+    horizon: int,
+    order: int,
+    whole_BSE: Float[Tensor, "B S E"] | None = None,
+) -> Float[Tensor, ""]:
+    """`mean_j ||y_j - y'_j||_p / mean_j ||y_j||_p` over the held queries j that are there.
+
+    Args:
+        evidence: the layer; its entries behind those of the mask are not masked.
+        log_keep_BHT: logarithm of the keep-mask, of its first entries.
+        horizon: nearer entries are not masked.
+        order: p.
+        whole_BSE: y, where it is known (`layer_output` without a mask); None: it is computed.
+    """
+    log_keep_BHT, asks_BS = _as_wide(log_keep_BHT, evidence.num_seen), evidence.asks_BS
+    with torch.no_grad():
+        if whole_BSE is None:
+            whole_BSE = layer_output(evidence, None, horizon)
+        scale = _mean_over(asks_BS, torch.linalg.vector_norm(whole_BSE, order, dim=-1))
+    masked_BSE = layer_output(evidence, log_keep_BHT, horizon)
+    change = _mean_over(asks_BS, torch.linalg.vector_norm(whole_BSE - masked_BSE, order, dim=-1))
+    return change / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+
+
+def _mean_over(asks_BS: Tensor, each_BS: Tensor) -> Tensor:
+    """Mean over the queries that are there; the output at others means nothing."""
+    asks_BS = asks_BS.to(each_BS.device)
+    return each_BS.masked_fill(~asks_BS, 0.0).sum() / asks_BS.sum().clamp_min(1)
+
+
+def _as_wide(log_keep_BHT: Tensor, T: int) -> Tensor:
+    """Cut where the evidence ends, filled with 0 (kept) where it goes on."""
+    if log_keep_BHT.shape[-1] >= T:
+        return log_keep_BHT[..., :T].contiguous()
+    return functional.pad(log_keep_BHT, (0, T - log_keep_BHT.shape[-1]))
+
+
+@torch.no_grad()
+def bound_coefficients(evidence: Evidence, horizon: int, entries: int) -> Float[Tensor, "B H entries"]:
+    """Coefficients of a bound on the change that is linear in the mask:
+    `mean_j ||y_j - y'_j||_1 <= sum_hi c_hi (1 - m_hi)`.
+
+    `c_hi = mean_j sum_{q in group(h)} a_qji (||v_i W_O^q||_1 + max_k ||v_k W_O^q||_1)`, a mean over the
+    queries that are there, of which those nearer to i than `horizon` pay nothing. For with `s = sum_i a_i
+    m_i` (and a sink's share), a head's output moves by `sum_i a_i (1 - m_i) v_i - (1 - s) o'`, `1 - s =
+    sum_i a_i (1 - m_i)`, and `o'` is no longer than the longest value. The same holds of the 2-norm, which is
+    no larger.
+
+    Args:
+        evidence: the layer.
+        horizon: nearer entries are not masked.
+        entries: how many of the first entries may be masked.
+
+    Returns:
+        the coefficients, of the entries that the evidence has.
+    """
+    entries = min(entries, evidence.num_seen)
+    (sum_BQT,) = paid(evidence, "sum", entries=entries, distance=horizon)
+    norm_BQT = value_norms(evidence).masked_fill(~evidence.valid_BT[:, None], 0.0)
+    weight_BQT = norm_BQT[..., :entries] + norm_BQT.amax(-1, keepdim=True)
+    asked_B11 = evidence.asks_BS.sum(-1).clamp_min(1).to(sum_BQT.device)[:, None, None]
+    each_BQT = sum_BQT * weight_BQT / asked_B11
+    return each_BQT.unflatten(1, (evidence.num_heads, -1)).sum(2)

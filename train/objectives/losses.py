@@ -1,0 +1,455 @@
+"""What training minimises, and the overlap by which it is judged.
+
+In: of one layer and document, what the gate said of each entry and what it should have said. Out: one number
+per term, so that the mean over documents is the same however they are spread over micro-batches and
+processes. The one decision taken here: a loss is a weighted sum of named terms (`loss.terms`), each of them a
+function of the same `Case`; so every published gate loss is a row of one table, and they mix.
+
+The ranking matters only where the budget cuts. So besides the regression, by default, pairs are drawn from
+just above and just below each head's boundary and must come out in the right order. (ForesightKV, arXiv
+2602.03203, hinges such pairs; DynTS, arXiv 2601.18383, uses the soft form that is ours; KVpop, arXiv
+2607.05061, looks at the boundary too.)
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from retain.gates import Gate
+from retain.ranking import rank_entries
+from retain.registry import lookup
+from retain.train.objectives.case import Case, LossSettings, Shown, boundary_of, keyed_generator
+from retain.train.objectives.layer_output import layer_output_loss
+
+# A probability is kept this far from 0 and 1 before its logarithm is taken; the gradient is the one there.
+CLAMP = 1e-6
+# Share of a head's entries whose finding is reported.
+OVERLAP_SHARE = 0.2
+
+
+def check_losses(settings: LossSettings) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        ValueError: with all of them.
+    """
+    problems = []
+    for name in settings.terms:
+        try:
+            lookup(name, TERMS, what="loss term")
+        except ValueError as error:
+            problems.append(f"loss.terms: {error}")
+    if not any(settings.terms.values()):
+        problems.append(f"loss.terms={settings.terms} trains on nothing: give a term a positive weight")
+    ranked = sorted(BUDGETED & settings.terms.keys())
+    if ranked and not settings.keep_ratios:
+        problems.append(f"loss.terms {', '.join(ranked)} need at least one of loss.keep_ratios")
+    if PAIRED & settings.terms.keys() and settings.pairs < 1:
+        problems.append(f"loss.pairs={settings.pairs}: {', '.join(sorted(PAIRED))} need at least 1")
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
+
+
+def check_fit(settings: LossSettings, gate: Gate | type[Gate]) -> None:
+    """Refuse terms that say nothing about a gate of this unit.
+
+    Args:
+        settings: which terms.
+        gate: or its class.
+
+    Raises:
+        ValueError: with all of them.
+    """
+    problems = []
+    if gate.ages:
+        problems.append(
+            f"gates of family {gate.family!r} say a decay per token, for which no layer-local target exists: "
+            "train them with stage `end_to_end`"
+        )
+    for name, units in UNITS_OF.items():
+        if name in settings.terms and gate.unit not in units:
+            problems.append(
+                f"loss.terms.{name} is for gates whose output is {' or '.join(units)}, and that of family "
+                f"{gate.family!r} is {gate.unit}: use {'mse or huber' if gate.unit == 'log_risk' else 'mse'}"
+            )
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
+
+
+def local_losses(
+    output_HT: Float[Tensor, "H T"],
+    gate: Gate,
+    target_HT: Float[Tensor, "H T"],
+    reached_HT: Bool[Tensor, "H T"],
+    view: Shown | None,
+    settings: LossSettings,
+    key: tuple[int, ...],
+    *,
+    horizon: int,
+) -> dict[str, Float[Tensor, ""]]:
+    """Every term of `settings.terms`, unweighted, of one layer and one document.
+
+    All are 0, with a gradient of 0, where no entry is reached.
+
+    Args:
+        output_HT: what the gate said, in its own unit, with its graph.
+        gate: for its unit and floor.
+        target_HT: risk, mass or rank (never a logarithm), as `layer_target` gives it.
+        reached_HT: entries that count.
+        view: what the layer showed; None will do for all terms but `layer_output`.
+        settings: which terms.
+        key: (seed, step, document, layer), from which all draws follow.
+        horizon: recent entries that are protected (`target.horizon`).
+
+    Raises:
+        ValueError: `layer_output` without a view.
+    """
+    case = Case(
+        output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None],
+        target_HT[None],
+        reached_HT[None],
+        gate,
+        settings,
+        key,
+        view,
+        horizon,
+    )
+    return {name: TERMS[name](case)[0] for name in settings.terms}
+
+
+def total_loss(found: Mapping[str, Tensor], settings: LossSettings) -> Tensor:
+    """`sum_k weight_k term_k`, in the order of the settings; a term of weight 0 is only reported."""
+    parts = [weight * found[name] for name, weight in settings.terms.items() if weight]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def mean_over_reached(
+    each_BHT: Float[Tensor, "B H T"], counts_BHT: Bool[Tensor, "B H T"]
+) -> Float[Tensor, " B"]:
+    """Mean over a head's entries that count, then over heads; a head in which none does gives 0."""
+    each_BHT = each_BHT.masked_fill(~counts_BHT, 0.0)
+    return (each_BHT.sum(-1) / counts_BHT.sum(-1).clamp_min(1)).mean(-1)
+
+
+def mse_loss(
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+) -> Float[Tensor, " B"]:
+    """`(predicted - target)^2`, mean over a head's reached entries, then over heads."""
+    return mean_over_reached(_difference(predicted_BHT, target_BHT, reached_BHT).square(), reached_BHT)
+
+
+def huber_loss(
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    delta: float,
+) -> Float[Tensor, " B"]:
+    """`d^2 / 2` up to `|d| = delta` and `delta (|d| - delta / 2)` beyond, `d = predicted - target`; means as
+    in `mse_loss`."""
+    difference_BHT = _difference(predicted_BHT, target_BHT, reached_BHT)
+    zeros_BHT = torch.zeros_like(difference_BHT)
+    each_BHT = functional.huber_loss(difference_BHT, zeros_BHT, reduction="none", delta=delta)
+    return mean_over_reached(each_BHT, reached_BHT)
+
+
+def smooth_l1_loss(
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    beta: float,
+) -> Float[Tensor, " B"]:
+    """`d^2 / (2 beta)` up to `|d| = beta` and `|d| - beta / 2` beyond, on mass or risk itself.
+
+    Locret, arXiv 2410.01805: beside it stands `.0025` of `smoothness`.
+    """
+    difference_BHT = _difference(predicted_BHT, target_BHT, reached_BHT)
+    zeros_BHT = torch.zeros_like(difference_BHT)
+    each_BHT = functional.smooth_l1_loss(difference_BHT, zeros_BHT, reduction="none", beta=beta)
+    return mean_over_reached(each_BHT, reached_BHT)
+
+
+def bce_loss(
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+) -> Float[Tensor, " B"]:
+    """`-(t log p + (1 - t) log(1 - p))` on soft labels, of a gate that says a probability.
+
+    `p` is kept in [1e-6, 1 - 1e-6], with the gradient there for what lies beyond, and `t` in [0, 1]. Fast
+    KVzip, arXiv 2601.17668.
+    """
+    predicted_BHT = held_within(predicted_BHT.masked_fill(~reached_BHT, 0.5), CLAMP, 1 - CLAMP)
+    target_BHT = target_BHT.masked_fill(~reached_BHT, 0.5).clamp(0.0, 1.0)
+    each_BHT = -(target_BHT * predicted_BHT.log() + (1 - target_BHT) * torch.log1p(-predicted_BHT))
+    return mean_over_reached(each_BHT, reached_BHT)
+
+
+def held_within(
+    x: Float[Tensor, "*shape"], least: float, most: float | None = None
+) -> Float[Tensor, "*shape"]:
+    """`x` clamped, with the gradient of `x`: a clamp's own is 0, and a gate that is sure and wrong would stay
+    so for ever."""
+    return x.clamp(least, most).detach() + (x - x.detach())
+
+
+def smoothness(
+    predicted_BHT: Float[Tensor, "B H T"], reached_BHT: Bool[Tensor, "B H T"]
+) -> Float[Tensor, " B"]:
+    """`(s_i - s_{i+1})^2`, mean over a head's neighbours that are both reached, then over heads (Locret)."""
+    both_BHT = reached_BHT[..., 1:] & reached_BHT[..., :-1]
+    step_BHT = (predicted_BHT[..., 1:] - predicted_BHT[..., :-1]).masked_fill(~both_BHT, 0.0)
+    return mean_over_reached(step_BHT.square(), both_BHT)
+
+
+def _difference(predicted_BHT: Tensor, target_BHT: Tensor, reached_BHT: Tensor) -> Tensor:
+    """Masked before anything is taken of it: what is not reached may hold anything."""
+    return predicted_BHT.masked_fill(~reached_BHT, 0.0) - target_BHT.masked_fill(~reached_BHT, 0.0)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of entries across the boundaries: what the prediction says of each, and which of them count."""
+
+    kept_BHP: Float[Tensor, "B H P"]
+    evicted_BHP: Float[Tensor, "B H P"]
+    counts_BHP: Bool[Tensor, "B H P"]
+
+    def mean(self, each_BHP: Float[Tensor, "B H P"]) -> Float[Tensor, " B"]:
+        """Mean over a head's pairs that count, then over heads."""
+        return ((each_BHP * self.counts_BHP).sum(-1) / self.counts_BHP.sum(-1).clamp_min(1)).mean(-1)
+
+
+def draw_pairs(
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    uniform_BHKP2: Float[Tensor, "B H K P 2"],
+    settings: LossSettings,
+) -> Pairs:
+    """Pairs across each budget's boundary.
+
+    With n reached entries of a head, ranked by target, the boundary of keep_ratio r lies after rank k =
+    round(r n); i is drawn from the band before it, j from the band after it. Pairs of equal target do not
+    count.
+
+    Args:
+        predicted_BHT: by the gate.
+        target_BHT: of the teacher, in any monotone unit.
+        reached_BHT: entries that count.
+        uniform_BHKP2: uniform draws in [0, 1), K budgets, P pairs: for i and for j.
+        settings: keep_ratios (K of them), band.
+    """
+    count_BH1 = reached_BHT.sum(-1, keepdim=True)
+    order_BHT = target_BHT.masked_fill(~reached_BHT, float("-inf")).argsort(
+        dim=-1, descending=True, stable=True
+    )
+    width_BH1 = torch.ceil(settings.band * count_BH1).long().clamp_min(1)
+    kept_ranks, evicted_ranks = [], []
+    for budget, ratio in enumerate(settings.keep_ratios):
+        boundary_BH1 = boundary_of(count_BH1, ratio)
+        above_BH1 = width_BH1.minimum(boundary_BH1)
+        below_BH1 = width_BH1.minimum(count_BH1 - boundary_BH1)
+        draw_BHP, other_BHP = uniform_BHKP2[:, :, budget].unbind(-1)
+        kept_ranks.append(boundary_BH1 - 1 - (draw_BHP * above_BH1).long())
+        evicted_ranks.append(boundary_BH1 + (other_BHP * below_BH1).long())
+    last = target_BHT.shape[-1] - 1
+    kept = order_BHT.gather(-1, torch.cat(kept_ranks, -1).clamp(0, last))
+    evicted = order_BHT.gather(-1, torch.cat(evicted_ranks, -1).clamp(0, last))
+    counts = (
+        (target_BHT.gather(-1, kept) > target_BHT.gather(-1, evicted))
+        & reached_BHT.gather(-1, kept)
+        & reached_BHT.gather(-1, evicted)
+    )
+    # What is not reached may hold anything, and 0 times infinity is none of it.
+    known_BHT = predicted_BHT.masked_fill(~reached_BHT, 0.0)
+    return Pairs(known_BHT.gather(-1, kept), known_BHT.gather(-1, evicted), counts)
+
+
+def pairwise_loss(
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    uniform_BHKP2: Float[Tensor, "B H K P 2"],
+    settings: LossSettings,
+) -> Float[Tensor, " B"]:
+    """Pairs across each budget's boundary: mean of `softplus(-(s_i - s_j) / temperature)`, with i kept and j
+    evicted.
+
+    Args:
+        predicted_BHT: and what follows: see `draw_pairs`.
+    """
+    pairs = draw_pairs(predicted_BHT, target_BHT, reached_BHT, uniform_BHKP2, settings)
+    return pairs.mean(functional.softplus(-(pairs.kept_BHP - pairs.evicted_BHP) / settings.temperature))
+
+
+def hinge_loss(
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    uniform_BHKP2: Float[Tensor, "B H K P 2"],
+    settings: LossSettings,
+) -> Float[Tensor, " B"]:
+    """The same pairs, hinged: mean of `max(0, margin - (s_i - s_j))`.
+
+    ForesightKV, arXiv 2602.03203 (margin .01, on scores of its own scale).
+
+    Args:
+        predicted_BHT: and what follows: see `draw_pairs`.
+    """
+    pairs = draw_pairs(predicted_BHT, target_BHT, reached_BHT, uniform_BHKP2, settings)
+    return pairs.mean((settings.margin - (pairs.kept_BHP - pairs.evicted_BHP)).relu())
+
+
+def threshold_of(
+    predicted_BHT: Float[Tensor, "B H T"], reached_BHT: Bool[Tensor, "B H T"], ratio: float
+) -> Float[Tensor, "B H 1"]:
+    """The score at which a head's budget cuts: half way between the last kept and the first evicted of the
+    reached entries, by the prediction itself; no gradient passes."""
+    last = predicted_BHT.shape[-1] - 1
+    known_BHT = predicted_BHT.detach().masked_fill(~reached_BHT, float("-inf"))
+    ranked_BHT = known_BHT.sort(dim=-1, descending=True).values
+    boundary_BH1 = boundary_of(reached_BHT.sum(-1, keepdim=True), ratio)
+    edges = [ranked_BHT.gather(-1, (boundary_BH1 + side).clamp(0, last)) for side in (-1, 0)]
+    middle_BH1 = 0.5 * (edges[0] + edges[1])
+    return torch.where(middle_BH1.isfinite(), middle_BH1, 0.0)
+
+
+def boundary_loss(
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    settings: LossSettings,
+) -> Float[Tensor, " B"]:
+    """Keep or drop, asked of the entries near each budget's boundary.
+
+    Of a head's n reached entries ranked by target, those of rank k - w .. k + w - 1 (k = round(r n), w =
+    ceil(band n)) are labelled 1 before rank k and 0 from there on; binary cross-entropy of `sigmoid((s_i -
+    threshold) / temperature)`, with `threshold_of` the prediction; mean over them, then over budgets and
+    heads. A boundary between equal targets teaches nothing and does not count.
+
+    After KVpop (arXiv 2607.05061), whose code is not public: the form is ours.
+    """
+    known_BHT = predicted_BHT.masked_fill(~reached_BHT, 0.0)
+    target_BHT = target_BHT.masked_fill(~reached_BHT, float("-inf"))
+    order_BHT = target_BHT.argsort(dim=-1, descending=True, stable=True)
+    rank_BHT = torch.empty_like(order_BHT).scatter_(
+        -1, order_BHT, torch.arange(order_BHT.shape[-1], device=order_BHT.device).expand_as(order_BHT)
+    )
+    count_BH1 = reached_BHT.sum(-1, keepdim=True)
+    width_BH1 = torch.ceil(settings.band * count_BH1).long().clamp_min(1)
+    ranked_BHT = target_BHT.gather(-1, order_BHT)
+    last = target_BHT.shape[-1] - 1
+    total_B = known_BHT.new_zeros(len(known_BHT))
+    for ratio in settings.keep_ratios:
+        boundary_BH1 = boundary_of(count_BH1, ratio)
+        edges = [ranked_BHT.gather(-1, (boundary_BH1 + side).clamp(0, last)) for side in (-1, 0)]
+        near_BHT = (rank_BHT >= boundary_BH1 - width_BH1) & (rank_BHT < boundary_BH1 + width_BH1)
+        near_BHT &= reached_BHT & (edges[0] > edges[1])
+        logit_BHT = (known_BHT - threshold_of(predicted_BHT, reached_BHT, ratio)) / settings.temperature
+        keep_BHT = (rank_BHT < boundary_BH1).to(logit_BHT.dtype)
+        each_BHT = functional.binary_cross_entropy_with_logits(logit_BHT, keep_BHT, reduction="none")
+        total_B = total_B + mean_over_reached(each_BHT, near_BHT)
+    return total_B / len(settings.keep_ratios)
+
+
+def listwise_loss(
+    output_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    settings: LossSettings,
+    *,
+    logarithmic: bool,
+) -> Float[Tensor, " B"]:
+    """`KL(p || q) = sum_i p_i (log p_i - log q_i)`, mean over heads, with `p = target / sum target`.
+
+    `q` is the prediction, at least 1e-6 (with the gradient there for less), divided by its sum (LookaheadKV,
+    arXiv 2603.10899; of a logarithm, that is its softmax), or with `loss.listwise: softmax` the softmax of
+    the output over the temperature (ListNet). A head whose targets are all 0 gives 0.
+
+    Args:
+        output_BHT: of the gate, in its own unit.
+        target_BHT: risk, mass or rank, not negative.
+        reached_BHT: entries that count.
+        settings: listwise, temperature.
+        logarithmic: whether the output is a logarithm.
+    """
+    known_BHT = output_BHT.masked_fill(~reached_BHT, 0.0)
+    if settings.listwise == "softmax":
+        logit_BHT = known_BHT / settings.temperature
+    else:
+        logit_BHT = known_BHT if logarithmic else held_within(known_BHT, CLAMP).log()
+    # The lowest number, not -inf: a head without entries would give NaN, and its gradient too.
+    logit_BHT = logit_BHT.masked_fill(~reached_BHT, torch.finfo(logit_BHT.dtype).min)
+    log_q_BHT = logit_BHT.log_softmax(-1)
+    target_BHT = target_BHT.masked_fill(~reached_BHT, 0.0).clamp_min(0.0)
+    total_BH1 = target_BHT.sum(-1, keepdim=True)
+    p_BHT = target_BHT / torch.where(total_BH1 > 0, total_BH1, 1.0)
+    each_BHT = torch.where(p_BHT > 0, p_BHT * (p_BHT.clamp_min(1e-38).log() - log_q_BHT), 0.0)
+    return each_BHT.sum(-1).mean(-1)
+
+
+def _paired(loss: Callable[..., Tensor]) -> Callable[[Case], Tensor]:
+    def term(case: Case) -> Tensor:
+        draws = pair_draws(case.key, num_heads=case.output_BHT.shape[1], settings=case.settings)
+        uniform_BHKP2 = draws[None].to(case.target_BHT.device)
+        return loss(case.output_BHT, case.target_own_BHT, case.reached_BHT, uniform_BHKP2, case.settings)
+
+    return term
+
+
+def _layer_output(case: Case) -> Tensor:
+    return layer_output_loss(case)[None]
+
+
+TERMS: dict[str, Callable[[Case], Float[Tensor, " B"]]] = {
+    "mse": lambda c: mse_loss(c.output_BHT, c.target_own_BHT, c.reached_BHT),
+    "huber": lambda c: huber_loss(c.output_BHT, c.target_own_BHT, c.reached_BHT, c.settings.huber_delta),
+    "bce": lambda c: bce_loss(c.output_BHT, c.target_BHT, c.reached_BHT),
+    "smooth_l1": lambda c: smooth_l1_loss(
+        c.output_BHT, c.target_BHT, c.reached_BHT, c.settings.smooth_l1_beta
+    ),
+    "smooth": lambda c: smoothness(c.output_BHT, c.reached_BHT),
+    "pairwise": _paired(pairwise_loss),
+    "hinge": _paired(hinge_loss),
+    "boundary": lambda c: boundary_loss(c.output_BHT, c.target_own_BHT, c.reached_BHT, c.settings),
+    "listwise": lambda c: listwise_loss(
+        c.output_BHT, c.target_BHT, c.reached_BHT, c.settings, logarithmic=c.gate.unit == "log_risk"
+    ),
+    "layer_output": _layer_output,
+}
+PAIRED = {"pairwise", "hinge"}
+BUDGETED = PAIRED | {"boundary", "layer_output"}
+# Terms that fit some units only.
+UNITS_OF = {"bce": ("mass",), "smooth_l1": ("mass", "risk", "rank")}
+
+
+def pair_draws(key: tuple[int, ...], *, num_heads: int, settings: LossSettings) -> Float[Tensor, "H K P 2"]:
+    """The uniform draws of one document at one step and layer: a function of `key` alone, on any device."""
+    return torch.rand(num_heads, len(settings.keep_ratios), settings.pairs, 2, generator=keyed_generator(key))
+
+
+def head_overlaps(
+    output_HT: Float[Tensor, "H T"], target_HT: Float[Tensor, "H T"], reached_HT: Bool[Tensor, "H T"]
+) -> Float[Tensor, " H"]:
+    """How much of the target's top fifth of each head's reached entries the output finds. Chance: a fifth."""
+    size_BH1 = torch.round(OVERLAP_SHARE * reached_HT.sum(-1, keepdim=True)).long().clamp_min(1)[None]
+    both_BHT = top_entries(output_HT[None], reached_HT[None], size_BH1) & top_entries(
+        target_HT[None], reached_HT[None], size_BH1
+    )
+    return (both_BHT.sum(-1) / size_BH1[..., 0])[0]
+
+
+def top_entries(
+    score_BHT: Float[Tensor, "B H T"], reached_BHT: Bool[Tensor, "B H T"], size_BH1: Tensor
+) -> Bool[Tensor, "B H T"]:
+    """True on the `size` reached entries of highest score."""
+    return (rank_entries(score_BHT.masked_fill(~reached_BHT, float("-inf"))) < size_BH1) & reached_BHT

@@ -1,0 +1,366 @@
+"""What end-to-end training minimises: how far the gated model strays from the full one, and what it costs.
+
+In: hidden states of both, or the log-gates of the layers. Out: a number a token or a document, as a term by
+itself; `retain.train.soft_stage` weighs them. The one decision taken here: nothing is ever as large as tokens
+x vocabulary or tokens x tokens. Logits exist for a chunk of tokens at a time and are made again for the
+gradient; so are the terms of a sum over pairs of entries.
+
+Divergences are named after what they average over: `kl_forward` is KL(full || gated), which punishes the
+gated model where the full one is sure (TRIM-KV's `fwkl`); `kl_reverse` is KL(gated || full) (IndexMem). DMS's
+released code says "forward KL" and computes the latter.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from retain.hf.model.decoder import base_model
+
+VOCABULARY = ("kl_forward", "kl_reverse", "next_token")
+# Where a token has no next one.
+NO_TOKEN = -100
+# Numbers of one block of pairs of entries that exist at once.
+BLOCK = 2**22
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's language-model head: hidden states behind the last norm -> logits.
+
+    `cap tanh(x / cap)` of `x = factor W h`, with what the model's configuration says (Gemma caps, Granite and
+    Cohere scale).
+
+    Args:
+        projection: the output embeddings.
+        factor: on the logits.
+        soft_cap: bound on them; None: none.
+    """
+
+    projection: nn.Module
+    factor: float = 1.0
+    soft_cap: float | None = None
+
+    def __call__(self, hidden_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N V"]:
+        logits_NV = self.projection(hidden_NE)
+        if self.factor != 1.0:
+            logits_NV = logits_NV * self.factor
+        if self.soft_cap is not None:
+            logits_NV = torch.tanh(logits_NV / self.soft_cap) * self.soft_cap
+        return logits_NV
+
+
+@torch.no_grad()
+def head_of(model: Any) -> Head:
+    """The head of a causal language model, compared with the model's own logits on two tokens.
+
+    Raises:
+        ValueError: they differ: the architecture does something to its logits that is not known here.
+    """
+    config = model.config.get_text_config()
+    factor = float(getattr(config, "logit_scale", None) or 1.0)
+    factor /= float(getattr(config, "logits_scaling", None) or 1.0)
+    head = Head(model.get_output_embeddings(), factor, getattr(config, "final_logit_softcapping", None))
+    device = next(model.parameters()).device
+    input_ids = torch.arange(2, device=device)[None] + min(2, config.vocab_size - 2)
+    hidden_TE = base_model(model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
+    wanted_TV = model(input_ids=input_ids, use_cache=False).logits[0].float()
+    off = float((head(hidden_TE).float() - wanted_TV).abs().max())
+    tolerance = 1e-4 if hidden_TE.dtype in (torch.float32, torch.float64) else 1e-2
+    if not off <= tolerance * max(1.0, float(wanted_TV.abs().max())):
+        raise ValueError(
+            f"the logits of {type(model).__name__} are not what its output embeddings give (they differ by "
+            f"{off:.3g}): it does something to them beside logit_scale, logits_scaling and "
+            "final_logit_softcapping, which is not known here. Train these gates with stage `local`, or with "
+            "soft.terms of `hidden` and a capacity alone."
+        )
+    return head
+
+
+def vocabulary_terms(
+    head: Head,
+    gated_NE: Float[Tensor, "N E"],
+    full_NE: Float[Tensor, "N E"],
+    next_N: Int[Tensor, " N"],
+    wanted: Collection[str],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 256,
+) -> dict[str, Float[Tensor, " N"]]:
+    """Terms over the vocabulary, one number a token.
+
+    With `p = softmax(full logits / tau)` and `q = softmax(gated logits / tau)`,
+
+        kl_forward = tau^2 sum_v p_v (log p_v - log q_v)
+        kl_reverse = tau^2 sum_v q_v (log q_v - log p_v)
+        next_token = -log softmax(gated logits)[next]
+
+    (`tau^2` keeps the size of the gradient: Distilling the Knowledge in a Neural Network, arXiv 1503.02531).
+    Logits exist for `chunk` tokens at a time, and are made again for the gradient.
+
+    Args:
+        head: of the model.
+        gated_NE: last hidden states of the gated model, with their graph.
+        full_NE: of the full model.
+        next_N: the token that follows, or -100 where none does (then `next_token` is 0).
+        wanted: which terms.
+        temperature: tau.
+        chunk: tokens at a time; changes memory, not the result.
+    """
+    names = [name for name in VOCABULARY if name in wanted]
+    if not names:
+        return {}
+
+    def of_chunk(gated_ME: Tensor, full_ME: Tensor, next_M: Tensor) -> tuple[Tensor, ...]:
+        gated_MV = head(gated_ME)
+        gated_MV = gated_MV.to(torch.promote_types(gated_MV.dtype, torch.float32))
+        found = {}
+        if "next_token" in names:
+            found["next_token"] = functional.cross_entropy(
+                gated_MV, next_M, ignore_index=NO_TOKEN, reduction="none"
+            )
+        if len(names) > len(found):
+            with torch.no_grad():
+                log_p_MV = (head(full_ME).to(gated_MV.dtype) / temperature).log_softmax(-1)
+            log_q_MV = (gated_MV / temperature).log_softmax(-1)
+            for name, (a_MV, b_MV) in {
+                "kl_forward": (log_p_MV, log_q_MV),
+                "kl_reverse": (log_q_MV, log_p_MV),
+            }.items():
+                if name in names:
+                    found[name] = temperature**2 * (a_MV.exp() * (a_MV - b_MV)).sum(-1)
+        return tuple(found[name] for name in names)
+
+    pieces = [
+        checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(gated_NE.split(chunk), full_NE.split(chunk), next_N.split(chunk), strict=True)
+    ]
+    return {name: torch.cat(piece) for name, piece in zip(names, zip(*pieces, strict=True), strict=True)}
+
+
+def hidden_term(gated_NE: Float[Tensor, "N E"], full_NE: Float[Tensor, "N E"]) -> Float[Tensor, " N"]:
+    """`mean_e (gated_e - full_e)^2` of the last hidden states (WG-KV, arXiv 2512.17452), in float32."""
+    dtype = torch.promote_types(gated_NE.dtype, torch.float32)
+    return (gated_NE.to(dtype) - full_NE.to(dtype)).square().mean(-1)
+
+
+# How much is open.
+
+
+class _Aging(torch.autograd.Function):
+    """`sum_i valid_i exp([t - i >= protected] (t - i) d_i)` over `i <= t`, for chosen t, in blocks of them.
+
+    The decay differs from entry to entry, so that no recurrence gives the sum at t from that at t - 1. A
+    block of `BLOCK` numbers exists at a time, in the backward too, which makes it again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, decay_BHT: Tensor, valid_BT: Tensor, rows_BR: Tensor, protected: int) -> Tensor:
+        ctx.save_for_backward(decay_BHT, valid_BT, rows_BR)
+        ctx.protected = protected
+        parts = [
+            torch.where(seen_BrT[:, None], (age_BrT[:, None] * decay_BHT[:, :, None]).exp(), 0.0).sum(-1)
+            for _, seen_BrT, age_BrT in _blocks(decay_BHT, valid_BT, rows_BR, protected)
+        ]
+        return torch.cat(parts, -1) if parts else decay_BHT.new_zeros((*decay_BHT.shape[:2], 0))
+
+    @staticmethod
+    def backward(ctx: Any, d_BHR: Tensor) -> tuple[Tensor, None, None, None]:
+        decay_BHT, valid_BT, rows_BR = ctx.saved_tensors
+        d_decay_BHT = torch.zeros_like(decay_BHT)
+        for block, seen_BrT, age_BrT in _blocks(decay_BHT, valid_BT, rows_BR, ctx.protected):
+            worth_BHrT = (age_BrT[:, None] * decay_BHT[:, :, None]).exp()
+            worth_BHrT = torch.where(seen_BrT[:, None], worth_BHrT, 0.0)
+            age_BrT = age_BrT.expand(len(decay_BHT), -1, -1)
+            d_decay_BHT += torch.einsum("bhr,bhrt,brt->bht", d_BHR[..., block], worth_BHrT, age_BrT)
+        return d_decay_BHT, None, None, None
+
+
+def _blocks(decay_BHT: Tensor, valid_BT: Tensor, rows_BR: Tensor, protected: int) -> Any:
+    """Slice of the rows, which entries they see, and the ages that count."""
+    T = decay_BHT.shape[-1]
+    size = max(1, BLOCK // max(1, decay_BHT.numel()))
+    place_T = torch.arange(T, device=decay_BHT.device)
+    for start in range(0, rows_BR.shape[1], size):
+        block = slice(start, start + size)
+        age_BrT = rows_BR[:, block, None] - place_T
+        seen_BrT = (age_BrT >= 0) & valid_BT[:, None]
+        aged_BrT = torch.where(age_BrT >= max(protected, 0), age_BrT, 0).clamp_min(0)
+        yield block, seen_BrT, aged_BrT.to(decay_BHT.dtype)
+
+
+def open_entries(
+    log_gate_BHT: Float[Tensor, "B H T"],
+    valid_BT: Bool[Tensor, "B T"],
+    rows_BR: Int[Tensor, "#B R"],
+    *,
+    protected: int,
+    ages: bool,
+) -> Float[Tensor, "B H R"]:
+    """How many entries are open to the query at entry t: `S_t = sum_{i <= t} w_ti`, with `w_ti = 1` where
+    `t - i < protected`, and beyond `exp(phi_i)`, or with `ages` `exp((t - i) phi_i)`.
+
+    Time and memory are linear in T for gates; for decays the time is R x T, and the memory that of T and of
+    one block of `BLOCK` numbers.
+
+    Args:
+        log_gate_BHT: phi, at most 0; 0 on entries that are spared.
+        valid_BT: False on padding, which is never open.
+        rows_BR: the t that are asked about, as entry indices: of each sequence, or the same of all.
+        protected: entries of the recent window.
+        ages: whether phi is a decay per token of age.
+    """
+    log_gate_BHT = log_gate_BHT.to(torch.promote_types(log_gate_BHT.dtype, torch.float32))
+    rows_BR, valid_BT = rows_BR.to(log_gate_BHT.device), valid_BT.to(log_gate_BHT.device)
+    if ages:
+        return _Aging.apply(log_gate_BHT, valid_BT, rows_BR, protected)
+    # In float64, since long sums of small numbers lose the last ones; one zero in front: nothing yet.
+    gate_BHT = functional.pad((log_gate_BHT.exp() * valid_BT[:, None]).double().cumsum(-1), (1, 0))
+    seen_BT = functional.pad(valid_BT.double().cumsum(-1), (1, 0))
+    rows_BR = rows_BR.expand(len(valid_BT), -1)
+    before_BR = (rows_BR + 1 - max(protected, 0)).clamp_min(0)
+    near_BR = seen_BT.gather(-1, rows_BR + 1) - seen_BT.gather(-1, before_BR)
+    far_BHR = gate_BHT.gather(-1, before_BR[:, None].expand(-1, gate_BHT.shape[1], -1))
+    return (far_BHR + near_BR[:, None]).to(log_gate_BHT.dtype)
+
+
+def even_rows(num_tokens: int, count: int) -> Int[Tensor, " R"]:
+    """`count` entry indices spread evenly over the tokens, the last among them; 0, or more than there are:
+    all."""
+    if not count or count >= num_tokens:
+        return torch.arange(num_tokens)
+    return torch.linspace(num_tokens / count, num_tokens, count, dtype=torch.float64).round().long() - 1
+
+
+def rows_of(valid_BT: Bool[Tensor, "B T"], count: int) -> Int[Tensor, "B R"]:
+    """`even_rows` of every sequence's own tokens, whatever it is padded to, as entry indices of the batch.
+
+    A sequence with fewer rows than another has the entry before its first token in place of what is missing,
+    which is padding, and so counts as nothing (`capacity_term`).
+
+    Args:
+        valid_BT: False on padding (on the left).
+        count: as in `even_rows`.
+    """
+    first = [valid_BT.shape[1] - int(num_tokens) for num_tokens in valid_BT.sum(-1).tolist()]
+    own = [start + even_rows(valid_BT.shape[1] - start, count) for start in first]
+    longest = max(len(rows_R) for rows_R in own)
+    rows = [
+        functional.pad(rows_R, (longest - len(rows_R), 0), value=start - 1)
+        for start, rows_R in zip(first, own, strict=True)
+    ]
+    return torch.stack(rows).to(valid_BT.device)
+
+
+def capacity_term(
+    open_BXR: Float[Tensor, "B counted R"],
+    seen_BR: Float[Tensor, "B R"],
+    limit_BR: Float[Tensor, "B R"],
+    *,
+    variant: Literal["paper", "code"],
+) -> Float[Tensor, " B"]:
+    """A hinge on how much is open, of TRIM-KV (arXiv 2512.03324), mean over X (heads, or one for all).
+
+    With t tokens seen, `S_t` entries open and a limit of `M_t` (M, or keep_ratio t):
+
+        paper   (1 / n) sum_t max(0, S_t - M_t) / t
+        code    mean over the t where it is not 0 of min(1, max(0, S_t - M_t) / max(t - M_t, 1))
+
+    Args:
+        open_BXR: S_t, at rows R.
+        seen_BR: t; 0 where the row is padding and does not count.
+        limit_BR: M_t.
+        variant: which of the two.
+    """
+    counts_BXR = (seen_BR > 0)[:, None].expand_as(open_BXR)
+    excess_BXR = (open_BXR - limit_BR[:, None]).relu().masked_fill(~counts_BXR, 0.0)
+    if variant == "paper":
+        each_BXR = excess_BXR / seen_BR.clamp_min(1)[:, None]
+    else:
+        each_BXR = (excess_BXR / (seen_BR - limit_BR).clamp_min(1)[:, None]).clamp_max(1.0)
+        counts_BXR = each_BXR.detach() > 0
+    return (each_BXR.sum(-1) / counts_BXR.sum(-1).clamp_min(1)).mean(-1)
+
+
+def closed_term(
+    log_gates: Sequence[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], keep: float
+) -> Float[Tensor, " B"]:
+    """`max(0, (1 - keep) - closed)`, with `closed` the share of all entries of all layers and heads that is:
+    one-sided, so that more may be closed (DMS, arXiv 2506.05345).
+
+    A choice of ours: the share is each document's own, so that every document has to close as much. DMS takes
+    it over the whole batch, where one document may stay open at the cost of another; but then a document's
+    loss would depend on those beside it, and not be the same in any batch and on any number of processes.
+
+    Args:
+        log_gates: of every layer.
+        valid_BT: False on padding.
+        keep: share that may stay open, 1 / DMS's compression ratio.
+    """
+    return ((1.0 - keep) - (1.0 - open_share(log_gates, valid_BT))).relu()
+
+
+def eviction_rate_term(
+    log_gates: Sequence[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], keep: float
+) -> Float[Tensor, " B"]:
+    """`|open - keep|`, with `open` the share of all entries that is: two-sided (Attention-Gate, arXiv
+    2410.12876).
+
+    A choice of ours, as in `closed_term`: the share is each document's own, so that documents that open by
+    more or less than the budget are penalised though their mean is right.
+
+    Args:
+        log_gates: of every layer.
+        valid_BT: False on padding.
+        keep: share that shall stay open.
+    """
+    return (open_share(log_gates, valid_BT) - keep).abs()
+
+
+def admitted_term(
+    log_gates: Sequence[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], protected: int
+) -> Float[Tensor, " B"]:
+    """`mean (off + (1 - off) (1 - (1 - g)^2))` over entries, heads and layers, with `off = min(1, W / (n -
+    s))` the share of its life that entry s of n spends in the window W in any case (WG-KV, arXiv 2512.17452).
+
+    Args:
+        log_gates: of every layer.
+        valid_BT: False on padding.
+        protected: W.
+    """
+    valid_BT = valid_BT.to(log_gates[0].device)
+    place_BT = valid_BT.cumsum(-1) - 1
+    left_BT = (valid_BT.sum(-1, keepdim=True) - place_BT).clamp_min(1)
+    off_B1T = (protected / left_BT).clamp_max(1.0)[:, None]
+    each = [
+        off_B1T.to(phi_BHT.device)
+        + (1 - off_B1T.to(phi_BHT.device)) * (1 - (1 - _openness(phi_BHT)).square())
+        for phi_BHT in log_gates
+    ]
+    return _share(each, valid_BT)
+
+
+def open_share(
+    log_gates: Sequence[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"]
+) -> Float[Tensor, " B"]:
+    """Mean openness `exp(phi)` over the tokens, heads and layers of each sequence."""
+    return _share([_openness(phi_BHT) for phi_BHT in log_gates], valid_BT)
+
+
+def _openness(log_gate_BHT: Tensor) -> Tensor:
+    return log_gate_BHT.to(torch.promote_types(log_gate_BHT.dtype, torch.float32)).exp()
+
+
+def _share(each: Sequence[Tensor], valid_BT: Tensor) -> Tensor:
+    """Mean over a sequence's tokens, and over the heads of all layers."""
+    home = each[0].device
+    valid_BT = valid_BT.to(home)
+    total_B = sum(x_BHT.to(home).masked_fill(~valid_BT[:, None], 0.0).sum((1, 2)) for x_BHT in each)
+    heads = sum(x_BHT.shape[1] for x_BHT in each)
+    assert isinstance(total_B, Tensor)
+    return total_B / (valid_BT.sum(-1).clamp_min(1) * heads)

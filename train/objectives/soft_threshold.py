@@ -1,0 +1,225 @@
+"""From what a gate says to how far its entries are open: soft, hard, or relative to what came before.
+
+In: a gate's output over a batch, in its own unit. Out: log-gates, as `retain.hf.training.soft_attention` adds
+them to the logits. The one decision taken here: a hard decision passes its gradient in openness, not in its
+logarithm. A closed entry is open by a millionth, and the straight-through gradient is that of the openness
+itself, which is as large for closed entries as for open ones; in the logarithm it would be a millionth of it,
+and what is closed would stay closed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from retain.gates import Gate, GateSet
+from retain.hf.training.soft_attention import own_form
+from retain.train.objectives.case import keyed_generator
+
+# Openness of what a hard decision closes: a million of them weigh as much as one open entry.
+CLOSED = 1e-6
+# A log-gate nearer to 0 than this is taken to be this far from it: beyond, float32 knows no logit.
+SUREST = 1e-7
+# Stands where padding is among scores that are compared with each other; finite, so that no NaN comes of it.
+NOWHERE = -1e4
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is gated now.
+
+    Args:
+        valid_BT: False on padding.
+        keys: of the documents.
+        step: of the training.
+        noisy: whether hard decisions are drawn (training), or taken (looking).
+    """
+
+    valid_BT: Bool[Tensor, "B T"]
+    keys: tuple[int, ...]
+    step: int
+    noisy: bool
+
+
+class Opening:
+    """`to_log_gate` of an end-to-end stage: called by `SoftGated`, once a layer, and again where a layer is
+    computed again for the gradient (then it gives the same).
+
+    Args:
+        gates: whose outputs come.
+        hard: `none`, `straight_through` or `gumbel`.
+        temperature: of `gumbel`.
+        anchor: entries in units of which gates are relative; 0: they are not.
+        seed: of the noise.
+    """
+
+    def __init__(
+        self,
+        gates: GateSet,
+        *,
+        hard: Literal["none", "straight_through", "gumbel"] = "none",
+        temperature: float = 0.1,
+        anchor: int = 0,
+        seed: int = 0,
+    ):
+        self.layer_of = {id(gates[layer]): layer for layer in gates.layers}
+        self.hard, self.temperature, self.anchor, self.seed = hard, temperature, anchor, seed
+        self.moment: Moment | None = None
+
+    def __call__(self, output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
+        assert self.moment is not None, "nobody said what is gated"
+        moment = self.moment
+        if self.anchor:
+            log_gate_BHT = relative(output_BHT, gate, moment.valid_BT, self.anchor)
+        else:
+            log_gate_BHT = own_form(output_BHT, gate)
+        if self.hard == "none":
+            return log_gate_BHT
+        noise_BHT = None
+        if self.hard == "gumbel" and moment.noisy:
+            noise_BHT = logistic_noise(
+                [(self.seed, moment.step, key, self.layer_of[id(gate)]) for key in moment.keys],
+                log_gate_BHT,
+                moment.valid_BT,
+            )
+        temperature = self.temperature if self.hard == "gumbel" else 1.0
+        return decided(log_gate_BHT, noise_BHT, temperature)
+
+
+def decided(
+    log_gate_BHT: Float[Tensor, "B H T"], noise_BHT: Float[Tensor, "B H T"] | None, temperature: float
+) -> Float[Tensor, "B H T"]:
+    """Open or closed, with the gradient of a soft gate: `log m`, `m = [z > 0]` (at least `CLOSED`) and
+    `dm = d sigmoid(z)`, where `z = (logit(g) + noise) / temperature`.
+
+    DMS (arXiv 2506.05345) decides so, with temperature .1 and the noise of a Gumbel-sigmoid.
+
+    Args:
+        log_gate_BHT: `log g`.
+        noise_BHT: logistic noise; None: none.
+        temperature: of the soft gate whose gradient is taken.
+    """
+    known_BHT = log_gate_BHT.clamp_max(-SUREST)
+    logit_BHT = known_BHT - (-torch.expm1(known_BHT)).log()
+    if noise_BHT is not None:
+        logit_BHT = logit_BHT + noise_BHT
+    soft_BHT = torch.sigmoid(logit_BHT / temperature)
+    hard_BHT = (logit_BHT > 0).to(soft_BHT.dtype).clamp_min(CLOSED)
+    return (hard_BHT + (soft_BHT - soft_BHT.detach())).log()
+
+
+def logistic_noise(
+    keys: Sequence[tuple[int, ...]], like_BHT: Float[Tensor, "B H T"], valid_BT: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B H T"]:
+    """`log u - log(1 - u)` on each document's own tokens, a function of its key alone: the same whatever it
+    is padded to.
+
+    Args:
+        keys: one a document.
+        like_BHT: gives shape, precision and device.
+        valid_BT: False on padding (on the left).
+    """
+    noise_BHT = torch.zeros(like_BHT.shape, dtype=torch.float32)
+    for row, (key, count) in enumerate(zip(keys, valid_BT.sum(-1).tolist(), strict=True)):
+        draw = torch.rand(like_BHT.shape[1], count, generator=keyed_generator(key))
+        draw = draw.clamp(1e-6, 1 - 1e-6)
+        noise_BHT[row, :, like_BHT.shape[2] - count :] = draw.log() - torch.log1p(-draw)
+    return noise_BHT.to(like_BHT)
+
+
+def relative(
+    output_BHT: Float[Tensor, "B H T"], gate: Gate, valid_BT: Bool[Tensor, "B T"], anchor: int
+) -> Float[Tensor, "B H T"]:
+    """`phi_i = min(0, s_i - log sum_{k <= i} exp(s_k) + log anchor)`: a gate that says how an entry compares
+    with all before it, of which no more than about `anchor` at a time are open.
+
+    A constant added to all scores of a head changes nothing here, so that the gates cannot all close alike.
+    After IndexMem (arXiv 2605.25475: `s_j - logsumexp(history) + ln 256`), whose code is not public; that the
+    history ends at the entry itself, so that one number an entry suffices, is ours.
+
+    Args:
+        output_BHT: of the gate; a mass or risk is taken by its logarithm.
+        gate: for its unit.
+        valid_BT: False on padding.
+        anchor: entries; 256 in the paper.
+
+    Raises:
+        ValueError: a gate that says a decay.
+    """
+    if gate.ages:
+        raise ValueError(
+            f"soft.anchor={anchor} makes gates relative to each other, and those of family {gate.family!r} "
+            "say a decay: set soft.anchor=0."
+        )
+    score_BHT = output_BHT.to(torch.promote_types(output_BHT.dtype, torch.float32))
+    if gate.unit in ("risk", "mass"):
+        score_BHT = score_BHT.clamp_min(CLOSED).log()
+    valid_B1T = valid_BT.to(score_BHT.device)[:, None]
+    score_BHT = score_BHT.masked_fill(~valid_B1T, NOWHERE)
+    phi_BHT = score_BHT - torch.logcumsumexp(score_BHT, dim=-1) + math.log(anchor)
+    return phi_BHT.clamp_max(0.0).masked_fill(~valid_B1T, 0.0)
+
+
+def regressed(gates: GateSet, stage: str | None) -> bool:
+    """Whether gates that a run begins with learned a risk, so that nothing says how far they are open.
+
+    Args:
+        gates: of an earlier artifact.
+        stage: that its metadata names; None (imported gates): a log-risk was regressed, and all else is what
+            its paper says.
+    """
+    return stage == "local" or (stage is None and gates[gates.layers[0]].unit == "log_risk")
+
+
+def check_shift(gates: GateSet, anchor: int) -> None:
+    """Refuse gates that cannot be shifted to a budget, and need to be.
+
+    Raises:
+        ValueError: their output is no log-risk with a bias of its own, and they are not relative.
+    """
+    gate = gates[gates.layers[0]]
+    if not anchor and _bias_of(gate) is None:
+        raise ValueError(
+            f"`initial` holds gates of family {gates.family!r} of a layer-local stage, whose output "
+            f"({gate.unit}) cannot be shifted to where the budget cuts: they would begin with any number of "
+            "entries open. Make gates relative (soft.anchor=256), begin with fresh ones (initial=null), or "
+            "with gates that say a log-risk (linear, mlp)."
+        )
+
+
+@torch.no_grad()
+def shift_(gates: GateSet, scores: Mapping[int, Float[Tensor, "H N"]], share: float, *, pooled: bool) -> None:
+    """Subtract from every output bias the score above which `share` of the entries lie, so that gates are
+    half open there: `s <- s - quantile_{1 - share}(s)`.
+
+    Args:
+        gates: that pass `check_shift` without an anchor.
+        scores: of each layer, what its gate said of some entries.
+        share: of the entries.
+        pooled: one quantile for all heads and layers (which share a budget), and not one for each head.
+    """
+    known = {layer: score_HN.double().cpu() for layer, score_HN in scores.items()}
+    common = torch.cat([score_HN.flatten() for score_HN in known.values()]) if pooled else None
+    for layer, score_HN in known.items():
+        bias = _bias_of(gates[layer])
+        assert bias is not None
+        cut_H = _quantile(score_HN if common is None else common.expand(len(score_HN), -1), 1 - share)
+        bias.sub_(cut_H.to(bias))
+
+
+def _quantile(score_HN: Tensor, share: float) -> Tensor:
+    """The nearest of the sorted numbers: `torch.quantile` takes no more than 16 million."""
+    place = min(score_HN.shape[-1] - 1, int(share * score_HN.shape[-1]))
+    return score_HN.kthvalue(place + 1, dim=-1).values
+
+
+def _bias_of(gate: Gate) -> Tensor | None:
+    """The bias `[H]` of a log-risk, whose logistic function is its openness; None: there is none."""
+    bias = getattr(getattr(gate, "out", None), "bias", None)
+    if gate.unit != "log_risk" or gate.ages or not isinstance(bias, Tensor) or bias.shape != (gate.H,):
+        return None
+    return bias

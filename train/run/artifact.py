@@ -1,0 +1,248 @@
+"""What a finished run says of itself: what was fitted after training, and how it all came about.
+
+In: trained gates, the frozen model, held-out documents. Out: calibrators in the gate set, and plain values
+for the artifact's JSON. The one decision taken here: nothing of this is done on a document that was trained
+on; half of the held-out ones are fitted to, and what is reported is found on the other half.
+
+The last step's checkpoint stays until all of this is done and saved. So whatever ends this phase (a signal,
+an error, a full disk) costs no training: the same command goes on here, and with another `calibration` too.
+
+Processes share the documents; where the frozen model is sharded, which takes all of them in step, all look at
+each. One process fits, and all get what it fitted, to the last bit.
+"""
+
+import copy
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from retain.config import to_mapping
+from retain.evidence import Evidence
+from retain.gates import GateSet
+from retain.hf.intercept.observe import observe_ahead
+from retain.process.extras import deferred
+from retain.process.provenance import code_state, environment
+from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at
+from retain.train.calibration.noop_controls import asked, judged
+from retain.train.data.branches import readings_of
+from retain.train.data.corpora import Document
+from retain.train.objectives.targets import TargetSettings, layer_target, target_unit
+from retain.train.recipe import DistillConfig
+from retain.train.run.parallel import is_sharded
+from retain.train.run.signals import Signals
+from retain.train.teacher import Frozen, View, walk
+
+with deferred("train", "accelerate", "accelerate.utils", what="training"):
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast_object_list, gather_object
+
+# Documents on which a finished soft stage is asked whether its gates do anything.
+NOOP_DOCUMENTS = 8
+Found = TypeVar("Found")
+
+
+def reports_of(
+    config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What is fitted and asked once training is over; every process calls it, and gets the same gates.
+
+    Args:
+        config: of the run; its last step's checkpoint is on disk.
+        gates: as trained; calibrators are put in.
+        frozen: the model.
+        corpus: its held-out documents are looked at.
+        accelerator: of this process.
+
+    Returns:
+        `calibration` (None: none was wanted); after the end-to-end stage also `noop`, on the first process.
+
+    Raises:
+        ValueError: on every process, if it cannot be done; says that training is not lost.
+        StopRequested: a signal asked for it.
+    """
+    reports: dict[str, Any] = {"calibration": None}
+    if not corpus.held_out:
+        return reports
+    promise = "finishing this document (training is over, and its last checkpoint is on disk)"
+    with _not_lost(config), Signals(accelerator, Path(config.output), promise) as signals:
+        each = partial(_of_each, config, is_sharded(frozen.model), accelerator, signals)
+        if config.stage == "end_to_end":
+            chosen = corpus.held_out[:NOOP_DOCUMENTS]
+            rows = each("no-op", chosen, lambda document: asked(gates, frozen, document, config.soft))
+            if accelerator.is_main_process:
+                reports["noop"] = judged(rows, config.soft)
+        if config.calibration.wanted:
+            looks = each(
+                "calibration", corpus.held_out, lambda document: _look(config, gates, frozen, document)
+            )
+            accelerator.print(
+                f"calibration: fitting {config.calibration.kind!r} to {len(corpus.held_out)} documents"
+            )
+            reports["calibration"] = _fitted(config, gates, looks, accelerator)
+    return reports
+
+
+@contextmanager
+def _not_lost(config: DistillConfig) -> Iterator[None]:
+    """Inside, an error also says that the run need not be trained again."""
+    told = (
+        f"Training is over: all {config.training.steps} steps are in the last checkpoint of {config.output}, "
+        "and the same command, also with other calibration.* (kind=none leaves it out), goes on from there "
+        "without training again."
+    )
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} {told}") from error
+    except Exception as error:
+        error.add_note(told)
+        raise
+
+
+def _of_each(
+    config: DistillConfig,
+    together: bool,
+    accelerator: Accelerator,
+    signals: Signals,
+    what: str,
+    documents: Sequence[Document],
+    ask: Callable[[Document], Found],
+) -> list[Found]:
+    """What is found of each document, in order, on the first process; elsewhere nothing is kept.
+
+    A document a process and round (or, `together`, all of them the same one); after each round the processes
+    compare notes on signals and errors.
+    """
+    each = 1 if together else accelerator.num_processes
+    place = 0 if together else accelerator.process_index
+    kept: list[Found] = []
+    show = accelerator.is_main_process
+    with tqdm(total=len(documents), desc=what, unit="doc", disable=not show) as bar:
+        for start in range(0, len(documents), each):
+            mine: tuple[Found | None, str | None] = (None, None)
+            try:
+                if start + place < len(documents):
+                    mine = (ask(documents[start + place]), None)
+            except ValueError as error:
+                if each == 1:
+                    raise
+                mine = (None, str(error))
+            everyone = [mine] if each == 1 else gather_object([mine])
+            if problems := [said for _, said in everyone if said is not None]:
+                raise ValueError(problems[0])
+            found = [one for one, _ in everyone if one is not None]
+            kept += found if show else []
+            bar.update(len(found))
+            if signals.requested:
+                bar.close()
+                signals.stop(config.training.steps)
+    return kept
+
+
+def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Document) -> Look:
+    """What every layer shows of one document.
+
+    The unit is risk, whatever the gates learned: their own target where it is one, else the default's.
+    """
+    settings, target = config.calibration, config.target
+    if target_unit(target) != "risk" or target.granularity != "head" or config.stage != "local":
+        target = TargetSettings(horizon=target.horizon, chunk=target.chunk)
+    own: dict[int, LayerLook] = {}
+    shown: dict[int, Evidence] = {}
+    if gates.extension is not None:
+        ids_BT = torch.tensor([document.context_ids], device=frozen.model.device)
+        shown = {layer.layer_idx: layer for layer in observe_ahead(frozen.model, gates, ids_BT)}
+
+    def see(views: list[View]) -> None:
+        for view in views:
+            target_HT, reached_HT = layer_target(view, target)
+            evidence = shown.get(view.layer_idx, view.document)
+            own[view.layer_idx] = look_at(
+                gates, evidence, target_HT, reached_HT.any(0), settings, key=document.key
+            )
+
+    walk(frozen, readings_of([document], target, frozen), see, wanted=gates.inputs)
+    return own
+
+
+def _fitted(
+    config: DistillConfig, gates: GateSet, looks: Sequence[Look], accelerator: Accelerator
+) -> dict[str, Any]:
+    """The record, and the calibrators in the gates: fitted by the first process, handed to the others."""
+    problem: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            calibrate_(gates, looks, config.calibration)
+        except Exception as error:
+            problem = error
+    fitted: list[Any] = [None]
+    if accelerator.is_main_process:
+        said = None if problem is None else f"{type(problem).__name__}: {problem}"
+        record = gates.metadata.get("calibration")
+        fitted = [(said, record, copy.deepcopy(gates.calibrators).cpu())]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(fitted)
+    said, record, calibrators = fitted[0]
+    if problem is not None:
+        raise problem
+    if said is not None:
+        raise ValueError(f"the first process could not calibrate: {said}")
+    if not accelerator.is_main_process:
+        gates.calibrators = nn.ModuleDict(
+            {layer: calibrator.to(gates[int(layer)].device) for layer, calibrator in calibrators.items()}
+        )
+        gates.metadata["calibration"] = record
+    return record
+
+
+def metadata_of(
+    config: DistillConfig, summary: dict[str, Any], corpus: Any, gates: GateSet
+) -> dict[str, Any]:
+    """What the artifact says about its making."""
+    mapping = to_mapping(config)
+    used = corpus.num_documents
+    return {
+        "base_model": config.model,
+        "base_revision": config.revision,
+        "stage": config.stage,
+        "gate": mapping["gate"],
+        "target": mapping["target"],
+        "protected_window": config.soft.protected if config.stage == "end_to_end" else config.target.horizon,
+        "loss": mapping["loss"] if config.stage == "local" else None,
+        "soft": mapping["soft"] if config.stage == "end_to_end" else None,
+        "data": {
+            **mapping["data"],
+            "documents_used": used if used is not None else sum(summary["documents_of_process"]),
+            "held_out_used": len(corpus.held_out),
+            "sha256": corpus.describe(),
+        },
+        "training": {
+            **mapping["training"],
+            **summary,
+            "seed": config.seed,
+            "parameters": sum(one.numel() for one in gates.parameters() if one.requires_grad),
+        },
+        "config": mapping,
+        "command": command_line(),
+        "provenance": _provenance(),
+    }
+
+
+def _provenance() -> dict[str, Any]:
+    """The code, the machine and the versions of this process."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {**code_state(Path(__file__)), **environment(device, torch.get_num_threads())}
+
+
+def command_line() -> str:
+    """How this process was started, as one types it."""
+    return "accelerate launch " + shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])

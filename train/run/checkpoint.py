@@ -1,0 +1,526 @@
+"""A run's folder: what is in it, whether it may be written to, and how a killed run finds its place again.
+
+In: a folder, the resolved config, and what model and documents it led to. Out: whether the run is fresh, to
+be resumed, or finished; checkpoints; the log.
+
+    run.json                hashes of the base model and of the documents, written before the config
+    config.yaml             the resolved config, written before the first step
+    log.jsonl               one line a step, one more whenever the held-out documents are looked at
+    LOCK                    who trains in it (`retain.process.lock`)
+    checkpoints/step-N/     the state after step N, the last two of them; removed when the run is finished
+        gates.safetensors       the gates, with what is not trained of them
+        optimizer.safetensors   what AdamW remembers of each parameter, whole, whoever held which part of it
+        state.json              steps, optimiser steps, and what the loop wants to find again
+        manifest.json           bytes and sha256 of the other three, written last
+    gates.safetensors, gates.json    the artifact; there only once a run has finished
+
+The one decision taken here: a run is known by its config (by what of it is trained, not by what is planned or
+fitted afterwards), and by the model and the documents that the config named when it began. The same run goes
+on where it stopped, or has nothing left to do; another one never touches the folder unless `overwrite=true`
+is said.
+
+A checkpoint says nothing about processes: state is saved whole, documents and draws are functions of the
+step, so that a run may go on with another number of processes, under DDP, FSDP or DeepSpeed alike. Nothing in
+it is pickled. It is written beside, synced, and renamed; what does not match its manifest is not a
+checkpoint, and the one before it is taken.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from retain.config import leaves, read_mapping
+from retain.gates.store import METADATA_FILE, write_beside
+from retain.process.extras import deferred
+from retain.train.data.corpora import AnyCorpus
+from retain.train.run.parallel import Synchroniser
+
+with deferred("train", "accelerate", "accelerate.utils", what="training"):
+    from accelerate import Accelerator
+    from accelerate.utils import gather_object
+
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"
+LOG_FILE = "log.jsonl"
+CHECKPOINTS = "checkpoints"
+# What is being deleted is renamed to this first: a kill in the middle leaves no half of a checkpoint that
+# looks whole.
+DELETED = "checkpoints.deleted"
+OTHERS = "checkpoints.others"
+# What checkpoints are called, while they are written and while they are dropped too.
+OURS = re.compile(r"step-[0-9]+(\.new|\.old|\.new\.old)?")
+GATES_FILE, OPTIMIZER_FILE, STATE_FILE = "gates.safetensors", "optimizer.safetensors", "state.json"
+MANIFEST_FILE = "manifest.json"
+# The last one, and one to fall back on.
+KEPT = 2
+# Of a checkpoint's format.
+CHECKPOINT_VERSION = 1
+# What a disk says that takes no more, and what to do about it; {key}: of the config, says where that is.
+DISK_ADVICE = {
+    errno.ENOSPC: "free some space there, or move the folder to a larger disk and set `{key}` to it",
+    errno.EDQUOT: "free some of your quota, or move the folder to another disk and set `{key}` to it",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or set `{key}` to a disk that has none",
+    errno.EROFS: "the disk is mounted read-only: have it repaired, or move the folder and set `{key}` to it",
+    errno.EIO: "the disk fails: move the folder to another one and set `{key}` to it",
+    errno.EACCES: "make the folder writable, or set `{key}` to one that is",
+}
+# Keys and sections that say how to start, where to write and what to plan for, not what is trained.
+START_KEYS = (
+    *("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every"),
+    *("features.folder", "features.shard_documents"),
+)
+# What is fitted after the last step: free to change until it has been fitted.
+AFTER_KEYS = ("calibration",)
+
+State = Literal["fresh", "resume", "finished"]
+
+
+def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, resume: bool) -> State:
+    """What starting this config in this folder would mean; changes nothing. Model and documents are for
+    `check_inputs`, once they are loaded.
+
+    An unfinished run goes on under another `calibration` (one that failed after hours of training can be
+    corrected), and any run under another `plan` and, once its folder was moved, another `output`; `adopt_`
+    writes down what it goes on with.
+
+    Raises:
+        ValueError: the folder holds a run of another config, or an unfinished one that `resume=false` forbids
+            to go on.
+    """
+    if overwrite or not folder.exists():
+        return "fresh"
+    config_path = folder / CONFIG_FILE
+    if not config_path.is_file():
+        if (folder / METADATA_FILE).is_file():
+            raise ValueError(
+                f"{folder} holds a gate artifact and no {CONFIG_FILE}: choose another `output`, or pass "
+                "overwrite=true."
+            )
+        return "fresh"
+    try:
+        earlier = read_mapping(config_path)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} It says which run {folder} holds: restore it, choose another `output`, or pass "
+            "overwrite=true."
+        ) from error
+    finished = (folder / METADATA_FILE).is_file() and not (folder / CHECKPOINTS).exists()
+    differ = _differences(earlier, config, START_KEYS if finished else (*START_KEYS, *AFTER_KEYS))
+    if differ:
+        raise ValueError(
+            f"{folder} holds a run of another config ({'; '.join(differ)}): choose another `output`, or "
+            "pass overwrite=true "
+            "to replace it."
+        )
+    if finished:
+        return "finished"
+    if latest(folder) is None:
+        return "fresh"
+    if not resume:
+        raise ValueError(
+            f"{folder} holds an unfinished run of this config: drop resume=false to go on, or pass "
+            "overwrite=true to start anew."
+        )
+    return "resume"
+
+
+def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str]) -> list[str]:
+    """`key: earlier -> now` for every leaf that differs, both sides as plain YAML values; not of keys and
+    sections that are free to."""
+    before, now = leaves(earlier), leaves(json.loads(json.dumps(config)))
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    bound = [key for key in keys if not any(f"{key}.".startswith(f"{own}.") for own in free)]
+    return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in bound]
+
+
+def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
+    """What a run is trained on, as hashes.
+
+    Args:
+        model_sha256: of the base model's fingerprint.
+        corpus: in memory: hashed token by token, in its order, which decides what each step reads; a stream
+            by its files, its settings and its first documents.
+
+    Returns:
+        `{"base model": sha256, "documents": sha256}`.
+    """
+    return {"base model": model_sha256, "documents": corpus.describe()}
+
+
+def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
+    """Refuse to take a folder's run for this one if its model or its documents were others.
+
+    Args:
+        folder: of a run that is to be resumed, or finished.
+        inputs: `describe_inputs` of the model and the documents that the config leads to now.
+
+    Raises:
+        ValueError: they differ from what the run began with, or that was not written down.
+    """
+    path = folder / RUN_FILE
+    earlier = _read_inputs(path) if path.is_file() else {}
+    differ = [
+        f"{name}: sha256 {earlier.get(name, 'not recorded')} -> {now}"
+        for name, now in inputs.items()
+        if earlier.get(name) != now
+    ]
+    if differ:
+        raise ValueError(
+            f"{folder} holds a run of this config on another model or other documents ({'; '.join(differ)}): "
+            "choose another `output`, or pass overwrite=true to replace it."
+        )
+
+
+def _read_inputs(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        found = error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} is damaged ({found}), and says on which model and documents the run was trained: "
+            "restore it, choose another `output`, or pass overwrite=true to train anew."
+        )
+    return found
+
+
+def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
+    """Make the folder ready for a fresh run; an older artifact stays until the new one replaces it.
+
+    Raises:
+        DiskError: the folder could not be written.
+    """
+    with disk_errors(folder):
+        finish_(folder)
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (folder / LOG_FILE).unlink(missing_ok=True)
+        text = json.dumps(dict(inputs), indent=2) + "\n"
+        os.replace(write_beside(folder / RUN_FILE, text.encode()), folder / RUN_FILE)
+        adopt_(folder, config)
+
+
+def adopt_(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write down the config that the run goes on with, which `inspect_run` has let pass."""
+    text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
+    with disk_errors(folder):
+        os.replace(write_beside(folder / CONFIG_FILE, text.encode()), folder / CONFIG_FILE)
+
+
+def finish_(folder: Path) -> None:
+    """Drop the checkpoints, and what is left of those that a killed run was dropping. What else somebody put
+    beside them is kept, in `checkpoints.others`."""
+    deleted = folder / DELETED
+    if deleted.exists():
+        _empty_(deleted)
+    if (folder / CHECKPOINTS).exists():
+        os.replace(folder / CHECKPOINTS, deleted)
+        _empty_(deleted)
+
+
+def _empty_(deleted: Path) -> None:
+    for path in deleted.iterdir():
+        if OURS.fullmatch(path.name):
+            shutil.rmtree(path)
+            continue
+        others = deleted.with_name(OTHERS)
+        others.mkdir(exist_ok=True)
+        names = (path.name, *(f"{path.name}.{number}" for number in range(1, 10**6)))
+        os.replace(path, next(others / name for name in names if not (others / name).exists()))
+    deleted.rmdir()
+
+
+class DiskError(OSError):
+    """A file could not be written; the message says why, what to do, and where the run can go on."""
+
+
+@contextmanager
+def disk_errors(folder: Path, *, key: str = "output") -> Iterator[None]:
+    """Inside, an error of the disk becomes one that says what to do.
+
+    Args:
+        folder: of the run, whose checkpoints the run can go on from.
+        key: of the config, that says where is written.
+
+    Raises:
+        DiskError: for an OSError of `DISK_ADVICE`; others pass.
+    """
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        if error.errno not in DISK_ADVICE:
+            raise
+        kept = latest(folder)
+        raise DiskError(
+            error.errno,
+            f"cannot write {error.filename or folder}: {os.strerror(error.errno)}. Next step: "
+            f"{DISK_ADVICE[error.errno].format(key=key)}. "
+            + (
+                f"The last good checkpoint, {kept[1]}, is untouched, and {same_command(folder)} goes on from "
+                "it."
+                if kept
+                else "There is no checkpoint yet: the same command starts anew."
+            ),
+        ) from error
+
+
+def same_command(folder: Path) -> str:
+    """What goes on with the folder's run, in words: with overwrite=true, the command that began it would
+    throw it away."""
+    try:
+        config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        config = None
+    overwrites = isinstance(config, Mapping) and config.get("overwrite") is True
+    return "the same command" + (" without overwrite=true" if overwrites else "")
+
+
+def latest(folder: Path) -> tuple[int, Path] | None:
+    """The newest whole checkpoint, its manifest checked: (steps done, its folder)."""
+    return next((found for found in _named(folder) if _is_whole(found[1])), None)
+
+
+def _named(folder: Path) -> list[tuple[int, Path]]:
+    """What has the name of a checkpoint, newest first."""
+    named = [
+        (int(path.name.removeprefix("step-")), path)
+        for path in (folder / CHECKPOINTS).glob("step-*")
+        if OURS.fullmatch(path.name) and not path.suffix
+    ]
+    return sorted(named, reverse=True)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint's files are those that its manifest was written for."""
+    try:
+        manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        return manifest["files"].keys() == {GATES_FILE, OPTIMIZER_FILE, STATE_FILE} and all(
+            _described((path / name).read_bytes()) == described
+            for name, described in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _described(payload: bytes) -> dict[str, Any]:
+    return {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    folder: Path,
+    step: int,
+    synchroniser: Synchroniser,
+    extra: Mapping[str, Any],
+) -> Path:
+    """Write the state beside, rename it, and only then remove all but the last `KEPT`; on every process.
+
+    Args:
+        accelerator: of this process; the first one writes.
+        folder: of the run.
+        step: steps done.
+        synchroniser: gates and optimiser.
+        extra: what the loop wants to find again, plain JSON: data position, seconds, tokens.
+
+    Returns:
+        the checkpoint's folder.
+
+    Raises:
+        DiskError: on every process, if the first one could not write; the last good checkpoint is untouched.
+    """
+    # Gathering what is sharded takes every process; writing takes one.
+    optimizer = synchroniser.optimizer_tensors()
+    final = folder / CHECKPOINTS / f"step-{step:06d}"
+
+    def write() -> None:
+        gates = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _state_of(synchroniser)}
+        state = {
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "step": step,
+            "num_updates": synchroniser.num_updates,
+            "num_processes": accelerator.num_processes,
+            "extra": dict(extra.items()),
+        }
+        files = {
+            GATES_FILE: save_tensors({name: tensor.contiguous() for name, tensor in gates.items()}),
+            OPTIMIZER_FILE: save_tensors({name: tensor.contiguous() for name, tensor in optimizer.items()}),
+            STATE_FILE: (json.dumps(state, indent=2) + "\n").encode(),
+        }
+        manifest = {"files": {name: _described(payload) for name, payload in files.items()}}
+        files[MANIFEST_FILE] = (json.dumps(manifest, indent=2) + "\n").encode()
+        beside = final.with_name(f"{final.name}.new")
+        with disk_errors(folder):
+            shutil.rmtree(beside, ignore_errors=True)
+            try:
+                beside.mkdir(parents=True)
+                for name, payload in files.items():
+                    _write_synced(beside / name, payload)
+                _sync_folder(beside)
+            except OSError:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise
+            if final.exists():
+                # Torn, or it would have been gone on from.
+                _drop(final)
+            os.replace(beside, final)
+            _sync_folder(final.parent)
+        kept = [path for _, path in _named(folder)[:KEPT]]
+        for path in (folder / CHECKPOINTS).iterdir():
+            # Whatever else lies there (a copy that somebody made, what a file browser leaves) is not ours.
+            if OURS.fullmatch(path.name) and path not in kept:
+                _drop(path)
+
+    by_the_first(accelerator, write)
+    return final
+
+
+def _drop(path: Path) -> None:
+    """Delete a checkpoint, under another name: a kill in the middle leaves no half of one."""
+    if path.suffix != ".old":
+        path = path.replace(path.with_name(f"{path.name}.old"))
+    shutil.rmtree(path)
+
+
+def by_the_first(accelerator: Accelerator, write: Callable[[], None]) -> None:
+    """Let the first process write, and all of them fail if it does: none waits for one that has gone."""
+    error: OSError | None = None
+    if accelerator.is_main_process:
+        try:
+            write()
+        except OSError as raised:
+            error = raised
+    said = gather_object([None if error is None else (error.errno, error.strerror or str(error))])[0]
+    if error is not None:
+        raise error
+    if said is not None:
+        raise DiskError(*said)
+
+
+def _state_of(synchroniser: Synchroniser) -> list[tuple[str, Tensor]]:
+    return list(synchroniser.gates.state_dict().items())
+
+
+def _write_synced(path: Path, payload: bytes) -> None:
+    try:
+        with open(path, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # the system names a file only where it opens it
+        raise
+
+
+def _sync_folder(path: Path) -> None:
+    """What was renamed in a folder is on disk once the folder is."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[str, Any]]:
+    """Put gates and optimiser where a checkpoint left them; every process calls it.
+
+    Args:
+        path: the checkpoint (`latest`), on a disk that every process sees.
+        synchroniser: of gates of the same make, under any backend and number of processes.
+
+    Returns:
+        (steps done, `extra` of then).
+
+    Raises:
+        ValueError: it is not whole, of a newer format, of other gates, or not what other processes see.
+    """
+    whole = _is_whole(path)
+    manifest = (path / MANIFEST_FILE).read_bytes() if whole else b""
+    seen = gather_object([hashlib.sha256(manifest).hexdigest() if whole else None])
+    if not whole:
+        raise ValueError(
+            f"{path} is not a whole checkpoint (its files do not match {MANIFEST_FILE}): remove it, and the "
+            "run goes on from the one before it."
+        )
+    if len(set(seen)) > 1:
+        raise ValueError(
+            f"the processes do not see the same checkpoint at {path}: set `output` to a folder on a disk "
+            "that all machines share."
+        )
+    state = json.loads((path / STATE_FILE).read_bytes())
+    if state["checkpoint_version"] > CHECKPOINT_VERSION:
+        raise ValueError(
+            f"{path} has checkpoint version {state['checkpoint_version']}, this retain reads up to "
+            f"{CHECKPOINT_VERSION}: upgrade retain to go on with it."
+        )
+    gates, optimizer = (load_tensors((path / name).read_bytes()) for name in (GATES_FILE, OPTIMIZER_FILE))
+    wanted = {name: tuple(tensor.shape) for name, tensor in _state_of(synchroniser)}
+    found = {name: tuple(tensor.shape) for name, tensor in gates.items()}
+    names = {name.partition("/")[2] for name in optimizer}
+    if wanted != found or names != synchroniser.parameters.keys():
+        differ = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        differ = differ or sorted(names ^ synchroniser.parameters.keys())
+        first = differ[0]
+        raise ValueError(
+            f"{path} is a checkpoint of other gates: {len(differ)} tensors differ, the first is {first!r} "
+            f"({found.get(first, 'not there')} in the checkpoint, {wanted.get(first, 'not there')} here). "
+            "Set `gate` to what the run began with, or choose another `output`."
+        )
+    synchroniser.load_(gates, optimizer, state["num_updates"])
+    return state["step"], state["extra"]
+
+
+def append_log(folder: Path, record: Mapping[str, Any]) -> None:
+    """One line more, or none at all: what is on disk is complete up to the last step.
+
+    Raises:
+        DiskError: the line could not be written.
+    """
+    line = (json.dumps(record) + "\n").encode()
+    with disk_errors(folder), open(folder / LOG_FILE, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError as error:
+            file.truncate(before)
+            error.filename = error.filename or str(folder / LOG_FILE)
+            raise
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The log's records; a last line that a kill cut short is left out."""
+    path = folder / LOG_FILE
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def rewind_log_(folder: Path, steps_done: int) -> None:
+    """Drop what was logged after the checkpoint from which the run goes on.
+
+    Raises:
+        DiskError: the log could not be written; it is as it was.
+    """
+    kept = [record for record in read_log(folder) if record["step"] <= steps_done]
+    text = "".join(json.dumps(record) + "\n" for record in kept)
+    with disk_errors(folder):
+        os.replace(write_beside(folder / LOG_FILE, text.encode()), folder / LOG_FILE)

@@ -1,0 +1,499 @@
+"""What a run will need: memory at its peak, disk, and time, told before anything is loaded or trained.
+
+In: the shape of the frozen model, the lengths of the documents, a device. Out: a `Plan`, a table with a
+verdict and, where it does not fit, what to change. The one decision taken here: a formula per phase of a
+layer, of which only the largest counts beside what is held all along, since the walk holds one layer at a
+time. The formulas are upper estimates of transformers' own decoder layers (`tests/train/test_plan.py`
+compares with a process that was watched); what is not modelled is in the row `process and slack`.
+
+Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads of width D, b bytes a number:
+
+    residual stream   2 N E b                                   and the embeddings: held all along
+    input norm        8 N E                                     in float32, then one of:
+    attention         N b (E + 4 Q D + 4 H D)                   queries, keys, values, RoPE, output
+    targets           N b (E + Q D + 2 H D) + 16 T Q + workspace
+    gate              N b (E + Q D + 2 H D) + 4 T (4 E + 6 F)   float32, forward and backward of one document
+    feed-forward      N b 2 E + 3 b min(N, chunk) I
+
+and, where they are asked for: what the lookahead tokens pay, the loss term `layer_output`, a document's KV
+cache while its continuation is written, the entries that the first statistics are made of, and (in the host's
+memory) those that are calibrated on.
+"""
+
+import math
+import shutil
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from retain.train.calibration.fit import MOST_ENTRIES
+from retain.train.local_stage import PREPARED_ENTRIES
+from retain.train.run.device import GIB, Device
+from retain.train.run.model_shape import ModelShape
+from retain.train.run.workload import Work
+
+# What a process holds before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
+PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
+# Share of the activations that an allocator loses to fragments.
+SLACK = 0.1
+# What a gradient costs beside the pass itself, of operations.
+BACKWARD = 3.0
+# Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
+# longer), what the kernels put aside on a GPU.
+WORKSPACE = {"cpu": 16.0 * 2**20, "cuda": 64.0 * 2**20}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plan: bytes, and whether they are held all along or only in one phase of a layer."""
+
+    name: str
+    num_bytes: float
+    about: str
+    always: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs.
+
+    Args:
+        shape: of the model.
+        work: asked for.
+        device: that is planned for.
+        lines: of memory.
+        slack: what is lost to fragments.
+        flops: of the whole run, over all processes.
+        flops_per_token: of the steps, mean, by part.
+        beside: operations of the run that are no steps', by part.
+        disk_bytes: of the features, over all documents; 0: none are written.
+        disk_free: bytes free where they go.
+        host_bytes: what calibration holds, in the first process's own memory.
+        advice: what to change, if it does not fit.
+    """
+
+    shape: ModelShape
+    work: Work
+    device: Device
+    lines: tuple[Line, ...]
+    slack: float
+    flops: float
+    flops_per_token: dict[str, float]
+    disk_bytes: float
+    disk_free: float
+    beside: dict[str, float] = field(default_factory=dict)
+    host_bytes: float = 0.0
+    advice: tuple[str, ...] = ()
+
+    @property
+    def phase(self) -> Line:
+        """The phase in which the most is held."""
+        return max((line for line in self.lines if not line.always), key=lambda line: line.num_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """All that is held all along, the largest phase, and the slack."""
+        return sum(line.num_bytes for line in self.lines if line.always) + self.phase.num_bytes + self.slack
+
+    @property
+    def fits_memory(self) -> bool:
+        return self.peak_bytes <= self.device.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_memory and self.disk_bytes <= self.disk_free
+
+    @property
+    def seconds(self) -> float | None:
+        """Estimated duration; None where no rate is known."""
+        if self.device.tflops is None:
+            return None
+        return self.flops / (self.device.tflops * 1e12 * self.device.efficiency * self.work.num_processes)
+
+    def text(self) -> str:
+        """The table that is printed before a run."""
+        work, device = self.work, self.device
+        largest = self.phase
+        where = f"each of {work.num_processes} devices" if work.num_processes > 1 else device.name
+        rows = [
+            f"plan: {self.shape.name} ({self.shape.parameters / 1e9:.3g} B parameters), stage {work.stage}, "
+            f"{work.steps} steps of {work.batch_documents} documents, rows of up to {work.row_tokens:,} "
+            f"tokens, on {where}"
+        ]
+        for line in self.lines:
+            if line.always:
+                rows.append(f"  {line.name:<42}{_size(line.num_bytes):>12}  {line.about}")
+        rows.append("  and, one at a time:")
+        for line in self.lines:
+            if not line.always:
+                mark = " <- the largest" if line is largest else ""
+                rows.append(f"    {line.name:<40}{_size(line.num_bytes):>12}  {line.about}{mark}")
+        rows.append(f"  {'slack of the allocator':<42}{_size(self.slack):>12}  {SLACK:.0%} of activations")
+        verdict = "fits" if self.fits_memory else "DOES NOT FIT"
+        rows.append(
+            f"  {'peak':<42}{_size(self.peak_bytes):>12}  of {_size(device.memory_bytes)} on {device.name}: "
+            f"{verdict}"
+        )
+        if self.disk_bytes:
+            enough = "fits" if self.disk_bytes <= self.disk_free else "DOES NOT FIT"
+            rows.append(
+                f"  {'features on disk':<42}{_size(self.disk_bytes):>12}  of {_size(self.disk_free)} free: "
+                f"{enough}"
+            )
+        if self.host_bytes:
+            rows.append(
+                f"  {'calibration, after training':<42}{_size(self.host_bytes):>12}  of the host's memory, "
+                f"first process: {work.held_out} documents, up to {MOST_ENTRIES:,} entries of a head each"
+            )
+        parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in self.flops_per_token.items())
+        rows.append(f"  GFLOP a token: {parts}; {self.flops / 1e15:,.3f} PFLOP in all")
+        if self.beside and self.flops:
+            shares = ", ".join(f"{name} {value / self.flops:.1%}" for name, value in self.beside.items())
+            rows.append(f"  of which beside the steps: {shares}")
+        if self.seconds is None:
+            rows.append("  time: unknown (state plan.tflops, the device's dense rate, for an estimate)")
+        else:
+            rows.append(
+                f"  time: about {_duration(self.seconds)}, if {device.efficiency:.0%} of {device.tflops:.3g} "
+                f"TFLOP/s are reached ({device.rate_from}); the progress bar's own estimate is measured"
+            )
+        rows += [f"  to change: {advice}" for advice in self.advice]
+        return "\n".join(rows)
+
+
+def feature_bytes(shape: ModelShape, work: Work) -> float:
+    """Bytes of the features of all training documents: inputs in the model's precision, target float32,
+    reached."""
+    entry = input_bytes(shape, work) + shape.H * (4 + 1)
+    return float(shape.gated * entry * sum(document for document, *_ in work.lengths))
+
+
+def input_bytes(shape: ModelShape, work: Work) -> int:
+    """Bytes of what one layer's gate looks at, of one token."""
+    b, E, Q, H, D = shape.dtype_bytes, shape.E, shape.Q, shape.H, shape.D
+    of_input = {
+        **{"hidden": E * b, "stream": E * b, "queries": Q * D * b, "queries_before": Q * D * b},
+        **{"keys": H * D * b, "keys_before": H * D * b, "values": H * D * b, "token_ids": 8},
+    }
+    return sum(of_input.get(name, 0) for name in work.gate_inputs)
+
+
+def calibration_bytes(shape: ModelShape, work: Work) -> float:
+    """What calibration holds of held-out documents: score, target and observed risk in float32, once as they
+    are and once more as they are fitted."""
+    entries = min(work.document_tokens, MOST_ENTRIES) * shape.gated * shape.H
+    return 2.0 * 3 * 4 * entries * work.held_out if work.calibrated else 0.0
+
+
+def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, ...], float]:
+    """The lines of a plan, and the bytes that are lost to fragments.
+
+    Args:
+        shape: of the model.
+        work: asked for.
+        kind: of device, `cpu` or `cuda`.
+    """
+    b, E, F, V = shape.dtype_bytes, shape.E, shape.F, shape.V
+    queries, entries = shape.Q * shape.D, shape.H * shape.D
+    N, T = work.row_tokens, work.document_tokens
+    shards = 1 if work.sharding == "replicated" else work.num_processes
+    weights, how = float(shape.parameters * b), f"{8 * b} bits a weight"
+    if work.weight_bits is not None:
+        # Embeddings and head are left as they are.
+        whole = min(2 * E * V, shape.parameters)
+        weights = whole * b + (shape.parameters - whole) * work.weight_bits / 8
+        how = f"{work.weight_bits} bits a weight, embeddings and head {8 * b}"
+    weights /= shards
+    how += f", a share of {shards} ({work.sharding})" if shards > 1 else ""
+    always = [Line("frozen weights", weights, how, True)]
+    if shards > 1 and work.sharding != "device_map":
+        gathered = 2.0 * shape.largest_layer * b
+        always.append(Line("gathered layers", gathered, "the one at work and the next", True))
+    # A parameter, its gradient and AdamW's two moments; and the all-reduce's copy of the gradient.
+    states = 4 + (1 if work.num_processes > 1 else 0)
+    always += [
+        Line(
+            "gates, gradients, optimiser",
+            4.0 * states * work.gate_parameters,
+            f"{work.gate_parameters:,} parameters, {states} float32 numbers each",
+            True,
+        ),
+        Line("process", PROCESS_BYTES[kind], "libraries, device context", True),
+    ]
+    seen = N * b * (E + queries + 2 * entries)
+    gate = 4.0 * T * (4 * E + 6 * work.gate_hidden)
+    chunk = N if work.chunk is None else min(N, work.chunk)
+    stream = Line("residual stream", 2.0 * N * E * b, f"{N:,} x {E}, and the embeddings", True)
+    mlp = f"{chunk:,} tokens at a time" if chunk < N else "all tokens at once"
+    phases = [
+        Line("input norm", 8.0 * N * E, "float32", False),
+        Line("attention", float(N * b * (E + 4 * queries + 4 * entries)), "q, k, v, RoPE, output", False),
+        Line(
+            "targets", seen + 16.0 * T * shape.Q + WORKSPACE[kind], "statistics of attention, no rows", False
+        ),
+        Line("feed-forward", N * b * 2.0 * E + 3.0 * b * chunk * F, mlp, False),
+    ]
+    walking = max(phase.num_bytes for phase in phases)
+    if work.stage == "lookahead":
+        paid = 3 * 4.0 * work.lookahead_tokens * T * shape.Q
+        about = f"rows of {work.lookahead_tokens} tokens, forward and backward, one layer"
+        phases.append(Line("what the lookahead tokens pay", seen + paid, about, False))
+    else:
+        phases.append(Line("gate, forward and backward", seen + gate, "float32, one document", False))
+    if work.output_queries is not None:
+        whole = max(document + max(branches, default=0) for document, *branches in work.lengths)
+        S = min(work.output_queries or whole, whole)
+        copied = 4.0 * (2 * whole * entries + queries * E + 4 * S * (queries + E)) + WORKSPACE[kind]
+        about = f"keys and values in float32, {S:,} queries at a time"
+        phases.append(Line("loss term layer_output", seen + gate + copied, about, False))
+    if work.continuation:
+        cache = 2.0 * (T + work.continuation) * b * entries * shape.num_layers
+        cache *= work.stage != "lookahead"  # which holds one all along
+        about = "KV cache of one document, all layers"
+        phases.append(Line("writing the continuation", phases[1].num_bytes + cache, about, False))
+    if work.prepared:
+        first = sum(document for document, *_ in work.lengths[: work.batch_documents])
+        kept = float(shape.gated * min(first, PREPARED_ENTRIES) * (input_bytes(shape, work) + 4 * shape.H))
+        about = (
+            f"{min(first, PREPARED_ENTRIES):,} entries of every layer, beside a walk; before the first step"
+        )
+        phases.append(Line("first statistics of the gates", walking + kept, about, False))
+    if work.stage == "lookahead":
+        # The lookahead tokens are few: what they attend to is what is held.
+        kept = 2.0 * N * b * entries * shape.num_layers
+        always.append(Line("kept for the backward pass", kept, "keys and values of every layer", True))
+    elif work.stage == "end_to_end":
+        # What the backward pass of one layer needs of it, the layer's own gradients included.
+        one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
+        kept, how = (
+            (N * E * b * float(shape.num_layers) + one, "inputs of every layer, and one layer again")
+            if work.checkpointing
+            else (one * float(shape.num_layers), "every layer")
+        )
+        always.append(Line("kept for the backward pass", kept, how, True))
+    if work.stage == "end_to_end":
+        logits = 4.0 * 4 * min(N, work.logits_chunk) * V
+        phases.append(Line("logits", logits + 2.0 * N * E * b, f"{work.logits_chunk:,} at once", False))
+    lines = (*always, stream, *phases)
+    largest = max(line.num_bytes for line in phases)
+    held = stream.num_bytes + (always[-1].num_bytes if work.stage != "local" else 0.0)
+    return lines, SLACK * (largest + held)
+
+
+def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
+    """Operations of a run, and per token by part.
+
+    A product of `m x k` and `k x n` counts `2 m k n`. Attention and targets count pairs of a query and an
+    entry that it sees, `4 Q D` each: two products (scores and output, or the two passes of the statistics). A
+    branch sees its document and itself, no other branch.
+
+    Returns:
+        operations of the whole run; and a mapping part -> operations per token of a row.
+    """
+    tokens = sum(sum(parts) for parts in work.lengths)
+    pairs = sum(t * t / 2 + sum(s * t + s * s / 2 for s in branches) for t, *branches in work.lengths)
+    documents = sum(document for document, *_ in work.lengths)
+    queries = shape.Q * shape.D
+    forward = 2.0 * shape.active * tokens
+    attention = 4.0 * queries * pairs * shape.num_layers
+    targets = shape.gated * (4.0 * queries * pairs * work.passes + 2.0 * queries * shape.E * documents)
+    totals = {
+        "projections": forward,
+        "attention": attention,
+        "targets": targets,
+        "second walk": (work.walks - 1) * (forward + attention + targets),
+        "gates": 6.0 * work.gate_parameters * documents,
+    }
+    if work.output_queries is not None:
+        seen = sum(
+            (t + s) * min(work.output_queries or s or t, s or t)
+            for t, *branches in work.lengths
+            for s in (0, *branches)
+        )
+        # The layer as it is, once; of each budget, under its mask, and the way back.
+        passes = 1 + work.output_ratios * (1 + BACKWARD)
+        totals["layer_output"] = shape.gated * passes * 4.0 * queries * seen
+    if work.stage == "end_to_end":
+        # The soft pass: forward, again if recomputed, and the gradient of activations (weights are frozen).
+        times = 2.0 + work.checkpointing
+        totals |= {
+            "targets": 0.0,
+            "soft pass": times * forward + (times + 0.5) * attention,
+            "logits": 2.0 * 4 * shape.E * shape.V * tokens,
+        }
+    elif work.stage == "lookahead":
+        rows = BACKWARD * work.lookahead_tokens
+        totals["gates"] = 0.0
+        totals["lookahead pass"] = 4.0 * queries * documents * rows * shape.num_layers
+        totals["lookahead pass"] += 2.0 * shape.active * rows * len(work.lengths)
+    run = work.steps * work.batch_documents / len(work.lengths) * sum(totals.values())
+    return run, {name: total / tokens for name, total in totals.items() if total}
+
+
+def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
+    """Operations of a run that are no steps': part -> over all processes.
+
+    A look at a held-out document is a step's walk without gates. Where the model is sharded, every process
+    takes part in calibrating on every document.
+    """
+    _, per_token = flops_of(shape, work)
+    tokens = sum(sum(parts) for parts in work.lengths) / len(work.lengths)
+    one = tokens * sum(
+        per_token.get(name, 0.0) for name in ("projections", "attention", "targets", "second walk")
+    )
+    again = work.num_processes if work.sharding in ("fsdp2", "zero3") else 1
+    made = {
+        "held-out looks": one * work.held_out * work.looks,
+        "calibration": one * work.held_out * again * work.calibrated,
+    }
+    if work.continuation:
+        # Remembered: each document's is written once.
+        read = work.num_read + work.held_out
+        c, t = work.continuation, sum(document for document, *_ in work.lengths) / len(work.lengths)
+        pairs = t * t / 2 + c * t + c * c / 2
+        attention = 4.0 * shape.Q * shape.D * shape.num_layers * pairs
+        made["writing continuations"] = read * (2.0 * shape.active * (t + c) + attention)
+    return {name: value for name, value in made.items() if value}
+
+
+def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
+    """Plan a run.
+
+    Args:
+        shape: of the model (`retain.train.run.model_shape.model_shape`).
+        work: asked for (`retain.train.run.workload.work_of`).
+        device: `retain.train.run.device.device_here`.
+
+    Returns:
+        the plan, with advice if it does not fit.
+    """
+    plan = _bare(shape, work, device)
+    return replace(plan, advice=tuple(_advice(plan)))
+
+
+def _bare(shape: ModelShape, work: Work, device: Device) -> Plan:
+    lines, slack = memory_lines(shape, work, device.kind)
+    flops, per_token = flops_of(shape, work)
+    beside = beside_of(shape, work)
+    flops += sum(beside.values())
+    disk = feature_bytes(shape, work) if work.features else 0.0
+    folder = work.features_folder
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free = float(shutil.disk_usage(folder).free)
+    host = calibration_bytes(shape, work)
+    return Plan(shape, work, device, lines, slack, flops, per_token, disk, free, beside, host)
+
+
+def _advice(plan: Plan) -> list[str]:
+    """What would make it fit, cheapest first; each was planned, and says what it comes to."""
+    shape, work, device = plan.shape, plan.work, plan.device
+    found = _shorter(shape, work)
+    if device.float32_tflops and device.tflops and device.float32_tflops > 2 * device.tflops:
+        found.append(
+            "dtype=float32, or auto: this CPU multiplies "
+            f"{device.float32_tflops / device.tflops:,.0f} times faster in it than in half precision"
+        )
+    if plan.disk_bytes > plan.disk_free:
+        found.append(
+            f"features.folder on a disk with {_size(plan.disk_bytes)} free, data.documents="
+            f"{int(len(work.lengths) * plan.disk_free / plan.disk_bytes)}, or no features"
+        )
+    if plan.fits_memory:
+        return found
+
+    def fits(**changes: Any) -> Plan | None:
+        other = _bare(shape, replace(work, **changes), device)
+        return other if other.fits_memory else None
+
+    if work.micro_batch > 1 and (one := fits(micro_batch=1)):
+        found.append(f"training.micro_batch=1: {_size(one.peak_bytes)}")
+    if work.stage == "end_to_end" and not work.checkpointing and (one := fits(checkpointing=True)):
+        found.append(f"soft.checkpointing=true: {_size(one.peak_bytes)}")
+    if work.chunk is None and (one := fits(micro_batch=1, chunk=4096)):
+        found.append(f"teacher chunk of 4096 tokens: {_size(one.peak_bytes)}")
+    weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
+    smallest: dict[str, Any] = {"micro_batch": 1, "chunk": min(4096, work.chunk or 4096)}
+    longest = _longest(plan, smallest)
+    if longest:
+        found.append(f"data.max_tokens={longest} (with micro_batch=1 and a teacher chunk of 4096 tokens)")
+    if shape.dtype_bytes == 4 and work.weight_bits is None:
+        half = _bare(replace(shape, dtype_bytes=2), replace(work, **smallest), device)
+        if half.fits_memory:
+            found.append(f"dtype=bfloat16: {_size(half.peak_bytes)}")
+    if device.kind == "cuda":
+        if work.weight_bits is None and (one := fits(**smallest, weight_bits=4)):
+            found.append(f"weights of 4 bits (quantised): {_size(one.peak_bytes)}")
+        if work.sharding == "replicated":
+            for devices in (2, 4, 8, 16, 32, 64):
+                if one := fits(**smallest, sharding="fsdp2", num_processes=devices):
+                    found.append(
+                        f"weights sharded over {devices} devices (fsdp2 or zero3, configs/accelerate and "
+                        f"configs/deepspeed): {_size(one.peak_bytes)} each; or device_map=auto over them"
+                    )
+                    break
+    if not found:
+        found.append(
+            f"a smaller model: its weights alone take {_size(weights)}, and no change of lengths, chunks or "
+            "sharding over up to 64 devices fits"
+        )
+    return found
+
+
+def _shorter(shape: ModelShape, work: Work) -> list[str]:
+    """What to lower where a document with its longest branch is longer than the model takes; a run would be
+    refused at the first such document."""
+    if shape.positions is None:
+        return []
+    needed, branch = max(
+        (t + max(branches, default=0), max(branches, default=0)) for t, *branches in work.lengths
+    )
+    if needed <= shape.positions:
+        return []
+    room = shape.positions - branch
+    key = f"lower data.max_tokens to {room}" if room > 0 else "shorten what is read after a document"
+    behind = (
+        f", {branch:,} of them read after it (data.max_appendix_tokens, target.repeat_chunk or "
+        "target.continuation_tokens)"
+        if branch
+        else ""
+    )
+    return [f"{key}: a document takes up to {needed:,} tokens{behind}, and the model {shape.positions:,}"]
+
+
+def _longest(plan: Plan, changes: dict[str, Any]) -> int:
+    """The longest document, in whole 256 tokens, with which the plan fits; 0: none, or it is no shorter."""
+    longest = plan.work.document_tokens
+    low, high = 0, longest // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        lengths = tuple(_cut(parts, 256 * middle, plan.work.repeats) for parts in plan.work.lengths)
+        work = replace(plan.work, lengths=lengths, **changes)
+        if _bare(plan.shape, work, plan.device).fits_memory:
+            low = middle
+        else:
+            high = middle - 1
+    return 256 * low if 256 * low < longest else 0
+
+
+def _cut(parts: tuple[int, ...], longest: int, repeats: bool) -> tuple[int, ...]:
+    """The lengths of a document that was cut to so many tokens: what repeats it is shorter by as much."""
+    document, *branches = parts
+    if document <= longest:
+        return parts
+    kept = longest / document if repeats else 1.0
+    return (longest, *(math.ceil(kept * branch) for branch in branches))
+
+
+def _size(num_bytes: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

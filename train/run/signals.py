@@ -1,0 +1,121 @@
+"""Being asked to stop: the step in hand is finished, a checkpoint written, and the run says how to go on.
+
+In: SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (what a scheduler sends before the end), the end of the launcher
+(`retain.train.run.launcher`), or a file `STOP` in the run's folder. Out: one answer per step, the same on
+every process. The one decision taken here: a signal only leaves a note, and the processes compare notes once
+a step, at the same place; so all of them stop after the same step, whichever of them was told.
+
+The file is for runs of many processes on many machines: launchers do not hand every signal on (torchrun's
+agent dies of SIGUSR1, and kills its workers 30 seconds after a SIGTERM), but every machine sees the folder.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from retain.process.extras import deferred
+from retain.train.run.checkpoint import same_command
+from retain.train.run.launcher import LAUNCHER_GONE
+
+with deferred("train", "accelerate", what="training"):
+    from accelerate import Accelerator
+
+STOP_FILE = "STOP"
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# 128 + SIGTERM, as shells and schedulers read it: ended on request, whichever way it was made.
+EXIT_CODE = 128 + signal.SIGTERM
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+class StopRequested(SystemExit):
+    """A run that was asked to stop and did, with its state on disk."""
+
+
+def forget_(folder: Path) -> None:
+    """Forget what an earlier run was asked: once, by the process that holds the folder, before anything slow.
+    Whatever comes later is for this run."""
+    (folder / STOP_FILE).unlink(missing_ok=True)
+
+
+class Signals:
+    """Inside, SIGTERM, SIGINT and SIGUSR1 wait for the end of a step.
+
+    The second one ends the process at once, as the first would have without us. Outside the main thread,
+    where Python allows no handlers, only the file is heard.
+
+    Args:
+        accelerator: of this process.
+        folder: of the run; a request in it counts, also one from before (`forget_` those of earlier runs).
+        promise: what is done before the end, as a signal is answered.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        promise: str = "finishing this step, then a checkpoint",
+    ):
+        self.accelerator, self.file, self.promise = accelerator, Path(folder) / STOP_FILE, promise
+        self.received: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            numbers = (*NUMBERS, LAUNCHER_GONE)
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            # None: a handler that was not set from Python, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        gone = number == LAUNCHER_GONE
+        name = "the launcher has ended" if gone else signal.Signals(number).name
+        if self.received is not None and gone:
+            return
+        if self.received is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = name
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"\n{name}: {self.promise}; again, to stop at once.\n".encode())
+
+    @property
+    def requested(self) -> bool:
+        """Whether any process was asked to stop. Collective: every process asks after the same step."""
+        mine = self.received is not None or (self.accelerator.is_main_process and self.file.exists())
+        if self.accelerator.num_processes == 1:
+            return mine
+        notes = torch.tensor([float(mine)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(notes, reduction="sum").item() > 0)
+
+    def stop(self, step: int) -> NoReturn:
+        """End the run, whose state after `step` steps has been saved.
+
+        Raises:
+            StopRequested: always, with code 143; the message has been printed.
+        """
+        if self.accelerator.is_main_process:
+            self.file.unlink(missing_ok=True)
+            again = same_command(self.file.parent)
+            print(
+                f"stopped on request after step {step}; its checkpoint is in {self.file.parent}. "
+                f"{again[0].upper()}{again[1:]} goes on from there.",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise StopRequested(EXIT_CODE)

@@ -1,0 +1,542 @@
+"""The end-to-end stage: soft gates in the model's own attention, and a loss on what the model then says.
+
+In: a frozen model, gates that say an openness or a decay, documents. Out: gradients in the gates' parameters,
+and numbers of each document. The one decision taken here: the same weights are teacher and student. A batch
+is read twice, once as the model is and once gated, and only hidden states of the two are held beside each
+other; logits are made from them, a few tokens at a time (`retain.train.objectives.soft_losses`).
+
+What keeps gates from doing nothing is here too (`check_loophole`), since nothing else would: softmax does not
+see a constant added to all logits, so gates that all close alike cost no loss and satisfy every capacity.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from retain.config import Count, NotNegative, Positive, PositiveShare, Whole
+from retain.gates import GateInputs, GateSet, inputs_of
+from retain.hf.model.decoder import base_model
+from retain.hf.training.soft_attention import SoftGated
+from retain.registry import lookup
+from retain.train.data.branches import Reading
+from retain.train.data.corpora import Batch, Document, collate
+from retain.train.data.features import Example
+from retain.train.local_stage import HELD_OUT_STEP, PREPARED_ENTRIES, Tally, TeacherExamples, joined
+from retain.train.objectives.losses import head_overlaps
+from retain.train.objectives.soft_losses import (
+    NO_TOKEN,
+    VOCABULARY,
+    Head,
+    admitted_term,
+    capacity_term,
+    closed_term,
+    eviction_rate_term,
+    head_of,
+    hidden_term,
+    open_entries,
+    rows_of,
+    vocabulary_terms,
+)
+from retain.train.objectives.soft_threshold import Moment, Opening, check_shift, shift_
+from retain.train.objectives.targets import TargetSettings, baselines_of
+from retain.train.teacher import Frozen, View, walk
+
+FIDELITY = {
+    "kl_forward": "KL(full || gated) of the next token",
+    "kl_reverse": "KL(gated || full) of the next token",
+    "next_token": "the language-model loss of the gated model",
+    "hidden": "mean squared error of the last hidden state",
+}
+COST = {
+    "capacity_head": "entries open to each head beyond its budget",
+    "capacity_global": "entries open to all layers and heads beyond their common budget",
+    "closed": "how much too little is closed (one-sided)",
+    "admitted": "entries admitted beyond the window",
+    "eviction_rate": "distance of the open share from the budget",
+}
+# Costs that know a decay, whose openness changes with every token.
+AGEING = ("capacity_head", "capacity_global")
+# Costs that know a budget; those of the ramp alone read `soft.budget` nowhere.
+BUDGETED = COST.keys() - {"admitted"}
+RAMPED = BUDGETED - set(AGEING)
+# Documents from which input statistics are made: of `PREPARED_ENTRIES` of a layer over all of them.
+PREPARED_DOCUMENTS = 8
+
+
+@dataclass(frozen=True)
+class SoftSettings:
+    """What is trained end to end.
+
+    Args:
+        terms: name -> weight; of fidelity: `kl_forward`, `kl_reverse`, `next_token`, `hidden`; of cost:
+            `capacity_head`, `capacity_global`, `closed`, `admitted`, `eviction_rate`.
+        temperature: of the divergences.
+        positions: where fidelity is measured: at `all` tokens that see a gated entry, or at those of the
+            `appendix`.
+        protected: entries of the recent window that is not gated, in tokens.
+        sinks: first tokens of a document that are not gated.
+        hard: `none` (soft gates), `straight_through`, or `gumbel` (drawn, then straight through).
+        hard_temperature: of `gumbel`.
+        anchor: entries in units of which gates are relative to each other; 0: they are not.
+        variant: of the capacity terms: `paper` or `code` (TRIM-KV).
+        budget: entries of a head, a fixed number; null: `keep_to` of the tokens so far.
+        keep_from: share of the tokens that may stay open, at the first step.
+        keep_to: the same from step `ramp_steps` on, and whenever documents are looked at.
+        ramp: what is linear in between: the `ratio`, or the `compression` 1 / ratio.
+        ramp_steps: null: half of all steps.
+        capacity_rows: queries of each document at which the open entries of decays are counted; 0: all.
+        chunk: tokens whose logits exist at a time; changes no number.
+        checkpointing: layers are computed again for the gradient; saves memory, changes no number.
+        autocast: products in bfloat16.
+    """
+
+    terms: dict[str, NotNegative] = field(default_factory=lambda: {"kl_forward": 1.0, "capacity_global": 1.0})
+    temperature: Positive = 1.0
+    positions: Literal["all", "appendix"] = "all"
+    protected: Whole = 32
+    sinks: Whole = 4
+    hard: Literal["none", "straight_through", "gumbel"] = "none"
+    hard_temperature: Positive = 0.1
+    anchor: Whole = 0
+    variant: Literal["paper", "code"] = "paper"
+    budget: Count | None = None
+    keep_from: PositiveShare = 1.0
+    keep_to: PositiveShare = 0.25
+    ramp: Literal["ratio", "compression"] = "ratio"
+    ramp_steps: Whole | None = None
+    capacity_rows: Whole = 256
+    chunk: Count = 256
+    checkpointing: bool = False
+    autocast: bool = False
+
+
+def check_soft(settings: SoftSettings) -> None:
+    """Refuse terms that there are none of.
+
+    Raises:
+        ValueError: with all of them.
+    """
+    problems = []
+    for name in settings.terms:
+        try:
+            lookup(name, FIDELITY | COST, what="soft term")
+        except ValueError as error:
+            problems.append(f"soft.terms: {error}")
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
+
+
+def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
+    """Refuse settings under which gates can satisfy the loss without choosing anything (IndexMem calls it the
+    no-op loophole), and costs that do not know these gates.
+
+    Raises:
+        ValueError: with all of them.
+    """
+    problems = []
+    wanted = {name for name, weight in settings.terms.items() if weight}
+    if not gates.ages and not settings.anchor and settings.protected == 0 and settings.sinks == 0:
+        problems.append(
+            "soft.protected=0 and soft.sinks=0 leave nothing ungated, and softmax does not see gates that "
+            "all close alike: they would satisfy any budget and evict nothing. Protect a window (32), or "
+            "sinks (4), or make gates relative (soft.anchor=256)"
+        )
+    if not wanted & COST.keys():
+        problems.append(
+            f"soft.terms={settings.terms} never asks a gate to close, so that all would stay open: add one "
+            f"of {', '.join(COST)}"
+        )
+    if not wanted & FIDELITY.keys():
+        problems.append(
+            f"soft.terms={settings.terms} never asks for what the model says, so that all would close: add "
+            f"one of {', '.join(FIDELITY)}"
+        )
+    if gates.ages:
+        strange = sorted(settings.terms.keys() & (COST.keys() - set(AGEING)))
+        if strange:
+            problems.append(
+                f"soft.terms {', '.join(strange)}: gates of family {gates.family!r} say a decay, whose "
+                f"openness changes with age; use {' or '.join(AGEING)}"
+            )
+        if settings.hard != "none" or settings.anchor:
+            problems.append(
+                f"soft.hard={settings.hard} and soft.anchor={settings.anchor} are for gates that open and "
+                f"close, and those of family {gates.family!r} say a decay: set hard=none and anchor=0"
+            )
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
+
+
+def keep_ratio_at(step: int, settings: SoftSettings, steps: int) -> float:
+    """Share of the tokens that may stay open at a step: linear from `keep_from` to `keep_to` over
+    `ramp_steps`, in the ratio or in the compression `1 / ratio` (DMS: 1 to 16 over 510 steps).
+
+    Args:
+        step: from 0.
+        settings: ramp, ramp_steps, keep_from, keep_to.
+        steps: of the whole run.
+    """
+    length = max(1, steps // 2) if settings.ramp_steps is None else settings.ramp_steps
+    done = 1.0 if not length else min(1.0, step / length)
+    if settings.ramp == "ratio":
+        return settings.keep_from + done * (settings.keep_to - settings.keep_from)
+    return 1.0 / (1 / settings.keep_from + done * (1 / settings.keep_to - 1 / settings.keep_from))
+
+
+class EndToEnd:
+    """Objective of the end-to-end stage.
+
+    TRIM-KV (arXiv 2512.03324) is `decay` gates with the mean of the fidelity terms that are switched on, plus
+    the capacity: `{kl_forward: 0.5, next_token: 0.5, capacity_head: 1}`, protected=0 and a budget; DBTrimKV
+    (arXiv 2605.09649) `decay_shared` with `capacity_global`; WG-KV (arXiv 2512.17452) `{hidden: 1, admitted:
+    lambda}`, protected=256; DMS (arXiv 2506.05345) `{kl_reverse: 1, closed: 1}`, hard=gumbel,
+    ramp=compression, protected=512 (`kl_reverse` is what its code computes).
+
+    Args:
+        gates: trained in place.
+        frozen: the model.
+        soft: what is trained.
+        target: for the overlap with it on held-out documents; None: no overlap is reported.
+        steps: of the whole run, for the ramp.
+        seed: of the noise.
+
+    Raises:
+        ValueError: settings with the no-op loophole; gates that say no openness; a head that is not
+            understood.
+    """
+
+    def __init__(
+        self,
+        gates: GateSet,
+        frozen: Frozen,
+        soft: SoftSettings,
+        target: TargetSettings | None = None,
+        *,
+        steps: int = 1,
+        seed: int = 0,
+    ):
+        check_soft(soft)
+        check_loophole(soft, gates)
+        for layer in gates.layers:  # refused now, not in the first step
+            gates[layer].log_gate(torch.zeros(1, gates[layer].H, 1))
+        self.gates, self.frozen, self.soft, self.target = gates, frozen, soft, target
+        self.steps, self.seed = steps, seed
+        self.base = base_model(frozen.model)
+        self.opening = Opening(
+            gates,
+            hard=soft.hard,
+            temperature=soft.hard_temperature,
+            anchor=soft.anchor,
+            seed=seed,
+        )
+        self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.opening)
+        self.head: Head | None = None
+        if soft.terms.keys() & set(VOCABULARY):
+            self.head = head_of(frozen.model)
+        self.fields = ("loss", *soft.terms, "open", *(["keep"] if soft.terms.keys() & BUDGETED else []))
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What the optimiser trains."""
+        return list(self.gates.parameters())
+
+    @torch.no_grad()
+    def prepare_(self, documents: Sequence[Document]) -> None:
+        """Set every gate's input statistics, and open it as its family's paper does.
+
+        Every process does the same on the same documents.
+        """
+        found: dict[int, list[GateInputs]] = {}
+
+        def see(layer: int, inputs: GateInputs, entries: slice) -> None:
+            found.setdefault(layer, []).append(inputs.entries(entries))
+
+        self._inputs_of(documents[:PREPARED_DOCUMENTS], see)
+        with _seeded(self.seed, {self.gates[layer].device for layer in found}):
+            for layer, parts in found.items():
+                gate, inputs = self.gates[layer], joined(parts)
+                assert inputs.valid_BT is not None
+                gate.to(inputs.valid_BT.device)
+                zeros_H = torch.zeros(gate.H, device=inputs.valid_BT.device)
+                gate.prepare_(inputs, inputs.valid_BT, zeros_H, zeros_H)
+                gate.open_()
+
+    @torch.no_grad()
+    def align_(self, documents: Sequence[Document]) -> float:
+        """Shift gates that a layer-local stage trained, so that they are half open where the budget cuts.
+
+        A log-risk of 0 is a number like any other to them, and as they come they may be open or closed by
+        any amount, which the first steps would spend on a bias. So the score above which `keep_to` of the
+        entries lie (of a fixed budget, its share of these documents) is subtracted from the output bias: that
+        of each head where each has a budget (`capacity_head`), else one of all heads and layers, whose order
+        stays as it is. Entries that are spared are left out. Relative gates (`soft.anchor`) see no shift, and
+        are left as they are. Every process does the same on the same documents.
+
+        Args:
+            documents: of the first step.
+
+        Returns:
+            the share of them that is open now, to their last tokens.
+
+        Raises:
+            ValueError: gates whose output cannot be shifted.
+        """
+        check_shift(self.gates, self.soft.anchor)
+        documents = documents[:PREPARED_DOCUMENTS]
+        scores: dict[int, list[Tensor]] = {}
+
+        def see(layer: int, inputs: GateInputs, entries: slice) -> None:
+            score_HN = self.gates[layer](inputs)[0].float()[:, entries]
+            scores.setdefault(layer, []).append(score_HN[:, -(-self.soft.sinks // entries.step) :])
+
+        if not self.soft.anchor:
+            self._inputs_of(documents, see)
+            joint = {layer: torch.cat(parts, -1) for layer, parts in scores.items()}
+            share = self.soft.keep_to
+            if self.soft.budget is not None:
+                mean = sum(document.num_tokens for document in documents) / len(documents)
+                share = min(1.0, self.soft.budget / mean)
+            pooled = not self.soft.terms.get("capacity_head")
+            shift_(self.gates, joint, share, pooled=pooled)
+        opened = [float(self.terms_of([document], HELD_OUT_STEP)["open"]) for document in documents]
+        return sum(opened) / len(opened)
+
+    def _inputs_of(
+        self, documents: Sequence[Document], see: Callable[[int, GateInputs, slice], None]
+    ) -> None:
+        """Walk documents one by one, and show what each layer's gate looks at, with the entries that are
+        enough: evenly spread, where a document is longer than is needed."""
+        share = max(1, PREPARED_ENTRIES // max(1, len(documents)))
+
+        def visit(views: list[View]) -> None:
+            for view in views:
+                gate, stride = self.gates[view.layer_idx], -(-view.document.num_seen // share)
+                gate.to(view.document.keys_BHTD.device)
+                see(view.layer_idx, inputs_of(view.document, gate), slice(None, None, stride))
+
+        for document in documents:
+            walk(self.frozen, [Reading(document, (), document.key)], visit, wanted=self.gates.inputs)
+
+    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
+        """Add the gradient of `scale` times the documents' summed loss to the parameters'.
+
+        Raises:
+            ValueError: a document in which nothing is gated.
+        """
+        terms = self.terms_of(documents, step, noisy=True, scale=scale)
+        return _rows(terms)
+
+    @torch.no_grad()
+    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
+        """The same numbers of held-out documents at the final budget, without noise."""
+        rows = _rows(self.terms_of(documents, HELD_OUT_STEP))
+        if self.target is not None:
+            for row, found in zip(rows, self._overlaps(documents, baselines), strict=True):
+                row |= found
+        return rows
+
+    def _overlaps(self, documents: Sequence[Document], baselines: bool) -> list[dict[str, Any]]:
+        """How much of the target's top fifth the gates' order at the end of each document finds."""
+        assert self.target is not None
+        tally = Tally(len(documents))
+
+        def see(examples: list[Example]) -> None:
+            for example in examples:
+                output_HT = self.gates[example.layer_idx](example.inputs)[0].float()
+                if self.gates.ages:
+                    T = output_HT.shape[-1]
+                    output_HT = output_HT * (T - 1 - torch.arange(T, device=output_HT.device))
+                overlap_H = head_overlaps(output_HT, example.target_HT, example.reached_HT)
+                found = baselines_of(example, self.seed) if baselines else {}
+                tally.add_(example.row, example.layer_idx, found, overlap_H)
+
+        TeacherExamples(self.gates, self.frozen, self.target).of(documents, see)
+        return tally.means(len(self.gates.layers), heads=True)
+
+    def terms_of(
+        self, documents: Sequence[Document], step: int, *, noisy: bool = False, scale: float | None = None
+    ) -> dict[str, Float[Tensor, " B"]]:
+        """Loss, every term, the open share and the budget of each document, detached: `keep` is the share of
+        the ramp, or what a fixed budget is of the document, where no term reads the ramp; where no term reads
+        either, there is none.
+
+        Args:
+            documents: of one batch.
+            step: for the ramp and the noise.
+            noisy: whether hard decisions are drawn.
+            scale: with one, the gradient of `scale` times the summed loss is added to the parameters'.
+        """
+        model = self.frozen.model
+        device = model.get_input_embeddings().weight.device
+        batch = collate(documents, pad_id=self.frozen.pad_id, device=device)
+        valid_BT = batch.valid_BT
+        counted_BT = counted_tokens(batch, self.soft)
+        keep = keep_ratio_at(step, self.soft, self.steps)
+        self.opening.moment = Moment(valid_BT, batch.keys, step, noisy)
+        place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
+        given = {"input_ids": batch.input_ids_BT, "attention_mask": valid_BT.long(), "position_ids": place_BT}
+        trained = scale is not None
+        autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.soft.autocast)
+        checkpointed = _checkpointed(self.base) if trained and self.soft.checkpointing else nullcontext()
+        with torch.set_grad_enabled(trained), checkpointed:
+            with autocast:
+                with torch.no_grad():
+                    full_BTE = self.base(**given, use_cache=False).last_hidden_state
+                output, log_gates = self.gated(
+                    **given, spared_BHT=valid_BT & (place_BT < self.soft.sinks), use_cache=False
+                )
+                terms = self._fidelity(output.last_hidden_state, full_BTE, batch, counted_BT)
+            terms |= self._cost(list(log_gates.values()), valid_BT, keep)
+            weighted = [weight * terms[name] for name, weight in self.soft.terms.items() if weight]
+            loss_B = torch.stack([part_B.to(weighted[0].device) for part_B in weighted]).sum(0)
+            if scale is not None:
+                (loss_B.sum() * scale).backward()
+        terms["loss"] = loss_B
+        if self.soft.budget is None or self.soft.terms.keys() & RAMPED:
+            terms["keep"] = torch.full_like(loss_B, keep)
+        else:
+            terms["keep"] = (self.soft.budget / valid_BT.sum(-1).to(loss_B)).clamp_max(1.0)
+        return {name: terms[name].detach().to(loss_B.device) for name in self.fields}
+
+    def _fidelity(
+        self,
+        gated_BTE: Float[Tensor, "B T E"],
+        full_BTE: Float[Tensor, "B T E"],
+        batch: Batch,
+        counted_BT: Bool[Tensor, "B T"],
+    ) -> dict[str, Float[Tensor, " B"]]:
+        """Terms on what the model says, the mean of each document over its tokens that count."""
+        wanted, counted_BT = self.soft.terms.keys() & FIDELITY.keys(), counted_BT.to(gated_BTE.device)
+        counts = counted_BT.sum(-1).tolist()
+        gated_NE, full_NE = gated_BTE[counted_BT], full_BTE[counted_BT]
+        next_BT = torch.full_like(batch.input_ids_BT, NO_TOKEN)
+        next_BT[:, :-1] = batch.input_ids_BT[:, 1:]
+        next_N = next_BT.to(gated_BTE.device)[counted_BT]
+        each: dict[str, Tensor] = {}
+        if self.head is not None:
+            each |= vocabulary_terms(
+                self.head,
+                gated_NE,
+                full_NE,
+                next_N,
+                wanted,
+                temperature=self.soft.temperature,
+                chunk=self.soft.chunk,
+            )
+        if "hidden" in wanted:
+            each["hidden"] = hidden_term(gated_NE, full_NE)
+        found = {}
+        for name, value_N in each.items():
+            parts = value_N.split(counts)
+            if name == "next_token":
+                known = [(part != NO_TOKEN).sum().clamp_min(1) for part in next_N.split(counts)]
+            else:
+                known = [torch.tensor(count, device=value_N.device) for count in counts]
+            found[name] = torch.stack([part.sum() / n for part, n in zip(parts, known, strict=True)])
+        return found
+
+    def _cost(
+        self, log_gates: list[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], keep: float
+    ) -> dict[str, Float[Tensor, " B"]]:
+        """Terms on how much is open, and the share of each document that is open to its last token."""
+        soft, home = self.soft, log_gates[0].device
+        valid_BT = valid_BT.to(home)
+        rows_BR = rows_of(valid_BT, soft.capacity_rows if self.gates.ages else 0)
+        open_BXR = torch.cat(
+            [
+                open_entries(phi_BHT, valid_BT, rows_BR, protected=soft.protected, ages=self.gates.ages).to(
+                    home
+                )
+                for phi_BHT in log_gates
+            ],
+            dim=1,
+        )
+        seen_BR = (valid_BT.cumsum(-1) * valid_BT).gather(-1, rows_BR).to(open_BXR.dtype)
+        limit_BR = keep * seen_BR if soft.budget is None else torch.full_like(seen_BR, soft.budget)
+        found = {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
+        if "capacity_head" in soft.terms:
+            found["capacity_head"] = capacity_term(open_BXR, seen_BR, limit_BR, variant=soft.variant)
+        if "capacity_global" in soft.terms:
+            shared_B1R = open_BXR.mean(1, keepdim=True)
+            found["capacity_global"] = capacity_term(shared_B1R, seen_BR, limit_BR, variant=soft.variant)
+        if "closed" in soft.terms:
+            found["closed"] = closed_term(log_gates, valid_BT, keep)
+        if "eviction_rate" in soft.terms:
+            found["eviction_rate"] = eviction_rate_term(log_gates, valid_BT, keep)
+        if "admitted" in soft.terms:
+            found["admitted"] = admitted_term(log_gates, valid_BT, soft.protected)
+        return found
+
+
+def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
+    """Tokens at which fidelity is measured: of the chosen positions those that see a gated entry, which are
+    the ones from `protected + sinks` on (nothing else can change). The last context token counts to the
+    appendix, whose first token it predicts.
+
+    Raises:
+        ValueError: a document has none.
+    """
+    place_BT = batch.valid_BT.cumsum(-1) - 1
+    first_B = torch.full_like(batch.document_length_B, settings.protected + settings.sinks)
+    if settings.positions == "appendix":
+        first_B = first_B.maximum(batch.document_length_B - 1)
+        if (batch.appendix_length_B == 0).any():
+            row = int((batch.appendix_length_B == 0).nonzero()[0])
+            raise ValueError(
+                f"soft.positions=appendix, and document {batch.keys[row]} has no appendix: set "
+                "soft.positions=all, or give rows with context, question and answer."
+            )
+    counted_BT = batch.valid_BT & (place_BT >= first_B[:, None])
+    if not bool(counted_BT.any(-1).all()):
+        row = int((~counted_BT.any(-1)).nonzero()[0])
+        raise ValueError(
+            f"document {batch.keys[row]} has {int(batch.valid_BT[row].sum())} tokens, and "
+            f"soft.protected={settings.protected} and soft.sinks={settings.sinks} cover all that its last "
+            "one sees: use longer documents (data.min_tokens), or protect less."
+        )
+    return counted_BT
+
+
+@contextmanager
+def _checkpointed(base: Any) -> Iterator[None]:
+    """Inside, decoder layers are computed again for the gradient. They alone are told that they train, which
+    is what transformers asks; what is in them is not, so that nothing drops out."""
+    before = [layer.training for layer in base.layers]
+    # The caller may checkpoint some of them already, in a way of its own.
+    parts = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    asked = [{name: vars(part)[name] for name in names if name in vars(part)} for part in parts]
+    hooks = getattr(base, "_require_grads_hooks", [])
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    # This kind needs no gradient of the embeddings, and each call would leave one more hook on them.
+    base.disable_input_require_grads()
+    if hooks:
+        base._require_grads_hooks, base._require_grads_hook = hooks, hooks[0]
+    for layer in base.layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, training in zip(base.layers, before, strict=True):
+            layer.training = training
+        base.gradient_checkpointing_disable()
+        for part, own in zip(parts, asked, strict=True):
+            vars(part).update(own)
+
+
+@contextmanager
+def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
+    """Inside, what draws without being given a generator draws alike on every process."""
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _rows(terms: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """A mapping a document, read from the device once."""
+    values = torch.stack([value_B.double().cpu() for value_B in terms.values()]).T.tolist()
+    return [dict(zip(terms, row, strict=True)) for row in values]
