@@ -15,7 +15,7 @@ import torch
 
 def load_reference(seed: int) -> Any:
     """The shipped reference model of a seed, in float64."""
-    from retain.hf.named import load_named_model
+    from retain.hf.model.named import load_named_model
 
     return load_named_model(f"reference:{seed}", dtype="float64")
 
@@ -31,10 +31,10 @@ def held_positions(cache: Any) -> list[list[list[int]]]:
 
 def write_reports(folder: Path) -> None:
     """Write `report.md` and `cells.json` of a folder with the rows of a finished comparison."""
-    from retain.eval.ceilings import write_cells
-    from retain.eval.page import tasks_of
-    from retain.eval.record import read_manifest
-    from retain.eval.report import write_report
+    from retain.eval.report.html_page import tasks_of
+    from retain.eval.report.markdown import write_report
+    from retain.eval.run.results_store import read_manifest
+    from retain.eval.stats.ceilings import write_cells
 
     manifest = read_manifest(folder)
     tasks = tasks_of(manifest)
@@ -45,7 +45,7 @@ def write_reports(folder: Path) -> None:
 def config_classes() -> dict[str, Any]:
     """What each kind of YAML file is read into."""
     from retain.eval.config import CompareConfig
-    from retain.eval.study_plan import StudyConfig
+    from retain.eval.study.plan import StudyConfig
     from retain.presets import Policy
     from retain.train.recipe import DistillConfig
 
