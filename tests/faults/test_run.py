@@ -100,7 +100,7 @@ def test_mirrored_tests_are_the_nearest(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
     assert mirrored(tmp_path, "retain/policy.py") == ["tests/test_policy.py"]
-    assert mirrored(tmp_path, "retain/budget/cascade.py") == ["tests/test_other.py", "tests/test_policy.py"]
+    assert mirrored(tmp_path, "retain/cascade.py") == ["tests/test_other.py", "tests/test_policy.py"]
     assert mirrored(tmp_path, "retain/hf/cache/state.py") == ["tests/hf"]
     assert mirrored(tmp_path, "retain/hf/cache/__init__.py") == ["tests/hf/test_cache.py"]
     assert mirrored(tmp_path, "eval/tasks/ruler.py") == ["tests/eval/test_ruler.py"]
