@@ -44,7 +44,7 @@ SEEDS = (3, 4)
 # Relative noise of weights, of the size of a few float32 roundings, and how often it is drawn.
 NOISE, DRAWS = 1e-6, 4
 # More cells than this that differ are no ties.
-MOST_TIES = 12
+MOST_TIES = 30
 
 # Positions by layer, then by row: document, then KV head.
 Positions = list[list[list[int]]]
@@ -78,9 +78,10 @@ def grid() -> list[Cell]:
 
 
 def sample() -> list[Cell]:
-    """Every policy once: regimes take turns, and each sixth policy of a regime is on the reference model."""
+    """The default policy in every regime, and every policy once: regimes take turns, and each sixth policy of
+    a regime is on the reference model."""
     tiny = [name for name in MODELS if name != "reference"]
-    cells = []
+    cells = [Cell(tiny[0], "fused", regime) for regime in REGIMES]
     for number, policy in enumerate(policy_names()):
         turn, place = divmod(number, len(REGIMES))
         model = "reference" if turn % 6 == 0 else tiny[turn % len(tiny)]
