@@ -1,8 +1,8 @@
 """Scorers by name, and how the scores of many items become one number.
 
 In: the name that a task's card gives, a prediction, its right answers. Out: a score from 0 to 1. The scorers
-stand in four files: words and characters that are shared (`metrics_text`), things that are named
-(`metrics_found`), numbers and formulas that are reached (`metrics_numbers`), steps (`metrics_steps`).
+stand in four files: words and characters that are shared (`text`), things that are named
+(`found`), numbers and formulas that are reached (`numbers`), steps (`steps`).
 
 The one decision taken here: a name means one computation. Where two programs call two computations by one
 name, both are here under two names, so that a table's column can be read without asking whose it is.

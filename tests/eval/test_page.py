@@ -173,7 +173,7 @@ def test_every_figure_says_what_makes_it(page):
         commands = [own for own in page.inside(one, "p") if own.get("class") == "command"]
         assert commands and said(page.inside(one, "code")[0]).startswith("python ")
         assert page.inside(one, "figcaption")
-    assert "retain.eval.diagnose.command" in said(page.by_id("fig-coverage"))
+    assert "retain.eval.diagnose" in said(page.by_id("fig-coverage"))
     assert "retain.eval.speed.serving" in said(page.by_id("fig-speed"))
     assert "configs/compare/made.yaml" in said(page.by_id("fig-scores"))
     for drawing in page.all("svg", role="img"):

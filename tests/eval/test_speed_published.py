@@ -68,7 +68,7 @@ def test_percentiles_stand_in_their_order_and_a_side_that_failed_is_said() -> No
 def test_the_plan_of_a_gpu_measures_each_of_them() -> None:
     from retain.kernels.gpu_plan import STEPS
 
-    commands = [step.command.split() for step in STEPS if "speed_long" in step.command]
+    commands = [step.command.split() for step in STEPS if "speed.long" in step.command]
     settings = [dict(zip(words[5::2], words[6::2], strict=True)) for words in commands]
     for own in PUBLISHED:
         assert any(
