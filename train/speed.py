@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -23,7 +23,7 @@ from retain.hf.model.decoder import base_model
 from retain.hf.model.gates import new_gates
 from retain.hf.model.random_llama import VOCABULARY, LlamaSettings, random_llama
 from retain.process import benchmark
-from retain.process.benchmark import DTYPES, RESULTS, Benchmark, grid, heading, show
+from retain.process.benchmark import DTYPES, Benchmark, Column, grid, heading, show
 from retain.process.command import status_of
 from retain.process.memory import Peak
 from retain.process.timing import Case, interleave, quiet, spread, timed
@@ -47,19 +47,12 @@ LENGTHS = (1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpeedSettings(LlamaSettings):
-    """The model, the row, the gate and the clock.
+    """The model, the row, the gate and the clock."""
 
-    Args:
-        tokens: of the row: a document and an appendix of 64.
-        family: of the gates.
-        pairs: ratios measured.
-        warmup: pairs before them that are not counted.
-    """
-
-    tokens: int = 4096
-    family: str = "mlp"
-    pairs: int = 20
-    warmup: int = 2
+    tokens: Annotated[int, "of the row: a document and an appendix of 64"] = 4096
+    family: Annotated[str, "of the gates"] = "mlp"
+    pairs: Annotated[int, "ratios measured"] = 20
+    warmup: Annotated[int, "pairs before them that are not counted"] = 2
 
     least = {**LlamaSettings.least, "tokens": APPENDIX + 64}
 
@@ -148,7 +141,7 @@ def measure_step(settings: TrainingSpeedSettings) -> dict[str, Any]:
         interleave([read, train], rounds=settings.pairs, warmup=settings.warmup)
     rate = 1e3 * settings.tokens / statistics.median(train.times("ms"))
     found: dict[str, Any] = {
-        "ratio": spread(train.over_neighbour("ms")),
+        "ratio": spread(train.over(read, "ms")),
         "read_ms": spread(read.times("ms")),
         "train_ms": spread(train.times("ms")),
         "tokens_per_second": rate,
@@ -237,15 +230,15 @@ def about(record: dict[str, Any]) -> list[str]:
 
 def memory_table(record: dict[str, Any]) -> list[str]:
     """A record of `memory` as the lines that are printed and kept."""
-    rows = [
-        (str(row["tokens"]), *(show(row[name], ".1f", unit=2**20) for name in ("bytes", "planned")))
-        for row in record["rows"]
-    ]
-    pieces = ", ".join(show(piece, ".1f", unit=1024) for piece in record["of_each_piece"])
-    ends = show(record["bytes_per_token"], ".1f", unit=1024)
+    columns = (
+        *(Column("tokens", "tokens", "d"), Column("step MiB", "bytes", ".1f", 2**20)),
+        Column("planned MiB", "planned", ".1f", 2**20),
+    )
+    pieces = ", ".join(show(piece, ".1f", 1024) for piece in record["of_each_piece"])
+    ends = show(record["bytes_per_token"], ".1f", 1024)
     return [
         *about(record),
-        *grid(("tokens", "step MiB", "planned MiB"), rows),
+        *grid(columns, record["rows"]),
         f"KiB a token: {ends} from end to end; between lengths {pieces}",
     ]
 
@@ -264,22 +257,9 @@ def step_table(record: dict[str, Any]) -> list[str]:
     ]
 
 
-training = partial(Benchmark, module="retain.train.speed", settings=TrainingSpeedSettings, shapes=SHAPES)
-STEP = training(
-    what="step",
-    about="Time a training step beside the decoder alone.",
-    measure=measure_step,
-    table=step_table,
-    output=RESULTS / "training-step.json",
-)
-MEMORY = training(
-    what="memory",
-    about="Watch the memory of a training step.",
-    measure=measure_memory,
-    table=memory_table,
-    watch=watch,
-    output=RESULTS / "training-memory.json",
-)
+training = partial(Benchmark, "retain.train.speed", settings=TrainingSpeedSettings, shapes=SHAPES)
+STEP = training("step", measure=measure_step, table=step_table, name="training-step")
+MEMORY = training("memory", measure=measure_memory, table=memory_table, watch=watch, name="training-memory")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,11 +23,13 @@ import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import base_model
 from retain.hf.model.gates import load_gates, new_gates
+from retain.process.benchmark import Column
 from retain.process.memory import Peak
-from retain.process.timing import Case, Times, timed
+from retain.process.timing import Case, Times, spread, timed
 
-PLAIN, FULL, DENSE = "plain", "full", "dense"
+PLAIN, FULL, DENSE = FULL_CACHES = "plain", "full", "dense"
 RANDOM = "random"
+SEPARATED = "each as NAME[,key=value ...], between semicolons or, without settings, commas"
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class TimedCache(Case):
         work: that it lives through.
         cut_to: entries of each head that are left behind the prompt of a `dense` one.
         watches: whether memory is watched: always on CUDA, elsewhere in a process of its own.
-        peaks: bytes at most beyond those `before`, while it read (`prefill`) and decoded (`decode`).
+        peaks: where memory is watched, bytes at most beyond those `before`, of `prefill` and `decode`.
         bytes: `cache_bytes` behind the prompt, and `held_at_end` and `allocated_at_end`.
         achieved: entries held / seen behind the prompt.
         waits: times that the host waited for the device in an uncounted token; None on a CPU.
@@ -117,7 +119,7 @@ class TimedCache(Case):
     work: Workload
     cut_to: int | None = None
     watches: bool = False
-    peaks: dict[str, int | None] = field(default_factory=lambda: dict.fromkeys(("prefill", "decode")))
+    peaks: dict[str, int] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     achieved: float = 1.0
     waits: float | None = None
@@ -202,14 +204,11 @@ class Bench:
 
     def __post_init__(self) -> None:
         # Gates are loaded once: reading a folder is no part of a first token.
-        if self.gates:
-            drawn = self.gates == RANDOM
-            gates = (
-                new_gates(self.model, "linear", seed=self.seed)
-                if drawn
-                else load_gates(self.gates, self.model)
-            )
-            self.gates = gates.eval().requires_grad_(False) if drawn else gates
+        named, self.gates = self.gates, None
+        if named == RANDOM:
+            self.gates = new_gates(self.model, "linear", seed=self.seed).eval().requires_grad_(False)
+        elif named:
+            self.gates = load_gates(named, self.model)
         self.twin = sharing_weights(self.model)
         draw = torch.Generator().manual_seed(self.seed)
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -260,6 +259,43 @@ def try_out(caches: Sequence[TimedCache]) -> None:
             raise ValueError(
                 f"benchmark: policy {one.name!r} at keep_ratio {one.keep_ratio}: {error}"
             ) from error
+
+
+def row_of(one: TimedCache, caches: Sequence[TimedCache], **more: Any) -> dict[str, Any]:
+    """The row of one cache: its times, their ratios to the full caches, bytes and peaks.
+
+    Args:
+        one: that the row is about.
+        caches: all that were timed with it.
+        more: where it was timed, in front.
+    """
+    kind = "full" if one.name in FULL_CACHES else "policy"
+    row: dict[str, Any] = {"policy": one.name, "kind": kind, "keep_ratio": one.keep_ratio, **more}
+    row["failed"] = one.failed
+    if one.failed:
+        return row
+    named = {"prefill_ms": "ttft" if one.work.head else "prefill", "token_ms": "token"}
+    for quantity in one.runs[0][1]:
+        row[f"{named[quantity]}_ms"] = spread(one.times(quantity))
+        for other in caches:
+            if other is one or other.name not in FULL_CACHES or other.failed:
+                continue
+            if other.name != DENSE or (other.keep_ratio == one.keep_ratio and kind == "policy"):
+                row[f"{named[quantity]}_over_{other.name}"] = spread(one.over(other, quantity))
+    return row | {
+        "achieved_keep_ratio": one.achieved,
+        "peak_bytes": {stage: one.peaks.get(stage) for stage in ("prefill", "decode")},
+        "held_before": one.peaks.get("before"),
+        "cache_bytes": one.bytes,
+        "held_of_full": one.bytes["held"] / one.bytes["full"],
+        "waits_a_token": one.waits,
+    }
+
+
+KEEP = Column("keep", "keep_ratio", "g")
+POLICY = Column("policy", "policy")
+HELD = Column("held MiB", "cache_bytes.held", ".2f", 2**20)
+PEAK = Column("peak MiB", "peak_bytes.prefill", ".1f", 2**20)
 
 
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:

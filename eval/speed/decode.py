@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from retain.cache.attend import attend
 from retain.cache.store import GROWTH, RaggedStore
 from retain.kernels.measure import FLOOR
-from retain.process.benchmark import DTYPES, Benchmark, Settings, grid, heading, show
+from retain.process.benchmark import DTYPES, Benchmark, Column, Settings, grid, heading
 from retain.process.timing import Case, interleave, quiet, spread, timed
 
 SHORT, LONG = 1024, 16384
@@ -38,31 +38,18 @@ OWN, READING = "ragged attention", "reading the store once"
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings(Settings):
-    """The shape of one layer, its rows, and the clock.
+    """The shape of one layer, its rows, and the clock."""
 
-    Args:
-        batch: sequences.
-        heads: Q, query heads.
-        kv_heads: H.
-        width: D.
-        seen: T, tokens seen.
-        keep_ratio: kept / seen.
-        spread: longest row / shortest row.
-        evicted: entries that an eviction in place takes from each row.
-        layers: that are attended in turn.
-        rounds: ratios measured; three more before them are not counted.
-    """
-
-    batch: int = 4
-    heads: int = 32
-    kv_heads: int = 8
-    width: int = 128
-    seen: int = 4096
-    keep_ratio: float = 0.2
-    spread: float = 4.0
-    evicted: int = 32
-    layers: int = 3
-    rounds: int = 40
+    batch: Annotated[int, "sequences"] = 4
+    heads: Annotated[int, "query heads"] = 32
+    kv_heads: Annotated[int, "KV heads"] = 8
+    width: Annotated[int, "width of a head"] = 128
+    seen: Annotated[int, "tokens seen"] = 4096
+    keep_ratio: Annotated[float, "kept / seen"] = 0.2
+    spread: Annotated[float, "longest row / shortest row"] = 4.0
+    evicted: Annotated[int, "entries that an eviction in place takes from each row"] = 32
+    layers: Annotated[int, "layers that are attended in turn"] = 3
+    rounds: Annotated[int, "ratios measured; three more before them are not counted"] = 40
 
     def problems(self) -> list[str]:
         found = []
@@ -298,19 +285,16 @@ def table(record: dict[str, Any]) -> list[str]:
     settings = DecodeSettings(**{**record["setting"], "device": "cpu"})
     lengths = settings.lengths()
 
-    def percentiles(row: dict[str, Any]) -> tuple[str, ...]:
-        return tuple(show(row[name], ".4f") for name in ("p20", "median", "p80"))
-
-    times, ratios = [], []
-    for name, row in record["times_ms"].items():
-        reads = name in (READING, OWN)
-        speed = f"{record['bytes_held'] / row['median'] / 1e6:.1f}" if reads else ""
-        times.append((name, *percentiles(row), speed))
-    for name, row in record["ratios"].items():
-        bound = "" if row["bound"] is None else " .. ".join(f"{end:g}" for end in row["bound"])
-        kept = {None: "", True: "kept", False: "NOT KEPT"}[row["kept"]]
-        ratios.append((name, *percentiles(row), f"{bound} {kept}".strip(), f"{row['of']} / {row['over']}"))
-    percents = ("20 %", "median", "80 %")
+    times = [{"name": name, **row} for name, row in record["times_ms"].items()]
+    for row in times:
+        if row["name"] in (READING, OWN):
+            row["gb_per_s"] = record["bytes_held"] / row["median"] / 1e6
+    ratios = [{"name": name, **row} for name, row in record["ratios"].items()]
+    for row in ratios:
+        row["verdict"] = {None: "", True: "kept", False: "NOT KEPT"}[row["kept"]]
+        row["bounds"] = " .. ".join(f"{end:g}" for end in row["bound"] or ())
+    percents = [Column(title, key, ".4f") for title, key in PERCENTS]
+    names = Column(f"medians of {settings.rounds} rounds, ms", "name")
     return [
         *heading(
             record,
@@ -323,17 +307,12 @@ def table(record: dict[str, Any]) -> list[str]:
             f"checked against float64: error {record['check']['error']:.1e}, "
             f"{record['check']['allowed']:.1e} allowed",
         ),
-        *grid((f"medians of {settings.rounds} rounds, ms", *percents, "GB/s"), times),
+        *grid((names, *percents, Column("GB/s", "gb_per_s", ".1f")), times),
         "",
-        *grid(("ratios within a round", *percents, "bound", "of / over"), ratios),
+        *grid((Column("ratios within a round", "name"), *percents, *VERDICT), ratios),
     ]
 
 
-BENCHMARK = Benchmark(
-    module="retain.eval.speed",
-    what="decode",
-    about="Time decoding over ragged rows beside dense attention.",
-    settings=DecodeSettings,
-    measure=measure,
-    table=table,
-)
+PERCENTS = (("20 %", "p20"), ("median", "median"), ("80 %", "p80"))
+VERDICT = (Column("bound", "bounds"), Column("", "verdict"), Column("of", "of"), Column("over", "over"))
+BENCHMARK = Benchmark("retain.eval.speed", "decode", DecodeSettings, measure, table)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain.cache.store import RaggedStore
-from retain.eval.speed.decode import attend_store, unequal
+from retain.eval.speed.decode import PERCENTS, attend_store, unequal
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.history import History
 from retain.hf.cache.recent_queries import Recent
@@ -37,7 +37,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.presets import Policy, load_policy
-from retain.process.benchmark import DTYPES, Benchmark, Settings, grid, heading, show
+from retain.process.benchmark import DTYPES, Benchmark, Column, Settings, grid, heading
 from retain.process.timing import Case, Times, interleave, quiet, spread, timed
 
 MOST = 1.05
@@ -50,41 +50,23 @@ ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionSettings(Settings):
-    """The model, the entries that it holds, and the clock.
+    """The model, the entries that it holds, and the clock."""
 
-    Args:
-        policies: presets, separated by commas; those that take gates are left out.
-        batch: sequences.
-        hidden: E.
-        intermediate: width of the MLP.
-        heads: Q, query heads.
-        kv_heads: H.
-        width: D.
-        layers: L.
-        context: tokens seen.
-        read: the last of them, which are read; every head holds them.
-        tokens_per_head: entries held of the context.
-        spread: longest row / shortest row, where heads share a budget.
-        every: m, tokens between evictions.
-        periods: of m tokens, decoded in each round.
-        rounds: ratios measured.
-    """
-
-    policies: str = "adakv,defensive,h2o"
-    batch: int = 4
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    width: int = 128
-    layers: int = 2
-    context: int = 4096
-    read: int = 32
-    tokens_per_head: int = 819
-    spread: float = 4.0
-    every: int = 32
-    periods: int = 1
-    rounds: int = 3
+    policies: Annotated[str, "presets that take no gates, separated by commas"] = "adakv,defensive,h2o"
+    batch: Annotated[int, "sequences"] = 4
+    hidden: Annotated[int, "width of the hidden state"] = 4096
+    intermediate: Annotated[int, "width of the MLP"] = 14336
+    heads: Annotated[int, "query heads"] = 32
+    kv_heads: Annotated[int, "KV heads"] = 8
+    width: Annotated[int, "width of a head"] = 128
+    layers: Annotated[int, "layers"] = 2
+    context: Annotated[int, "tokens seen"] = 4096
+    read: Annotated[int, "the last of them, which are read; every head holds them"] = 32
+    tokens_per_head: Annotated[int, "entries held of the context"] = 819
+    spread: Annotated[float, "longest row / shortest row, where heads share a budget"] = 4.0
+    every: Annotated[int, "tokens between evictions"] = 32
+    periods: Annotated[int, "of so many tokens, decoded in each round"] = 1
+    rounds: Annotated[int, "ratios measured"] = 3
 
     def problems(self) -> list[str]:
         known = {preset.name: preset for preset in retain.policies()}
@@ -385,7 +367,7 @@ def measure_policy(model: PreTrainedModel, name: str, settings: EvictionSettings
     interleave([uncut, cut, alone], rounds=settings.rounds, warmup=1)
     evictions, attentions = cut.times("eviction"), alone.times("ms")
     ratios = {
-        "whole step": cut.over_neighbour("ms"),
+        "whole step": cut.over(uncut, "ms"),
         "attention alone": [1 + up / down for up, down in zip(evictions, attentions, strict=True)],
     }
     ms = {"appending": uncut.times("ms"), "evicting": cut.times("ms")}
@@ -424,17 +406,14 @@ def measure(settings: EvictionSettings) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> list[str]:
     """A record as the lines that are printed and kept."""
     settings = EvictionSettings(**{**record["setting"], "device": "cpu"})
-    times, ratios = [], []
-    quantities = ("appending", "evicting", "attention", "eviction")
-    for name, row in record["policies"].items():
-        held = row["held"]
-        rows = f"{held['min']:,}" if held["min"] == held["max"] else f"{held['min']:,} .. {held['max']:,}"
-        ms = (show(row["ms_a_step"][what]) for what in quantities)
-        times.append((name, rows, f"{row['columns']:,}", *ms))
-        for reading, ratio in row["ratios"].items():
-            verdict = f"at most {ratio['bound']:g}: {'kept' if ratio['kept'] else 'NOT KEPT'}"
-            percentiles = (show(ratio[one]) for one in ("p20", "median", "p80"))
-            ratios.append((f"{name}, of the {reading}", *percentiles, verdict))
+    rows = [{"policy": name, **row} for name, row in record["policies"].items()]
+    ratios = [
+        {"name": f"{row['policy']}, of the {reading}", **ratio}
+        for row in rows
+        for reading, ratio in row["ratios"].items()
+    ]
+    for row in ratios:
+        row["verdict"] = f"at most {row['bound']:g}: {'kept' if row['kept'] else 'NOT KEPT'}"
     error = max(row["check"]["error"] for row in record["policies"].values())
     return [
         *heading(
@@ -450,22 +429,28 @@ def table(record: dict[str, Any]) -> list[str]:
             f"checked against a dense cache under masks: error {error:.1e}, "
             f"{ALLOWED[settings.dtype]:.1e} allowed",
         ),
-        *grid(("policy", "held a head", "columns", *quantities), times),
+        *grid(COLUMNS, rows),
         "ms a step, medians: of the model (appending, evicting), of its attention alone, and a token's share "
         "of an eviction.",
         "columns: tokens of a sequence that an eviction looks at, in the layer with the most.",
         "",
-        *grid(("what evictions cost", "20 %", "median", "80 %", ""), ratios),
+        *grid(RATIOS, ratios),
         "whole step: evicting / appending, within one round; attention alone: (attention + eviction) / "
         "attention.",
     ]
 
 
-BENCHMARK = Benchmark(
-    module="retain.eval.speed",
-    what="eviction",
-    about="Time decoding with evictions beside decoding without.",
-    settings=EvictionSettings,
-    measure=measure,
-    table=table,
+COLUMNS = (
+    *(
+        Column("policy", "policy"),
+        Column("held at least", "held.min", ",d"),
+        Column("at most", "held.max", ",d"),
+    ),
+    Column("columns", "columns", ",d"),
+    *(Column(what, f"ms_a_step.{what}") for what in ("appending", "evicting", "attention", "eviction")),
 )
+RATIOS = (
+    *(Column("what evictions cost", "name"), *(Column(*percent) for percent in PERCENTS)),
+    Column("", "verdict"),
+)
+BENCHMARK = Benchmark("retain.eval.speed", "eviction", EvictionSettings, measure, table)

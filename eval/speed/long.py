@@ -17,30 +17,33 @@ others go on.
 """
 
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from retain.eval.speed.caches import (
     FULL,
     PLAIN,
+    POLICY,
     RANDOM,
+    SEPARATED,
     Bench,
     Entry,
     TimedCache,
     Workload,
     parse_entries,
+    row_of,
     sharing_weights,
 )
 from retain.eval.speed.published import published
 from retain.hf.intercept.attach import attach
 from retain.hf.model.random_llama import VOCABULARY, LlamaSettings, random_llama
 from retain.kernels import backend
-from retain.process.benchmark import Benchmark, grid, heading, show, show_spread
-from retain.process.timing import interleave, quiet, spread
+from retain.process.benchmark import Benchmark, Column, grid, heading
+from retain.process.timing import interleave, quiet
 
+SHAPE = "of the model, by default of 8B"
 # Packages that are measured where they are installed, on a GPU: transformers' name of their attention.
 ATTENTIONS = {"flash_attn": "flash_attention_2"}
 # Tokens decoded before the clock starts, and prompt of the check.
@@ -51,32 +54,22 @@ ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 @dataclass(frozen=True, kw_only=True)
 class LongSettings(LlamaSettings):
-    """The model, the prompts, the budget and the clock.
+    """The model, the prompts, the budget and the clock."""
 
-    Args:
-        tokens: lengths T of the prompt, separated by commas.
-        policies: each as `NAME[,key=value ...]`, separated by semicolons or, if none has settings, commas.
-        steps: tokens decoded in a round.
-        batch: prompts read at once.
-        keep_ratio: kept / seen.
-        rounds: lives measured of each cache.
-        warmup: lives before them that are not counted.
-    """
-
-    layers: int = 32
-    width: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    intermediate: int = 14336
-    dtype: str = "bfloat16"
-    device: str = "cuda"
-    tokens: str = "32768,131072"
-    policies: str = "fused,defensivekv,lava"
-    steps: int = 64
-    batch: int = 1
-    keep_ratio: float = 0.2
-    rounds: int = 3
-    warmup: int = 1
+    layers: Annotated[int, SHAPE] = 32
+    width: Annotated[int, SHAPE] = 4096
+    heads: Annotated[int, SHAPE] = 32
+    kv_heads: Annotated[int, SHAPE] = 8
+    intermediate: Annotated[int, SHAPE] = 14336
+    dtype: Annotated[str, SHAPE] = "bfloat16"
+    device: Annotated[str, SHAPE] = "cuda"
+    tokens: Annotated[str, "lengths of the prompt, separated by commas"] = "32768,131072"
+    policies: Annotated[str, SEPARATED] = "fused,defensivekv,lava"
+    steps: Annotated[int, "tokens decoded in a round"] = 64
+    batch: Annotated[int, "prompts read at once"] = 1
+    keep_ratio: Annotated[float, "kept / seen"] = 0.2
+    rounds: Annotated[int, "lives measured of each cache"] = 3
+    warmup: Annotated[int, "lives before them that are not counted"] = 1
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -138,29 +131,6 @@ def check(bench: Bench, settings: LongSettings) -> dict[str, float]:
     return {"error": error, "allowed": allowed}
 
 
-def row_of(one: TimedCache, caches: Sequence[TimedCache], length: int) -> dict[str, Any]:
-    """The row of one cache: every time that was taken, and its ratios to the full caches."""
-    row: dict[str, Any] = {"policy": one.name, "tokens": length, "failed": one.failed}
-    if one.failed:
-        return row
-    before = one.peaks.get("before")
-    for stage in ("prefill", "decode"):
-        peak = one.peaks[stage]
-        row[f"{stage}_peak_bytes"] = None if peak is None or before is None else before + peak
-    for what, quantity in (("prefill_ms", "prefill_ms"), ("decode_ms", "token_ms")):
-        row[what] = spread(one.times(quantity))
-        for other in caches:
-            if other.name in (PLAIN, FULL) and other is not one and not other.failed:
-                row[f"{what}_over_{other.name}"] = spread(one.over(other, quantity))
-    bytes_held, bytes_allocated = one.bytes["held_at_end"], one.bytes["allocated_at_end"]
-    return {
-        **row,
-        "bytes_held": bytes_held,
-        "bytes_allocated": bytes_allocated,
-        "waits_a_token": one.waits,
-    }
-
-
 def measure(settings: LongSettings) -> dict[str, Any]:
     """Check, and time every cache at every length.
 
@@ -178,7 +148,7 @@ def measure(settings: LongSettings) -> dict[str, Any]:
             caches = caches_of(settings, bench, work)
             after = torch.cuda.empty_cache if settings.on_gpu else None
             interleave(caches, rounds=settings.rounds, warmup=settings.warmup, after_round=after)
-            rows += [row_of(one, caches, length) for one in caches]
+            rows += [row_of(one, caches, tokens=length) for one in caches]
     setting = {"batch": settings.batch, "keep_ratio": settings.keep_ratio}
     return {
         "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
@@ -188,6 +158,24 @@ def measure(settings: LongSettings) -> dict[str, Any]:
         "rows": rows,
         "published": published(setting, rows),
     }
+
+
+def ratio(stage: str, other: str) -> Column:
+    """The column of a ratio."""
+    return Column(f"/ {other}", f"{stage}_over_{other}", wide=True)
+
+
+GIB, MIB = 2**30, 2**20
+PREFILL = (
+    *(POLICY, Column("ms", "prefill_ms", ".1f", wide=True), ratio("prefill", PLAIN)),
+    Column("peak GiB", "peak_bytes.prefill", ".2f", GIB),
+)
+DECODE = (
+    *(POLICY, Column("ms a token", "token_ms", wide=True), ratio("token", PLAIN), ratio("token", FULL)),
+    *(Column("peak GiB", "peak_bytes.decode", ".2f", GIB), Column("waits", "waits_a_token", "g")),
+    Column("held MiB", "cache_bytes.held_at_end", ".2f", MIB),
+    Column("allocated", "cache_bytes.allocated_at_end", ".2f", MIB),
+)
 
 
 def table(record: dict[str, Any]) -> list[str]:
@@ -205,44 +193,23 @@ def table(record: dict[str, Any]) -> list[str]:
         f"paths: {'; '.join(record['paths'])}",
     )
     for length in settings.lengths:
-        reading: list[tuple[str, ...]] = []
-        decoding: list[tuple[str, ...]] = []
-        for row in (row for row in record["rows"] if row["tokens"] == length):
-            if row["failed"]:
-                reading.append((row["policy"], row["failed"]))
-                continue
-            prefill = (show_spread(row["prefill_ms"], ".1f"), show_spread(row.get("prefill_ms_over_plain")))
-            reading.append((row["policy"], *prefill, show(row["prefill_peak_bytes"], ".2f", unit=2**30)))
-            decode = ("decode_ms", "decode_ms_over_plain", "decode_ms_over_full")
-            decoding.append(
-                (
-                    *(row["policy"], *(show_spread(row.get(what)) for what in decode)),
-                    show(row["decode_peak_bytes"], ".2f", unit=2**30),
-                    show(row["bytes_held"], ".2f", unit=2**20),
-                    show(row["bytes_allocated"], ".2f", unit=2**20),
-                    show(row["waits_a_token"], "g"),
-                )
-            )
-        columns = ("", "ms a token", "/ plain", "/ full", "peak GiB", "held MiB", "allocated", "waits")
-        lines += [f"prefill of {length:,}", *grid(("", "ms", "/ plain", "peak GiB"), reading)]
-        lines += [f"decoding behind {length:,}", *grid(columns, decoding), ""]
+        rows = [row for row in record["rows"] if row["tokens"] == length]
+        lines += [f"prefill of {length:,}", *grid(PREFILL, rows)]
+        lines += [
+            f"decoding behind {length:,}",
+            *grid(DECODE, [row for row in rows if not row["failed"]]),
+            "",
+        ]
     return [
         *lines,
         "median (20 % .. 80 %) over rounds; ratios are medians of those within a round.",
         "plain: transformers' DynamicCache, which copies a layer's entries to append one; full: our cache, "
         "nothing evicted.",
-        "peak: of the device, weights included. held: keys and values when all was decoded; allocated: the "
-        "storage behind.",
+        "peak: of the device, beyond what was held before (weights). held: keys and values when all was "
+        "decoded; allocated: the storage behind.",
         "waits: of the host for the device, a decoded token.",
         *record["published"],
     ]
 
 
-BENCHMARK = Benchmark(
-    module="retain.eval.speed",
-    what="long",
-    about="Time a long context end to end, beside the full caches.",
-    settings=LongSettings,
-    measure=measure,
-    table=table,
-)
+BENCHMARK = Benchmark("retain.eval.speed", "long", LongSettings, measure, table)

@@ -20,15 +20,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from retain.eval.speed import serving
-from retain.eval.speed.caches import DENSE, PLAIN, Entry, TimedCache, try_out
+from retain.eval.speed.caches import DENSE, HELD, KEEP, PEAK, PLAIN, Entry, TimedCache, try_out
 from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, Peer, write_exchange
 from retain.eval.speed.serving import ServingSettings
 from retain.hf.intercept.attach import attach
 from retain.process import memory as resident
-from retain.process.benchmark import Benchmark, grid, heading, show, show_spread
+from retain.process.benchmark import Benchmark, Column, grid, heading
 from retain.process.timing import Case, GivenUp, Times, interleave, quiet, spread
 
 OURS, TRANSFORMERS = "retain", "transformers"
@@ -44,13 +44,9 @@ ABSENT = f"{LIBRARY}: not compared, "
 
 @dataclass(frozen=True, kw_only=True)
 class PeersSettings(ServingSettings):
-    """The settings of `serving`, and where the library is.
+    """The settings of `serving`, and where the library is."""
 
-    Args:
-        peer_python: interpreter of an environment where the library is installed; empty: there is none.
-    """
-
-    peer_python: str = ""
+    peer_python: Annotated[str, "interpreter of an environment where the library is installed"] = ""
 
     def entries(self) -> list[Entry]:
         """The policies to time, by default all that both have."""
@@ -188,20 +184,21 @@ def rows_of(caches: Sequence[TimedCache], theirs: Sequence[PeerCache], batch: in
     return [*ours[:1], *foreign[:1], *ours[1:], *foreign[1:]]
 
 
-def memory_of(allocated: int, full: int, keep_ratio: float) -> str:
-    """What is true of a cache's memory behind the prompt: `full` (nothing was asked), `simulated` (as much
-    storage as before), `freed` (about what was asked for), or `partly freed`.
+def memory_of(allocated: int, full: int, keep_ratio: float) -> dict[str, Any]:
+    """What is true of a cache's memory behind the prompt, and the share of all entries that is allocated.
+
+    `memory` is `full` (nothing was asked), `simulated` (as much storage as before), `freed` (about what was
+    asked for), or `partly freed`.
 
     Args:
         allocated: bytes of the storage behind the cache, as it is, whatever the cache says that it holds.
         full: bytes of the keys and values of all that was seen.
         keep_ratio: that was asked for.
     """
-    if keep_ratio >= 1:
-        return "full"
-    if allocated >= SIMULATED * full:
-        return "simulated"
-    return "freed" if allocated <= FREED * keep_ratio * full else "partly freed"
+    share = allocated / full
+    said = "freed" if share <= FREED * keep_ratio else "partly freed"
+    said = "simulated" if share >= SIMULATED else said
+    return {"memory": "full" if keep_ratio >= 1 else said, "allocated_of_full": share}
 
 
 def our_row(one: TimedCache, caches: Sequence[TimedCache], batch: int) -> dict[str, Any]:
@@ -209,12 +206,12 @@ def our_row(one: TimedCache, caches: Sequence[TimedCache], batch: int) -> dict[s
     row = {
         "library": TRANSFORMERS if one.name in NAMED else OURS,
         "name": NAMED.get(one.name, one.name),
-        **serving.row_of(one, caches, batch, {}),
+        **serving.serving_row(one, caches, batch),
     }
     if not one.failed:
         held = {**row["cache_bytes"], "beside": 0}
-        memory = memory_of(held["allocated"], held["full"], one.keep_ratio)
-        row |= {"cache_bytes": held, "memory": "full" if one.name in NAMED else memory}
+        keep_ratio = 1.0 if one.name in NAMED else one.keep_ratio
+        row |= {"cache_bytes": held, **memory_of(held["allocated"], held["full"], keep_ratio)}
     return row
 
 
@@ -238,7 +235,7 @@ def their_row(one: PeerCache, full: int) -> dict[str, Any]:
         return {**row, "failed": one.failed or reason}
     for what, quantity in (("ttft", "prefill_ms"), ("token", "token_ms")):
         row[f"{what}_ms"] = spread(one.times(quantity))
-        row[f"{what}_over_plain"] = spread(one.over_neighbour(quantity))
+        row[f"{what}_over_plain"] = spread(one.over(one.beside, quantity) if one.beside else [])
         if one.ours is not None and not one.ours.failed:
             row[f"{what}_ours_over_theirs"] = spread(one.ours.over(one, quantity))
     last: Mapping[str, Any] = one.answers[-1]
@@ -246,13 +243,21 @@ def their_row(one: PeerCache, full: int) -> dict[str, Any]:
     return row | {
         "peak_bytes": {stage: last[f"{stage}_peak"] for stage in ("prefill", "decode")},
         "cache_bytes": {"full": full, **{name: last[f"bytes_{name}"] for name in names}},
-        "memory": memory_of(last["bytes_allocated"], full, one.keep_ratio),
+        **memory_of(last["bytes_allocated"], full, one.keep_ratio),
     }
 
 
 COLUMNS = (
-    *("library", "method", "keep", "first token ms", "/ plain", "token ms", "/ plain", "/ dense", "peak MiB"),
-    *("held MiB", "allocated", "of full", "memory", "ours/theirs: first", "token"),
+    *(Column("library", "library"), Column("method", "name"), KEEP),
+    *(Column("first token ms", "ttft_ms", ".1f", wide=True), Column("/ plain", "ttft_over_plain")),
+    *(Column("token ms", "token_ms", ".2f", wide=True), Column("/ plain", "token_over_plain")),
+    *(Column("/ dense", "token_over_dense"), PEAK, HELD),
+    *(
+        Column("allocated", "cache_bytes.allocated", ".2f", 2**20),
+        Column("of full", "allocated_of_full", ".1%"),
+    ),
+    *(Column("memory", "memory"), Column("ours/theirs: first", "ttft_ours_over_theirs")),
+    Column("token", "token_ours_over_theirs"),
 )
 
 
@@ -268,7 +273,7 @@ def table(record: dict[str, Any]) -> list[str]:
         f"theirs: {there}" if there else peer["absent"],
     )
     for batch in dict.fromkeys(row["batch"] for row in rows):
-        here = [_cells(row) for row in rows if row["batch"] == batch]
+        here = [row for row in rows if row["batch"] == batch]
         lines += [f"batch {batch}", *grid(COLUMNS, here), ""]
     return [
         *lines,
@@ -281,27 +286,4 @@ def table(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    start = (row["library"], row["name"], f"{row['keep_ratio']:g}")
-    if row["failed"]:
-        return (*start, f"failed: {row['failed']}")
-    held, allocated, full = (row["cache_bytes"][name] for name in ("held", "allocated", "full"))
-    return (
-        *(*start, show_spread(row["ttft_ms"], ".1f"), show(row["ttft_over_plain"])),
-        *(show_spread(row["token_ms"], ".2f"), show(row["token_over_plain"])),
-        *(show(row.get("token_over_dense")), show(row["peak_bytes"]["prefill"], ".1f", unit=2**20)),
-        *(show(size, ".2f", unit=2**20) for size in (held, allocated)),
-        *(f"{allocated / full:.1%}", row["memory"]),
-        *(show(row.get(f"{what}_ours_over_theirs")) for what in ("ttft", "token")),
-    )
-
-
-BENCHMARK = Benchmark(
-    module="retain.eval.speed",
-    what="peers",
-    about=f"Time and weigh policies beside {LIBRARY} and plain transformers.",
-    settings=PeersSettings,
-    measure=measure,
-    table=table,
-    watch=serving.watch,
-)
+BENCHMARK = Benchmark("retain.eval.speed", "peers", PeersSettings, measure, table, serving.watch)

@@ -10,7 +10,7 @@ from typing import Any
 
 from retain.eval.speed.caches import FULL, PLAIN
 
-PREFILL, DECODE = "prefill_ms", "decode_ms"
+PREFILL, DECODE = "prefill", "token"
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Published:
     Args:
         source: whose it is, and on which device.
         policy: that it is of.
-        what: `prefill_ms`, over the full cache's at most `ratio`; or `decode_ms`, of which the full cache's
-            is at least `ratio` times as long.
+        what: `prefill`, whose time is at most `ratio` of the full cache's; or `token`, of which the full
+            cache's is at least `ratio` times as long.
         ratio: as published.
         tokens: length of the prompts.
         batch: prompts read at once.

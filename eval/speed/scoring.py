@@ -9,13 +9,13 @@ memory. The bytes held are the cache's own count, and show that eviction ran.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from retain.eval.speed.caches import Bench, parse_entry, try_out
+from retain.eval.speed.caches import POLICY, Bench, parse_entry, row_of, try_out
 from retain.hf.intercept.attach import attach
 from retain.hf.model.random_llama import LlamaSettings, random_llama
-from retain.process.benchmark import Benchmark, grid, heading, show
-from retain.process.timing import interleave, quiet, spread
+from retain.process.benchmark import Benchmark, Column, grid, heading
+from retain.process.timing import interleave, quiet
 
 # What the published comparisons of prefill cost name, and Layer-DefensiveKV, whose layers compete.
 POLICIES = ("snapkv,scope=layer", "defensivekv", "criticalkv", "ada_criticalkv", "layer_defensivekv")
@@ -24,23 +24,14 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringSettings(LlamaSettings):
-    """The model, the prompt, the budget and the clock.
+    """The model, the prompt, the budget and the clock."""
 
-    Args:
-        policies: each as `NAME[,key=value ...]`.
-        tokens: T, length of the prompt.
-        batch: prompts read at once.
-        pairs: ratios measured of each policy.
-        warmup: pairs before them that are not counted.
-        keep_ratio: kept / seen.
-    """
-
-    policies: tuple[str, ...] = POLICIES
-    tokens: int = 4096
-    batch: int = 1
-    pairs: int = 20
-    warmup: int = 2
-    keep_ratio: float = 0.2
+    policies: Annotated[Sequence[str], "each as NAME[,key=value ...]"] = POLICIES
+    tokens: Annotated[int, "length of the prompt"] = 4096
+    batch: Annotated[int, "prompts read at once"] = 1
+    pairs: Annotated[int, "ratios measured of each policy"] = 20
+    warmup: Annotated[int, "pairs before them that are not counted"] = 2
+    keep_ratio: Annotated[float, "kept / seen"] = 0.2
 
     def problems(self) -> list[str]:
         return [*super().problems(), *([] if self.policies else ["there is no policy to time; name one"])]
@@ -71,40 +62,33 @@ def measure(settings: ScoringSettings) -> dict[str, Any]:
     Raises:
         ValueError: a policy is unknown, cannot be made, or cannot meet the budget; before anything is timed.
     """
-    entries = [parse_entry(typed) for typed in settings.policies]
     model = random_llama(settings, settings.tokens)
     bench = Bench(model, "", settings.batch, settings.tokens, settings.device, settings.seed)
     work = bench.workload(settings.tokens, head=False)
     plain = bench.plain(work)
-    caches = [bench.cut(entry, settings.keep_ratio, work, plain) for entry in entries]
+    caches = [bench.cut(parse_entry(typed), settings.keep_ratio, work, plain) for typed in settings.policies]
     with attach(model), quiet(settings.threads, settings.device):
         try_out(caches)
         interleave([plain, *caches], rounds=settings.pairs, warmup=settings.warmup)
-    rows = [
-        {
-            "policy": one.name,
-            "ratio": spread(one.over_neighbour("prefill_ms")),
-            "interval": median_interval(one.over_neighbour("prefill_ms")),
-            "policy_ms": spread([own["prefill_ms"] for own, _ in one.pairs]),
-            "plain_ms": spread([its["prefill_ms"] for _, its in one.pairs]),
-            "bytes_held": one.bytes["held"],
-            "bytes_full": one.bytes["full"],
-        }
-        for one in caches
-    ]
+    rows = [row_of(one, [plain]) for one in (plain, *caches)]
+    for one, row in zip(caches, rows[1:], strict=True):
+        if not one.failed and not plain.failed:
+            row["interval"] = median_interval(one.over(plain, "prefill_ms"))
     return {"rows": rows}
 
 
 def table(record: dict[str, Any]) -> list[str]:
     """A record as the lines that are printed and kept."""
     settings = ScoringSettings(**{**record["setting"], "device": "cpu"})
-    rows = []
-    for row in record["rows"]:
-        low, high, covered = row["interval"]
-        interval, held = f"{low:.3f} .. {high:.3f} ({covered:.0%})", f"{row['bytes_held']:,}"
-        times = (show(row["policy_ms"], ".1f"), show(row["plain_ms"], ".1f"))
-        rows.append((row["policy"], show(row["ratio"]), interval, *times, f"{held} / {row['bytes_full']:,}"))
-    columns = ("policy", "ratio", "interval of the median", "policy ms", "plain ms", "bytes held / full")
+    rows = [{**row} for row in record["rows"]]
+    for row in rows:
+        if "interval" in row:
+            row["shown"] = "{:.3f} .. {:.3f} ({:.0%})".format(*row["interval"])
+    columns = (
+        *(POLICY, Column("ratio", "prefill_over_plain"), Column("interval of the median", "shown")),
+        *(Column("ms", "prefill_ms", ".1f"), Column("bytes held", "cache_bytes.held", ",")),
+        Column("of", "cache_bytes.full", ","),
+    )
     return [
         *heading(
             record,
@@ -117,11 +101,4 @@ def table(record: dict[str, Any]) -> list[str]:
     ]
 
 
-BENCHMARK = Benchmark(
-    module="retain.eval.speed",
-    what="scoring",
-    about="Time what scoring and eviction cost a prefill.",
-    settings=ScoringSettings,
-    measure=measure,
-    table=table,
-)
+BENCHMARK = Benchmark("retain.eval.speed", "scoring", ScoringSettings, measure, table)

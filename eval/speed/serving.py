@@ -14,20 +14,25 @@ cannot be met is an error and not half a table.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import PreTrainedModel
 
 import retain
 from retain.eval.speed.caches import (
-    DENSE,
     FULL,
-    PLAIN,
+    FULL_CACHES,
+    HELD,
+    KEEP,
+    PEAK,
+    POLICY,
     RANDOM,
+    SEPARATED,
     Bench,
     Entry,
     TimedCache,
     parse_entries,
+    row_of,
     takes_gates,
     try_out,
 )
@@ -37,46 +42,30 @@ from retain.hf.model.decoder import describe
 from retain.hf.model.named import load_named_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.process import memory as resident
-from retain.process.benchmark import DTYPES, Benchmark, grid, heading, show, show_spread
+from retain.process.benchmark import DTYPES, Benchmark, Column, grid, heading
 from retain.process.timing import Case, Times, interleave, quiet, spread, timed
 from retain.reference import load_model
 
 # What a preset may need that somebody has to train or measure first.
 MADE = ("gates", "head_classes")
 REFERENCE = "reference"
-FULL_CACHES = (PLAIN, FULL, DENSE)
 PARTS = (SCORING, EVICTION)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings(LlamaSettings):
-    """The model, the policies, their budgets and the clock.
+    """The model, the policies, their budgets and the clock."""
 
-    Args:
-        model: `random` (a Llama of the shape above), `reference` (the reference model of seed `seed`), or a
-            folder or hub id of a causal language model.
-        policies: each as `NAME[,key=value ...]`, separated by semicolons or, if none has settings, commas;
-            empty: every preset that can be made.
-        gates: a folder or hub id, or `random` (linear ones with random weights); empty: none.
-        keep_ratios: budgets, kept / seen, separated by commas.
-        batches: prompts read at once, separated by commas.
-        tokens: T, length of each prompt.
-        steps: tokens decoded in a life.
-        rounds: lives measured of each policy.
-        warmup: lives before them that are not counted, at least 1.
-        memory: on a CPU, whether memory is watched in a process of its own (each cache lives twice more).
-    """
-
-    model: str = RANDOM
-    policies: str = ""
-    gates: str = ""
-    keep_ratios: str = "0.2,0.5"
-    batches: str = "1,4"
-    tokens: int = 2048
-    steps: int = 16
-    rounds: int = 5
-    warmup: int = 1
-    memory: bool = True
+    model: Annotated[str, "random, reference (of this seed), or a folder or hub id"] = RANDOM
+    policies: Annotated[str, f"{SEPARATED}; empty: every preset that can be made"] = ""
+    gates: Annotated[str, "folder, hub id, or random (linear, untrained: right in time alone)"] = ""
+    keep_ratios: Annotated[str, "kept / seen, separated by commas"] = "0.2,0.5"
+    batches: Annotated[str, "prompts read at once, separated by commas"] = "1,4"
+    tokens: Annotated[int, "length of each prompt"] = 2048
+    steps: Annotated[int, "tokens decoded in a life"] = 16
+    rounds: Annotated[int, "lives measured of each policy"] = 5
+    warmup: Annotated[int, "lives before them that are not counted, at least 1"] = 1
+    memory: Annotated[bool, "on a CPU, watch memory in a process of its own"] = True
 
     least = {**LlamaSettings.least, "warmup": 1}
 
@@ -187,8 +176,10 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
             stages = {one: Case(call=partial(stage_shares, one)) for one in ours}
             interleave([*stages.values()], rounds=settings.rounds, warmup=0)
             for one in caches:
-                shares = {f"{name}_share": stages[one].times(name) if one in stages else [] for name in PARTS}
-                rows.append(row_of(one, caches, batch, shares))
+                row = serving_row(one, caches, batch)
+                for part in PARTS if one in stages else ():
+                    row[f"{part}_share"] = spread(stages[one].times(part))
+                rows.append(row)
     peak_of = "device: allocated at most, beyond what was held before (weights)"
     if not settings.on_gpu:
         peak_of = "not measured"
@@ -211,42 +202,12 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
     return {"model": model, "peak_of": peak_of, "rows": rows}
 
 
-def row_of(
-    one: TimedCache, caches: Sequence[TimedCache], batch: int, more: Mapping[str, list[float]]
-) -> dict[str, Any]:
-    """The row of one cache: its times, and their ratios to `plain`, `full` and the `dense` cache as large.
-
-    Args:
-        one: that the row is about.
-        caches: `plain` and `full` first.
-        batch: prompts read at once.
-        more: other quantities that were measured of it.
-    """
-    row: dict[str, Any] = {
-        "policy": one.name,
-        "kind": "full" if one.name in FULL_CACHES else "policy",
-        "keep_ratio": one.keep_ratio,
-        "batch": batch,
-        "failed": one.failed,
-    }
-    if one.failed:
-        return row
-    for what, quantity in (("ttft", "prefill_ms"), ("token", "token_ms")):
-        row[f"{what}_ms"] = spread(one.times(quantity))
-        row[f"{what}_over_plain"] = spread(one.over_neighbour(quantity))
-        over_full = [] if one.name in (PLAIN, FULL) else one.over(caches[1], quantity)
-        row[f"{what}_over_full"] = spread(over_full)
-    for dense in caches:
-        if dense.name == DENSE and dense.keep_ratio == one.keep_ratio and one.name not in FULL_CACHES:
-            row["token_over_dense"] = spread(one.over(dense, "token_ms"))
-    held = {name: one.bytes[name] for name in ("held", "allocated", "full", "held_at_end")}
-    row |= {name: spread(values) for name, values in more.items()}
-    return row | {
-        "achieved_keep_ratio": one.achieved,
-        "tokens_per_s": spread([1e3 * batch / taken for taken in one.times("token_ms")]),
-        "peak_bytes": {stage: one.peaks[stage] for stage in ("prefill", "decode")},
-        "cache_bytes": held,
-    }
+def serving_row(one: TimedCache, caches: Sequence[TimedCache], batch: int) -> dict[str, Any]:
+    """The row of one cache, with its tokens a second."""
+    row = row_of(one, caches, batch=batch)
+    if not one.failed:
+        row["tokens_per_s"] = spread([1e3 * batch / taken for taken in one.times("token_ms")])
+    return row
 
 
 def watch(settings: ServingSettings) -> list[dict[str, Any]]:
@@ -264,7 +225,7 @@ def watch(settings: ServingSettings) -> list[dict[str, Any]]:
                 one.watches = True
                 one.attempt()
                 who = {"policy": one.name, "keep_ratio": one.keep_ratio, "batch": batch}
-                found.append({**who, **{stage: one.peaks[stage] for stage in ("prefill", "decode")}})
+                found.append({**who, **one.peaks})
     return found
 
 
@@ -278,8 +239,21 @@ def add_peaks(rows: Sequence[dict[str, Any]], peaks: Sequence[Mapping[str, Any]]
 
 
 COLUMNS = (
-    *("policy", "keep", "first token ms", "/ plain", "/ full", "token ms", "/ plain", "/ full", "/ dense"),
-    *("tokens/s", "scoring", "evicting", "peak MiB", "held MiB", "of full"),
+    *(
+        POLICY,
+        KEEP,
+        Column("first token ms", "ttft_ms", ".1f", wide=True),
+        Column("/ plain", "ttft_over_plain"),
+    ),
+    *(Column("/ full", "ttft_over_full"), Column("token ms", "token_ms", ".2f", wide=True)),
+    *(Column(f"/ {other}", f"token_over_{other}") for other in FULL_CACHES),
+    *(Column("tokens/s", "tokens_per_s", ",.1f"), Column("scoring", "scoring_share", ".1%")),
+    *(
+        Column("evicting", "eviction_share", ".1%"),
+        PEAK,
+        HELD,
+        Column("of full", "held_of_full", ".1%"),
+    ),
 )
 
 
@@ -297,7 +271,7 @@ def table(record: dict[str, Any]) -> list[str]:
         f"peak: {record['peak_of']}",
     )
     for batch in dict.fromkeys(row["batch"] for row in rows):
-        here = [_cells(row) for row in rows if row["batch"] == batch]
+        here = [row for row in rows if row["batch"] == batch]
         lines += [f"batch {batch}", *grid(COLUMNS, here), ""]
     return [
         *lines,
@@ -309,27 +283,4 @@ def table(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    start = (row["policy"], f"{row['keep_ratio']:g}")
-    if row["failed"]:
-        return (*start, row["failed"])
-    held, full = row["cache_bytes"]["held"], row["cache_bytes"]["full"]
-    return (
-        *(*start, show_spread(row["ttft_ms"], ".1f"), show(row["ttft_over_plain"])),
-        *(show(row["ttft_over_full"]), show_spread(row["token_ms"], ".2f")),
-        *(show(row.get(f"token_over_{other}")) for other in FULL_CACHES),
-        *(show(row["tokens_per_s"], ",.1f"), show(row["scoring_share"], ".1%")),
-        *(show(row["eviction_share"], ".1%"), show(row["peak_bytes"]["prefill"], ".1f", unit=2**20)),
-        *(show(held, ".2f", unit=2**20), f"{held / full:.1%}"),
-    )
-
-
-BENCHMARK = Benchmark(
-    module="retain.eval.speed",
-    what="serving",
-    about="Time and watch every policy beside the full caches.",
-    settings=ServingSettings,
-    measure=measure,
-    table=table,
-    watch=watch,
-)
+BENCHMARK = Benchmark("retain.eval.speed", "serving", ServingSettings, measure, table, watch)

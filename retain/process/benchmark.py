@@ -5,14 +5,16 @@ versions, commit, command. No benchmark can leave it out.
 """
 
 import argparse
+import inspect
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import torch
 
@@ -27,19 +29,15 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings that every benchmark has; a subclass adds its own. Each is an option of the command.
+    """The settings that every benchmark has; a subclass adds its own.
 
-    Args:
-        threads: CPU threads.
-        dtype: of weights and cache, a name in `DTYPES`.
-        device: where it runs.
-        seed: of all random numbers.
+    Each is an option of the command, and the text of its annotation is the option's help.
     """
 
-    threads: int = 2
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0
+    threads: Annotated[int, "CPU threads"] = 2
+    dtype: Annotated[str, "of weights and cache: float32, bfloat16 or float16"] = "float32"
+    device: Annotated[str, "where it runs: cpu, cuda, cuda:1, ..."] = "cpu"
+    seed: Annotated[int, "of all random numbers"] = 0
 
     # The smallest value of a whole number where it is not 1.
     least: ClassVar[Mapping[str, int]] = {"seed": 0, "warmup": 0, "rounds": 2, "pairs": 2}
@@ -81,24 +79,22 @@ class Benchmark:
     Args:
         module: that runs it, as behind `python -m`.
         what: its name behind `--what`.
-        about: its help.
         settings: class of its settings.
         measure: settings to results.
         table: a record to the lines that are printed and kept.
         watch: settings to what is measured in a process of its own (`watched`).
         shapes: named defaults, behind `--shape`.
-        output: where its record lies by default; the table lies beside it.
+        name: of the record's file; empty: `what`.
     """
 
     module: str
     what: str
-    about: str
     settings: type[Any]
     measure: Callable[[Any], Record]
     table: Callable[[Record], list[str]]
     watch: Callable[[Any], Any] | None = None
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    output: Path | None = None
+    name: str = ""
 
     def record(self, settings: Any, command: str = "") -> Record:
         """Measure, and return the record: date, command, settings, results, machine, commit."""
@@ -132,19 +128,32 @@ class Benchmark:
         said = in_a_process(self.module, ["--what", self.what, "--watch", asked])
         return [json.loads(line) for line in said[-len(settings) :]]
 
-    def run(self, arguments: Sequence[str], command: str) -> None:
-        """Parse the options, measure, print the table, and write both."""
-        parser = argparse.ArgumentParser(prog=f"python -m {self.module} --what {self.what}")
-        parser.description = self.about
-        add_options(parser, self.settings)
+    def parser(self) -> argparse.ArgumentParser:
+        """The options: one for each setting; those that are not typed are absent from what is parsed."""
+        about = (inspect.getdoc(self.measure) or "").partition("\n")[0]
+        parser = argparse.ArgumentParser(f"python -m {self.module} --what {self.what}", description=about)
+        hints = get_type_hints(self.settings, include_extras=True)
+        for own in fields(self.settings):
+            default: Any = own.default
+            how: dict[str, Any] = {"type": type(default)}
+            if isinstance(default, bool):
+                how = {"action": argparse.BooleanOptionalAction}
+            elif isinstance(default, tuple):
+                how, default = {"type": str, "nargs": "+"}, " ".join(default)
+            said = f"{hints[own.name].__metadata__[0]}; default {default if default != '' else 'empty'}"
+            flag = f"--{own.name.replace('_', '-')}"
+            parser.add_argument(flag, default=argparse.SUPPRESS, help=said.replace("%", "%%"), **how)
         if self.shapes:
             parser.add_argument("--shape", default=next(iter(self.shapes)), help=", ".join(self.shapes))
-        parser.add_argument("--watch", type=json.loads, default=None, help=argparse.SUPPRESS)
-        output = self.output or RESULTS / f"{self.what}.json"
-        parser.add_argument(
-            "--output", type=Path, default=output, help=f"default {output}; the table lies beside it"
-        )
-        given = vars(parser.parse_args(arguments))
+        parser.add_argument("--watch", type=json.loads, help=argparse.SUPPRESS)
+        output = RESULTS / f"{self.name or self.what}.json"
+        said = f"default {output}; the table lies beside it"
+        parser.add_argument("--output", type=Path, default=output, help=said)
+        return parser
+
+    def run(self, arguments: Sequence[str], command: str) -> None:
+        """Parse the options, measure, print the table, and write both."""
+        given = vars(self.parser().parse_args(arguments))
         output, asked = given.pop("output"), given.pop("watch")
         if self.watch is not None and asked is not None:
             for one in asked:
@@ -158,20 +167,6 @@ class Benchmark:
         write_json(output, record)
         write_text(output.with_suffix(".txt"), text)
         print(f"written: {output}, {output.with_suffix('.txt')}")
-
-
-def add_options(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
-    """An option for each setting; one that is not typed is absent from what is parsed."""
-    for own in fields(settings):
-        default: Any = own.default
-        how: dict[str, Any] = {"type": type(default)}
-        if isinstance(default, bool):
-            how = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(default, tuple):
-            how = {"type": str, "nargs": "+"}
-            default = " ".join(default)
-        flag = f"--{own.name.replace('_', '-')}"
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=f"default {default}", **how)
 
 
 def main(
@@ -189,15 +184,12 @@ def main(
     """
     typed = sys.argv[1:] if arguments is None else list(arguments)
     module = benchmarks[0].module
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", add_help=not {"--what"} & {word[:6] for word in typed}, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--what",
-        default=default,
-        required=default is None,
-        help="; ".join(f"{one.what}: {one.about}" for one in benchmarks) + " Each has options of its own.",
-    )
+    # The help is that of the benchmark, if one is named.
+    named = default is not None or any(word.startswith("--what") for word in typed)
+    parser = argparse.ArgumentParser(f"python -m {module}", add_help=not named, allow_abbrev=False)
+    known = ", ".join(one.what for one in benchmarks)
+    said = f"what is measured: {known}; each has options of its own"
+    parser.add_argument("--what", default=default, required=default is None, help=said)
     what, rest = parser.parse_known_args(typed)
     try:
         benchmark = lookup(what.what, {one.what: one for one in benchmarks}, what="benchmark")
@@ -232,38 +224,55 @@ def heading(record: Record, title: str, *about: str) -> list[str]:
     ]
 
 
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows under their columns, the first to the left and the others to the right.
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
 
-    A row with fewer cells is one that failed: its last cell is a text, which takes the room that it needs.
+    Args:
+        title: above it.
+        key: of the value in a row; `a.b` is `b` inside of `a`. Nothing there is shown as `-`.
+        form: of a number, or of the median of a spread.
+        unit: that numbers are divided by.
+        wide: whether the 20th and 80th percentile of a spread stand beside its median.
     """
-    whole = [row for row in (columns, *rows) if len(row) == len(columns)]
-    widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
-    widths[0] = max(len(row[0]) for row in (columns, *rows))
-    lines = []
-    for row in (columns, *rows):
-        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)]
-        if len(row) < len(columns):
-            cells[-1] = row[-1]
-        cells[0] = f"{row[0]:<{widths[0]}}"
-        lines.append(" ".join(cells).rstrip())
-    return lines
+
+    title: str
+    key: str
+    form: str = ".3f"
+    unit: int = 1
+    wide: bool = False
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """The text of a row's value."""
+        value: Any = row
+        for part in self.key.split("."):
+            value = value.get(part) if value else None
+        if value is None or isinstance(value, str):
+            return "-" if value is None else value
+        median = show(value, self.form, self.unit)
+        return f"{median} ({value['p20']:{self.form}}..{value['p80']:{self.form}})" if self.wide else median
 
 
-def show(value: Mapping[str, Any] | float | None, form: str = ".3f", *, unit: float = 1.0) -> str:
-    """A number, or the median of a spread; `-` for None.
+def grid(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows under the titles of their columns, the first column to the left and the others to the right.
 
-    Example:
-        >>> show({"median": 3 * 2**20}, ".1f", unit=2**20)
-        '3.0'
+    Of a row that `failed` there are the first cells, and why.
     """
+    lines = [[column.title for column in columns]]
+    for row in rows:
+        keys = (column.key for column in columns)
+        known = len([*takewhile(row.__contains__, keys)]) if row.get("failed") else len(columns)
+        lines.append([column.cell(row) for column in columns[:known]])
+    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(columns))]
+    shown = []
+    for line, row in zip(lines, ({}, *rows), strict=True):
+        cells = [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=False)]
+        cells[0] = f"{line[0]:<{widths[0]}}"
+        shown.append(" ".join([*cells, row.get("failed") or ""]).rstrip())
+    return shown
+
+
+def show(value: Mapping[str, Any] | int | float, form: str = ".3f", unit: int = 1) -> str:
+    """A number, or the median of a spread."""
     number = value["median"] if isinstance(value, Mapping) else value
-    return "-" if number is None else f"{number / unit:{form}}"
-
-
-def show_spread(spread: Mapping[str, Any] | None, form: str = ".3f") -> str:
-    """A median, with the 20th and 80th percentile; `-` for None."""
-    if spread is None:
-        return "-"
-    low, middle, high = (f"{spread[key]:{form}}" for key in ("p20", "median", "p80"))
-    return f"{middle} ({low}..{high})"
+    return f"{number if unit == 1 else number / unit:{form}}"

@@ -92,12 +92,10 @@ class Case:
         """What its runs took."""
         return [times[quantity] for _, times in self.runs]
 
-    def over_neighbour(self, quantity: str) -> list[float]:
-        """The ratio of each run to its neighbour's."""
-        return [own[quantity] / its[quantity] for own, its in self.pairs]
-
     def over(self, other: "Case", quantity: str) -> list[float]:
-        """The ratios to another case's runs of the same rounds; none to one that has failed."""
+        """Its ratios to another case: to its neighbour's run next to it, or to a run of the same round."""
+        if other is self.beside:
+            return [own[quantity] / its[quantity] for own, its in self.pairs]
         its = {} if other.failed else dict(other.runs)
         return [own[quantity] / its[turn][quantity] for turn, own in self.runs if turn in its]
 

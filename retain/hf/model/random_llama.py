@@ -4,7 +4,7 @@ The model is made on its device in its precision: a large one has no room elsewh
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -16,21 +16,13 @@ VOCABULARY = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSettings(Settings):
-    """The shape of a random Llama, as the settings of a benchmark.
+    """The shape of a random Llama, as the settings of a benchmark."""
 
-    Args:
-        layers: L.
-        width: E.
-        heads: Q, query heads, of width `width / heads`.
-        kv_heads: H.
-        intermediate: width of the feed-forward part.
-    """
-
-    layers: int = 4
-    width: int = 512
-    heads: int = 8
-    kv_heads: int = 2
-    intermediate: int = 1376
+    layers: Annotated[int, "layers of a random model"] = 4
+    width: Annotated[int, "width of its hidden state"] = 512
+    heads: Annotated[int, "query heads, of width `width / heads`"] = 8
+    kv_heads: Annotated[int, "KV heads"] = 2
+    intermediate: Annotated[int, "width of the feed-forward part"] = 1376
 
     def problems(self) -> list[str]:
         found, heads = [], max(1, self.heads)
