@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.benchmark.utils.timer import timer
 from transformers import DynamicCache, PreTrainedModel
 
 import retain
@@ -38,7 +37,7 @@ from retain.hf.model.decoder import base_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.presets import Policy, load_policy
 from retain.process.benchmark import DTYPES, Benchmark, Column, Settings, grid, heading
-from retain.process.timing import Case, Times, interleave, quiet, spread, timed
+from retain.process.timing import Case, Times, interleave, quiet, spread, timed, timer
 
 MOST = 1.05
 VOCABULARY = 128

@@ -4,23 +4,30 @@ A cost is a ratio of neighbours. A case and the one that it is held against run 
 them comes first alternates, the cases take turns in an order that rotates, and a ratio is the median over
 rounds of ratios within a round. So a machine that drifts, or that others use too, moves both alike.
 
-`torch.utils.benchmark` gives the clock, which waits for the device. Its `Timer` repeats one statement several
-times in a row, which is no turn and no neighbour, so the rounds are ours.
+`torch.utils.benchmark` does not fit: its `Timer` repeats one statement several times in a row, without turns
+and neighbours, and importing it needs setuptools, which the core does not bring.
 """
 
 import gc
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.benchmark.utils.timer import timer
 
 X = TypeVar("X")
 # What one run took, by quantity.
 Times = Mapping[str, float]
+
+
+def timer() -> float:
+    """Seconds, once the device in use has done what it was told."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def timed(run: Callable[[], X]) -> tuple[X, float]:
