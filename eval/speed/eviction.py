@@ -16,7 +16,7 @@ for one period, so neither side pays for growth if there is one, and the uncut s
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -178,36 +178,25 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
     cache.evicted_at = context
 
 
-def step(
-    model: nn.Module, cache: Any, settings: EvictionSettings, start: int, stop: int, **more: Any
-) -> Tensor:
+def step(model: nn.Module, cache: Any, settings: EvictionSettings, tokens: range, **more: Any) -> Tensor:
     """Read some of the tokens that are decoded, at once; their logits `[B, S, V]`."""
-    at_S = torch.arange(start, stop, device=settings.device)
+    at_S = torch.tensor(tokens, device=settings.device)
     ids_BS = (at_S % VOCABULARY).expand(settings.batch, -1)
     at_BS = (settings.context + at_S).expand(settings.batch, -1)
     given = {"input_ids": ids_BS, "position_ids": at_BS, "past_key_values": cache, "use_cache": True}
     return model(**given, **more).logits
 
 
-def decode(
-    model: nn.Module, cache: Cache, settings: EvictionSettings, look: Callable[[], Any] | None = None
-) -> list[Tensor]:
-    """Decode tokens one at a time; the logits of each.
-
-    Args:
-        model: attached.
-        cache: what it has seen.
-        settings: of the benchmark; of a `look`, one period is decoded, otherwise all.
-        look: called before each token that has an eviction behind it.
-    """
-    logits, steps, seen = [], settings.steps if look is None else settings.every, cache.num_seen
-    mask_BT = torch.ones(settings.batch, seen + steps, dtype=torch.long, device=settings.device)
-    for one in range(steps):
-        if look is not None and (one + 1) % settings.every == 0:
-            look()
-        mask = {"attention_mask": mask_BT[:, : seen + one + 1]}
-        logits.append(step(model, cache, settings, one, one + 1, **mask))
-    return logits
+def decode(model: nn.Module, cache: Cache, settings: EvictionSettings, tokens: range) -> list[Tensor]:
+    """Decode tokens one at a time; the logits of each."""
+    length = settings.context + tokens.stop
+    mask_BT = torch.ones(settings.batch, length, dtype=torch.long, device=settings.device)
+    return [
+        step(
+            model, cache, settings, range(at, at + 1), attention_mask=mask_BT[:, : settings.context + at + 1]
+        )
+        for at in tokens
+    ]
 
 
 def stores_of(cache: Cache) -> list[RaggedStore]:
@@ -244,11 +233,22 @@ def masked(model: nn.Module, masks: Sequence[Tensor]) -> Iterator[None]:
             hook.remove()
 
 
-def causal(past_BHT: Tensor, new: int, group: int) -> Tensor:
-    """What new tokens see of what heads hold and of one another, `[B, Q, S, T + S]`."""
-    causal_SS = torch.ones(new, new, dtype=torch.bool, device=past_BHT.device).tril()
-    past_BHST = past_BHT[:, :, None].expand(-1, -1, new, -1)
-    mask_BHST = torch.cat([past_BHST, causal_SS.expand(*past_BHT.shape[:2], -1, -1)], dim=-1)
+def seen_by(before_BHT: Tensor, after_BHT: Tensor, group: int) -> Tensor:
+    """What the tokens of a period, and one behind its eviction, see of the context and of one another.
+
+    Args:
+        before_BHT: what heads hold before the period.
+        after_BHT: what they hold of context and period behind the eviction.
+        group: query heads of a KV head.
+
+    Returns:
+        `[B, Q, S, T + S]`, True = seen.
+    """
+    new = 1 + after_BHT.shape[-1] - before_BHT.shape[-1]
+    causal_SS = torch.ones(new, new, dtype=torch.bool, device=before_BHT.device).tril()
+    before_BHST = before_BHT[:, :, None].expand(-1, -1, new, -1)
+    mask_BHST = torch.cat([before_BHST, causal_SS.expand(*before_BHT.shape[:2], -1, -1)], dim=-1)
+    mask_BHST[:, :, -1, :-1] = after_BHT
     return mask_BHST.repeat_interleave(group, dim=1)
 
 
@@ -265,27 +265,26 @@ def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[st
     Raises:
         RuntimeError: more than that, or another number of entries than the budget.
     """
-    seen, every = cache.num_seen, settings.every
-    dense, befores = DynamicCache(), []
-    for idx, store in enumerate(stores_of(cache)):
-        keys_ND, values_ND, positions_N, rows_N = store.flat()
+    own, last = cache.fork(), settings.every - 1
+    actual = decode(model, own, settings, range(last))
+    columns = 1 + columns_held(own)
+    actual += decode(model, own, settings, range(last, last + 1))
+    check_budget(cache, own, evictions=1)
+    dense, masks = DynamicCache(), []
+    for idx, (before, after) in enumerate(zip(stores_of(cache), stores_of(own), strict=True)):
+        keys_ND, values_ND, positions_N, rows_N = before.flat()
         both = [
-            side.new_zeros(store.num_rows, seen, settings.width).index_put_((rows_N, positions_N), side)
+            side.new_zeros(before.num_rows, settings.context, settings.width).index_put_(
+                (rows_N, positions_N), side
+            )
             for side in (keys_ND, values_ND)
         ]
         dense.update(*(side.unflatten(0, (settings.batch, settings.kv_heads)) for side in both), idx)
-        befores.append(holds(store, seen))
-    own, columns = cache.fork(), []
-    actual = decode(model, own, settings, lambda: columns.append(1 + columns_held(own)))
-    check_budget(cache, own, evictions=1)
-    afters = [holds(store, own.num_seen) for store in stores_of(own)]
-    actual.append(step(model, own, settings, every, every + 1))
-    wanted = []
-    for pasts, start, stop in ((befores, 0, every), (afters, every, every + 1)):
-        masks = [causal(past_BHT, stop - start, settings.heads // settings.kv_heads) for past_BHT in pasts]
-        with masked(model, masks):
-            wanted.append(step(model, dense, settings, start, stop))
-    wanted_BSV = torch.cat(wanted, dim=1)
+        held = holds(before, settings.context), holds(after, own.num_seen)
+        masks.append(seen_by(*held, settings.heads // settings.kv_heads))
+    actual += decode(model, own, settings, range(last + 1, last + 2))
+    with masked(model, masks):
+        wanted_BSV = step(model, dense, settings, range(last + 2))
     error = float((torch.cat(actual, dim=1) - wanted_BSV).abs().max() / wanted_BSV.abs().max())
     allowed = ALLOWED[settings.dtype]
     if not error <= allowed:
@@ -293,7 +292,7 @@ def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[st
             f"decoding with {cache.rule.name} is wrong: error {error:.2e} against a dense cache under masks, "
             f"{allowed:.2e} allowed. It was not timed: run tests/hf."
         )
-    return {"error": error, "allowed": allowed, "columns": columns[0]}
+    return {"error": error, "allowed": allowed, "columns": columns}
 
 
 def check_budget(before: Cache, after: Cache, evictions: int) -> None:
@@ -355,7 +354,7 @@ def measure_policy(model: PreTrainedModel, name: str, settings: EvictionSettings
     def steps(start: Cache, evictions: int) -> Times:
         cache = start.fork()
         with finishing(model) as spent:
-            _, ms = timed(partial(decode, model, cache, settings))
+            _, ms = timed(partial(decode, model, cache, settings, range(settings.steps)))
         if evictions:
             check_budget(start, cache, evictions)
         return {"ms": ms / settings.steps, "eviction": sum(spent) / settings.steps}
