@@ -227,7 +227,7 @@ def _commands(folder: Path, manifest: Mapping[str, Any]) -> tuple[str, dict[str,
         "kept": f"python -m retain.eval.report.kept --config {arguments}",
         "needles": f"python eval/compare.py --config {arguments} suite=text tasks=[niah] "
         f"run={config['run']}-niah",
-        "speed": f"python -m retain.eval.speed.serving{timed} --output {out}/speed.json",
+        "speed": f"python -m retain.eval.speed --what serving{timed} --output {out}/speed.json",
     }
 
 

@@ -145,7 +145,7 @@ def test_the_page_of_a_study_names_commands_that_work(tmp_path, monkeypatch):
     given = diagnose.parser().parse_args(commands["retain.eval.diagnose"])
     assert given.policies == ["fused,fusion=max,draw=null"] and given.gates == str(tmp_path / "gates-seed0")
     assert [diagnose.policy_of(typed).fusion for typed in given.policies] == ["max"]
-    assert commands["retain.eval.speed.serving"] == ["--output", str(folder / "speed.json")]
+    assert commands["retain.eval.speed"] == ["--what", "serving", "--output", str(folder / "speed.json")]
 
 
 def test_the_command_prints_what_trains_the_gates(tmp_path, capsys):
