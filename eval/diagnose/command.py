@@ -59,7 +59,7 @@ from retain.eval.diagnose.teacher_forced import (
     transcript,
 )
 from retain.eval.run.baselines import oracle
-from retain.eval.run.shared_prefill import first_entries
+from retain.eval.run.scoring import first_entries
 from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.hf.cache.cache import Cache

@@ -291,7 +291,6 @@ def test_the_report_measures_regimes_with_and_without_protection():
 @pytest.mark.parametrize("name", [path.stem for path in sorted(CONFIGS.glob("*.yaml"))])
 def test_every_config_passes_its_checks_on_its_shortest_items(name, monkeypatch):
     monkeypatch.setattr(checks, "_gates", lambda *_: [])
-    monkeypatch.setattr(checks, "_caches", lambda *_: [])  # they load gates
     monkeypatch.setattr(checks, "FIRST_ITEMS", 1 if name == "text" else 4)  # the grid has four lengths
     monkeypatch.setattr(checks, "CHEAP_SECONDS", 0.0)
     config = load(CONFIGS / f"{name}.yaml", CompareConfig)

@@ -1,15 +1,10 @@
-"""The first forward on a context, read once and shown to every cell's cache.
+"""Reads the first forward on a context once, and shows it to the cache of every cell.
 
-In: what a cache reads first: a context, or its first chunk. Out: caches that have read it, each under its own
-policy and budget. No token of a first forward depends on what a cache keeps: it attends densely to what it
-reads, so one model reads it once, and every cache is told, layer by layer, through the same calls that an
-attached model makes, what it would have been told.
-
-The one decision taken here: what is shown is what was computed, not computed again, so that a cache comes out
-as it would have from its own `prefill`, to the bit (tests compare). The price is memory: queries and
-attention inputs of the first forward are held while its cells are measured, as the shared prefill holds them.
-A layer that is left to transformers would have to be told in its own way: a model that has such layers reads
-for every cell.
+No token of a first forward (a context, or its first chunk) depends on what a cache keeps: it attends densely
+to what it reads. So one forward is run, and each cache is told of it layer by layer, through the calls that
+an attached model makes. It comes out as from its own `prefill`, to the bit; tests compare. Queries and
+attention inputs are held while the cells are measured. A model with layers that are left to transformers
+reads for every cell.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,34 +22,32 @@ from retain.hf.model.decoder import base_model, layout_of
 
 
 @dataclass(frozen=True)
-class FirstRead:
-    """Contexts that are read together, and what their first forward came to.
+class FirstForward:
+    """Contexts that are read together, and the evidence of their first forward.
 
     Attributes:
         ids_BT, mask_BT: The contexts, left-padded, and which of their tokens are real.
         chunk: Tokens a forward; None: all at once.
-        shown: Of the first forward, every layer; None where each cache reads for itself.
+        evidence: Of the first forward, every layer; None where each cache reads for itself.
     """
 
     ids_BT: Int[Tensor, "B T"]
     mask_BT: Int[Tensor, "B T"]
     chunk: int | None
-    shown: Sequence[Evidence] | None
+    evidence: Sequence[Evidence] | None
 
     def into(self, cache: Cache) -> Cache:
-        """Have a new cache read the contexts, as `cache.prefill` does.
-
-        Returns:
-            That cache.
-        """
-        if self.shown is None:
+        """Fills a new cache with the contexts, as `cache.prefill` does, and returns it."""
+        if self.evidence is None:
             return cache.prefill(self.ids_BT, self.mask_BT, chunk_size=self.chunk)
-        width, total = self.shown[0].num_seen, self.ids_BT.shape[1]
+        width, total = self.evidence[0].num_seen, self.ids_BT.shape[1]
         positions_BT = _positions(self.mask_BT)
         if width < total:
             cache.announce(total, self.mask_BT)
         with torch.no_grad():
-            show(cache, self.shown, self.ids_BT[:, :width], self.mask_BT[:, :width], positions_BT[:, :width])
+            show(
+                cache, self.evidence, self.ids_BT[:, :width], self.mask_BT[:, :width], positions_BT[:, :width]
+            )
             for start in range(width, total, width):
                 stop = min(start + width, total)
                 base_model(cache.model)(
@@ -67,28 +60,28 @@ class FirstRead:
         return cache
 
 
-def read_first(
+def read_first_forward(
     model: Any,
     ids_BT: Int[Tensor, "B T"],
     mask_BT: Int[Tensor, "B T"],
     *,
     chunk: int | None = None,
     wanted: Collection[str] = (),
-) -> FirstRead:
-    """Read contexts, or their first chunks, for caches that are still to come.
+) -> FirstForward:
+    """Reads contexts, or their first chunks, for caches that are still to come.
 
     Args:
         model: Attached.
-        ids_BT, mask_BT: As in `FirstRead`.
+        ids_BT, mask_BT: As in `FirstForward`.
         chunk: Tokens a forward; None: all at once.
-        wanted: What the gates of these caches look at, of all sets together.
+        wanted: What the gates of these caches look at, over all sets.
     """
     if layout_of(model).alone:
-        return FirstRead(ids_BT, mask_BT, chunk, None)
+        return FirstForward(ids_BT, mask_BT, chunk, None)
     width = min(chunk or ids_BT.shape[1], ids_BT.shape[1])
     cache = Cache(model, policy=None)
     cache.prefill(ids_BT[:, :width], mask_BT[:, :width], evict=False, hold_evidence=True, wanted=wanted)
-    return FirstRead(ids_BT, mask_BT, chunk, cache.evidence)
+    return FirstForward(ids_BT, mask_BT, chunk, cache.evidence)
 
 
 def show(
@@ -98,7 +91,7 @@ def show(
     mask_BS: Int[Tensor, "B S"],
     positions_BS: Int[Tensor, "B S"],
 ) -> None:
-    """Tell an empty cache of a forward that has run: what the hooks of an attached model would have."""
+    """Tells an empty cache of a forward that has run, as the hooks of an attached model do."""
     cache.begin(
         input_ids=ids_BS,
         inputs_embeds=None,
@@ -113,7 +106,7 @@ def show(
         step = cache.expect(layer.layer_idx, layer.hidden_BTE)
         queries, keys, values = layer.queries_BQSD, layer.keys_BHTD, layer.values_BHTD
         cache.update(keys, values, layer.layer_idx)
-        # What the layer gave was needed by the next one alone, which has been told.
+        # Only the next layer needs the output, and that one is told already.
         cache.attention(
             step,
             *(queries, keys, values),
@@ -125,10 +118,10 @@ def show(
 
 
 def _positions(mask_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Of each sequence's own tokens, as `Cache.prefill` counts them."""
+    """Positions of each sequence's own tokens, as `Cache.prefill` counts them."""
     return (mask_BT.long().cumsum(-1) - 1).masked_fill(mask_BT == 0, 0)
 
 
 def _as_given(queries: Tensor) -> tuple[Tensor, None]:
-    """What a layer's own attention would have come to, where nobody reads it: something of its shape."""
+    """Stands for a layer's attention output, which nobody reads: a tensor of its shape."""
     return queries, None

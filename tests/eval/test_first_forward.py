@@ -4,16 +4,15 @@ is read once for all cells."""
 import pytest
 import torch
 
-from retain.eval.run.by_cache import run_by_cache
-from retain.eval.run.evaluated_model import Unit, load_subject
-from retain.eval.run.first_read import read_first
-from retain.eval.run.runner import items_in
+from retain.eval.run.evaluated_model import Unit, load_evaluated
+from retain.eval.run.first_forward import read_first_forward
+from retain.eval.run.runner import run_unit
 from retain.gates import GATES
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
-from tests.eval.stub import MORE_STUB, save_stub_gates, stub_config
+from tests.eval.stub import MORE_STUB, stub_config
 from tests.eval.test_families_table import gates_of
 from tests.tiny import tiny_batch, tiny_model
 
@@ -71,7 +70,7 @@ def test_a_cache_that_is_shown_a_read_is_one_that_read(model, regime):
     chunk = CHUNK if "chunked" in regime else None
     ids, mask = tiny_batch((0, 0) if chunk else (0, 9), 60)
     with torch.inference_mode():
-        read = read_first(model, ids, mask, chunk=chunk)
+        read = read_first_forward(model, ids, mask, chunk=chunk)
         kept = set()
         for policy in (None, *POLICIES):
             gates = gates_of("linear") if policy in ("gate", "fused") else None
@@ -97,7 +96,7 @@ def test_gates_are_shown_what_they_look_at(model, family):
     regime = "prefill" if chunk is None else "chunked+decode"
     ids, mask = tiny_batch((0, 0), 60)
     with torch.inference_mode():
-        read = read_first(model, ids, mask, chunk=chunk, wanted=gates.inputs)
+        read = read_first_forward(model, ids, mask, chunk=chunk, wanted=gates.inputs)
         own = {"regime": regime, "every": 3, "keep_ratio": 0.4, "protection": FEW}
         shown, plain = (Cache(model, "gate", gates=gates, **own) for _ in range(2))
         read.into(shown)
@@ -111,15 +110,15 @@ def test_a_model_with_layers_of_its_own_reads_for_every_cache():
     hybrid = tiny_model("gemma3")
     attach(hybrid)
     ids, mask = tiny_batch((0, 3), 40)
-    read = read_first(hybrid, ids, mask)
-    assert read.shown is None
+    read = read_first_forward(hybrid, ids, mask)
+    assert read.evidence is None
     shown, plain = (Cache(hybrid, "snapkv", keep_ratio=0.4, protection=FEW) for _ in range(2))
     same(read.into(shown), plain.prefill(ids, mask))
 
 
 def test_a_budget_that_cannot_be_met_is_refused_as_by_a_prefill(model):
     ids, mask = tiny_batch((0, 0), 60)
-    read = read_first(model, ids, mask)
+    read = read_first_forward(model, ids, mask)
     said = []
     for into in (read.into, lambda cache: cache.prefill(ids, mask)):
         with pytest.raises(ValueError, match="protect") as refused:
@@ -128,28 +127,29 @@ def test_a_budget_that_cannot_be_met_is_refused_as_by_a_prefill(model):
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize(("regime", "task", "reads"), [("decode", "turns", 1), ("chunked", "ragged", 3)])
-def test_a_context_is_read_once_for_all_cells(tmp_path, regime, task, reads):
-    save_stub_gates(tmp_path)
+@pytest.mark.parametrize(
+    ("regime", "task", "reads"),
+    [("context_only", "turns", 1), ("decode", "turns", 1), ("chunked", "ragged", 3)],
+)
+def test_a_context_is_read_once_for_all_cells(stub_gates, regime, task, reads):
     config = stub_config(
-        tmp_path,
+        stub_gates,
         policies=("random", "snapkv", "fused"),
         regimes=(regime,),
         keep_ratios=(0.6, 0.7),
-        items_per_task=3,
+        batch_items=3,
         chunk_tokens=40,
     )
-    subject = load_subject(config, MORE_STUB, 0)
+    evaluated = load_evaluated(config, MORE_STUB, 0)
     first = []
 
     def count(module, args, kwargs):
         if kwargs["past_key_values"].get_seq_length() == 0:
             first.append(kwargs["input_ids"].shape)
 
-    handle = base_model(subject.model).register_forward_pre_hook(count, with_kwargs=True)
-    unit = Unit(0, task, 0, 3, regime)
-    with torch.inference_mode():
-        rows = run_by_cache(config, MORE_STUB, subject, unit, items_in(config, MORE_STUB, unit))
+    handle = base_model(evaluated.model).register_forward_pre_hook(count, with_kwargs=True)
+    path = "shared" if regime == "context_only" else regime
+    rows = run_unit(config, MORE_STUB, evaluated, Unit(0, task, 0, 3, path)).rows
     handle.remove()
     assert len(first) == reads  # contexts of unlike lengths are not read in chunks together
     assert len(rows) == 3 * (3 if task == "turns" else 1) * (1 + 3 * 2)
