@@ -1,10 +1,9 @@
-"""Train retention gates by distillation from a frozen language model: parse, build, run.
+"""Trains retention gates by distillation from a frozen language model: parses, builds, runs.
 
     accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml [--plan] [k=v ...]
 
-In: a YAML (`DistillConfig` is its schema) and overrides. Out: a folder that `retain.load_gates` reads. The
-one decision taken here: everything that can be wrong with the request is found before the first document
-is looked at, and what it will cost is said before it is spent.
+`DistillConfig` is the schema of the YAML; the output is a folder that `retain.load_gates` reads. A request is
+checked whole before the first document is read, and its cost is printed before it is spent.
 """
 
 import argparse

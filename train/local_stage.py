@@ -1,12 +1,10 @@
-"""The layer-local stage: every gate learns its own layer's target while the frozen model walks by.
+"""Trains every gate on its own layer's target while the frozen model runs.
 
-In: a frozen model, gates, which future and which loss. Out: gradients in the gates' parameters, and numbers
-of each document. The one decision taken here: a layer's gate runs forward and backward as soon as that
-layer's attention is seen, inside the walk. Nothing of a layer is kept for later, no graph leads through the
-model, and memory does not grow with the number of layers.
+A layer's gate runs forward and backward as soon as that layer's attention is seen. Nothing of a layer is
+kept, no graph leads through the model, and memory does not grow with the number of layers.
 
-Where the examples come from is a seam: `TeacherExamples` makes them out of the frozen model, and
-`retain.train.data.features.CachedExamples` reads those that were written to disk.
+Examples come from `TeacherExamples` (the frozen model) or from `retain.train.data.features.CachedExamples`
+(on disk).
 """
 
 from collections.abc import Callable, Mapping, Sequence

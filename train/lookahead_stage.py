@@ -1,11 +1,9 @@
-"""The lookahead stage: a few tokens behind a document learn to look where its answer will.
+"""Trains lookahead tokens, which stand behind a document and predict the attention of its answer.
 
-LookaheadKV (arXiv 2603.10899). In: a frozen model, gates with lookahead tokens, documents and what answers
-them. Out: gradients in the tokens and in the adapters of their path, and numbers of each document. The one
-decision taken here: teacher and student ask the same cache. The document is read once, without a gradient;
-the answer runs behind it, which gives the target; then the lookahead tokens do, which gives the prediction,
-and only through their path does a gradient flow. Memory is linear in the document's length: its keys and
-values, and one layer's rows of attention at a time.
+LookaheadKV (arXiv 2603.10899). Teacher and student query the same cache: the document is read once without a
+gradient, the answer runs behind it (the target), then the lookahead tokens do (the prediction), and only
+their path has a gradient. Memory is linear in the document's length: its keys and values, and one layer's
+rows of attention at a time.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,9 @@
-"""The training loop: documents in, gates out, one optimiser step after another.
+"""Runs the training loop: one optimiser step after another, log, held-out looks, checkpoints.
 
-In: an objective (layer-local, end to end, lookahead), a corpus, settings. Out: the objective's gates,
-trained, and a log. The one decision taken here: everything random is a function of (seed, step, document),
-and a step's loss is the mean over its documents. So a resumed run equals the uninterrupted one exactly, and
-two processes compute what one would, up to rounding.
-
-An objective adds gradients of its own documents to the parameters, pack by pack; the processes meet once a
-step, in `retain.train.run.parallel.Synchroniser`. The frozen model is in no checkpoint.
+Everything random is a function of (seed, step, document), and a step's loss is the mean over its documents.
+So a resumed run equals the uninterrupted one exactly, and two processes compute what one would, up to
+rounding. An objective adds gradients pack by pack; the processes meet once a step, in
+`retain.train.run.parallel.Synchroniser`. The frozen model is in no checkpoint.
 """
 
 import math

@@ -1,8 +1,7 @@
-"""The request: which gates, on which model and documents, towards which future, by which loss.
+"""Defines the config of a run and checks it: model, documents, gate, target, loss, stage, calibration.
 
-In: a YAML, by `retain.config.load`. Out: a `DistillConfig`, or every problem with it in one message. The one
-decision taken here: target, loss, gate, stage and calibration are separate sections, so that a published
-recipe is one file, and "what if" is one line of it.
+Target, loss, gate, stage and calibration are separate sections, so that a published recipe is one file and a
+variant of it is one line. All problems are reported in one message.
 """
 
 import inspect

@@ -1,12 +1,11 @@
-"""The end-to-end stage: soft gates in the model's own attention, and a loss on what the model then says.
+"""Trains gates end to end: soft gates in the model's own attention, and a loss on the model's output.
 
-In: a frozen model, gates that say an openness or a decay, documents. Out: gradients in the gates' parameters,
-and numbers of each document. The one decision taken here: the same weights are teacher and student. A batch
-is read twice, once as the model is and once gated, and only hidden states of the two are held beside each
-other; logits are made from them, a few tokens at a time (`retain.train.objectives.soft_losses`).
+The same weights are teacher and student. A batch is read twice, as the model is and gated, and only the
+hidden states of both are held; logits are made from them a few tokens at a time
+(`retain.train.objectives.soft_losses`).
 
-What keeps gates from doing nothing is here too (`check_loophole`), since nothing else would: softmax does not
-see a constant added to all logits, so gates that all close alike cost no loss and satisfy every capacity.
+`check_loophole` refuses settings under which gates can do nothing: softmax does not see a constant added to
+all logits, so gates that all close alike cost no loss and satisfy every capacity.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from retain.train.objectives.soft_losses import (
     rows_of,
     vocabulary_terms,
 )
-from retain.train.objectives.soft_threshold import Moment, Opening, check_shift, shift_
+from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep, check_shift, shift_
 from retain.train.objectives.targets import TargetSettings, baselines_of
 from retain.train.teacher import Frozen, View, walk
 
@@ -227,14 +226,14 @@ class EndToEnd:
         self.gates, self.frozen, self.soft, self.target = gates, frozen, soft, target
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)
-        self.opening = Opening(
+        self.soft_threshold = SoftThreshold(
             gates,
             hard=soft.hard,
             temperature=soft.hard_temperature,
             anchor=soft.anchor,
             seed=seed,
         )
-        self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.opening)
+        self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.soft_threshold)
         self.head: Head | None = None
         if soft.terms.keys() & set(VOCABULARY):
             self.head = head_of(frozen.model)
@@ -376,7 +375,7 @@ class EndToEnd:
         valid_BT = batch.valid_BT
         counted_BT = counted_tokens(batch, self.soft)
         keep = keep_ratio_at(step, self.soft, self.steps)
-        self.opening.moment = Moment(valid_BT, batch.keys, step, noisy)
+        self.soft_threshold.current = SoftThresholdStep(valid_BT, batch.keys, step, noisy)
         place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
         given = {"input_ids": batch.input_ids_BT, "attention_mask": valid_BT.long(), "position_ids": place_BT}
         trained = scale is not None

@@ -1,9 +1,7 @@
-"""The frozen model: loaded by name, checked against the documents, and walked through.
+"""Loads the frozen model, checks documents against it, and shows its layers one at a time.
 
-In: a name, or documents with what is read after them. Out: a model without gradients and its tokenizer; or
-what each layer shows of each document, one layer at a time. The one decision taken here: a visitor looks at a
-layer while the model runs, and nothing is kept for it; so memory is linear in the tokens of a batch, and does
-not grow with the number of layers.
+A visitor looks at a layer while the model runs, and nothing is kept for it; so memory is linear in the tokens
+of a batch and does not grow with the number of layers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,14 +1,10 @@
-"""Calibration after training: what makes scores comparable across heads, thresholds, and weights of fusion.
+"""Calibrates trained gates: comparable scores across heads, thresholds, quotas, weights of fusion.
 
-In: for held-out documents, each layer's scores, targets and observed risk (`LayerLook`). Out: calibrators in
-the gate set, and a record for the artifact: dimensions of the calibrators, weights of fusion per head, a
-curve from keep_ratio to threshold, quotas of a budget per head, and a report. The one decision taken here:
-everything is fitted on every second held-out document and reported on the others, so that the report is of
-documents that nothing was fitted to.
-
-`calibrate_` needs no model: arrays are enough. Of a document, at most `MOST_ENTRIES` entries are looked at (a
-drawn one of each of as many stretches of equal length), whatever its length: memory and time are those of
-`L H MOST_ENTRIES` numbers a document.
+Everything is fitted on every second held-out document and reported on the others. `calibrate_` needs no
+model: it takes scores, targets and observed risk of each layer (`LayerLook`), puts calibrators into the gate
+set and returns a record for the artifact. At most `MOST_ENTRIES` entries of a document are used (one drawn
+from each of as many stretches of equal length), so memory and time are those of `L H MOST_ENTRIES` numbers a
+document.
 """
 
 from collections.abc import Callable, Mapping, Sequence

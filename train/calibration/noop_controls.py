@@ -1,13 +1,12 @@
-"""Whether gates that were trained end to end do anything: controls on documents that they never saw.
+"""Tests whether gates that were trained end to end do anything, on documents that they never saw.
 
-In: gates, the frozen model, held-out documents, the settings of the stage. Out: numbers and a verdict, for
-the training card. The one decision taken here: trained gates are compared with gates that are just as open
-but choose nothing (closed alike, shuffled among the entries, drawn at random), under the very loss that they
-were trained on; and then by what they are for, an eviction through the real cache.
+Trained gates are compared with gates that are just as open but choose nothing (closed alike, shuffled among
+the entries, drawn at random), under the loss that they were trained on; then by an eviction through the real
+cache.
 
 Softmax does not see a constant added to all logits, so that a soft stage can end with a small loss, a
 satisfied capacity, and gates that say nothing (IndexMem, arXiv 2605.25475, saw it happen). Settings that
-invite it are refused by `retain.train.soft_stage.check_loophole`; this looks at what came out.
+invite it are refused by `retain.train.soft_stage.check_loophole`; this looks at the result.
 """
 
 import math
@@ -30,7 +29,7 @@ from retain.train.data.corpora import Document
 from retain.train.local_stage import HELD_OUT_STEP
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.soft_losses import VOCABULARY
-from retain.train.objectives.soft_threshold import Opening
+from retain.train.objectives.soft_threshold import SoftThreshold
 from retain.train.soft_stage import BUDGETED, EndToEnd, SoftSettings
 from retain.train.teacher import Frozen
 
@@ -54,7 +53,7 @@ class Control:
     open.
 
     Args:
-        opening: of the trained gates.
+        soft_threshold: of the trained gates.
         how: `trained` (as they are), `alike` (every entry of a head as open as its mean), `shuffled` (the
             numbers of a head dealt anew among its entries), `random` (every entry draws one of its layer's
             numbers, of whichever head).
@@ -62,18 +61,18 @@ class Control:
         seed: of the draws.
     """
 
-    def __init__(self, opening: Opening, how: How, *, sinks: int, seed: int):
-        self.opening, self.how, self.sinks, self.seed = opening, how, sinks, seed
+    def __init__(self, soft_threshold: SoftThreshold, how: How, *, sinks: int, seed: int):
+        self.soft_threshold, self.how, self.sinks, self.seed = soft_threshold, how, sinks, seed
 
     def __call__(self, output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
-        log_gate_BHT = self.opening(output_BHT, gate)
+        log_gate_BHT = self.soft_threshold(output_BHT, gate)
         if self.how == "trained":
             return log_gate_BHT
-        moment = self.opening.moment
-        assert moment is not None and bool(moment.valid_BT.all()), "one document at a time, without padding"
+        current = self.soft_threshold.current
+        assert current is not None and bool(current.valid_BT.all()), "one document at a time, without padding"
         B, H, T = log_gate_BHT.shape
         own_BHN = log_gate_BHT[..., self.sinks :]
-        key = (self.seed, moment.keys[0], self.opening.layer_of[id(gate)])
+        key = (self.seed, current.keys[0], self.soft_threshold.layer_of[id(gate)])
         draws = keyed_generator(key)
         if self.how == "alike":
             other_BHN = own_BHN.exp().mean(-1, keepdim=True).log().expand_as(own_BHN)
@@ -140,7 +139,7 @@ def asked(
     objective = EndToEnd(gates, frozen, looking, seed=seed)
     found: dict[str, float] = {}
     for how in get_args(How):
-        control = Control(objective.opening, how, sinks=soft.sinks, seed=seed)
+        control = Control(objective.soft_threshold, how, sinks=soft.sinks, seed=seed)
         gated = SoftGated(objective.base, gates, protected=soft.protected, to_log_gate=control)
         with closing(gated):
             objective.gated = gated

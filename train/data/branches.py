@@ -1,8 +1,6 @@
-"""What is read after a document, so that its queries stand for the future: each branch on its own.
+"""Appends to a document the texts whose queries stand for the future, each on its own branch.
 
-In: documents, and which future is asked for. Out: `Reading`s: a document and its branches, as token ids. The
-one decision taken here: a branch sees the document and itself, and no other branch; so a document is read
-once for all of them, and what one asks changes nothing for the next.
+A branch sees the document and itself, and no other branch; so a document is read once for all of them.
 
 - `appendix`: the question and answer that came with the document.
 - `repeat`: the document once more, a chunk at a time, each after a prompt that asks for it (KVzip, arXiv

@@ -1,11 +1,10 @@
-"""Conversations as documents: the tokenizer's own template turns messages into a context and an appendix.
+"""Encodes conversations with the tokenizer's own chat template: a context and an appendix.
 
-In: a tokenizer and a list of messages. Out: the tokens before the last assistant turn (with the template's
-generation prompt), and the tokens of that turn. The one decision taken here: the two parts are encoded apart,
-cut where the prompt ends, since that is what the model reads when it is used: a prompt, then its own tokens.
+The context is what precedes the last assistant turn (with the template's generation prompt), the appendix is
+that turn. Each is encoded apart, as when the model is used: a prompt, then its own tokens.
 
-A template that writes today's date (Llama 3, gpt-oss) is told that it is `TODAY`: documents, the split by
-their hash and what a run can go on from would all change overnight.
+A template that writes today's date (Llama 3, gpt-oss) is given `TODAY`: otherwise documents, the split by
+their hash, and what a run can go on from would change overnight.
 """
 
 import json

@@ -1,22 +1,15 @@
-"""Documents to learn from: where they come from, which of them are held out, and in which order they are
-read.
+"""Loads the documents of a run as a corpus: in memory or streaming, split into trained-on and held-out.
 
-In: settings (`data:` of a run's YAML) and the model's tokenizer. Out: a corpus, in memory or streaming, of
-tokenised `Document`s. The one decision taken here: which side of the split a document falls on depends on its
-context's tokens alone.
+A document's side of the split depends on its context's tokens alone. With a given `data.held_out_share` > 0
+and `data.held_out` > 0, no context is on both sides, and a held-out context stays so in any order of the
+data, when data is added or removed, for other seeds, and for any number of processes. (A set too small for
+that share to hold out `data.held_out` documents holds out more; when data is added they may be trained on.)
+Two contexts that differ in one token are two contexts: after another tokenizer, template, `max_tokens` or
+`lengths` the sides are drawn anew, one conversation's first turns may be on the other side than the whole of
+it, and documents of the reference generator take their filler from windows of one text, which can overlap.
 
-What is guaranteed of the split, with a given `data.held_out_share` > 0 and `data.held_out` > 0: no context is
-on both sides, so the same context with another question or answer is on the same side; and a held-out context
-stays so in any order of the data, when data is added or taken away, for other seeds, and for any number of
-processes. (In a set too small for that share to hold out `data.held_out` documents more are held out, and
-when data is added they may be trained on.) What is not: two contexts that differ in one token are two
-contexts. So after another tokenizer, template, `max_tokens` or `lengths` the sides are drawn anew; one
-conversation's first turns may be on the other side than the whole of it; and documents of the reference
-generator take their filler from windows of one stream of text, which can overlap.
-
-The pieces: `documents` (what a document is), `sources` (rows), `rows` and `chat` (from a row to a document),
-`corpus` and `streaming` (the order), `packing` (which process, which forward pass). This module is where
-they are put together, and where others import them from.
+This module puts `document`, `sources`, `rows`, `chat`, `corpus`, `streaming` and `packing` together; others
+import them from here.
 """
 
 import math

@@ -1,7 +1,6 @@
-"""A corpus in memory: what is trained on, what is held out, and which documents each step reads.
+"""Holds a corpus in memory, and draws the documents of each step.
 
-In: documents. Out: `Corpus`. The one decision taken here: the documents of a step are a pure function of
-(seed, step), so a resumed run reads on where the killed one stopped without any state.
+They are a pure function of (seed, step), so a resumed run reads on without any state.
 """
 
 import hashlib

@@ -1,12 +1,11 @@
-"""What gates learn from, kept on disk: many epochs over one extraction.
-
-In: a source of examples (the teacher), documents. Out: a folder of safetensors from which the same examples
-come without the teacher. The one decision taken here: each shard is whole in itself and names its documents
-in its own header, and one small file says what all of them were made from; so extraction goes on wherever it
-was stopped, in any number of processes, and features of another recipe are never read.
+"""Keeps the teacher's inputs and targets on disk, for many epochs over one extraction.
 
     features.json              the recipe: model, targets, inputs, precision (`recipe_of`)
     shard-KEYS.safetensors     a few documents: `DOCUMENT/LAYER/FIELD`, written beside and renamed
+
+Each shard names its documents in its own header, and one small file states what all of them were made from;
+so extraction resumes wherever it was stopped, in any number of processes, and features of another recipe are
+never read.
 """
 
 import hashlib

@@ -1,9 +1,8 @@
-"""From a row of a data set to a document: which columns are read, how they are encoded, what is cut.
+"""Turns a row of a data set into a document: reads its columns, encodes them, cuts them.
 
-In: a row with `text`, or `context` + `question` + `answer`, or `messages` (+ `tools`), or `context_ids` (+
-`appendix_ids`), under these names or under those that `data.columns` gives. Out: a `Document`, or None for
-one that is too long and to be skipped. The one decision taken here: nothing is guessed. A row that could be
-read in two ways, lacks a column, or holds something else in it is an error that names the row.
+A row has `text`, or `context` + `question` + `answer`, or `messages` (+ `tools`), or `context_ids` (+
+`appendix_ids`), under these names or those of `data.columns`. Nothing is guessed: a row that can be read in
+two ways, lacks a column, or holds something else in it is an error that names the row.
 """
 
 import string

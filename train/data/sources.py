@@ -1,11 +1,8 @@
-"""Where rows come from: local jsonl, parquet and text, and data sets of the hub; each from any position on.
+"""Reads rows from local jsonl, parquet and text files and from data sets of the hub, from any position on.
 
-In: a path or a name, and optionally the state of a reading that stopped. Out: rows, one after another, each
-with the place that an error about it names, and at any time a small JSON state from which reading goes on.
-The one decision taken here: a source is read in one fixed order (files by name, rows as they lie), so a
-position is a number of rows; shuffling is somebody else's.
-
-jsonl and text need no package; parquet needs pyarrow and the hub needs datasets, imported when they are used.
+A source is read in one fixed order (files by name, rows as they lie), so a position is a number of rows, and
+a small JSON state is enough to go on from. A row knows its file and line, for errors. jsonl and text need no
+package; parquet needs pyarrow and the hub needs datasets, imported when they are used.
 """
 
 import glob

@@ -1,11 +1,9 @@
-"""A corpus that does not fit into memory: documents read in order, shuffled in blocks, resumed exactly.
+"""Streams a corpus larger than memory: documents in order, shuffled in blocks, resumed exactly.
 
-In: a source of rows and a reader. Out: `StreamingCorpus`. The one decision taken here: instead of a sliding
-shuffle buffer, whose content would have to be saved, the stream is cut into blocks of `shuffle_rows` rows,
-and block b of pass e is read in the order of a permutation drawn from (seed, e, b). So the whole state is the
-place where the block began and how far it has been read, a few numbers of JSON, and a resumed run reads the
-very documents that the uninterrupted one would: at the price of reading at most one block of rows again.
-
+A sliding shuffle buffer (as `datasets` has) would have to be saved with its content. Instead the stream is
+cut into blocks of `shuffle_rows` rows, and block b of pass e is read in the order of a permutation drawn from
+(seed, e, b). The state is where the block began and how far it has been read, a few numbers of JSON; a
+resumed run reads the same documents as an uninterrupted one, at the price of reading at most one block again.
 Every process reads the same rows and works on its share of their documents.
 """
 

@@ -1,9 +1,8 @@
-"""What one layer's output loses when entries fade: the layer-local loss that needs no target.
+"""Measures how far a layer's attention output moves when entries fade: a layer-local loss without a target.
 
-In: the evidence of a layer, and what its gate said. Out: how far the layer's attention output moves under a
-soft keep-mask, with a gradient to the gate. The one decision taken here: the mask goes into the attention as
-a logarithm added to the logits, so that what is left is renormalised as it is after an eviction, and no row
-of attention is held; or, as a bound, the loss is made linear in the mask, with one coefficient an entry.
+The keep-mask enters the attention as a logarithm added to the logits, so that what is left is renormalised as
+it is after an eviction, and no row of attention is held. As a bound, the loss is linear in the mask, with one
+coefficient an entry.
 
 The loss is LAVa's (arXiv 2509.09754) and CriticalKV's (arXiv 2502.03805), who minimise it by hand-made
 scores.

@@ -1,9 +1,8 @@
-"""What training minimises, and the overlap by which it is judged.
+"""Computes the losses of layer-local training, and the overlap by which gates are judged.
 
-In: of one layer and document, what the gate said of each entry and what it should have said. Out: one number
-per term, so that the mean over documents is the same however they are spread over micro-batches and
-processes. The one decision taken here: a loss is a weighted sum of named terms (`loss.terms`), each of them a
-function of the same `Case`; so every published gate loss is a row of one table, and they mix.
+A loss is a weighted sum of named terms (`loss.terms`), each a function of one `Case`; so every published gate
+loss is a row of one table, and they mix. A term is one number a document, so that the mean over documents is
+the same however they are spread over micro-batches and processes.
 
 The ranking matters only where the budget cuts. So besides the regression, by default, pairs are drawn from
 just above and just below each head's boundary and must come out in the right order. (ForesightKV, arXiv

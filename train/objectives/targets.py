@@ -1,10 +1,8 @@
-"""What the gates are asked to predict: how much the future makes of each of a document's entries.
+"""Composes the targets of gates: how much future queries use each entry of a document.
 
-In: what one layer showed of a document and of the branches behind it. Out: a number per KV head and entry,
-and which of them count. The one decision taken here: which queries stand for the future (the document's own,
-at the distance from which an entry can have been evicted; a question and its answer; the document repeated;
-the model's own continuation), and with which weight each. What is made of their attention is said in one
-place only, `retain/future.py`.
+The settings say which queries stand for the future (the document's own, from the distance at which an entry
+can have been evicted; a question and its answer; the document repeated; the model's continuation), and with
+which weight. `retain/future.py` computes what their attention makes of an entry.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,11 @@
-"""What a finished run says of itself: what was fitted after training, and how it all came about.
+"""Completes a finished run: calibrates the gates, tests them, and collects the artifact's metadata.
 
-In: trained gates, the frozen model, held-out documents. Out: calibrators in the gate set, and plain values
-for the artifact's JSON. The one decision taken here: nothing of this is done on a document that was trained
-on; half of the held-out ones are fitted to, and what is reported is found on the other half.
+Only held-out documents are used: half of them are fitted to, and the report is of the other half. The last
+step's checkpoint stays until all of this is saved, so a signal, an error or a full disk in this phase costs
+no training: the same command resumes here, also with another `calibration`.
 
-The last step's checkpoint stays until all of this is done and saved. So whatever ends this phase (a signal,
-an error, a full disk) costs no training: the same command goes on here, and with another `calibration` too.
-
-Processes share the documents; where the frozen model is sharded, which takes all of them in step, all look at
-each. One process fits, and all get what it fitted, to the last bit.
+Processes share the documents; where the frozen model is sharded, all look at each. One process fits, and all
+get what it fitted, to the last bit.
 """
 
 import copy

@@ -1,11 +1,9 @@
-"""The training card: `README.md` of an artifact, for whoever finds the gates and was not there.
+"""Writes the training card, `README.md` of an artifact: a Hugging Face model card.
 
     python -m retain.train.run.card FOLDER
 
-In: `gates.json` and `log.jsonl` of a finished run. Out: the card, a Hugging Face model card as it stands, and
-its pictures. The one decision taken here: every number is read from the run's own files, and what a file does
-not hold is not in the card, so that a card can be made again at any time and says nothing that was not
-measured.
+Every number is read from the run's own files (`gates.json`, `log.jsonl`), and what a file does not hold is
+not in the card; so a card can be made again at any time.
 """
 
 import argparse

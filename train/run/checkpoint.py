@@ -1,7 +1,4 @@
-"""A run's folder: what is in it, whether it may be written to, and how a killed run finds its place again.
-
-In: a folder, the resolved config, and what model and documents it led to. Out: whether the run is fresh, to
-be resumed, or finished; checkpoints; the log.
+"""Manages a run's folder: decides fresh, resume or finished; writes checkpoints and the log.
 
     run.json                hashes of the base model and of the documents, written before the config
     config.yaml             the resolved config, written before the first step
@@ -14,15 +11,14 @@ be resumed, or finished; checkpoints; the log.
         manifest.json           bytes and sha256 of the other three, written last
     gates.safetensors, gates.json    the artifact; there only once a run has finished
 
-The one decision taken here: a run is known by its config (by what of it is trained, not by what is planned or
-fitted afterwards), and by the model and the documents that the config named when it began. The same run goes
-on where it stopped, or has nothing left to do; another one never touches the folder unless `overwrite=true`
-is said.
+A run is known by its config (by what of it is trained, not by what is planned or fitted afterwards), and by
+the model and the documents that the config named when it began. The same run resumes or has nothing left to
+do; another one never touches the folder unless `overwrite=true`.
 
-A checkpoint says nothing about processes: state is saved whole, documents and draws are functions of the
-step, so that a run may go on with another number of processes, under DDP, FSDP or DeepSpeed alike. Nothing in
-it is pickled. It is written beside, synced, and renamed; what does not match its manifest is not a
-checkpoint, and the one before it is taken.
+A checkpoint is independent of the number of processes: state is saved whole, and documents and draws are
+functions of the step, so that a run may resume with another number of processes, under DDP, FSDP or DeepSpeed
+alike. (accelerate's own `save_state` depends on all of these, and pickles.) A checkpoint is written beside,
+synced, and renamed; one that does not match its manifest is skipped for the one before it.
 """
 
 import errno

@@ -1,9 +1,7 @@
-"""Pictures of a training run: how the loss and the overlap went, and where in the model the gates are good.
+"""Draws a training run: loss and overlap over the steps, and held-out overlap of every head.
 
-In: the records of `log.jsonl`, the held-out overlap of each head. Out: PNG files, or the sentence that says
-why there are none. The one decision taken here: held-out overlap is drawn beside what costs no training
-(random, recency, value norm) and on a fixed scale from 0 to 1, so that two runs' pictures can be compared at
-a glance.
+Overlap is drawn beside scores that cost no training (random, recency, value norm) and on a fixed scale from 0
+to 1, so that two runs' pictures can be compared at a glance.
 """
 
 from collections.abc import Mapping, Sequence

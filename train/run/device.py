@@ -1,8 +1,6 @@
-"""The device that a run is planned for: its memory and its rate, at hand or stated.
+"""Measures the device that a run is planned for: its free memory and its rate.
 
-In: a torch device, or numbers of another one. Out: a `Device`. The one decision taken here: nothing is looked
-up in a table of products; memory is asked for, and a rate is measured for a moment or stated by whoever
-plans.
+Nothing is looked up in a table of products; the rate is measured for a moment, or stated in the config.
 """
 
 import os

@@ -1,8 +1,7 @@
-"""The end of the launcher ends a run: what `accelerate launch` does not do for a single process.
+"""Ends a run when its launcher ends, which `accelerate launch` does not do for a single process.
 
-In: the process that started this one. Out: a signal of the system's own when that process ends, however it
-ends (`retain.train.run.signals` answers it). The one decision taken here: only an `accelerate launch` is
-followed. A run that a shell started in the background outlives the shell, as its user may have meant.
+Only an `accelerate launch` is followed: a run that a shell started in the background outlives the shell, as
+its user may have meant.
 """
 
 import ctypes

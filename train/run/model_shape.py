@@ -1,8 +1,7 @@
-"""What of a model decides how much memory and time it takes, counted without loading its weights.
+"""Counts the parameters and dimensions of a model without loading its weights.
 
-In: a model, loaded or not, or the name of one. Out: its `ModelShape`. The one decision taken here: parameters
-are counted on a model that transformers makes on the meta device, never from a formula of ours, so that
-biases, norms, experts and tied weights are those of the architecture at hand.
+Parameters are counted on a model that transformers makes on the meta device, never from a formula of ours, so
+that biases, norms, experts and tied weights are those of the architecture at hand.
 """
 
 from collections.abc import Mapping

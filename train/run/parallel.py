@@ -1,10 +1,8 @@
-"""Several processes: gradients agreed on once a step, and a frozen model too large for one of them.
+"""Synchronises gates over processes once a step, and shards a frozen model too large for one device.
 
-In: gates whose `p.grad` each process has filled from its own documents; a frozen model. Out: the same gates,
-stepped alike on every process; the model on its devices, whole or sharded. The one decision taken here: gates
-are small and whole on every process, and they meet once a step, in one all-reduce of one flat buffer. The
-backward passes before it, many and small, talk to nobody; whatever the backend, the mean gradient is looked
-at, clipped and found finite before anything is touched.
+Gates are small and whole on every process, and they meet once a step, in one all-reduce of one flat buffer.
+The backward passes before it, many and small, communicate nothing; whatever the backend, the mean gradient is
+looked at, clipped and found finite before anything is touched.
 
 | accelerate says | gates' gradients | optimiser | frozen model |
 | --- | --- | --- | --- |

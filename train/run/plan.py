@@ -1,10 +1,8 @@
-"""What a run will need: memory at its peak, disk, and time, told before anything is loaded or trained.
+"""Estimates a run's peak memory, disk and time before anything is loaded or trained.
 
-In: the shape of the frozen model, the lengths of the documents, a device. Out: a `Plan`, a table with a
-verdict and, where it does not fit, what to change. The one decision taken here: a formula per phase of a
-layer, of which only the largest counts beside what is held all along, since the walk holds one layer at a
+Of the phases of a layer only the largest counts beside what is held all along, since one layer is held at a
 time. The formulas are upper estimates of transformers' own decoder layers (`tests/train/test_plan.py`
-compares with a process that was watched); what is not modelled is in the row `process and slack`.
+compares them with a process that was watched); what is not modelled is in the row `process and slack`.
 
 Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads of width D, b bytes a number:
 
@@ -15,9 +13,9 @@ Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads
     gate              N b (E + Q D + 2 H D) + 4 T (4 E + 6 F)   float32, forward and backward of one document
     feed-forward      N b 2 E + 3 b min(N, chunk) I
 
-and, where they are asked for: what the lookahead tokens pay, the loss term `layer_output`, a document's KV
-cache while its continuation is written, the entries that the first statistics are made of, and (in the host's
-memory) those that are calibrated on.
+and, where they are asked for: the lookahead tokens' attention, the loss term `layer_output`, a document's KV
+cache while its continuation is written, the entries of the first statistics, and (in the host's memory) those
+of calibration.
 """
 
 import math

@@ -1,9 +1,6 @@
-"""What is seen while a run goes on: one bar, and a tracker for whoever wants one.
+"""Shows a run's progress: one bar, and one of accelerate's trackers if it was asked for.
 
-In: what each step did. Out: a bar with tokens a second, loss, held-out overlap and the time that is left; the
-options that accelerate takes for a tracker. The one decision taken here: a rate is that of this process's
-last steps, not of the whole run, so that a run that goes on from a checkpoint does not count what another
-process did; and nothing is tracked anywhere unless it was asked for.
+The rate is that of this process's last steps, so that a resumed run does not count what another process did.
 """
 
 import time

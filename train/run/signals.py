@@ -1,12 +1,11 @@
-"""Being asked to stop: the step in hand is finished, a checkpoint written, and the run says how to go on.
+"""Stops a run on request: it finishes the step, writes a checkpoint, and says how to go on.
 
-In: SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (what a scheduler sends before the end), the end of the launcher
-(`retain.train.run.launcher`), or a file `STOP` in the run's folder. Out: one answer per step, the same on
-every process. The one decision taken here: a signal only leaves a note, and the processes compare notes once
-a step, at the same place; so all of them stop after the same step, whichever of them was told.
+A request is SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (which schedulers send before the end), the end of the launcher
+(`retain.train.run.launcher`), or a file `STOP` in the run's folder. A signal only sets a flag, and the
+processes compare flags once a step, at the same place; so all of them stop after the same step.
 
-The file is for runs of many processes on many machines: launchers do not hand every signal on (torchrun's
-agent dies of SIGUSR1, and kills its workers 30 seconds after a SIGTERM), but every machine sees the folder.
+The file is for runs on many machines: launchers do not hand every signal on (torchrun's agent dies of
+SIGUSR1, and kills its workers 30 seconds after a SIGTERM), but every machine sees the folder.
 """
 
 import os

@@ -1,8 +1,6 @@
-"""What a run asks of the model, in the numbers that decide its memory and time.
+"""States the workload of a run in the numbers that decide its memory and time.
 
-In: a distillation config, its gates, and how long its documents are. Out: a `Work`, which
-`retain.train.run.plan.plan_of` makes a plan of. The one decision taken here: every branch of a document
-counts by its own length, since branches do not see each other.
+Every branch of a document counts by its own length, since branches do not see each other.
 """
 
 from collections.abc import Mapping, Sequence
