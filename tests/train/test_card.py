@@ -301,7 +301,3 @@ def test_smoothing_is_a_mean_of_what_came_before() -> None:
         window = values[max(0, i - 4) : i + 1]
         assert value == pytest.approx(sum(window) / len(window))
     assert smoothed([3.0]) == [3.0]
-
-
-def test_only_sections_that_exist_are_named() -> None:
-    assert card._section("Empty", "") == ""

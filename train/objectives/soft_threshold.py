@@ -66,7 +66,7 @@ class SoftThreshold:
     ):
         self.layer_of = {id(gates[layer]): layer for layer in gates.layers}
         self.hard, self.temperature, self.anchor, self.seed = hard, temperature, anchor, seed
-        self.step: SoftThresholdStep | None = None
+        self.current: SoftThresholdStep | None = None
 
     def __call__(self, output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
         assert self.current is not None, "nobody said what is gated"
