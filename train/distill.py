@@ -28,7 +28,7 @@ from retain.train.data.corpora import AnyCorpus, Document, load_corpus
 from retain.train.data.features import CachedExamples, fill_, recipe_of
 from retain.train.local_stage import LayerLocal, TeacherExamples, check_unit
 from retain.train.lookahead_stage import Lookahead
-from retain.train.loop import Lesson, Objective, train
+from retain.train.loop import Lesson, train
 from retain.train.objectives.soft_threshold import check_shift, regressed
 from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
 from retain.train.run.artifact import command_line, metadata_of, reports_of
@@ -44,7 +44,6 @@ from retain.train.run.checkpoint import (
     inspect_run,
 )
 from retain.train.run.device import device_here, multiplies
-from retain.train.run.launcher import follow_launcher_
 from retain.train.run.lock import locked
 from retain.train.run.model_shape import (
     Precision,
@@ -65,9 +64,10 @@ from retain.train.run.parallel import (
 )
 from retain.train.run.plan import Plan, plan_of
 from retain.train.run.progress import check_tracker, tracker_options
-from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, forget_
+from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, follow_launcher_, forget_
 from retain.train.run.workload import work_of
 from retain.train.soft_stage import EndToEnd
+from retain.train.stage import Stage
 from retain.train.teacher import Frozen, load_frozen, load_unread
 
 with deferred("train", "accelerate", what="training"):
@@ -318,7 +318,7 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
     return earlier.requires_grad_(True)
 
 
-def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Objective:
+def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
     if config.stage == "end_to_end":
         return EndToEnd(
             gates, frozen, config.soft, config.target, steps=config.training.steps, seed=config.seed
@@ -329,7 +329,7 @@ def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Objecti
 
 
 def _alignment(
-    config: DistillConfig, objective: Objective, accelerator: Accelerator
+    config: DistillConfig, objective: Stage, accelerator: Accelerator
 ) -> Callable[[Sequence[Document]], None] | None:
     """What is done before the first step of an end-to-end stage with gates that learned a risk before: they
     are shifted to where the budget cuts.
@@ -354,12 +354,12 @@ def _alignment(
 
 def _with_features(
     config: DistillConfig,
-    objective: Objective,
+    objective: Stage,
     frozen: Frozen,
     corpus: Any,
     base: Mapping[str, Any],
     accelerator: Accelerator,
-) -> Objective:
+) -> Stage:
     """The same objective, reading the teacher's answers from disk where the config says so."""
     if config.features.folder is None:
         return objective

@@ -22,13 +22,13 @@ from retain.hf.intercept.lookahead_pass import Asked, run_behind
 from retain.hf.model.decoder import base_model
 from retain.train.data.branches import Reading, readings_of
 from retain.train.data.document import Document
-from retain.train.local_stage import Tally
 from retain.train.objectives.losses import head_overlaps
 from retain.train.objectives.targets import TargetSettings, baseline_overlaps
+from retain.train.stage import Stage, Tally
 from retain.train.teacher import Frozen
 
 
-class Lookahead:
+class Lookahead(Stage):
     """Objective of the lookahead stage.
 
     `loss = mean over layers and KV heads of KL(s || s^)`: `s` is the mean attention that the answer's tokens
@@ -46,8 +46,6 @@ class Lookahead:
         ValueError: gates of another family, or sources that come behind no document.
     """
 
-    fields = ("loss", "overlap")
-
     def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings, *, seed: int):
         if not isinstance(gates.extension, LookaheadExtension):
             raise ValueError(
@@ -60,7 +58,8 @@ class Lookahead:
                 "looks at, and its own tokens do not: set target.sources to {continuation: 1.0}, as the "
                 "paper does, or take appendix or repeat."
             )
-        self.gates, self.frozen, self.target, self.seed = gates, frozen, target, seed
+        super().__init__(gates, ("loss", "overlap"))
+        self.frozen, self.target, self.seed = frozen, target, seed
         self.extension = gates.extension
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -70,20 +69,15 @@ class Lookahead:
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Nothing starts from data: tokens begin as embeddings, adapters at zero."""
 
-    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
-        """Add the gradient of `scale` times the documents' summed loss to the parameters'."""
+    def rows_of(
+        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
+    ) -> list[dict[str, Any]]:
         readings = readings_of(documents, self.target, self.frozen)
-        rows = [self._run(reading, scale) for reading in readings]
-        for parameter in self.parameters():  # alike on all processes, whatever each has read
-            if parameter.grad is None:
+        rows = [self._run(reading, scale, baselines) for reading in readings]
+        for parameter in self.parameters() if scale is not None else ():
+            if parameter.grad is None:  # alike on all processes, whatever each has read
                 parameter.grad = torch.zeros_like(parameter)
-        return [{name: row[name] for name in self.fields} for row in rows]
-
-    @torch.no_grad()
-    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
-        """The same numbers of held-out documents, and `overlap_of`: layer -> overlap of each head."""
-        readings = readings_of(documents, self.target, self.frozen)
-        return [self._run(reading, None, baselines) for reading in readings]
+        return rows
 
     def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
         """One document: loss, overlap, and the gradient if there is a scale."""

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
-from retain.gates import GateSet
 from retain.process.extras import deferred
 from retain.train.data.corpora import Document, num_packs, packs, share_of
 from retain.train.data.packing import Size, plain_size
@@ -32,37 +31,11 @@ from retain.train.run.parallel import Synchroniser
 from retain.train.run.progress import Progress, tracked
 from retain.train.run.schedule import TrainingSettings, learning_rate
 from retain.train.run.signals import Signals
+from retain.train.stage import Stage
 
 with deferred("train", "accelerate", "accelerate.utils", what="training"):
     from accelerate import Accelerator
     from accelerate.utils import gather_object
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """What is minimised.
-
-    Attributes:
-        gates: that are trained.
-        fields: what is reported of a document, `loss` first.
-    """
-
-    @property
-    def gates(self) -> GateSet: ...
-
-    @property
-    def fields(self) -> tuple[str, ...]: ...
-
-    def prepare_(self, documents: Sequence[Document]) -> None:
-        """Before the first step: set what starts from data, alike on every process."""
-
-    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
-        """Add the gradient of `scale` times the documents' summed loss to the parameters'; what is reported,
-        a document each."""
-
-    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
-        """The same of held-out documents, without a gradient; with `baselines`, overlaps that need no
-        training."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +56,7 @@ class Lesson:
         align: what is done with these documents instead, where the gates are not fresh; None: nothing.
     """
 
-    objective: Objective
+    objective: Stage
     corpus: Any
     training: TrainingSettings
     pack_tokens: int = 0

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from retain.train.run.launcher import LAUNCHER_GONE
 from retain.train.run.signals import (
     EXIT_CODE,
+    LAUNCHER_GONE,
     NUMBERS,
     STOP_FILE,
     Signals,
@@ -104,7 +104,7 @@ def test_a_run_does_not_outlive_its_launcher() -> None:
     """`accelerate launch` of one process ends at SIGTERM without a word to the process that it started."""
     # Blocked, the signal waits until it is asked for: `pause` would sleep for ever if it came just before.
     trainer = (
-        "import signal; from retain.train.run.launcher import LAUNCHER_GONE, follow_launcher_\n"
+        "import signal; from retain.train.run.signals import LAUNCHER_GONE, follow_launcher_\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [LAUNCHER_GONE])\n"
         "follow_launcher_()\n"
         "print('training', flush=True)\n"

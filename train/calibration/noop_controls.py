@@ -26,11 +26,11 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.corpora import Document
-from retain.train.local_stage import HELD_OUT_STEP
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.soft_losses import VOCABULARY
 from retain.train.objectives.soft_threshold import SoftThreshold
 from retain.train.soft_stage import BUDGETED, EndToEnd, SoftSettings
+from retain.train.stage import HELD_OUT_STEP
 from retain.train.teacher import Frozen
 
 How = Literal["trained", "alike", "shuffled", "random"]

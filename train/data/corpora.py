@@ -28,6 +28,7 @@ from retain.train.data.packing import num_packs, packs, share_of
 from retain.train.data.rows import Reader, check_columns
 from retain.train.data.sources import Hub, LocalFiles, Source
 from retain.train.data.streaming import StreamingCorpus
+from retain.train.rules import broken, refuse
 
 __all__ = [
     "AnyCorpus",
@@ -117,60 +118,74 @@ def check_data(settings: DataSettings) -> None:
     Raises:
         ValueError: with all problems.
     """
-    local = settings.source in ("jsonl", "parquet", "text")
-    problems = check_columns(settings.columns, settings.appendix)
-    if settings.source != "reference" and not settings.path:
-        problems.append(
-            f"data.source={settings.source} needs data.path (a local file, folder or pattern, or a hub data "
-            "set's name)"
-        )
-    if settings.source == "reference":
-        if settings.documents < 1:
-            problems.append(
-                f"data.documents={settings.documents}: the generator needs to know how many, at least 1"
-            )
-        for name in ("streaming", "columns", "path"):
-            if getattr(settings, name):
-                problems.append(
-                    f"data.{name} means nothing for generated documents: set data.source "
-                    "(jsonl, parquet, text, hub), or leave it out"
-                )
-    if settings.separator is not None and settings.source != "text":
-        problems.append(f"data.separator is for data.source=text, not {settings.source}")
-    if settings.separator and "\n" in settings.separator:
-        problems.append('data.separator must be within a line; "" splits at blank lines')
-    if settings.source == "text" and settings.columns:
-        problems.append("data.columns means nothing for data.source=text: a text file has no columns")
-    if local and (settings.subset or settings.revision):
-        problems.append(f"data.subset and data.revision are for data.source=hub, not {settings.source}")
-    if settings.streaming and settings.documents:
-        problems.append(
-            f"data.streaming reads as many documents as the steps need: set data.documents=0 (got "
-            f"{settings.documents})"
-        )
-    if settings.min_tokens > settings.max_tokens:
-        problems.append(
-            f"data.min_tokens={settings.min_tokens} must be at most data.max_tokens={settings.max_tokens}"
-        )
+    reference, local = settings.source == "reference", settings.source in ("jsonl", "parquet", "text")
     outside = [n for n in settings.lengths if not settings.min_tokens <= n <= settings.max_tokens]
-    if outside:
-        problems.append(
-            f"data.lengths has {outside[0]}; all must be between data.min_tokens={settings.min_tokens} and "
-            f"data.max_tokens={settings.max_tokens}"
+    weights, wanted = settings.length_weights, settings.documents + settings.held_out
+    refuse(
+        check_columns(settings.columns, settings.appendix)
+        + broken(
+            (
+                not reference and not settings.path,
+                f"data.source={settings.source} needs data.path (a local file, folder or pattern, or a hub "
+                "data set's name)",
+            ),
+            (
+                reference and settings.documents < 1,
+                f"data.documents={settings.documents}: the generator needs to know how many, at least 1",
+            ),
+            *(
+                (
+                    reference and getattr(settings, name),
+                    f"data.{name} means nothing for generated documents: set data.source "
+                    "(jsonl, parquet, text, hub), or leave it out",
+                )
+                for name in ("streaming", "columns", "path")
+            ),
+            (
+                settings.separator is not None and settings.source != "text",
+                f"data.separator is for data.source=text, not {settings.source}",
+            ),
+            (
+                "\n" in (settings.separator or ""),
+                'data.separator must be within a line; "" splits at blank lines',
+            ),
+            (
+                settings.source == "text" and settings.columns,
+                "data.columns means nothing for data.source=text: a text file has no columns",
+            ),
+            (
+                local and (settings.subset or settings.revision),
+                f"data.subset and data.revision are for data.source=hub, not {settings.source}",
+            ),
+            (
+                settings.streaming and settings.documents,
+                "data.streaming reads as many documents as the steps need: set data.documents=0 (got "
+                f"{settings.documents})",
+            ),
+            (
+                settings.min_tokens > settings.max_tokens,
+                f"data.min_tokens={settings.min_tokens} must be at most "
+                f"data.max_tokens={settings.max_tokens}",
+            ),
+            (
+                outside,
+                f"data.lengths has {', '.join(map(str, outside[:1]))}; all must be between "
+                f"data.min_tokens={settings.min_tokens} "
+                f"and data.max_tokens={settings.max_tokens}",
+            ),
+            (
+                weights and len(weights) != len(settings.lengths),
+                f"data.length_weights has {len(weights)} numbers and data.lengths has "
+                f"{len(settings.lengths)}",
+            ),
+            (
+                reference and _documents_needed(settings) > MOST_GENERATED * wanted,
+                f"data.held_out_share={settings.held_out_share:g}: too many documents would have to be "
+                f"generated for data.held_out={settings.held_out} and data.documents={settings.documents}: "
+                "take 0.05",
+            ),
         )
-    weights = settings.length_weights
-    if weights and len(weights) != len(settings.lengths):
-        problems.append(
-            f"data.length_weights has {len(weights)} numbers and data.lengths has {len(settings.lengths)}"
-        )
-    wanted = settings.documents + settings.held_out
-    if settings.source == "reference" and _documents_needed(settings) > MOST_GENERATED * wanted:
-        problems.append(
-            f"data.held_out_share={settings.held_out_share:g}: too many documents would have to be generated "
-            f"for data.held_out={settings.held_out} and data.documents={settings.documents}: take 0.05"
-        )
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+    )
 
 
 def check_lengths(settings: DataSettings, horizon: int) -> None:

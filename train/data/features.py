@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -153,19 +155,17 @@ def fill_(
     mine = missing[process::num_processes]
     if not missing:
         say(f"features: all {len(documents)} documents are in {folder}")
-        return
-    told = False
     for start in range(0, len(mine), settings.shard_documents):
         chunk = mine[start : start + settings.shard_documents]
         tensors = _extract(chunk, source, settings)
-        if not told:
-            _check_room(folder, chunk, tensors, missing, len(documents), say if process == 0 else _silent)
-            told = True
-        _write_shard(folder, chunk, tensors)
-
-
-def _silent(text: str) -> None:
-    """Say nothing."""
+        if start == 0:
+            size = _checked_size(folder, chunk, tensors, missing, len(documents))
+            if process == 0:
+                say(size)
+        names = [document.name for document in chunk]
+        name = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
+        final = folder / f"shard-{name}.safetensors"
+        os.replace(save_beside(final, tensors, {_HEADER: json.dumps(names)}), final)
 
 
 def _extract(documents: Sequence[Document], source: Examples, settings: FeatureSettings) -> dict[str, Tensor]:
@@ -207,14 +207,18 @@ def _back(tensor: Tensor, device: torch.device) -> Any:
     return tensor.to(device) if tensor.dim() else tensor.item()
 
 
-def _check_room(
+def _checked_size(
     folder: Path,
     chunk: Sequence[Document],
     tensors: Mapping[str, Tensor],
     missing: Sequence[Document],
     total: int,
-    say: Callable[[str], None],
-) -> None:
+) -> str:
+    """How large the features will be, in words.
+
+    Raises:
+        ValueError: the disk has no room for them.
+    """
     per_token = sum(tensor.nbytes for tensor in tensors.values()) / sum(len(d.context_ids) for d in chunk)
     size = per_token * sum(len(document.context_ids) for document in missing)
     free = shutil.disk_usage(folder).free
@@ -222,20 +226,13 @@ def _check_room(
         f"features of {len(missing)} documents (of {total}; the others are there): {size / 2**30:.2f} GiB "
         f"({per_token / 1024:.1f} KiB a token) to {folder}, {free / 2**30:.1f} GiB free"
     )
-    say(text)
     if size > free:
         fit = int(len(missing) * free / size)
         raise ValueError(
             f"{text}: they do not fit. Set features.folder on a larger disk, data.documents to about {fit}, "
             "or leave features.folder unset: then every step asks the teacher."
         )
-
-
-def _write_shard(folder: Path, documents: Sequence[Document], tensors: Mapping[str, Tensor]) -> None:
-    names = [document.name for document in documents]
-    name = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
-    final = folder / f"shard-{name}.safetensors"
-    os.replace(save_beside(final, tensors, {_HEADER: json.dumps(names)}), final)
+    return text
 
 
 def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:
@@ -279,15 +276,6 @@ def _documents_in(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _fields_of(keys: Iterable[str]) -> dict[str, list[str]]:
-    """`DOCUMENT/LAYER` -> the fields that a shard holds of it."""
-    found: dict[str, list[str]] = {}
-    for key in keys:
-        prefix, _, field = key.rpartition("/")
-        found.setdefault(prefix, []).append(field)
-    return found
-
-
 class CachedExamples:
     """Examples from disk, one layer of one document at a time.
 
@@ -324,16 +312,19 @@ class CachedExamples:
                 f"is number {absent[0]}): extract them with the same data settings (`fill_`)."
             )
         # Opened once a call: what is mapped into memory is read where it is needed.
-        files = {path: safe_open(path, framework="pt") for path in {self.shards[name] for name in names}}
-        try:
-            opened = {path: file.__enter__() for path, file in files.items()}
-            for path, file in opened.items():
-                if path not in self._fields:
-                    self._fields[path] = _fields_of(file.keys())
+        with ExitStack() as stack:
+            opened = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in {self.shards[name] for name in names}
+            }
+            for path in opened.keys() - self._fields.keys():
+                self._fields[path] = defaultdict(list)
+                for prefix, _, field in (key.rpartition("/") for key in opened[path].keys()):  # noqa: SIM118
+                    self._fields[path][prefix].append(field)
             for layer in self.layers:
                 examples = []
-                for row, (name, document) in enumerate(zip(names, documents, strict=True)):
-                    path, prefix = self.shards[name], f"{name}/{layer}"
+                for row, document in enumerate(documents):
+                    path, prefix = self.shards[document.name], f"{document.name}/{layer}"
                     own: dict[str, Any] = {
                         field: _back(opened[path].get_tensor(f"{prefix}/{field}"), self.device)
                         for field in self._fields[path][prefix]
@@ -342,6 +333,3 @@ class CachedExamples:
                     inputs = GateInputs(**own)
                     examples.append(Example(layer, row, document.key, inputs, target_HT, reached_HT))
                 visit(examples)
-        finally:
-            for file in files.values():
-                file.__exit__(None, None, None)

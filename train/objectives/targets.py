@@ -16,12 +16,12 @@ from torch import Tensor
 from retain.config import Count, Positive, Tokens
 from retain.evidence import Evidence
 from retain.future import SOURCES, future_use
-from retain.registry import lookup
 from retain.scores import value_norm_l1
 from retain.train.data.branches import Reading
 from retain.train.data.features import Example
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.losses import head_overlaps
+from retain.train.rules import broken, unknown
 from retain.train.teacher import Frozen, View, walk
 
 Granularity = Literal["head", "layer", "token"]
@@ -75,14 +75,9 @@ def check_targets(settings: TargetSettings) -> None:
     Raises:
         ValueError: with all of them.
     """
-    problems = []
-    if not settings.sources:
-        problems.append(f"target.sources is empty: name some of {', '.join(SOURCES)}.")
-    for source in settings.sources:
-        try:
-            lookup(source, SOURCES, what="target.sources")
-        except ValueError as error:
-            problems.append(str(error))
+    problems = broken(
+        (not settings.sources, f"target.sources is empty: name some of {', '.join(SOURCES)}.")
+    ) + unknown(settings.sources, SOURCES, what="target.sources")
     if problems:
         raise ValueError(" ".join(problems))
 

@@ -1,13 +1,15 @@
 """Stops a run on request: it finishes the step, writes a checkpoint, and says how to go on.
 
 A request is SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (which schedulers send before the end), the end of the launcher
-(`retain.train.run.launcher`), or a file `STOP` in the run's folder. A signal only sets a flag, and the
-processes compare flags once a step, at the same place; so all of them stop after the same step.
+(which `accelerate launch` does not report to a single process), or a file `STOP` in the run's folder. A
+signal only sets a flag, and the processes compare flags once a step, at the same place; so all of them stop
+after the same step.
 
 The file is for runs on many machines: launchers do not hand every signal on (torchrun's agent dies of
 SIGUSR1, and kills its workers 30 seconds after a SIGTERM), but every machine sees the folder.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -20,16 +22,36 @@ import torch
 
 from retain.process.extras import deferred
 from retain.train.run.checkpoint import same_command
-from retain.train.run.launcher import LAUNCHER_GONE
 
 with deferred("train", "accelerate", what="training"):
     from accelerate import Accelerator
 
+# A signal of its own: it may come beside one that all processes were sent, and is no second request.
+LAUNCHER_GONE = signal.SIGUSR2
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 STOP_FILE = "STOP"
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # 128 + SIGTERM, as shells and schedulers read it: ended on request, whichever way it was made.
 EXIT_CODE = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def follow_launcher_() -> None:
+    """Be asked to stop when the `accelerate launch` that started this process ends. Nothing happens
+    where the system is not Linux or another program started it: a run that a shell started in the background
+    outlives the shell, as its user may have meant."""
+    launcher = os.getppid()
+    try:
+        started_by = Path(f"/proc/{launcher}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return
+    if not any(b"accelerate" in part for part in started_by) or not any(
+        b"launch" in part for part in started_by
+    ):
+        return
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(LAUNCHER_GONE))
+    if os.getppid() != launcher:  # it ended before the system was asked
+        os.kill(os.getpid(), LAUNCHER_GONE)
 
 
 class StopRequested(SystemExit):
