@@ -158,10 +158,7 @@ def _corpus(config: DistillConfig, accelerator: Accelerator) -> AnyCorpus:
 def _unloaded(config: DistillConfig, dtype: Precision) -> nn.Module:
     """The frozen model without its weights."""
     return meta_model(
-        config.model,
-        dtype=dtype,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
+        config.model, dtype=dtype, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
 
 

@@ -227,11 +227,7 @@ class EndToEnd(Stage):
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)
         self.soft_threshold = SoftThreshold(
-            gates,
-            hard=soft.hard,
-            temperature=soft.hard_temperature,
-            anchor=soft.anchor,
-            seed=seed,
+            gates, hard=soft.hard, temperature=soft.hard_temperature, anchor=soft.anchor, seed=seed
         )
         self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.soft_threshold)
         self.head: Head | None = None

@@ -88,14 +88,7 @@ METADATA: dict[str, Any] = {
     },
     "noop": {
         "term": "kl_forward",
-        "soft": {
-            "trained": 0.25,
-            "open": 0.5,
-            "alike": 0.75,
-            "shuffled": 1.0,
-            "random": 2e-5,
-            "budget": 0.5,
-        },
+        "soft": {"trained": 0.25, "open": 0.5, "alike": 0.75, "shuffled": 1.0, "random": 2e-5, "budget": 0.5},
         "hard": {"gate": 0.125, "recency": 0.5, "random": 0.5, "wins": 1.0, "documents": 8},
         "useful": True,
         "verdict": "The gates choose: shuffled ones lose more.",

@@ -234,11 +234,7 @@ def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_pa
     ],
 )
 def test_bad_requests_end_before_work_starts(
-    make_config: Make,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    message: str,
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
 ) -> None:
     """And before weights are read, which may take long."""
 

@@ -218,8 +218,7 @@ def test_bce_is_clamped_where_a_gate_is_sure(said: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("bce", 0.0), ("bce", 1.0), ("bce", -0.2), ("listwise", 0.0), ("listwise", -0.2)],
+    ("name", "said"), [("bce", 0.0), ("bce", 1.0), ("bce", -0.2), ("listwise", 0.0), ("listwise", -0.2)]
 )
 def test_a_gate_that_is_sure_and_wrong_can_come_back(name: str, said: float) -> None:
     _, target, reached, _ = one("mass")

@@ -423,9 +423,7 @@ def fill_(patch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...], *, aft
 
 
 @pytest.mark.parametrize(
-    ("names", "after"),
-    [(("optimizer.safetensors",), 1), (("log.jsonl",), 5)],
-    ids=["checkpoint", "log"],
+    ("names", "after"), [(("optimizer.safetensors",), 1), (("log.jsonl",), 5)], ids=["checkpoint", "log"]
 )
 def test_a_full_disk_ends_a_run_with_what_to_do(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], after: int

@@ -34,13 +34,7 @@ from retain.train.run.checkpoint import (
     save_checkpoint,
 )
 from retain.train.run.lock import locked
-from retain.train.run.parallel import (
-    Synchroniser,
-    check_alike,
-    is_sharded,
-    shard_frozen_,
-    sharding_of,
-)
+from retain.train.run.parallel import Synchroniser, check_alike, is_sharded, shard_frozen_, sharding_of
 from retain.train.run.signals import Signals
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model

@@ -133,10 +133,7 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
         return []
     return [
-        {
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call.get("arguments") or {}},
-        }
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
         for call in calls
     ]
 

@@ -159,9 +159,14 @@ def fill_(
         chunk = mine[start : start + settings.shard_documents]
         tensors = _extract(chunk, source, settings)
         if start == 0:
-            size = _checked_size(folder, chunk, tensors, missing, len(documents))
+            size, fits = _size(folder, chunk, tensors, missing, len(documents))
             if process == 0:
                 say(size)
+            if fits is not None:
+                raise ValueError(
+                    f"{size}: they do not fit. Set features.folder on a larger disk, data.documents to about "
+                    f"{fits}, or leave features.folder unset: then every step asks the teacher."
+                )
         names = [document.name for document in chunk]
         name = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
         final = folder / f"shard-{name}.safetensors"
@@ -207,18 +212,15 @@ def _back(tensor: Tensor, device: torch.device) -> Any:
     return tensor.to(device) if tensor.dim() else tensor.item()
 
 
-def _checked_size(
+def _size(
     folder: Path,
     chunk: Sequence[Document],
     tensors: Mapping[str, Tensor],
     missing: Sequence[Document],
     total: int,
-) -> str:
-    """How large the features will be, in words.
-
-    Raises:
-        ValueError: the disk has no room for them.
-    """
+) -> tuple[str, int | None]:
+    """How large the features will be, in words; and how many documents the disk has room for, if not for
+    all."""
     per_token = sum(tensor.nbytes for tensor in tensors.values()) / sum(len(d.context_ids) for d in chunk)
     size = per_token * sum(len(document.context_ids) for document in missing)
     free = shutil.disk_usage(folder).free
@@ -226,13 +228,7 @@ def _checked_size(
         f"features of {len(missing)} documents (of {total}; the others are there): {size / 2**30:.2f} GiB "
         f"({per_token / 1024:.1f} KiB a token) to {folder}, {free / 2**30:.1f} GiB free"
     )
-    if size > free:
-        fit = int(len(missing) * free / size)
-        raise ValueError(
-            f"{text}: they do not fit. Set features.folder on a larger disk, data.documents to about {fit}, "
-            "or leave features.folder unset: then every step asks the teacher."
-        )
-    return text
+    return text, int(len(missing) * free / size) if size > free else None
 
 
 def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:

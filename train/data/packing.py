@@ -52,11 +52,7 @@ def _shares(documents: Sequence[Document], num_processes: int, size_of: Size) ->
 
 
 def packs(
-    documents: Sequence[Document],
-    *,
-    micro_batch: int,
-    tokens_per_pack: int = 0,
-    size_of: Size = plain_size,
+    documents: Sequence[Document], *, micro_batch: int, tokens_per_pack: int = 0, size_of: Size = plain_size
 ) -> list[list[Document]]:
     """Documents that share a forward pass: first-fit decreasing.
 

@@ -316,11 +316,7 @@ def _described(payload: bytes) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    accelerator: Accelerator,
-    folder: Path,
-    step: int,
-    synchroniser: Synchroniser,
-    extra: Mapping[str, Any],
+    accelerator: Accelerator, folder: Path, step: int, synchroniser: Synchroniser, extra: Mapping[str, Any]
 ) -> Path:
     """Write the state beside, rename it, and only then remove all but the last `KEPT`; on every process.
 

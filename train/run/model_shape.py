@@ -103,11 +103,7 @@ def model_shape(model: nn.Module, name: str) -> ModelShape:
 
 
 def meta_model(
-    name: str,
-    *,
-    dtype: Precision = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    name: str, *, dtype: Precision = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> nn.Module:
     """A model that is not loaded: its config is read, its weights are not, and take no memory.
 

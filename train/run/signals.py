@@ -77,10 +77,7 @@ class Signals:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        folder: Path,
-        promise: str = "finishing this step, then a checkpoint",
+        self, accelerator: Accelerator, folder: Path, promise: str = "finishing this step, then a checkpoint"
     ):
         self.accelerator, self.file, self.promise = accelerator, Path(folder) / STOP_FILE, promise
         self.received: str | None = None
@@ -93,10 +90,7 @@ class Signals:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
             # None: a handler that was not set from Python, which Python cannot put back.
