@@ -433,8 +433,8 @@ def report(
         keep: dict[str, dict[str, Any]] = {f"{ratio:g}": {} for ratio in keep_ratios}
         for scope in ("head", "layer", "model"):
             shares = [_compared(_rows(score, scope), _rows(own, scope), keep_ratios) for score, own in pairs]
-            means = torch.stack(shares).mean(0).T.tolist()
-            for of_ratio, (kept, overlap) in zip(keep.values(), means, strict=True):
+            for of_ratio, both_D2 in zip(keep.values(), torch.stack(shares).unbind(-1), strict=True):
+                kept, overlap = (float(share_D.mean()) for share_D in both_D2.unbind(1))
                 of_ratio[scope] = {"kept": kept, "overlap": overlap}
         fits = [] if own_unit == "rank" else [_log_r2(*pair) for pair in pairs]
         found[name] = {"keep": keep, "r2": sum(fits) / len(fits) if fits else None}
