@@ -24,7 +24,7 @@ from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.gates import load_gates, new_gates
 from retain.process.extras import deferred
 from retain.train.data.branches import lengths_of, row_tokens
-from retain.train.data.corpora import AnyCorpus, Document, load_corpus
+from retain.train.data.corpora import AnyCorpus, Corpus, Document, load_corpus
 from retain.train.data.features import CachedExamples, fill_, recipe_of
 from retain.train.local_stage import LayerLocal, TeacherExamples, check_unit
 from retain.train.lookahead_stage import Lookahead
@@ -54,7 +54,6 @@ from retain.train.run.model_shape import (
     precision_of,
 )
 from retain.train.run.parallel import (
-    Sharding,
     check_alike,
     is_sharded,
     leave_alone_,
@@ -65,7 +64,7 @@ from retain.train.run.parallel import (
 from retain.train.run.plan import Plan, plan_of
 from retain.train.run.progress import check_tracker, tracker_options
 from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, follow_launcher_, forget_
-from retain.train.run.workload import work_of
+from retain.train.run.workload import Work, work_of
 from retain.train.soft_stage import EndToEnd
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, load_frozen, load_unread
@@ -115,18 +114,31 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
             gates = build_gates(config.gate.family, dims_for(config.gate.family, sizes, config.gate.settings))
     longest = config.data.max_tokens
     document = Document((0,) * longest, (0,) * (config.data.max_appendix_tokens or 64))
-    work = work_of(
+    count = config.data.documents or config.training.batch_documents
+    work = _work(config, gates, [document] * count, accelerator, sampled=not config.data.documents)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[shape.dtype_bytes]
+    return plan_of(shape, work, device_here(accelerator.device, dtype, config.plan))
+
+
+def _work(
+    config: DistillConfig,
+    gates: GateSet,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    *,
+    sampled: bool,
+) -> Work:
+    """The workload of these documents."""
+    return work_of(
         config,
         gates,
-        [lengths_of(document, config.target)] * (config.data.documents or config.training.batch_documents),
+        [lengths_of(document, config.target) for document in documents],
         accelerator.num_processes,
         inputs=gates.inputs,
         chunk=config.chunk,
-        sharding=_sharding(config, accelerator),
-        sampled=not config.data.documents,
+        sharding="device_map" if config.device_map is not None else sharding_of(accelerator),
+        sampled=sampled,
     )
-    dtype = {2: torch.bfloat16, 4: torch.float32}[shape.dtype_bytes]
-    return plan_of(shape, work, device_here(accelerator.device, dtype, config.plan))
 
 
 def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:
@@ -239,17 +251,8 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     objective = _objective(config, gates, frozen)
     align = _alignment(config, objective, accelerator)
     if accelerator.is_main_process:
-        known = corpus.documents_of(0) if corpus.num_documents is None else corpus.train
-        work = work_of(
-            config,
-            gates,
-            [lengths_of(one, config.target) for one in known],
-            accelerator.num_processes,
-            inputs=gates.inputs,
-            chunk=frozen.chunk,
-            sharding=_sharding(config, accelerator),
-            sampled=corpus.num_documents is None,
-        )
+        known = corpus.train if isinstance(corpus, Corpus) else corpus.documents_of(0)
+        work = _work(config, gates, known, accelerator, sampled=corpus.num_documents is None)
         device = device_here(accelerator.device, frozen.model.dtype, config.plan)
         print(plan_of(shape, work, device).text())
     accelerator.wait_for_everyone()  # every process has looked at the folder before one of them changes it
@@ -289,11 +292,6 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         finish_(folder)
         tqdm.write(f"gates: {folder} (retain.load_gates({str(folder)!r}, model))", file=sys.stdout)
     return folder
-
-
-def _sharding(config: DistillConfig, accelerator: Accelerator) -> Sharding:
-    """How the frozen weights lie."""
-    return "device_map" if config.device_map is not None else sharding_of(accelerator)
 
 
 def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:

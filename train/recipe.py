@@ -234,28 +234,32 @@ def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
         ValueError: a number of forwards that depends on the document.
     """
     sources = config.target.sources
-    if "continuation" in sources:
-        raise ValueError(
-            "target.sources has `continuation`, which each process generates at its own length, and a "
-            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
-            "continuations into the data as answers (context, question, answer)."
-        )
-    if config.features.folder is not None:
-        raise ValueError(
-            "features.folder is filled by each process at its own pace, and a sharded model must be read in "
-            "lockstep: extract with configs/accelerate/ddp.yaml (or one process and device_map=auto), then "
-            "train from the folder, or leave features out."
-        )
     one_branch = {*sources} <= {"own", "appendix"} or (
         {*sources} <= {"own", "repeat"} and config.data.max_tokens <= config.target.repeat_chunk
     )
-    if frozen.forward_of == "branch" and not one_branch:
-        raise ValueError(
+    problems = broken(
+        (
+            "continuation" in sources,
+            "target.sources has `continuation`, which each process generates at its own length, and a "
+            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
+            "continuations into the data as answers (context, question, answer).",
+        ),
+        (
+            config.features.folder is not None,
+            "features.folder is filled by each process at its own pace, and a sharded model must be read in "
+            "lockstep: extract with configs/accelerate/ddp.yaml (or one process and device_map=auto), then "
+            "train from the folder, or leave features out.",
+        ),
+        (
+            frozen.forward_of == "branch" and not one_branch,
             "this model has recurrent layers, which read every branch in a forward of its own, and a sharded "
             f"model must be read in lockstep: with target.sources=[{', '.join(sources)}] documents have "
             "different numbers of branches. Take own and appendix, or own and repeat with "
-            "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml."
-        )
+            "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml.",
+        ),
+    )
+    if problems:
+        raise ValueError(" ".join(problems))
 
 
 def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document], None]:

@@ -11,6 +11,7 @@ all logits, so gates that all close alike cost no loss and satisfy every capacit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -446,19 +447,16 @@ class EndToEnd(Stage):
         )
         seen_BR = (valid_BT.cumsum(-1) * valid_BT).gather(-1, rows_BR).to(open_BXR.dtype)
         limit_BR = keep * seen_BR if soft.budget is None else torch.full_like(seen_BR, soft.budget)
-        found = {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
-        if "capacity_head" in soft.terms:
-            found["capacity_head"] = capacity_term(open_BXR, seen_BR, limit_BR, variant=soft.variant)
-        if "capacity_global" in soft.terms:
-            shared_B1R = open_BXR.mean(1, keepdim=True)
-            found["capacity_global"] = capacity_term(shared_B1R, seen_BR, limit_BR, variant=soft.variant)
-        if "closed" in soft.terms:
-            found["closed"] = closed_term(log_gates, valid_BT, keep)
-        if "eviction_rate" in soft.terms:
-            found["eviction_rate"] = eviction_rate_term(log_gates, valid_BT, keep)
-        if "admitted" in soft.terms:
-            found["admitted"] = admitted_term(log_gates, valid_BT, soft.protected)
-        return found
+        capacity = partial(capacity_term, seen_BR=seen_BR, limit_BR=limit_BR, variant=soft.variant)
+        made = {
+            "capacity_head": lambda: capacity(open_BXR),
+            "capacity_global": lambda: capacity(open_BXR.mean(1, keepdim=True)),
+            "closed": lambda: closed_term(log_gates, valid_BT, keep),
+            "eviction_rate": lambda: eviction_rate_term(log_gates, valid_BT, keep),
+            "admitted": lambda: admitted_term(log_gates, valid_BT, soft.protected),
+        }
+        found = {name: term() for name, term in made.items() if name in soft.terms}
+        return found | {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
 
 
 def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:

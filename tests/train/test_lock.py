@@ -16,11 +16,6 @@ from retain.train.run.lock import locked
 from retain.train.run.signals import STOP_FILE
 
 
-@pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
-
-
 def held(folder: Path, **changes: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOCK_FILE).write_text(json.dumps({**me(), **changes}))

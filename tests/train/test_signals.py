@@ -20,11 +20,7 @@ from retain.train.run.signals import (
     forget_,
 )
 from tests.launch import launch_environment
-
-
-@pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
+from tests.train.runs import python
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
@@ -76,13 +72,7 @@ def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:
         "    os.kill(os.getpid(), signal.SIGTERM); print('still here', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM); print('too late', flush=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env=launch_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-c", code, str(tmp_path), fine=False)
     assert done.returncode == -signal.SIGTERM and done.stdout == "still here\n"
 
 

@@ -29,6 +29,7 @@ from retain.train.data.corpora import Document
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.soft_losses import VOCABULARY
 from retain.train.objectives.soft_threshold import SoftThreshold
+from retain.train.rules import broken
 from retain.train.soft_stage import BUDGETED, EndToEnd, SoftSettings
 from retain.train.stage import HELD_OUT_STEP
 from retain.train.teacher import Frozen
@@ -195,49 +196,45 @@ def _share(num_tokens: int, soft: SoftSettings) -> float:
 
 
 def _problems(means: dict[str, float], hard: dict[str, float]) -> list[str]:
-    problems = []
-    if "budget" in means and means["open"] > OVER_BUDGET * means["budget"]:
-        problems.append(
-            f"The gates are open ({means['open']:.0%} of the entries, and the budget is "
-            f"{means['budget']:.0%}): train longer, or weigh the capacity more."
-        )
-    elif "budget" not in means and means["open"] > OPEN_SHARE:
-        problems.append(
-            f"The gates are open ({means['open']:.0%} of the entries): train longer, or weigh its cost more."
-        )
-    if not (means["trained"] < MARGIN * means["shuffled"] and means["trained"] < means["random"]):
-        problems.append(
-            f"The gates do not choose: they lose {means['trained']:.3g} a token, their own numbers dealt "
+    trained, opened, stated = means["trained"], means["open"], "budget" in means
+    against = f", and the budget is {means['budget']:.0%}" if stated else ""
+    return broken(
+        (
+            opened > (OVER_BUDGET * means["budget"] if stated else OPEN_SHARE),
+            f"The gates are open ({opened:.0%} of the entries{against}): train longer, or weigh "
+            f"{'the capacity' if stated else 'its cost'} more.",
+        ),
+        (
+            not (trained < MARGIN * means["shuffled"] and trained < means["random"]),
+            f"The gates do not choose: they lose {trained:.3g} a token, their own numbers dealt "
             f"anew {means['shuffled']:.3g}, and drawn at random {means['random']:.3g}. This is the no-op "
-            "loophole: protect more, or set soft.anchor."
-        )
-    if hard["documents"] and not (hard["gate"] < MARGIN * hard["random"] and hard["gate"] < hard["recency"]):
-        problems.append(
+            "loophole: protect more, or set soft.anchor.",
+        ),
+        (
+            hard["documents"]
+            and not (hard["gate"] < MARGIN * hard["random"] and hard["gate"] < hard["recency"]),
             f"Evicting by the gates loses {hard['gate']:.3g} a token, at random {hard['random']:.3g} (they "
             f"beat {hard['wins']:.0%} of the draws), and all but the most recent {hard['recency']:.3g}: they "
-            "must lose less than 0.9 of the one, and less than the other."
-        )
-    return problems
+            "must lose less than 0.9 of the one, and less than the other.",
+        ),
+    )
 
 
 def _praise(means: dict[str, float], hard: dict[str, float]) -> str:
-    text = (
-        f"The gates choose: they lose {means['trained']:.3g} a token, shuffled {means['shuffled']:.3g}, at "
-        f"random {means['random']:.3g}"
-    )
+    evicted = "; no document is long enough for an eviction at this budget."
     if hard["documents"]:
-        text += (
+        evicted = (
             f"; evicting by them loses {hard['gate']:.3g}, at random {hard['random']:.3g}, and all but the "
             f"most recent {hard['recency']:.3g}."
         )
-    else:
-        text += "; no document is long enough for an eviction at this budget."
-    if means["alike"] <= means["trained"]:
-        text += (
-            f" Closed alike they would lose {means['alike']:.3g}: gates this soft do not feel the budget, so "
-            "judge them by evictions, or train with soft.hard."
-        )
-    return text
+    alike = (
+        f" Closed alike they would lose {means['alike']:.3g}: gates this soft do not feel the budget, so "
+        "judge them by evictions, or train with soft.hard."
+    )
+    return (
+        f"The gates choose: they lose {means['trained']:.3g} a token, shuffled {means['shuffled']:.3g}, at "
+        f"random {means['random']:.3g}{evicted}{alike if means['alike'] <= means['trained'] else ''}"
+    )
 
 
 def _evicted(

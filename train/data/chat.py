@@ -57,11 +57,11 @@ def turns(messages: Any) -> list[dict[str, Any]]:
         ValueError: it is no list of messages in either form.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"wanted a list of messages, got {_shown(messages)}")
+        raise ValueError(f"wanted a list of messages, got {shown(messages)}")
     made = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"message {number} is {_shown(message)}; wanted {{role, content}}")
+            raise ValueError(f"message {number} is {shown(message)}; wanted {{role, content}}")
         fields = _without_none(message)
         if "from" in fields and "role" not in fields:
             speaker = fields.pop("from")
@@ -95,11 +95,11 @@ def tools_of(value: Any) -> list[Any]:
         try:
             found = json.loads(value) if value.strip() else []
         except ValueError as error:
-            raise ValueError(f"tools is no JSON ({error}), got {_shown(value)}") from error
+            raise ValueError(f"tools is no JSON ({error}), got {shown(value)}") from error
     if found is None:
         return []
     if not isinstance(found, list | tuple) or not all(isinstance(tool, Mapping) for tool in found):
-        raise ValueError(f"wanted tools as a list of descriptions (or its JSON text), got {_shown(value)}")
+        raise ValueError(f"wanted tools as a list of descriptions (or its JSON text), got {shown(value)}")
     if (half := half_character(found)) is not None:
         raise ValueError(f"tools holds {half}")
     return [_without_none(tool) for tool in found]
@@ -182,7 +182,8 @@ def chat_of(tokenizer: Any) -> Chat:
         # Templates are programs: jinja's own errors, and TypeError, KeyError from inside them.
         except Exception as error:
             raise ValueError(
-                f"the tokenizer's chat template refuses this conversation ({_what(error)}): {_advice(error)}"
+                f"the tokenizer's chat template refuses this conversation ({type(error).__name__}: "
+                f"{error}): {_advice(error)}"
             ) from error
 
     def chat(
@@ -241,10 +242,9 @@ def _advice(error: Exception) -> str:
     )
 
 
-def _what(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The beginning of a value, and its type, for errors."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return f"an integer of {value.bit_length()} bits"  # Python writes no more than 4300 digits
     text = repr(value)
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

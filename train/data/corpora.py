@@ -8,8 +8,8 @@ Two contexts that differ in one token are two contexts: after another tokenizer,
 `lengths` the sides are drawn anew, one conversation's first turns may be on the other side than the whole of
 it, and documents of the reference generator take their filler from windows of one text, which can overlap.
 
-This module puts `document`, `sources`, `rows`, `chat`, `corpus`, `streaming` and `packing` together; others
-import them from here.
+This module puts `document`, `sources`, `rows`, `chat`, `corpus` and `packing` together; others import them
+from here.
 """
 
 import math
@@ -22,12 +22,11 @@ from tqdm import tqdm
 
 from retain.config import Count, Positive, ProperShare, Range, Tokens, Whole
 from retain.train.data.chat import Chat, chat_of
-from retain.train.data.corpus import Corpus
+from retain.train.data.corpus import Corpus, StreamingCorpus
 from retain.train.data.document import Batch, Document, Encode, collate, held_out_fraction
 from retain.train.data.packing import num_packs, packs, share_of
 from retain.train.data.rows import Reader, check_columns
 from retain.train.data.sources import Hub, LocalFiles, Source
-from retain.train.data.streaming import StreamingCorpus
 from retain.train.rules import broken, refuse
 
 __all__ = [

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from retain.registry import nearest, suggest
-from retain.train.data.chat import Chat, half_character, tools_of, turns
+from retain.train.data.chat import Chat, half_character, shown, tools_of, turns
 from retain.train.data.document import Document, Encode, fraction_of
 from retain.train.data.sources import Row
 
@@ -246,11 +246,11 @@ def _ids(row: Row, role: str, value: Any) -> tuple[int, ...]:
         largest = max(value, default=0)
         if largest > LARGEST_ID:
             raise ValueError(
-                f"{row.where}: {role} holds {_shown(largest)}, which is no token id: they fit into 63 bits. "
+                f"{row.where}: {role} holds {shown(largest)}, which is no token id: they fit into 63 bits. "
                 "Name another column in data.columns, or encode the data again."
             )
         return tuple(value)
-    raise ValueError(f"{row.where}: {role} must be a list of token ids from 0, got {_shown(value)}.")
+    raise ValueError(f"{row.where}: {role} must be a list of token ids from 0, got {shown(value)}.")
 
 
 def _text(row: Row, role: str, value: Any) -> str:
@@ -263,13 +263,6 @@ def _text(row: Row, role: str, value: Any) -> str:
             raise ValueError(f"{row.where}: {role} holds {half}.")
         return value
     raise ValueError(
-        f"{row.where}: {role} must be text, got {_shown(value)}. Name another column in data.columns, or "
+        f"{row.where}: {role} must be text, got {shown(value)}. Name another column in data.columns, or "
         "write the data again with text in it."
     )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, int) and abs(value) >= 2**64:
-        return f"an integer of {value.bit_length()} bits"  # Python writes no more than 4300 digits
-    text = repr(value)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

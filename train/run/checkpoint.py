@@ -35,7 +35,6 @@ from typing import Any, Literal
 import yaml
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor
 
 from retain.config import leaves, read_mapping
 from retain.gates.store import METADATA_FILE, write_beside
@@ -338,7 +337,7 @@ def save_checkpoint(
     final = folder / CHECKPOINTS / f"step-{step:06d}"
 
     def write() -> None:
-        gates = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _state_of(synchroniser)}
+        gates = synchroniser.gates.state_dict()
         state = {
             "checkpoint_version": CHECKPOINT_VERSION,
             "step": step,
@@ -347,8 +346,12 @@ def save_checkpoint(
             "extra": dict(extra.items()),
         }
         files = {
-            GATES_FILE: save_tensors({name: tensor.contiguous() for name, tensor in gates.items()}),
-            OPTIMIZER_FILE: save_tensors({name: tensor.contiguous() for name, tensor in optimizer.items()}),
+            **{
+                file: save_tensors(
+                    {name: own.detach().to("cpu", copy=True).contiguous() for name, own in tensors.items()}
+                )
+                for file, tensors in ((GATES_FILE, gates), (OPTIMIZER_FILE, optimizer))
+            },
             STATE_FILE: (json.dumps(state, indent=2) + "\n").encode(),
         }
         manifest = {"files": {name: _described(payload) for name, payload in files.items()}}
@@ -399,10 +402,6 @@ def by_the_first(accelerator: Accelerator, write: Callable[[], None]) -> None:
         raise error
     if said is not None:
         raise DiskError(*said)
-
-
-def _state_of(synchroniser: Synchroniser) -> list[tuple[str, Tensor]]:
-    return list(synchroniser.gates.state_dict().items())
 
 
 def _write_synced(path: Path, payload: bytes) -> None:
@@ -458,7 +457,7 @@ def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[s
             f"{CHECKPOINT_VERSION}: upgrade retain to go on with it."
         )
     gates, optimizer = (load_tensors((path / name).read_bytes()) for name in (GATES_FILE, OPTIMIZER_FILE))
-    wanted = {name: tuple(tensor.shape) for name, tensor in _state_of(synchroniser)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in synchroniser.gates.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in gates.items()}
     names = {name.partition("/")[2] for name in optimizer}
     if wanted != found or names != synchroniser.parameters.keys():

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from torch.utils.benchmark import Timer
 
 from retain.config import PositiveShare, Range
 from retain.process.extras import deferred
@@ -118,6 +117,8 @@ def _memory(device: torch.device) -> float:
 
 def measured_tflops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
     """Rate of a square matrix product, for about this long."""
+    from torch.utils.benchmark import Timer  # which imports setuptools, for code that is compiled
+
     size = 4096 if device.type == "cuda" else 768
     # Not of equal numbers, which some devices multiply faster.
     draw = torch.Generator(device).manual_seed(0)

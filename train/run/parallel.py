@@ -283,6 +283,7 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
     cast or clip a second time. Values of "auto" are left to DeepSpeed's defaults.
     """
     zero = {k: v for k, v in config.get("zero_optimization", {}).items() if v != "auto"}
+    every = config.get("steps_per_print", "auto")
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -291,9 +292,7 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         # Our AdamW, not the one that DeepSpeed compiles: where the state lies is all that offloading changes.
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": config.get("steps_per_print", 2**31)
-        if config.get("steps_per_print") != "auto"
-        else 2**31,
+        "steps_per_print": 2**31 if every == "auto" else every,
         "wall_clock_breakdown": bool(config.get("wall_clock_breakdown", False)),
     }
 

@@ -6,9 +6,9 @@ The rate is that of this process's last steps, so that a resumed run does not co
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -26,7 +26,7 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 _STEPS = 20
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """The bar of a run.
 
     Args:
@@ -61,12 +61,7 @@ class Progress:
             total=total_steps, initial=start, desc="distill", unit="step", disable=not show, **options
         )
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     @property

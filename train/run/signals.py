@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -89,9 +89,7 @@ class Signals:
             self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             # None: a handler that was not set from Python, which Python cannot put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
