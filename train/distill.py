@@ -92,7 +92,7 @@ def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
 
 
 def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
-    """What the run would take, without reading weights or documents: each document is taken to be as long as
+    """Plan the run without reading weights or documents: each document is taken to be as long as
     `data.max_tokens` allows.
 
     Args:
@@ -194,7 +194,7 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     check(config, accelerator.num_processes)
     try:
         with locked(Path(config.output), accelerator):
-            # Now, and never later: whoever asks while the model loads asks this run.
+            # Now, and never later: a request while the model loads is one to this run.
             if accelerator.is_main_process:
                 forget_(Path(config.output))
             accelerator.wait_for_everyone()
@@ -326,7 +326,7 @@ def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
 def _alignment(
     config: DistillConfig, objective: Stage, accelerator: Accelerator
 ) -> Callable[[Sequence[Document]], None] | None:
-    """What is done before the first step of an end-to-end stage with gates that learned a risk before: they
+    """The preparation of an end-to-end stage that begins with gates that learned a risk: they
     are shifted to where the budget cuts.
 
     Raises:

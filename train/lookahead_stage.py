@@ -63,7 +63,7 @@ class Lookahead(Stage):
         self.extension = gates.extension
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What the optimiser trains."""
+        """The parameters that the optimiser trains."""
         return list(self.extension.parameters())
 
     def prepare_(self, documents: Sequence[Document]) -> None:
@@ -122,7 +122,7 @@ class Lookahead(Stage):
         return {layer: normalised(total_HT) for layer, total_HT in totals.items()}
 
     def _score(self, cache: Cache, layer: int, asked: Asked) -> Float[Tensor, "H T"]:
-        """What the layer's gate makes of tokens behind the document."""
+        """The layer's gate applied to tokens behind the document."""
         gate, spec, held = self.gates[layer], cache._spec_of[layer], cache.layers[layer]
         assert isinstance(gate, LookaheadGate)
         inputs = GateInputs(

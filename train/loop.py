@@ -140,7 +140,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
             log(record)
             done, stop = step + 1, signals.requested
             last = done == training.steps
-            # Whoever asks to stop does not wait for it: the run that goes on begins with the look.
+            # A request to stop does not wait for it: the resumed run begins with the look.
             if corpus.held_out and (last or (_due(done, training.held_out_every) and not stop)):
                 held_out = look(done)
             bar.step(record["tokens"], record["loss"], held_out.get("overlap"))
@@ -229,8 +229,8 @@ def _share(documents: Sequence[Document], lesson: Lesson, accelerator: Accelerat
 def _packs(
     mine: Sequence[Document], everyone: Sequence[Document], lesson: Lesson, accelerator: Accelerator
 ) -> list[tuple[list[Document], bool]]:
-    """This process's packs, each with whether it counts: where processes must walk in step, whoever has fewer
-    walks its last one again for nothing. So every pack must be as many forwards (`Lesson.alone`,
+    """This process's packs, each with whether it counts: where processes must walk in step, one with fewer
+    walks its last pack again for nothing. So every pack must be as many forwards (`Lesson.alone`,
     `retain.train.recipe.check_lockstep`)."""
     limits: dict[str, Any] = {
         "micro_batch": 1 if lesson.alone else lesson.training.micro_batch,

@@ -263,7 +263,7 @@ def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
 
 
 def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document], None]:
-    """What every document has to be, asked as it is read."""
+    """The check that every document passes as it is read."""
     alone = set(config.target.sources) == {"appendix"}
 
     def check_one(document: Document) -> None:

@@ -71,7 +71,7 @@ PREPARED_DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class SoftSettings:
-    """What is trained end to end.
+    """Settings of the end-to-end stage.
 
     Args:
         terms: name -> weight; of fidelity: `kl_forward`, `kl_reverse`, `next_token`, `hidden`; of cost:
@@ -330,7 +330,7 @@ class EndToEnd(Stage):
         return rows
 
     def _overlaps(self, documents: Sequence[Document], baselines: bool) -> list[dict[str, Any]]:
-        """How much of the target's top fifth the gates' order at the end of each document finds."""
+        """Share of the target's top fifth that the gates' order at the end of each document finds."""
         assert self.target is not None
         tally = Tally(len(documents))
 
@@ -490,7 +490,7 @@ def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
 
 @contextmanager
 def _checkpointed(base: Any) -> Iterator[None]:
-    """Inside, decoder layers are computed again for the gradient. They alone are told that they train, which
+    """Inside, decoder layers are computed again for the gradient. They alone are set to train, which
     is what transformers asks; what is in them is not, so that nothing drops out."""
     before = [layer.training for layer in base.layers]
     # The caller may checkpoint some of them already, in a way of its own.

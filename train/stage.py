@@ -1,4 +1,4 @@
-"""What the stages of training share: the interface that the loop calls, and means over layers."""
+"""Defines the base class of the stages of training, and means over layers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Stage(ABC):
         self.gates, self.fields = gates, fields
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimiser trains."""
+        """The parameters that the optimiser trains."""
         return list(self.gates.parameters())
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Stage(ABC):
 
 
 class Tally:
-    """What the layers report of each document, summed on the device and read once, at the end: a layer does
+    """The layers' numbers of each document, summed on the device and read once, at the end: a layer does
     not wait for the one before it.
 
     Args:

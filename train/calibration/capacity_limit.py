@@ -26,7 +26,7 @@ AFFORDABLE = 0.04
 def limit_record(
     curve: Mapping[str, Sequence[float]] | None, unit: str, *, affordable: float = AFFORDABLE
 ) -> dict[str, Any] | None:
-    """What an artifact's `calibration.capacity` is; None where no limit on risk means anything.
+    """The record `calibration.capacity` of an artifact; None where no limit on risk means anything.
 
     `limit = threshold(affordable)`, the threshold on the calibrated score at which the held-out documents
     kept that share.

@@ -43,7 +43,7 @@ FITS: dict[str, Callable[..., dict[int, Any]]] = {
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What is fitted after training.
+    """Settings of the calibration after training.
 
     Args:
         kind: `remap`: a monotone curve for every head; `shared`: one curve, with four numbers a head;
@@ -78,7 +78,7 @@ class CalibrationSettings:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to fit."""
+        """True where there is anything to fit."""
         return self.kind != "none" or self.fusion_weights or self.curve or self.quotas
 
 
@@ -411,7 +411,7 @@ def report(
     raw_unit: str,
     unit: str,
 ) -> dict[str, Any]:
-    """What calibration changes, on documents that it was not fitted to.
+    """Compare scores before and after calibration, on documents that it was not fitted to.
 
     Args:
         looks: with the scores before, of entries that count.
@@ -452,7 +452,7 @@ def _compared(scores: Sequence[Tensor], targets: Sequence[Tensor], keep_ratios: 
 
 
 def _rows(values: Mapping[int, Tensor], scope: str) -> list[Tensor]:
-    """One row for whoever shares a budget: a head, a layer, or the whole model."""
+    """One row for each group that shares a budget: a head, a layer, or the whole model."""
     if scope == "head":
         return list(values.values())
     flat = [values_HT.flatten()[None] for values_HT in values.values()]

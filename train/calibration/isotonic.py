@@ -92,7 +92,7 @@ class Steps:
 
 
 def knots_of(x_N: Float64[Tensor, " N"], K: int) -> Float64[Tensor, " K"]:
-    """Where the knots lie: at quantiles `logistic(-5 .. 5)` of the scores, ends at their ends, strictly
+    """Positions of the knots: at quantiles `logistic(-5 .. 5)` of the scores, ends at their ends, strictly
     rising."""
     place_K = torch.linspace(-REACH_OF_KNOTS, REACH_OF_KNOTS, K, dtype=torch.float64).sigmoid()
     share_K = (place_K - place_K[0]) / (place_K[-1] - place_K[0])

@@ -129,7 +129,7 @@ def noop_report(
 def asked(
     gates: GateSet, frozen: Frozen, document: Document, soft: SoftSettings, *, seed: int = 0
 ) -> dict[str, dict[str, float]]:
-    """What `noop_report` finds of one document, whichever others there are: processes may share them.
+    """The numbers of one document for `noop_report`, independent of others: processes may share them.
 
     Returns:
         `soft` and `hard` of the document, as in the report; `hard` is empty where its context fits into the
@@ -185,7 +185,7 @@ def _fidelity(soft: SoftSettings) -> str:
 
 
 def _budgeted(soft: SoftSettings) -> bool:
-    """Whether a term that was trained states how much may stay open."""
+    """True where a trained term states how much may stay open."""
     return any(weight for name, weight in soft.terms.items() if name in BUDGETED)
 
 
@@ -279,7 +279,7 @@ def _seeds(document: Document, seed: int) -> list[int]:
 
 
 def _split(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What is evicted from, and what is read afterwards."""
+    """The tokens that are evicted from, and those that are read afterwards."""
     if document.appendix_ids:
         return document.context_ids, document.appendix_ids
     count = min(LONGEST, int(CONTINUATION * len(document.context_ids)))

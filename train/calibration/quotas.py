@@ -121,7 +121,7 @@ def _so_far(score_HT: Tensor, target_HT: Tensor) -> Float64[Tensor, "H counts"]:
 
 
 def _won(rows: Rows, total: int) -> list[int]:
-    """How many of each head's entries are among the first of all."""
+    """Number of each head's entries among the first of all."""
     chosen_N = torch.zeros(sum(own.numel() for own in rows.values()), dtype=torch.bool)
     chosen_N[order_entries(_flat(rows)[None])[0, :total]] = True
     pieces = chosen_N.split([own.numel() for own in rows.values()])

@@ -146,7 +146,7 @@ def repeats(document: Document, settings: "TargetSettings", frozen: "Frozen") ->
 
 
 def continue_greedily(frozen: "Frozen", documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
-    """What the frozen model writes after each document, greedily, up to its end token (left out).
+    """Greedy continuations of the documents by the frozen model, up to its end token (left out).
 
     Each document is continued alone, without a mask, and what was written is remembered: it is the same to
     the last token whatever was asked for before, in whichever company, also after a resume.

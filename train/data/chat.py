@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
 
-# The date that Llama 3's template writes where it is told none.
+# The date that Llama 3's template writes where it is given none.
 TODAY = datetime(2024, 7, 26)
 
 
@@ -222,7 +222,7 @@ def chat_of(tokenizer: Any) -> Chat:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about a template's error, by its kind."""
+    """Advice on a template's error, by its kind."""
     from jinja2 import TemplateError, UndefinedError
 
     if isinstance(error, UndefinedError):

@@ -54,7 +54,7 @@ Check = Callable[[Document], None]
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where documents come from.
+    """The source of documents, their split and their lengths.
 
     Args:
         source: `reference` (generated, seen families only), `jsonl`, `parquet` or `text` (local files), or
@@ -214,7 +214,7 @@ MOST_GENERATED = 100
 
 
 def _documents_needed(settings: DataSettings) -> float:
-    """How many generated documents fill both sides of the split, as it is expected."""
+    """Expected number of generated documents that fill both sides of the split."""
     if not settings.held_out:
         return float(settings.documents)
     share = settings.held_out_share

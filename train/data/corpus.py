@@ -49,7 +49,8 @@ class Corpus:
         return len(self.train)
 
     def documents_of(self, step: int) -> list[Document]:
-        """What step `step` (from 0) reads, over all processes: a new shuffle each time through the corpus."""
+        """Documents of step `step` (from 0), over all processes: a new shuffle each time through the
+        corpus."""
         count = len(self.train)
         places = range(step * self.batch_documents, (step + 1) * self.batch_documents)
         epochs = range(places[0] // count, places[-1] // count + 1)
@@ -148,7 +149,7 @@ class StreamingCorpus:
         return None
 
     def documents_of(self, step: int) -> list[Document]:
-        """What step `step` reads, over all processes: the next step, or once more the one just read.
+        """Documents of step `step`, over all processes: the next step, or once more the one just read.
 
         Raises:
             ValueError: a row that cannot be read, a hub that broke off.
@@ -162,7 +163,7 @@ class StreamingCorpus:
         return list(self._last)
 
     def state(self) -> dict[str, Any]:
-        """Where the next step begins, for JSON; the same on every process."""
+        """The position where the next step begins, for JSON; the same on every process."""
         return {"kind": "streaming", **self._place}
 
     def restore_(self, state: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ class Document:
 
     @cached_property
     def name(self) -> str:
-        """What it is called on disk: 96 bits of its tokens, so that no order or split matters."""
+        """Its name on disk: 96 bits of its tokens, so that no order or split matters."""
         return _digest(b"features", self.context_ids, self.appendix_ids)[:12].hex()
 
 

@@ -36,7 +36,7 @@ _HEADER = "documents"
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """Whether examples are kept on disk.
+    """Settings of examples that are kept on disk.
 
     Args:
         folder: where; None: every step asks the teacher. Losses that look at more of a layer than a gate's
@@ -64,7 +64,7 @@ def check_features(settings: FeatureSettings) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """What the gate of one layer learns from one document.
+    """Inputs and target of one layer's gate on one document.
 
     Args:
         layer_idx: of the layer in the model.
@@ -87,7 +87,7 @@ class Example:
 
 @runtime_checkable
 class Examples(Protocol):
-    """Where examples come from."""
+    """A source of examples."""
 
     def of(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
         """Call `visit` with the examples of one layer at a time, layers ascending: of all the documents at
@@ -97,7 +97,7 @@ class Examples(Protocol):
 def recipe_of(
     config: Mapping[str, Any], *, model_sha256: str, layers: Iterable[int], gate_inputs: Iterable[str]
 ) -> dict[str, Any]:
-    """What decides features: two runs that agree in it may share them.
+    """The settings that decide features: two runs that agree in them may share features.
 
     Args:
         config: the resolved config; of it `dtype`, `target`, `seed` and `features.target_dtype` count. Which
@@ -208,7 +208,7 @@ def _own(value: Tensor | float) -> Tensor:
 
 
 def _back(tensor: Tensor, device: torch.device) -> Any:
-    """What `_own` was given."""
+    """The inverse of `_own`."""
     return tensor.to(device) if tensor.dim() else tensor.item()
 
 
@@ -219,7 +219,7 @@ def _size(
     missing: Sequence[Document],
     total: int,
 ) -> tuple[str, int | None]:
-    """How large the features will be, in words; and how many documents the disk has room for, if not for
+    """The size of the features, in words; and how many documents the disk has room for, if not for
     all."""
     per_token = sum(tensor.nbytes for tensor in tensors.values()) / sum(len(d.context_ids) for d in chunk)
     size = per_token * sum(len(document.context_ids) for document in missing)

@@ -16,6 +16,7 @@ from retain.registry import nearest, suggest
 from retain.train.data.chat import Chat, half_character, shown, tools_of, turns
 from retain.train.data.document import Document, Encode, fraction_of
 from retain.train.data.sources import Row
+from retain.train.rules import broken
 
 ROLES = ("text", "context", "question", "answer", "messages", "tools", "context_ids", "appendix_ids")
 # How a row can be read: the column that holds the context, and those that may go with it.
@@ -189,39 +190,38 @@ def template_fields(template: str) -> list[str]:
 
 
 def check_columns(columns: Mapping[str, str], appendix: str) -> list[str]:
-    """What is wrong with `data.columns` and `data.appendix`, as a list of problems."""
-    problems = []
+    """Problems of `data.columns` and `data.appendix`."""
     try:
         fields = template_fields(appendix)
     except ValueError as error:
         return [f"data.appendix={appendix!r} is no template ({error}): write braces twice to have them"]
     strange = sorted(set(fields) - {"question", "answer"})
-    if strange:
-        problems.append(f"data.appendix has {{{strange[0]}}}; it knows {{question}} and {{answer}}")
-    if not columns:
-        return problems
     unknown = [role for role in columns if role not in ROLES]
-    problems += [
-        f"data.columns.{role}: unknown{suggest(role, ROLES)}; known: {', '.join(ROLES)}" for role in unknown
-    ]
     forms = [form for form in FORMS if form in columns]
-    if len(forms) != 1 and not unknown:
-        problems.append(
-            f"data.columns names {forms or 'no context'}: wanted exactly one of {', '.join(FORMS)} in it"
-        )
-    elif len(forms) == 1:
-        form = forms[0]
-        loose = [role for role in columns if role in ROLES and role not in (form, *FORMS[form])]
-        if loose:
-            problems.append(f"data.columns.{loose[0]} does not go with data.columns.{form}")
-        if "question" in columns and "answer" not in columns:
-            problems.append("data.columns.question needs data.columns.answer beside it")
-        if "answer" in columns and "question" in fields and "question" not in columns:
-            problems.append(
-                "data.columns.answer without data.columns.question needs a data.appendix without {question}, "
-                'such as "\\n{answer}"'
-            )
-    return problems
+    known = (forms[0], *FORMS[forms[0]]) if len(forms) == 1 else ROLES
+    loose = [role for role in columns if role in ROLES and role not in known]
+    one = len(forms) == 1
+    return broken(
+        (strange, f"data.appendix has {{{', '.join(strange[:1])}}}; it knows {{question}} and {{answer}}"),
+        *(
+            (True, f"data.columns.{role}: unknown{suggest(role, ROLES)}; known: {', '.join(ROLES)}")
+            for role in unknown
+        ),
+        (
+            columns and not one and not unknown,
+            f"data.columns names {forms or 'no context'}: wanted exactly one of {', '.join(FORMS)} in it",
+        ),
+        (loose, f"data.columns.{', '.join(loose[:1])} does not go with data.columns.{', '.join(forms)}"),
+        (
+            one and "question" in columns and "answer" not in columns,
+            "data.columns.question needs data.columns.answer beside it",
+        ),
+        (
+            one and "answer" in columns and "question" in fields and "question" not in columns,
+            "data.columns.answer without data.columns.question needs a data.appendix without {question}, "
+            'such as "\\n{answer}"',
+        ),
+    )
 
 
 def _encoded(encode: Encode, text: str, special: bool, wanted: int) -> tuple[int, ...]:

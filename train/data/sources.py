@@ -61,7 +61,7 @@ class Cursor(Protocol):
     def __next__(self) -> Row: ...
 
     def state(self) -> dict[str, Any]:
-        """Where the next row is, for JSON; `rows` in it counts those that were read."""
+        """The position of the next row, for JSON; `rows` in it counts those that were read."""
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ class Source(Protocol):
         """Begin at the first row, or where a cursor's `state` says."""
 
     def describe(self) -> dict[str, Any]:
-        """What tells this source from another one, for JSON."""
+        """The identity of this source, for JSON."""
 
 
 class LocalFiles:
@@ -184,7 +184,7 @@ def local_paths(path: str, kind: Kind) -> list[Path]:
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
-    """Whether a file, or a folder on the way to it (.git, .ipynb_checkpoints, .cache), is hidden."""
+    """True where a file, or a folder on the way to it (.git, .ipynb_checkpoints, .cache), is hidden."""
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
@@ -395,7 +395,7 @@ class Hub:
         return {"hub": self.path, "subset": self.subset, "split": self.split, "revision": self.revision}
 
     def failure(self, error: Exception, rows: int) -> str:
-        """What went wrong, and what to do about it."""
+        """The text of an error, with the next step."""
         name = f"the hub data set {self.path!r}"
         what = f"{type(error).__name__}: {_first_line(error)}"
         if rows:

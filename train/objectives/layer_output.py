@@ -30,7 +30,8 @@ BISECTIONS = 50
 
 
 def layer_output_loss(case: Case) -> Float[Tensor, ""]:
-    """How much of the layer's output is lost, mean over `keep_ratios` and over the document and its branches.
+    """The share of the layer's output that is lost, mean over `keep_ratios` and over the document and its
+    branches.
 
     With the soft keep-mask `m_hi = sigmoid((s_hi - threshold_h) / temperature)` on reached entries (1 on all
     others; the threshold is that of `budget_threshold`, so that as much is kept whatever the gate says, and a
@@ -179,7 +180,7 @@ def _stretch(
 def layer_output(
     evidence: Evidence, log_keep_BHT: Float[Tensor, "B H T"] | None, horizon: int
 ) -> Float[Tensor, "B S E"]:
-    """What the layer's attention adds to the residual stream at the held queries, biases left out:
+    """The output that attention adds to the residual stream at the held queries, biases left out:
     `y_j = sum_q (sum_i a'_qji v_i) W_O^q`, with `a'` the softmax over logits to which the logarithm of the
     mask is added at distances of `horizon` or more.
 

@@ -448,7 +448,8 @@ def pair_draws(key: tuple[int, ...], *, num_heads: int, settings: LossSettings) 
 def head_overlaps(
     output_HT: Float[Tensor, "H T"], target_HT: Float[Tensor, "H T"], reached_HT: Bool[Tensor, "H T"]
 ) -> Float[Tensor, " H"]:
-    """How much of the target's top fifth of each head's reached entries the output finds. Chance: a fifth."""
+    """Share of the target's top fifth of each head's reached entries that the output finds. Chance: a
+    fifth."""
     size_BH1 = torch.round(OVERLAP_SHARE * reached_HT.sum(-1, keepdim=True)).long().clamp_min(1)[None]
     both_BHT = top_entries(output_HT[None], reached_HT[None], size_BH1) & top_entries(
         target_HT[None], reached_HT[None], size_BH1

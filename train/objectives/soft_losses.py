@@ -201,7 +201,7 @@ def open_entries(
     protected: int,
     ages: bool,
 ) -> Float[Tensor, "B H R"]:
-    """How many entries are open to the query at entry t: `S_t = sum_{i <= t} w_ti`, with `w_ti = 1` where
+    """Number of entries open to the query at entry t: `S_t = sum_{i <= t} w_ti`, with `w_ti = 1` where
     `t - i < protected`, and beyond `exp(phi_i)`, or with `ages` `exp((t - i) phi_i)`.
 
     Time and memory are linear in T for gates; for decays the time is R x T, and the memory that of T and of

@@ -28,7 +28,7 @@ NOWHERE = -1e4
 
 @dataclass(frozen=True)
 class SoftThresholdStep:
-    """What is gated now.
+    """The batch that is gated now, at one step.
 
     Args:
         valid_BT: False on padding.
@@ -69,7 +69,7 @@ class SoftThreshold:
         self.current: SoftThresholdStep | None = None
 
     def __call__(self, output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
-        assert self.current is not None, "nobody said what is gated"
+        assert self.current is not None, "set `current` first"
         current = self.current
         if self.anchor:
             log_gate_BHT = relative(output_BHT, gate, current.valid_BT, self.anchor)
@@ -163,7 +163,7 @@ def relative(
 
 
 def regressed(gates: GateSet, stage: str | None) -> bool:
-    """Whether gates that a run begins with learned a risk, so that nothing says how far they are open.
+    """True for initial gates that learned a risk: their output says nothing of how far they are open.
 
     Args:
         gates: of an earlier artifact.

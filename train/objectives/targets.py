@@ -120,7 +120,8 @@ def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, 
 
 
 def joined_for(settings: TargetSettings) -> tuple[str, ...]:
-    """What `layer_target` looks at of a branch beside queries, keys and values (`joined` of `walk`)."""
+    """The evidence of a branch that `layer_target` needs beside queries, keys, values (`joined` of
+    `walk`)."""
     return ("hidden",) if settings.weight == "value_norm_over_hidden" else ()
 
 

@@ -50,7 +50,7 @@ Found = TypeVar("Found")
 def reports_of(
     config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """What is fitted and asked once training is over; every process calls it, and gets the same gates.
+    """Calibrate and test the gates once training is over; every process calls it, and gets the same gates.
 
     Args:
         config: of the run; its last step's checkpoint is on disk.
@@ -91,7 +91,7 @@ def reports_of(
 @contextmanager
 def _not_lost(config: DistillConfig) -> Iterator[None]:
     """Inside, an error also says that the run need not be trained again."""
-    told = (
+    note = (
         f"Training is over: all {config.training.steps} steps are in the last checkpoint of {config.output}, "
         "and the same command, also with other calibration.* (kind=none leaves it out), goes on from there "
         "without training again."
@@ -99,9 +99,9 @@ def _not_lost(config: DistillConfig) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error} {told}") from error
+        raise ValueError(f"{error} {note}") from error
     except Exception as error:
-        error.add_note(told)
+        error.add_note(note)
         raise
 
 
@@ -114,7 +114,7 @@ def _of_each(
     documents: Sequence[Document],
     ask: Callable[[Document], Found],
 ) -> list[Found]:
-    """What is found of each document, in order, on the first process; elsewhere nothing is kept.
+    """The finding of each document, in order, on the first process; elsewhere nothing is kept.
 
     A document a process and round (or, `together`, all of them the same one); after each round the processes
     compare notes on signals and errors.
@@ -146,7 +146,7 @@ def _of_each(
 
 
 def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Document) -> Look:
-    """What every layer shows of one document.
+    """Each layer's look at one document.
 
     The unit is risk, whatever the gates learned: their own target where it is one, else the default's.
     """
@@ -204,7 +204,7 @@ def _fitted(
 def metadata_of(
     config: DistillConfig, summary: dict[str, Any], corpus: Any, gates: GateSet
 ) -> dict[str, Any]:
-    """What the artifact says about its making."""
+    """The artifact's record of its making."""
     mapping = to_mapping(config)
     used = corpus.num_documents
     return {
@@ -241,5 +241,5 @@ def _provenance() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """How this process was started, as one types it."""
+    """The command that started this process, as one types it."""
     return "accelerate launch " + shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])

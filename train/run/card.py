@@ -222,7 +222,7 @@ def _recipe(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(record: Mapping[str, Any]) -> list[list[str]]:
-    """What calibration changed, on the half of the held-out documents that nothing was fitted to."""
+    """Shares kept before and after calibration, on the held-out documents that nothing was fitted to."""
     if not record:
         return []
     before, after = (record["report"][name]["keep"] for name in ("before", "after"))

@@ -83,8 +83,8 @@ State = Literal["fresh", "resume", "finished"]
 
 
 def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, resume: bool) -> State:
-    """What starting this config in this folder would mean; changes nothing. Model and documents are for
-    `check_inputs`, once they are loaded.
+    """Decide how a run of this config would start in this folder; changes nothing. Model and documents are
+    for `check_inputs`, once they are loaded.
 
     An unfinished run goes on under another `calibration` (one that failed after hours of training can be
     corrected), and any run under another `plan` and, once its folder was moved, another `output`; `adopt_`
@@ -141,7 +141,7 @@ def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str])
 
 
 def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
-    """What a run is trained on, as hashes.
+    """Hashes of the model and the documents that a run is trained on.
 
     Args:
         model_sha256: of the base model's fingerprint.
@@ -273,8 +273,8 @@ def disk_errors(folder: Path, *, key: str = "output") -> Iterator[None]:
 
 
 def same_command(folder: Path) -> str:
-    """What goes on with the folder's run, in words: with overwrite=true, the command that began it would
-    throw it away."""
+    """The command that resumes the folder's run, in words: with overwrite=true, the command that began it
+    would throw it away."""
     try:
         config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -289,7 +289,7 @@ def latest(folder: Path) -> tuple[int, Path] | None:
 
 
 def _named(folder: Path) -> list[tuple[int, Path]]:
-    """What has the name of a checkpoint, newest first."""
+    """Folders with the name of a checkpoint, newest first."""
     named = [
         (int(path.name.removeprefix("step-")), path)
         for path in (folder / CHECKPOINTS).glob("step-*")
@@ -299,7 +299,7 @@ def _named(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a checkpoint's files are those that its manifest was written for."""
+    """True where a checkpoint's files are those that its manifest was written for."""
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         return manifest["files"].keys() == {GATES_FILE, OPTIMIZER_FILE, STATE_FILE} and all(
@@ -416,7 +416,7 @@ def _write_synced(path: Path, payload: bytes) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """What was renamed in a folder is on disk once the folder is."""
+    """Sync a folder, so that renames in it are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -42,7 +42,7 @@ HALF_FLAGS = {
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device has instructions for matrix products in a precision; a CPU that does not say so has
+    """True where a device has instructions for matrix products in a precision; a CPU that reports none has
     none in half precision."""
     if device.type != "cpu" or dtype not in HALF_FLAGS:
         return True
@@ -61,7 +61,7 @@ class Device:
         kind: `cpu` or `cuda`.
         name: for the table.
         memory_bytes: that can be used.
-        tflops: dense matrix rate, 10^12 operations a second; None: nobody said.
+        tflops: dense matrix rate, 10^12 operations a second; None: unknown.
         efficiency: share of it that training reaches.
         rate_from: where the rate comes from, in words.
         float32_tflops: its rate in float32, where the model is in half precision and that was measured.

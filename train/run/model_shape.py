@@ -23,7 +23,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides memory and time.
+    """The dimensions of a model that decide memory and time.
 
     Args:
         name: as the config has it.
@@ -149,7 +149,7 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
 
 
 def precision_of(config: Any) -> torch.dtype:
-    """What "auto" makes of a model's weights when they are read."""
+    """The precision that "auto" gives a model's weights when they are read."""
     return getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 

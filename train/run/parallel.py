@@ -43,7 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Surrogate(nn.Module):
-    """A copy of all of the gates' parameters, end to end, and a loss whose gradient is whatever it is told.
+    """A copy of all of the gates' parameters, end to end, and a loss with any given gradient.
 
     `forward(g) = <p, g>`, so `d forward / dp = g` exactly: one forward and backward of it hands a ready
     gradient to an engine that insists on running the backward pass itself (DeepSpeed). The engine may
@@ -190,7 +190,7 @@ class Synchroniser:
 
     @torch.no_grad()
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """What AdamW remembers, whole and on the CPU, as `<moment>/<parameter>`; on every process."""
+        """The moments of AdamW, whole and on the CPU, as `<moment>/<parameter>`; on every process."""
         tensors: dict[str, Tensor] = {}
         for moment in MOMENTS:
             values: Iterable[Tensor]
@@ -276,7 +276,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the user's DeepSpeed settings the gates' engine is given.
+    """The user's DeepSpeed settings that the gates' engine is given.
 
     Only where things lie is theirs to say (`zero_optimization`, and logging). Batch sizes, precision,
     clipping, optimiser and schedule belong to the training config: an engine that knew them too would scale,
@@ -373,7 +373,7 @@ def _deepspeed_engine(module: nn.Module, optimizer: Any, config: Mapping[str, An
 
 
 def sharding_of(accelerator: Accelerator) -> Sharding:
-    """How the launcher wants the frozen model to lie."""
+    """The placement of the frozen model that the launcher asks for."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return "fsdp2"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -435,7 +435,7 @@ def shard_frozen_(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether every process has to take part in each forward of this model."""
+    """True where every process has to take part in each forward of this model."""
     return model in _SHARDED
 
 

@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs.
+    """Memory, disk and time that a run needs.
 
     Args:
         shape: of the model.
@@ -177,8 +177,8 @@ def input_bytes(shape: ModelShape, work: Work) -> int:
 
 
 def calibration_bytes(shape: ModelShape, work: Work) -> float:
-    """What calibration holds of held-out documents: score, target and observed risk in float32, once as they
-    are and once more as they are fitted."""
+    """Bytes that calibration holds of held-out documents: score, target and observed risk in float32, once as
+    they are and once more as they are fitted."""
     entries = min(work.document_tokens, MOST_ENTRIES) * shape.gated * shape.H
     return 2.0 * 3 * 4 * entries * work.held_out if work.calibrated else 0.0
 
@@ -392,7 +392,7 @@ def _bare(shape: ModelShape, work: Work, device: Device) -> Plan:
 
 
 def _advice(plan: Plan) -> list[str]:
-    """What would make it fit, cheapest first; each was planned, and says what it comes to."""
+    """Changes that make it fit, cheapest first; each was planned, with its peak."""
     shape, work, device = plan.shape, plan.work, plan.device
     found = _shorter(shape, work)
     if device.float32_tflops and device.tflops and device.float32_tflops > 2 * device.tflops:
@@ -447,8 +447,8 @@ def _advice(plan: Plan) -> list[str]:
 
 
 def _shorter(shape: ModelShape, work: Work) -> list[str]:
-    """What to lower where a document with its longest branch is longer than the model takes; a run would be
-    refused at the first such document."""
+    """The key to lower where a document with its longest branch is longer than the model takes; a run would
+    be refused at the first such document."""
     if shape.positions is None:
         return []
     needed, branch = max(

@@ -110,7 +110,7 @@ def check_tracker(name: str) -> None:
 
 
 def tracker_options(name: str, folder: Path) -> dict[str, Any]:
-    """What `accelerate.Accelerator` is made with.
+    """Arguments of `accelerate.Accelerator` for a tracker.
 
     wandb reads its own environment: with `WANDB_MODE=offline` it writes below its folder and sends nothing.
 

@@ -19,7 +19,7 @@ Beta = Annotated[float, Range(least=0, below=1)]
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How long, how fast, how often.
+    """Settings of steps, batches, AdamW, and how often the run looks and saves.
 
     Args:
         steps: optimiser steps.

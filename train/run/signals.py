@@ -109,7 +109,7 @@ class Signals:
 
     @property
     def requested(self) -> bool:
-        """Whether any process was asked to stop. Collective: every process asks after the same step."""
+        """True once any process was asked to stop. Collective: every process asks after the same step."""
         mine = self.received is not None or (self.accelerator.is_main_process and self.file.exists())
         if self.accelerator.num_processes == 1:
             return mine
