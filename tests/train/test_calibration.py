@@ -395,7 +395,7 @@ def test_long_documents_are_looked_at_in_an_even_drawn_sample(monkeypatch):
 
 
 def test_the_report_is_made_of_kept_shares_and_overlaps(monkeypatch):
-    made = looks(2, seed=12, length=70)
+    made = [{layer: sampled(own, 0) for layer, own in look.items()} for look in looks(2, seed=12, length=70)]
     after = [{layer: own.score_HT[:, own.counted_T].square() for layer, own in look.items()} for look in made]
     ratios = (0.1, 0.35)
     found = report(made, after, ratios, "risk", "rank")

@@ -20,12 +20,7 @@ from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import DistillConfig
 from retain.train.run import device
 from retain.train.run.device import GIB, Device, PlanSettings, device_here, measured_tflops
-from retain.train.run.model_shape import (
-    ModelShape,
-    lookahead_on_meta,
-    meta_model,
-    model_shape,
-)
+from retain.train.run.model_shape import ModelShape, lookahead_on_meta, meta_model, model_shape
 from retain.train.run.plan import beside_of, feature_bytes, flops_of, plan_of
 from retain.train.run.schedule import TrainingSettings
 from retain.train.run.workload import Work, work_of

@@ -1,8 +1,8 @@
-"""What every process of a launched test does; the launching test reads the results and compares them.
+"""Runs the jobs of a launched test on every process; the launching test compares the results.
 
     torchrun --nproc_per_node 2 tests/train/two_processes.py FOLDER JOB [JOB ...]
 
-In: a folder with what the test prepared. Out: `JOB-<process>.pt` in it, from every process.
+Every process writes `JOB-<process>.pt` into the folder that the test prepared.
 """
 
 import errno
@@ -34,13 +34,7 @@ from retain.train.run.checkpoint import (
     save_checkpoint,
 )
 from retain.train.run.lock import locked
-from retain.train.run.parallel import (
-    Synchroniser,
-    check_alike,
-    is_sharded,
-    shard_frozen_,
-    sharding_of,
-)
+from retain.train.run.parallel import Synchroniser, check_alike, is_sharded, shard_frozen_, sharding_of
 from retain.train.run.signals import Signals
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model

@@ -10,8 +10,8 @@ from retain.gates import build_gates
 from retain.kernels.gated_attention import gated_attention
 from retain.train.objectives.soft_threshold import (
     CLOSED,
-    Moment,
-    Opening,
+    SoftThreshold,
+    SoftThresholdStep,
     check_shift,
     decided,
     logistic_noise,
@@ -116,20 +116,20 @@ def test_decays_are_not_relative() -> None:
 
 def test_an_opening_gives_the_same_again_and_no_noise_when_it_looks() -> None:
     gates = linear()
-    opening = Opening(gates, hard="gumbel", seed=3)
-    opening.moment = Moment(VALID, (5, 6), 7, True)
+    opening = SoftThreshold(gates, hard="gumbel", seed=3)
+    opening.current = SoftThresholdStep(VALID, (5, 6), 7, True)
     first = opening(output(), gates[0])
     assert torch.equal(opening(output(), gates[0]), first), "a layer that is computed again"
     assert not torch.equal(opening(output(), gates[2]), first), "each layer its own noise"
-    opening.moment = Moment(VALID, (5, 6), 8, True)
+    opening.current = SoftThresholdStep(VALID, (5, 6), 8, True)
     assert not torch.equal(opening(output(), gates[0]), first), "each step its own noise"
     for how in ("gumbel", "straight_through"):
-        looking = Opening(gates, hard=how, seed=3)
-        looking.moment = Moment(VALID, (5, 6), 7, False)
+        looking = SoftThreshold(gates, hard=how, seed=3)
+        looking.current = SoftThresholdStep(VALID, (5, 6), 7, False)
         expected = torch.where(output() > 0, 0.0, math.log(CLOSED)).double()
         torch.testing.assert_close(looking(output(), gates[0]), expected)
-    soft = Opening(gates)
-    soft.moment = opening.moment
+    soft = SoftThreshold(gates)
+    soft.current = opening.current
     torch.testing.assert_close(soft(output(), gates[0]), functional.logsigmoid(output()))
 
 
