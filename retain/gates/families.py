@@ -21,7 +21,7 @@ from retain.gates.mlp import MLPGate
 from retain.gates.qkv import QKVGate
 from retain.registry import lookup, suggest
 
-__all__ = ["GATES", "alike", "build_gates", "dims_for", "settings_of"]
+__all__ = ["GATES", "build_gates", "dims_for", "fits_default", "settings_of"]
 
 GATES: dict[str, type[Gate]] = {
     "admission": AdmissionGate,

@@ -1,4 +1,4 @@
-"""The process that a command runs in: its exit status, missing packages, locks, memory, clocks, provenance.
+"""The process that a command runs in: exit status, missing packages, locks, memory, clocks, provenance.
 
 Reading order: `command`, `extras`, `provenance`, `lock`, `memory`, `stopwatch`.
 """
