@@ -1,17 +1,16 @@
-"""`retain`: KV-cache eviction gates, trained, used and compared.
+"""Trains, uses and compares eviction policies for the KV cache of language models.
 
-Three things are meant to be typed by a newcomer: `retain.attach(model)` once, `retain.Cache(model,
-policy=...)` per conversation, and `retain.policies()` to see what there is to choose from. They are
-resolved on first use, so that `import retain` costs nothing: neither torch nor transformers is imported by
-it, and nothing is patched.
+A newcomer needs three names: `retain.attach(model)` once, `retain.Cache(model, policy=...)` per conversation,
+and `retain.policies()` for the list of policies. They are imported on first use: `import retain` loads
+neither torch nor transformers and patches nothing.
 
-The parts, in the order of the flow (`retain.policy` composes them on one screen):
+The stages, in order (`retain.policy` composes them on one screen):
 
     evidence -> scores, gates -> fusion -> protection -> budget -> selection -> cache -> attend
 
 `retain.hf` connects them to Hugging Face models, `retain.kernels` holds fast ops, `retain.train` and
-`retain.eval` are the training and the comparison. In a checkout the last three lie beside this folder; see
-the end of this file.
+`retain.eval` are the training and the comparison. In a checkout these three folders lie beside this one; the
+end of this file puts them on the package's path.
 """
 
 from importlib import import_module

@@ -1,16 +1,13 @@
-"""Admission: what scores below a threshold goes, and no budget says how much stays.
+"""Keeps entries by a threshold on their score, without a budget.
 
-In: scores, what is protected, a threshold in their unit. Out: a keep mask. The decision taken here: a
-threshold is a rule beside the budget and not one more way to spread it. Each entry is judged alone, so that
-nobody shares, nothing competes, and what is protected is never too much; how much is held depends on the
-text. Protecting the recent entries (`retain.protection`, `recent`) delays the decision until an entry leaves
-that window; one that is not admitted then is stored no longer.
+Each entry is judged alone: entries do not compete, nothing is shared, and protected entries never exceed a
+budget. How many entries stay depends on the text. With `recent` protection (`retain.protection`) the decision
+on an entry waits until it leaves the recent window.
 
-This is the rule of gates that decide at write time. KV Admission (WG-KV), arXiv 2512.17452: outside a local
-window of 256 entries, an entry is stored if its gate is above 0.1. DMS, arXiv 2506.05345: an entry goes if
-its logit is above 0, delayed by a window of 512; here its score would be minus that logit, and the threshold
-0. KVzap, arXiv 2601.07891: outside a window of 128, an entry goes if its predicted score is below a
-threshold.
+Gates that decide at write time use this rule. KV Admission (WG-KV), arXiv 2512.17452: outside a local window
+of 256 entries, an entry is stored if its gate is above 0.1. DMS, arXiv 2506.05345: an entry goes if its logit
+is above 0, delayed by a window of 512; here its score is minus that logit, and the threshold 0. KVzap, arXiv
+2601.07891: outside a window of 128, an entry goes if its predicted score is below a threshold.
 """
 
 from jaxtyping import Bool, Float

@@ -1,14 +1,15 @@
-"""Configuration: YAML and `key=value` overrides become one frozen dataclass, or one error with every problem.
+"""Builds frozen dataclasses from YAML files and `key=value` overrides, and reports all problems in one error.
 
-In: a path, a dataclass type, overrides as typed on a command line. Out: an instance of it. The decision
-taken here: the dataclass is the schema. Its annotations are the types, its defaults are the only defaults,
-and nothing in the file that it does not name is accepted. What is left out of a nested section keeps the
-value of the section's own default.
+The dataclass is the schema: its annotations are the types, its defaults are the only defaults, and unknown
+keys are refused. Keys that a nested section leaves out keep the section's own defaults.
 
-Annotations understood: `str`, `int`, `float`, `bool`, `Path`, `Any`, `Literal[...]`, `X | Y`,
-`tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, `Annotated[X, Range(...)]`, and dataclasses of these. A whole
-number is accepted where a float is wanted, and so is `2e-4`, which YAML reads as text. A number lies in its
-`Range`; without one, a float is finite and an int fits into 64 bits.
+Supported annotations: `str`, `int`, `float`, `bool`, `Path`, `Any`, `Literal[...]`, `X | Y`, `tuple[X, ...]`,
+`tuple[X, Y]`, `dict[str, X]`, `Annotated[X, Range(...)]`, and dataclasses of these. A float field accepts
+whole numbers and `2e-4`, which YAML reads as text. A number must lie in its `Range`; without one, a float
+must be finite and an int must fit into 64 bits.
+
+Ours and not pydantic: these messages (all problems at once, the nearest known key, ranges in words) are held
+by tests, and the core needs no further dependency.
 """
 
 import os
@@ -29,7 +30,7 @@ from retain.registry import suggest
 
 X = TypeVar("X")
 
-# Of a number, whatever its range: its square is a number too.
+# The largest number of any config: its square is still finite.
 LARGEST = 1e30
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 # Values of a file, and sections within sections. An alias (`*name`) counts as often as it is used.
@@ -39,13 +40,13 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Range:
-    """Where a number of a config may lie: `lr: Annotated[float, Range(above=0)]`.
+    """Bounds a number of a config: `lr: Annotated[float, Range(above=0)]`.
 
     Args:
         least: smallest value.
         most: largest value.
-        above: what it is larger than.
-        below: what it is smaller than.
+        above: exclusive lower bound.
+        below: exclusive upper bound.
     """
 
     least: int | float = -LARGEST
@@ -85,9 +86,10 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
     """Read a YAML file into a dataclass.
 
     Args:
-        path: the file. Relative paths inside it are left as written. cls: the (frozen) dataclass to build.
-        overrides: `key=value` or `section.key=value`, the value read as YAML; applied in order, after the
-        file.
+        path: the file. Relative paths inside it are left as written.
+        cls: the (frozen) dataclass to build.
+        overrides: `key=value` or `section.key=value`, the value read as YAML; applied after the file, in
+            order.
 
     Returns:
         An instance of `cls`.
@@ -115,7 +117,7 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a YAML file holds; nothing, where it is empty.
+    """Read a YAML file as a mapping; an empty file gives an empty one.
 
     Raises:
         ValueError: it cannot be read, is no YAML, or no mapping.
@@ -134,7 +136,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def what_is_at(path: Path) -> str:
-    """What stands in place of a file that was asked for, as the end of a sentence; empty: nothing."""
+    """Describe what a path holds instead of a file, as the end of a sentence; empty if it holds nothing."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -161,7 +163,7 @@ def build(mapping: Mapping[str, Any], cls: type[X]) -> X:
 
 
 def problems_of(config: Any) -> list[str]:
-    """What of a dataclass that was made in code does not fit its annotations, ranges included."""
+    """List the fields of a dataclass made in code that do not fit their annotations or ranges."""
     builder, hints = _Builder([]), _hints(config.__class__)
     for name, value in to_mapping(config).items():
         builder.value(value, hints[name], name)
@@ -169,7 +171,7 @@ def problems_of(config: Any) -> list[str]:
 
 
 def check_fields(config: Any, name: str) -> None:
-    """Refuse a dataclass that does not fit its annotations; for its `__post_init__`.
+    """Refuse a dataclass whose fields do not fit their annotations; for its `__post_init__`.
 
     Args:
         config: the dataclass.
@@ -188,7 +190,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def leaves(mapping: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
-    """Every value that is no mapping under its path: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
+    """Flatten nested mappings to paths: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
 
     Args:
         mapping: of mappings; an empty one has no leaves.
@@ -217,9 +219,8 @@ def save(config: Any, path: str | os.PathLike[str]) -> None:
 
 
 def plain_numbers(value: Any) -> Any:
-    """The same with every number as Python has it: those of numpy, fractions and tensors of one number become
-    an int or a float, by the digits that they show. Mappings, lists and tuples are walked through, and
-    anything else is left as it is."""
+    """Convert numbers of numpy, fractions and one-element tensors to int or float, by the digits that they
+    show. Walks through mappings, lists and tuples, and leaves other values alone."""
     if isinstance(value, Mapping):
         return {key: plain_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -235,7 +236,7 @@ def plain_numbers(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Builder:
-    """One walk over a mapping; what does not fit is appended to `problems`, and the walk goes on."""
+    """Walks over one mapping, collects what does not fit in `problems`, and goes on."""
 
     problems: list[str]
 
@@ -290,7 +291,7 @@ class _Builder:
         return self.scalar(value, hint, where)
 
     def union(self, value: Any, options: tuple[Any, ...], hint: Any, where: str, base: Any) -> Any:
-        """Take the first option that fits; where only one is not None, report its own problems."""
+        """Take the first option that fits; if only one option is not None, report its own problems."""
         if value is None and type(None) in options:
             return None
         options = tuple(option for option in options if option is not type(None))
@@ -332,7 +333,7 @@ class _Builder:
         return self.problem(where, f"expected {_named(hint)}", value)
 
     def anything(self, value: Any, where: str) -> Any:
-        """What somebody else looks into; its numbers are numbers."""
+        """Accept any value, but check the numbers in it."""
         if isinstance(value, Mapping):
             return {key: self.anything(item, _joined(where, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -361,8 +362,7 @@ class _Builder:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, of which the first would be lost without a word. Dates are
-    text: no config has any."""
+    """Loads YAML safely, refuses duplicate keys, and reads dates as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - of PyYAML
         first: [own for own in known if own[0] != "tag:yaml.org,2002:timestamp"]
@@ -396,12 +396,12 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", _number)
-# What reading a text as YAML may raise: ValueError and the like come from explicit tags (`!!int x`).
+# Errors of reading YAML; ValueError and its kin come from explicit tags (`!!int x`).
 _UNREADABLE = (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, KeyError)
 
 
 def _parsed(text: str) -> Any:
-    """What a YAML text holds.
+    """Parse a YAML text.
 
     Raises:
         one of `_UNREADABLE`: it is no YAML, or holds more than any config.

@@ -1,14 +1,13 @@
-"""What one attention layer shows at one moment: the only thing that scores, gates and targets may look at.
+"""Defines `Evidence`: the tensors of one attention layer that scores, gates and targets may read.
 
-In: the tensors that the layer's attention really used (after the query/key norm and after RoPE), the
-attention input, and where the padding is. Out: an `Evidence`, whose fields are views and never copies, and
-`attention_probs`, the plain float32 definition of the attention weights that every score shares. Nothing here
-knows transformers.
+The fields are views of what the layer's attention used: queries and keys after their norm and RoPE, values,
+the attention input, padding. `attention_probs` is the plain float32 definition of the attention weights that
+all scores share. Nothing here imports transformers.
 
-The one decision taken here: causality is by *entry index*, not by position id. Query `s` of `S` sits at entry
-index `T - S + s`, whatever its RoPE position is, so padding and gaps in the positions cannot change who sees
-whom. Once entries were evicted, the entries are columns (`retain.cache.dense_view`), which heads may hold or
-not: then only distance, which sliding windows are stated in, is counted in places.
+Causality goes by *entry index*, not by position id: query `s` of `S` sits at entry index `T - S + s`, so
+padding and gaps in the positions do not change what a query sees. After an eviction the entries are the
+columns of `retain.cache.dense_view`, and `held_BHT` says which head holds which; only the distance of sliding
+windows is then counted in tokens of the sequence (`place_BT`).
 """
 
 from dataclasses import dataclass, replace
@@ -22,9 +21,9 @@ from retain.attention.rotary import Rotary
 
 
 @dataclass(frozen=True)
-class Running:
-    """What a cache that saw every query knows of each entry that it still holds
-    (`retain.attention.running_statistics` counts it).
+class RunningStatistics:
+    """Statistics of all queries so far about each entry that is still held (made by
+    `retain.attention.running_statistics`).
 
     Args:
         mass_BHT: float32, attention received so far, summed over queries, averaged over the group.
@@ -35,14 +34,14 @@ class Running:
     mass_BHT: Float[Tensor, "B H T"]
     last_access_BHT: Int[Tensor, "B H T"]
 
-    def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "Running":
-        """The same for some of the sequences."""
-        return Running(self.mass_BHT[idx], self.last_access_BHT[idx])
+    def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "RunningStatistics":
+        """Select some of the sequences."""
+        return RunningStatistics(self.mass_BHT[idx], self.last_access_BHT[idx])
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One attention layer, at one moment.
+    """One attention layer at one moment.
 
     Args:
         layer_idx: index of the layer in the model.
@@ -55,25 +54,26 @@ class Evidence:
         positions_BT: int64 RoPE position of each entry.
         valid_BT: False on padding. Only left padding exists here.
         hidden_BTE: attention input, after the input layer norm; None when the caller had none.
-        stream_BTE: the same before that norm, the residual stream; None when nobody asked for it.
+        stream_BTE: the same before that norm, the residual stream; None if not requested.
         token_ids_BT: int64 token ids; None when the caller passed embeddings.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None for no cap.
         window: a query sees only the last `window` entries, itself included; None for all.
-        sinks_Q: one extra logit per query head that takes part in the softmax and pays for nothing (gpt-oss).
-        rotary: the rotary embedding that queries and keys went through; None when the caller did not say.
-        running: statistics of all queries so far, those held included, per entry; None when they were not
-            kept (what needs them makes them from the queries, if all are held).
-        held_BHT: which head holds which entry; what else is at the others' keys and values reaches nothing.
-            None: every head holds every valid entry. A query counts whether or not its own entry is held.
-        place_BT: int64, number of the sequence's own tokens before each entry, those that were evicted since
-            included; None: nothing was evicted, and the valid entries are counted.
-        queried_BS: False where a sequence has no such query: it came with fewer than S. None: a query for
-            each valid entry of the last S.
-        learned_BHT: what the gate noted of each entry when it came (`GateSet.noted`: its score, or the
-            logarithm of its decay); None when there was no gate.
-        value_norm_BQT: `||v_i W_O^q||_1` of each entry, made when it came; None: made when it is asked for.
-        lookahead_BQSD: queries of a gate's own lookahead tokens, which come after all entries and are none.
-        lookahead_keys_BHSD: keys of the same.
+        sinks_Q: one extra logit per query head that takes part in the softmax and belongs to no entry
+            (gpt-oss).
+        rotary: the rotary embedding of queries and keys; None if unknown.
+        running: statistics of all queries so far, held ones included; None if not kept (scores then compute
+            them from the queries, if all are held).
+        held_BHT: which head holds which entry; other keys and values are ignored. None: every head holds
+            every valid entry. A query counts even if its own entry is not held.
+        place_BT: int64, number of the sequence's own tokens before each entry, evicted ones included; None:
+            nothing was evicted, and the valid entries are counted.
+        queried_BS: False where a sequence has fewer than S queries. None: one query for each valid entry of
+            the last S.
+        learned_BHT: the gate's note on each entry when it was written (`GateSet.noted`: its score, or the log
+            of its decay); None without a gate.
+        value_norm_BQT: `||v_i W_O^q||_1` of each entry, cached; None: computed on demand.
+        lookahead_BQSD: queries of a gate's lookahead tokens, which follow all entries and are not cached.
+        lookahead_keys_BHSD: keys of the lookahead tokens.
     """
 
     layer_idx: int
@@ -90,7 +90,7 @@ class Evidence:
     window: int | None = None
     sinks_Q: Float[Tensor, " Q"] | None = None
     rotary: Rotary | None = None
-    running: Running | None = None
+    running: RunningStatistics | None = None
     held_BHT: Bool[Tensor, "B H T"] | None = None
     place_BT: Int[Tensor, "B T"] | None = None
     queried_BS: Bool[Tensor, "B S"] | None = None
@@ -122,24 +122,24 @@ class Evidence:
 
     @property
     def exists_BHT(self) -> Bool[Tensor, "B H T"]:
-        """Which head holds which entry, padding being nobody's (a view, where every head holds all)."""
+        """Which head holds which entry, without padding (a view if every head holds all)."""
         if self.held_BHT is None:
             return self.valid_BT[:, None].expand(-1, self.num_heads, -1)
         return self.valid_BT[:, None] & self.held_BHT
 
     @property
     def places_BT(self) -> Int[Tensor, "B T"]:
-        """Number of the sequence's own tokens before each entry; what padding has means nothing."""
+        """Number of the sequence's own tokens before each entry; undefined on padding."""
         return self.valid_BT.cumsum(-1) - 1 if self.place_BT is None else self.place_BT
 
     @property
     def asks_BS(self) -> Bool[Tensor, "B S"]:
-        """Which of the held queries are there; the others are padding."""
+        """Which of the held queries are real; the others are padding."""
         valid_BS = self.valid_BT[:, self.num_seen - self.num_queries :]
         return valid_BS if self.queried_BS is None else valid_BS & self.queried_BS
 
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "Evidence":
-        """The same layer for some of the sequences (a slice gives views, an index tensor gives copies)."""
+        """Select some of the sequences (a slice gives views, an index tensor gives copies)."""
         own = {name: getattr(self, name) for name in _OF_SEQUENCES}
         chosen: dict[str, Any] = {name: None if x is None else x[idx] for name, x in own.items()}
         running = None if self.running is None else self.running.select_batch(idx)
@@ -155,9 +155,9 @@ _OF_SEQUENCES = (
 
 
 def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads s T"]:
-    """Which entries queries `start..stop` see: what is not later, inside the window, and held by the head.
+    """Mask of the entries that queries `start..stop` see: not later, inside the window, held by the head.
 
-    The mask of `attention_probs`, for whoever counts entries; `heads` is 1 where all heads see the same.
+    The mask of `attention_probs`; `heads` is 1 if all heads see the same.
 
     Args:
         evidence: the layer.
@@ -178,7 +178,7 @@ def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads 
 
 
 def _near(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "*B s T"]:
-    """Entries that the sliding window of queries `start..stop` reaches back to (later ones too)."""
+    """Entries that the sliding window of queries `start..stop` reaches back to (later entries included)."""
     T, S = evidence.num_seen, evidence.num_queries
     assert evidence.window is not None
     if evidence.place_BT is None:
@@ -190,7 +190,7 @@ def _near(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "*B s T"]:
 
 
 def padded_columns(evidence: Evidence) -> int:
-    """How many entries there are up to the last one that is padding in some sequence (waits for the device).
+    """Number of entries up to the last one that is padding in some sequence (waits for the device).
 
     Args:
         evidence: the layer.
@@ -211,8 +211,7 @@ def attention_probs(
         evidence: the layer.
         start: first query, an index into the S held queries.
         stop: one past the last query.
-        padded: `padded_columns(evidence)`, for whoever asks many times; None: it is looked up where it
-            matters.
+        padded: `padded_columns(evidence)`, to compute it once for many calls; None: computed if needed.
 
     Returns:
         weights `[B, Q, stop - start, T]`, of which each row of a real query that sees an entry sums to one
@@ -230,7 +229,7 @@ def attention_probs(
     B, Q, _, D = evidence.queries_BQSD.shape
     H, s = evidence.num_heads, stop - start
     queries = evidence.queries_BQSD[:, :, start:stop].reshape(B, H, evidence.group * s, D).to(dtype)
-    # From here on in place where no gradient forbids it: nothing else here is as large as the logits.
+    # In place unless gradients are needed: the logits are by far the largest tensor here.
     logits = (queries @ evidence.keys_BHTD.to(dtype).transpose(-1, -2)).view(B, Q, s, T)
     logits.mul_(evidence.scaling)
     if evidence.soft_cap is not None:
@@ -261,7 +260,7 @@ def attention_probs(
         return probs
     # The row of a query that sees nothing is all -inf, and its softmax NaN.
     blank_BHs = _sees_nothing(evidence, start, stop)
-    # Most often there is none. To look costs nothing on a CPU; elsewhere it would be to wait.
+    # Most often there is none. The check is free on a CPU; on a GPU it would wait for the device.
     if device.type == "cpu" and not bool(blank_BHs.any()):
         return probs
     blank_BHGs1 = blank_BHs[:, :, None, :, None]
@@ -271,7 +270,7 @@ def attention_probs(
 
 
 def _sees_nothing(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads s"]:
-    """Which of the queries `start..stop` are padding, or see no entry."""
+    """Which of the queries `start..stop` are padding or see no entry."""
     before = evidence.num_seen - evidence.num_queries
     if evidence.held_BHT is None:  # a real query sees itself
         blank_BHs = ~evidence.valid_BT[:, None, before + start : before + stop]

@@ -1,10 +1,8 @@
-"""Fusion: what was observed and what a gate predicts, made into one score.
+"""Fuses an observed score and a learned score into one.
 
-In: an observed score, a learned score, either or both. Out: one score and its unit. The decision taken here:
-numbers are only compared when their units are the same; whoever wants to blend unlike scores says
-`rank_blend`. The default, `max`, keeps an entry that either side fears for: the learned risk is the prior for
-what a short window under-observes. Every fusion reads one layer alone, so that a cascade may decide layer by
-layer, and only the entries that the head holds.
+Scores are compared only in the same unit; `rank_blend` blends unlike ones. `max` keeps an entry that either
+side rates high: the learned risk is the prior for what a short window under-observes. Every fusion reads one
+layer alone, so that a cascade can decide layer by layer, and only entries that the head holds.
 """
 
 from collections.abc import Callable
@@ -16,8 +14,8 @@ from retain.ranking import rank_entries
 from retain.registry import lookup
 from retain.scores.score import Score
 
-# Fusions for which a calibration fits weights (`veto` reads one too, but it is stated), and the word that
-# stands for the weights that gates bring.
+# Fusions whose weight a calibration can fit (the weight of `veto` is always stated), and the name of that
+# weight.
 WEIGHTED = ("log_linear", "rank_blend")
 CALIBRATED = "calibrated"
 # Fusions that take two scores in `risk`, and no others.
@@ -27,22 +25,21 @@ IN_RISK = ("log_linear", "prior", "veto")
 def fuse(
     observed: Score | None, learned: Score | None, how: str = "max", *, weight: float | str | Tensor = 0.5
 ) -> Score:
-    """One score from two.
+    """Fuse two scores of one layer.
 
     With `o` observed, `l` learned, `w` the weight of the learned side, and means over the entries that the
     head holds:
 
     - `max`: `max(o, l)`; one unit.
-    - `sum`: `o + l`; one unit. Never less than `max` nor more than twice it; of two entries that the gate
-      fears for alike, the one that was also looked at comes first.
+    - `sum`: `o + l`; one unit. Between `max` and twice `max`; of two entries with equal learned
+      risk, the one with more observed risk comes first.
     - `observed`, `learned`: that one alone.
     - `prior`: `max(o, l * mean(o) / mean(l))`, both in `risk`: the floor of DefensiveKV (arXiv 2510.13334),
-      which lifts what the window did not see to the head's mean, but with the gate saying who gets more of
-      that mean and who less. A gate that says the same of all entries, nothing at all included, gives
-      exactly that floor, and the gate's own scale is without effect.
+      which lifts unobserved entries to the head's mean, with the gate redistributing that mean. A constant
+      gate gives exactly that floor; the scale of the gate has no effect.
     - `veto`: `min(o, l)` for the `round(w * n)` of the head's `n` entries that the gate ranks lowest (ties:
       the earlier position is lower; rounded as float64, half to even), `o` for the others; both in `risk`.
-      The gate may take back what the window claims, and add nothing.
+      The gate can lower a score but not raise one.
     - `log_linear`: `o^(1-w) * l^w`, both in `risk`; for 0 < w < 1 an entry that either side calls 0 scores 0.
     - `rank_blend`: `(1-w) * rank(o) + w * rank(l)`, where `rank` is the share of the head's other entries
       that rank below (0..1, ties to the later position); any units; the result is in `rank`.
@@ -83,7 +80,7 @@ def fuse(
 
 
 def _calibrated(learned: Score, how: str, weight: str) -> Tensor:
-    """The weights that a learned score brings for a fusion."""
+    """The calibrated weights of a learned score for a fusion."""
     known = learned.fusion_weights or {}
     if weight != CALIBRATED or how not in known:
         raise ValueError(
@@ -99,9 +96,9 @@ def floor(score: Score, kind: str | None) -> Score:
 
     `mean: max(s_h[i], mean_i s_h[i])`, the mean over the entries that exist.
 
-    The prior of DefensiveKV (arXiv 2510.13334): what the window did not see is not worth nothing. It makes
-    ties, so `retain/policy.py` lets a floored score share a budget between heads, and the score before the
-    floor order each head.
+    The prior of DefensiveKV (arXiv 2510.13334) for entries that the window did not observe. It makes ties, so
+    `retain/policy.py` lets a floored score share a budget between heads, and the score before the floor order
+    each head.
 
     Args:
         score: any unit.
@@ -210,8 +207,8 @@ def _check_risk(how: str, observed: Score, learned: Score) -> None:
 
 
 def _where_held(fused_BHT: Tensor, observed: Score, learned: Score) -> Tensor:
-    """-inf on what the head does not hold, and NaN where either side is NaN, for selection to refuse by name:
-    ranks and masks would hide it."""
+    """Set -inf where the head holds no entry, and NaN where either side is NaN, so that selection refuses it
+    by name (ranks and masks would hide it)."""
     o_BHT, l_BHT = observed.values_BHT, learned.values_BHT
     missing_BHT = o_BHT.isneginf()
     nan_BHT = (o_BHT.isnan() | l_BHT.isnan()) & ~missing_BHT

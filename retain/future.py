@@ -1,11 +1,10 @@
-"""Future use of an entry: what a perfect gate would say. The one definition, for targets and for the oracle.
+"""Computes the future attention of entries: the target of gates, and the oracle.
 
-In: the evidence of a document with nothing evicted, and of whatever was run after it: question and answer, a
-repetition of the document, the model's own continuation. Out: for each of the document's entries, how much of
-the attention of queries that can still come after the entry's eviction it will be paid. The decision taken
-here: which queries those are. Of the document's own tokens, those at distance `horizon` or more (nearer ones
-always find the entry, which is protected while recent); of what comes after the document, all. Only `train/`
-and `eval/` may import this file: at inference, the future is not known.
+Input is the evidence of a document with nothing evicted, and of what was run after it: question and answer, a
+repetition of the document, or the model's own continuation. Queries count if they can still come after the
+entry's eviction: of the document's own tokens those at distance `horizon` or more (nearer ones always find
+the entry, which is protected while recent), of later text all. Only `train/` and `eval/` may import this
+file: at inference the future is unknown.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from retain.attention.chunked import truncate
-from retain.attention.received import paid
+from retain.attention.received import received_attention
 from retain.evidence import Evidence
 from retain.registry import lookup
 from retain.scores.value_norm import value_norms
@@ -52,7 +51,7 @@ def future_use(
     block: int = 128,
     chunk: int | None = None,
 ) -> tuple[Float32[Tensor, "B H T"], Bool[Tensor, "B H T"]]:
-    """How much the queries that can come after an entry's eviction will make of it.
+    """How much attention the queries after an entry's eviction will give to it.
 
     With `a_qj` the softmax of query j of head q over all valid keys up to itself, a query pays entry i
 
@@ -193,7 +192,7 @@ def _uses(
     for start, stop in blocks:
         own = part if stop == S else truncate(part, part.num_seen - S + stop)
         entries = min(T, own.num_seen)
-        (paid_BQT,) = paid(
+        (paid_BQT,) = received_attention(
             own,
             "max" if aggregate == "max" else "sum",
             start=start,
@@ -224,7 +223,7 @@ def _over_hidden(part: Evidence, chunk: int | None) -> tuple[Tensor, Tensor]:
             "weight='value_norm_over_hidden' looks at the attention input, and the evidence has none "
             "(hidden_BTE): record it, or pass weight='value_norm'."
         )
-    (lse_BQS,) = paid(part, "lse", chunk=chunk)
+    (lse_BQS,) = received_attention(part, "lse", chunk=chunk)
     hidden_BSE = part.hidden_BTE[:, part.num_seen - part.num_queries :]
     norm_BS = torch.linalg.vector_norm(hidden_BSE, 1, dim=-1, dtype=lse_BQS.dtype)
     norm_BS = norm_BS.clamp_min(torch.finfo(norm_BS.dtype).tiny)
@@ -280,7 +279,8 @@ def future_risk(
 
 
 def _count(part: Evidence, distance: int, T: int) -> Int[Tensor, "B T"]:
-    """How many held valid queries lie `distance` or more behind each of the first T entries and see it."""
+    """Count the held valid queries that lie `distance` or more behind each of the first T entries and see
+    it."""
     seen = part.num_seen
     first = seen - part.num_queries
     # counted[j] = number of valid queries in first..j-1
@@ -306,7 +306,7 @@ def _check_names(sources: Mapping[str, float], aggregate: str, weight: str) -> N
 
 
 def _check(evidence: Evidence, document_tokens: int, sources: Collection[str]) -> None:
-    """What one sequence has to be like; `future_use` says the rest."""
+    """Check the evidence of one sequence; `future_use` checks the rest."""
     T, S = evidence.num_seen, evidence.num_queries
     known = {name: SOURCES[name] for name in ("own", "appendix")}  # one sequence holds no other
     for source in sources:

@@ -1,9 +1,8 @@
-"""Head classes: which heads look far back and which only near, from a table.
+"""Reads head classes (retrieval or streaming heads) from a table, and turns them into budgets.
 
-In: a tab-separated file, one row a layer, one number in 0..1 a KV head: the layout in which DuoAttention
-publishes its patterns (how much a head needs the whole context). Out: the table, and budgets in which
-streaming heads hold what is protected and retrieval heads share everything else. The decision taken here: the
-total stays what the user stated; a class moves memory between heads and adds none.
+The table is a tab-separated file, one row a layer, one number in 0..1 a KV head: the layout of DuoAttention's
+published patterns (how much a head needs the whole context). Streaming heads hold the protected entries;
+retrieval heads share the rest. The total stays as the user stated it.
 
 DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, arXiv 2410.10819.
 """
@@ -17,7 +16,7 @@ from retain.budget.largest_remainder import fill, round_shares
 
 
 def read_head_classes(path: str) -> tuple[tuple[float, ...], ...]:
-    """The table of a file.
+    """Read a table of head classes.
 
     Args:
         path: of a tab-separated file of numbers in 0..1.
@@ -40,7 +39,7 @@ def read_head_classes(path: str) -> tuple[tuple[float, ...], ...]:
 
 @cache
 def _parsed(path: str, changed_ns: int) -> tuple[tuple[float, ...], ...]:
-    """The table of a file, read once until it changes: every layer of every prefill asks for it."""
+    """Parse a table, cached until the file changes: every layer of every prefill needs it."""
     rows: list[tuple[float, ...]] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -63,7 +62,7 @@ def _parsed(path: str, changed_ns: int) -> tuple[tuple[float, ...], ...]:
 
 
 def check_shape(path: str, heads_L: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    """The table of a file, if it is one of these layers and heads.
+    """Read a table and check that it has these layers and heads.
 
     Raises:
         ValueError: it is another model's.

@@ -1,11 +1,10 @@
-"""A policy: evidence -> scores -> fusion -> protection -> budget -> selection, in this order, on one screen.
+"""Composes a policy on one screen: evidence -> scores -> fusion -> protection -> budget -> selection.
 
-In: the evidence of the layers, a budget, and a gate's scores if the policy uses one. Out: what is kept. The
-decision taken here is only the order of the stages; each stage is a file of its own. `score_entries` is
-separate, so that a comparison scores once and selects at many budgets, and either score may be handed in, so
-that controls run through the very same stages. `plan_of` and `candidates_of` are separate, so that a cache
-may decide layer by layer (`retain.budget.cascade`) with what `decide_layers` decides at once, and evict again
-later (`retain.budget.statement.Stock`), when heads hold different numbers of entries already.
+Each stage has its own file. `score_entries` is separate, so that a comparison scores once and selects at many
+budgets; observed and learned scores can be passed in, so that controls run through the same stages. `plan_of`
+and `candidates_of` are separate, so that a cache can decide layer by layer (`retain.budget.cascade`) with the
+result of `decide_layers`, and evict again later (`retain.budget.statement.Stock`), when heads already hold
+different numbers of entries.
 """
 
 import math
@@ -67,7 +66,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is settled before any layer is scored.
+    """Totals, protection and shares, known before any layer is scored.
 
     Args:
         policy: the stages' settings.
@@ -83,17 +82,17 @@ class Plan:
 
     @property
     def covers_B(self) -> list[bool]:
-        """Which sequences keep all that they have whatever the scores, so that they need none: their budget
-        holds it, or, where there is a threshold, all of it is protected."""
+        """Which sequences keep everything whatever the scores: their budget holds all, or, under a threshold,
+        all of it is protected. They need no score."""
         return self.shares.covers_B
 
     @property
     def covers_all(self) -> bool:
-        """Whether all sequences keep all that they have, so that nothing needs a score."""
+        """Whether all sequences keep everything, so that nothing needs a score."""
         return all(self.covers_B)
 
     def hold_whole(self, rows: Sequence[int], valid_BT: Bool[Tensor, "B T"]) -> "Plan":
-        """The same with these sequences held whole: all that they have is protected, and in the budget."""
+        """Hold these sequences whole: all their entries are protected, and in the budget."""
         protected_BT, shares = self.protected_BT.clone(), self.shares
         protected_BT[list(rows)] = valid_BT[list(rows)]
         protected_B, totals = tuple(protected_BT.sum(-1).tolist()), shares.totals.hold_whole(rows)
@@ -101,7 +100,7 @@ class Plan:
         return replace(self, shares=shares, protected_BT=protected_BT)
 
     def select_batch(self, rows: Sequence[int]) -> "Plan":
-        """Of some of the sequences: once totals are known, none depends on another."""
+        """Select some of the sequences; once totals are known, sequences are independent."""
         idx = torch.tensor(list(rows), dtype=torch.int64, device=self.protected_BT.device)
         return replace(self, shares=self.shares.select_batch(rows), protected_BT=self.protected_BT[idx])
 
@@ -119,15 +118,15 @@ def decide_layers(
     markers: TurnMarkers | None = None,
     stock: Stock | None = None,
 ) -> list[Decision]:
-    """Which entries of each layer stay.
+    """Decide which entries of each layer stay.
 
     Args:
         policy: the stages' settings.
-        layers: the evidence of all layers that evict, in order, of all tokens seen (who shows only what is
-            still held takes `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
+        layers: the evidence of all layers that evict, in order, of all tokens seen (after
+            earlier evictions use `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
         budget: what may be kept of them all; a policy without scores keeps everything whatever the budget.
         learned: the gate's scores, one a layer.
-        observed: stand in for the policy's own observed scores (controls).
+        observed: replace the policy's own observed scores (controls).
         scores: finished scores from `score_entries`; then nothing is scored or fused here.
         seeds_B: one integer a sequence, for scores that draw numbers.
         pinned_BT: entries that the caller wants kept.
@@ -172,7 +171,7 @@ def decide_layers(
 
 
 def _everything(layer: Evidence) -> Decision:
-    """All that exists: what a policy without scores keeps, and a budget that holds it all."""
+    """Keep all entries: for a policy without scores, or a budget that holds everything."""
     exists_BHT = layer.exists_BHT
     zeros_BHT = torch.zeros(exists_BHT.shape, device=exists_BHT.device)
     score_BHT = zeros_BHT.masked_fill(~exists_BHT, float("-inf"))
@@ -191,7 +190,7 @@ def decide(
     pinned_BT: Bool[Tensor, "B T"] | None = None,
     markers: TurnMarkers | None = None,
 ) -> Decision:
-    """Which entries of one layer stay, when it is the only one: `decide_layers` of a single layer."""
+    """Decide which entries of a single layer stay (`decide_layers` of one layer)."""
     (decision,) = decide_layers(
         policy,
         [evidence],
@@ -214,7 +213,7 @@ def score_entries(
     observed: Score | None = None,
     seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
 ) -> Score:
-    """The policy's score of one layer, before the floor.
+    """Compute the policy's score of one layer, before the floor.
 
     Args:
         policy: which scores, and their fusion.
@@ -241,11 +240,11 @@ def score_entries(
     how = policy.fusion_of(observed is not None, learned is not None)
     fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if policy.draw is not None:
-        # By what was seen, where anything was: what is drawn makes up for what a maximum passes over.
+        # By the observed score if there is one: the draw makes up for what a maximum passes over.
         fused = replace(fused, draw_BHT=draw_keys(observed or fused, evidence, seeds_B))
     if observed is None:
         return fused
-    # What else the observed score says of the layer stays with the fused one, and what heads get of a budget.
+    # The fused score keeps the other fields of the observed one, and the quotas.
     quotas = observed.quotas if learned is None else learned.quotas
     return replace(
         observed, values_BHT=fused.values_BHT, unit=fused.unit, quotas=quotas, draw_BHT=fused.draw_BHT
@@ -265,10 +264,10 @@ def plan_of(
     quotas: Quotas | None = None,
     short_tokens: int = 0,
 ) -> Plan:
-    """Totals, protection and fixed shares, before any layer is scored.
+    """Compute totals, protection and fixed shares, before any layer is scored.
 
-    A budget is what was stated, or all that there is where that is less. What is protected is protected by
-    its place among all tokens seen, as long as every head still holds it.
+    The budget is as stated, or everything if that is less. Entries are protected by their place among all
+    tokens seen, as long as every head still holds them.
 
     Args:
         policy: the stages' settings.
@@ -337,17 +336,16 @@ def plan_of(
 
 
 def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> None:
-    """Raise where a policy and a threshold cannot be meant together.
+    """Refuse a threshold that does not fit the policy.
 
-    Each entry is judged alone, so that nothing would read what the policy says of sharing a budget; and only
-    a score whose numbers mean something can be held against a number.
+    A threshold judges each entry alone, so settings about sharing a budget have no effect; and it needs a
+    score whose values mean something, not only their order.
 
     Args:
         policy: the stages' settings.
         budget: what was stated.
-        unit: of the score (`policy.unit`, unless another stands in for it); None if it is not known yet, or
-            does not matter: a gate alone may be held against a number in whatever unit it was trained in (KV
-            Admission and DMS are).
+        unit: of the score (`policy.unit`, unless the score was passed in); None if unknown or irrelevant: a
+            gate alone is compared with a threshold in its own unit (as in KV Admission and DMS).
 
     Raises:
         ValueError: everything that is in the way, at once.
@@ -382,8 +380,7 @@ def candidates_of(
     *,
     place_BT: Int[Tensor, "B T"] | None = None,
 ) -> Candidates:
-    """One layer's entries, ready to be kept or not: what is kept in any case, what its heads bid, what the
-    layer asks for.
+    """Prepare one layer's entries for selection: guaranteed entries, bids of its heads, weight of the layer.
 
     Args:
         plan: what is settled.
@@ -450,7 +447,7 @@ def candidates_of(
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
-    """What each layer keeps, when all have come.
+    """Compute the keep mask of each layer, from the candidates of all layers.
 
     Args:
         plan: what is settled.
@@ -463,7 +460,7 @@ def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor
 
 
 def _first_of(policy: Policy, score: Score) -> Tensor:
-    """What a first stage ranks by."""
+    """The score that a first stage ranks by."""
     if score.first_BHT is None:
         raise ValueError(
             f"policy {policy.name!r} selects in two stages, and its score says nothing for the first: take "
@@ -473,7 +470,7 @@ def _first_of(policy: Policy, score: Score) -> Tensor:
 
 
 def _drawn_by(policy: Policy, score: Score) -> Tensor:
-    """What a drawn share goes by."""
+    """The keys of a drawn share."""
     if score.draw_BHT is None:
         raise ValueError(
             f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw by: "
@@ -485,7 +482,7 @@ def _drawn_by(policy: Policy, score: Score) -> Tensor:
 def _layer_weights(
     policy: Policy, score: Score, exists_BHT: Tensor, protected_BHT: Tensor
 ) -> tuple[Fraction, ...]:
-    """What the layer asks for of a budget that layers share: nothing for a sequence that has no entries."""
+    """Weights by which layers share a budget; 0 for a sequence without entries."""
     if policy.allocation.layers == "cake":
         if score.layer_weight_B is None:
             raise ValueError(

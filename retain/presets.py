@@ -1,8 +1,7 @@
-"""Policies by name: what a policy is made of, and the ones that ship with the project.
+"""Defines `Policy`, and loads the presets that ship with the project.
 
-In: a name, a YAML file, settings. Out: a `Policy`, a frozen dataclass that the pipeline (`retain/policy.py`)
-reads. The one decision taken here: what a policy says that cannot be meant (unknown names, settings that
-exclude each other) is found when it is made, all at once, and not when a budget is short.
+A `Policy` is a frozen dataclass that `retain/policy.py` reads. Contradictions in it (unknown names, settings
+that exclude each other) are found when it is made, all at once.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ REGIMES: tuple[Regime, ...] = get_args(Regime)
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides which entries stay. With no score at all, everything stays.
+    """Settings of all stages that decide which entries stay. Without any score, everything stays.
 
     Args:
         name: how it is called in reports.
@@ -170,7 +169,7 @@ class Policy:
         return problems
 
     def _numbers_wanted(self) -> list[str]:
-        """What reads numbers of an observed score of which only the order means something."""
+        """Problems of settings that need the values of an observed score that has only an order."""
         wanted = ["fusion 'sum' adds"] if self.fusion == "sum" else []
         wanted += ["draw goes in proportion to"] if self.draw is not None else []
         return [
@@ -180,7 +179,7 @@ class Policy:
         ]
 
     def _wanted_of(self, score: Score) -> list[str]:
-        """What it wants of its score that the score does not say."""
+        """Problems of settings that need what the observed score does not provide."""
         own, problems = self.allocation, []
         if score.first_BHT is None:
             wanted = ["first_stage"] if self.first_stage is not None else []
@@ -217,11 +216,11 @@ class Policy:
 
     @property
     def gate_alone(self) -> bool:
-        """Whether a gate's score is all that it goes by, as the gate gives it."""
+        """Whether the gate's score alone decides, in the gate's own unit."""
         return self.learned and self.fusion_of(self.observed is not None, True) == "learned"
 
     def fusion_of(self, observed: bool, learned: bool) -> str:
-        """How it fuses: as stated; by default the largest of two scores, or the one that there is.
+        """The fusion: as stated; by default the maximum of two scores, or the only one.
 
         Args:
             observed: whether there is an observed score.
@@ -236,7 +235,7 @@ class Policy:
 
     @property
     def unit(self) -> str:
-        """Unit of its score, as far as that shows before any layer is scored."""
+        """Unit of its score, as far as it is known before any layer is scored."""
         if self.fusion == "rank_blend":
             return "rank"
         score = try_settings(self.observed, self.observed_settings)[0] if self.observed else None

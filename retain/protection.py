@@ -1,8 +1,6 @@
-"""Protection: which entries are never evicted, whatever their score.
+"""Computes the mask of protected entries, which are never evicted whatever their score.
 
-In: the settings, the padding, each sequence's budget per head, and what the caller or a chat template pins.
-Out: a boolean mask. The decision taken here: protection is a mask and never a huge score, it lies inside the
-budget, and a budget that cannot hold it is an error and not a surprise.
+Protection is a mask, not a large score. It lies inside the budget; a budget that cannot hold it is an error.
 """
 
 import math
@@ -58,7 +56,7 @@ class Protection:
 
     @property
     def reads_turns(self) -> bool:
-        """Whether it needs the turns of a conversation, and so token ids and a tokenizer's chat template."""
+        """Whether it needs turns, and so token ids and a tokenizer's chat template."""
         return self.turns or self.turn_prefix > 0 or self.turn_suffix > 0
 
 
@@ -72,7 +70,7 @@ def protected_mask(
     intact_BT: Bool[Tensor, "B T"] | None = None,
     short_B: Sequence[bool] | None = None,
 ) -> Bool[Tensor, "B T"]:
-    """Entries of each sequence that every head keeps.
+    """Mask of the entries of each sequence that every head keeps.
 
     With `b` the budget per head, `n` the entries that exist and `p` those of the prompt, entry `i` (padding
     not counted) is protected where
@@ -159,7 +157,7 @@ def protected_mask(
 def pinned_mask(
     spans: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]], valid_BT: Bool[Tensor, "B T"]
 ) -> Bool[Tensor, "B T"]:
-    """The mask of spans that a caller wants kept.
+    """Mask of spans that the caller pins.
 
     Args:
         spans: `(start, stop)` pairs, half-open, in a sequence's own tokens (padding not counted): one list of
@@ -207,7 +205,7 @@ def pinned_mask(
 
 
 def spans_by_sequence(spans: Any) -> list[Sequence[Sequence[int]]] | None:
-    """The lists of spans, one a sequence; None where one list is meant for all.
+    """Lists of spans, one a sequence; None if one list is meant for all.
 
     Raises:
         ValueError: if this is neither.
@@ -224,7 +222,7 @@ def spans_by_sequence(spans: Any) -> list[Sequence[Sequence[int]]] | None:
 
 
 def _counts(protection: Protection, budget: Fraction | int) -> tuple[int, int]:
-    """How many first entries, and how many of the suffix, are protected at this budget."""
+    """Number of protected first entries, and of the suffix, at this budget."""
     prefix, suffix = (
         tokens
         if tokens is not None
@@ -240,7 +238,7 @@ def _counts(protection: Protection, budget: Fraction | int) -> tuple[int, int]:
 
 
 def _shown(protection: Protection, counts: tuple[int, int], length: int, prompt: int) -> str:
-    """The parts at the ends of one sequence, in words."""
+    """Describe the protected ends of one sequence, for messages."""
     first, suffix = counts
     if protection.suffix == "static" and prompt != length:
         return f"{first} first, {suffix} last of a prompt of {prompt}, {protection.recent} last of {length}"
@@ -248,5 +246,5 @@ def _shown(protection: Protection, counts: tuple[int, int], length: int, prompt:
 
 
 def _is_pair(item: object) -> bool:
-    """Whether this is `(start, stop)`, and not a list of such."""
+    """Whether this is one `(start, stop)`, not a list of them."""
     return isinstance(item, Sequence) and len(item) == 2 and all(isinstance(x, SupportsIndex) for x in item)

@@ -1,9 +1,7 @@
-"""One order for the whole project: the higher score first, and of equal scores the LATER position first.
+"""Ranks entries: higher score first, and of equal scores the LATER position first.
 
-In: scores whose last axis is the position. Out: the rank of each entry, 0 for the one to keep first. The
-decision taken here is the tie: `torch.topk` leaves it open (and devices differ), floors and padding make ties
-common, and a stable sort of the reversed row settles it once, alike on every backend. Fusion, budgets and
-selection all rank through this file.
+`torch.topk` leaves ties open (and devices differ); floors and padding make ties common. A stable sort of the
+reversed row settles them alike on every backend. Fusion, budgets and selection all rank with this file.
 """
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 
 
 def order_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"]:
-    """Entries of each row in the order of the project: index of the best first.
+    """Sort the entries of each row: indices, best first.
 
     Args:
         score_BHT: scores, higher = keep; any leading axes; -inf is allowed and comes last. NaN is not
@@ -39,7 +37,7 @@ def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"
 def rank_kept_first(
     score_BHT: Float[Tensor, "B H T"], kept_BHT: Bool[Tensor, "B H T"]
 ) -> Int64[Tensor, "B H T"]:
-    """Rank of each entry in its head, those to be kept in any case before all others, whatever the scores.
+    """Rank the entries of each head, with entries that are kept in any case before all others.
 
     Args:
         score_BHT: as in `order_entries`.
@@ -51,7 +49,7 @@ def rank_kept_first(
 
 
 def refuse_nan(score_BHT: Float[Tensor, "B H T"]) -> None:
-    """Raise where a score is not a number, which no order could place.
+    """Refuse scores that hold NaN.
 
     Raises:
         ValueError: names the first such entry.

@@ -1,8 +1,7 @@
-"""Names to things: small dicts, and an error that teaches when a name is not among them.
+"""Looks names up in dicts, with an error that suggests the nearest known name.
 
-In: a name that somebody typed and the table that should hold it. Out: what the table holds under it. Tables
-are plain dicts beside the things that they name (`SCORES`, `GATES`); there is no registration and no import
-by dotted string.
+Tables are plain dicts beside what they name (`SCORES`, `GATES`); there is no registration and no import by
+dotted string.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,6 @@
-"""Selection: the keep set, from a score, what is protected, and a budget.
+"""Selects the keep set from scores, protection and budgets.
 
-In: one score an entry, a mask, and whole entries per head. Out: a boolean mask with exactly that many True a
-head. The decision taken here: the order is (protected, score, later position), the same on every backend, and
-no head is emptied.
+The order is (protected, score, later position), the same on every backend; no head is left empty.
 """
 
 from jaxtyping import Bool, Float32, Int64

@@ -1,9 +1,9 @@
-"""The legend: one letter an axis, for names, annotations, docs and kernels of the whole project.
+"""Lists the letters of tensor axes that names, annotations, docs and kernels use.
 
-A tensor whose shape changes hands carries its axes as a suffix (`keys_BHTD`), and public functions annotate
-them with the same letters through jaxtyping (`Float[Tensor, "B H T D"]`; one-letter axes are written
-`" B"`). Layout is head first, as in Hugging Face caches. A digit is a literal size or an offset:
-`offsets_R1` is `[R + 1]`. What is nobody else's axis is a lower-case word (`"B Q rows T"`).
+A tensor that crosses a function boundary carries its axes as a suffix (`keys_BHTD`), and public functions
+annotate them with the same letters through jaxtyping (`Float[Tensor, "B H T D"]`; one-letter axes are written
+`" B"`). Layout is head first, as in Hugging Face caches. A digit is a literal size or an offset: `offsets_R1`
+is `[R + 1]`. Other axes are lower-case words (`"B Q rows T"`).
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,9 @@
-"""Turns: where the turns of a conversation begin and end, found from a tokenizer's chat template.
+"""Finds the turns of a conversation in token ids, from a tokenizer's chat template.
 
-In: a tokenizer (for its markers, once), then token ids and padding. Out: which tokens are the template's
-own markup, which turn's content each of the others belongs to, and a mask of what is to be protected. The
-decision taken here: nothing is known of any template. Probe conversations are rendered, one content at a time
-is replaced by others, and what stays the same on both sides is the markup; a token that merges markup and
-content counts as content. So a template is read as its tokenizer really cuts it, and no list of models is
-kept.
+No list of templates is kept. Probe conversations are rendered, one content at a time is replaced by others,
+and what stays the same on both sides is the template's markup; a token that merges markup and content counts
+as content. The result says which tokens are markup, to which turn each other token belongs, and which tokens
+a policy protects.
 """
 
 import re
@@ -246,7 +244,7 @@ def turn_mask(
     turn_prefix: int = 0,
     turn_suffix: int = 0,
 ) -> Bool[Tensor, "B T"]:
-    """What is protected of every turn; `pinned_BT` of `retain.protection.protected_mask`.
+    """Mask of the protected tokens of every turn; `pinned_BT` of `retain.protection.protected_mask`.
 
     Args:
         markers: of the tokenizer that made the ids.
@@ -289,10 +287,11 @@ class _Probe:
     prompt: bool
 
     def gaps(self, left: Sequence[str], right: Sequence[str]) -> Iterator[Gap]:
-        """What stands around the contents: (role before, role after, tokens), no role where is no content.
+        """Yield what stands around the contents: (role before, role after, tokens), with no role at the ends.
 
         Args:
-            left: groups of contents that may stand on the left of a gap. right: on the right.
+            left: groups of contents that may stand on the left of a gap.
+            right: on the right.
         """
         stops = [0, *(max(place[group][1] for group in left) for place in self.places)]
         starts = [*(min(place[group][0] for group in right) for place in self.places), len(self.ids)]
@@ -348,7 +347,7 @@ def _probe(
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
-    """One message; what else varies from message to message varies with its content."""
+    """Make one message; all of its fields vary with its content."""
     number = f"{sum(content.encode()) * 7919 % 10**9:09d}"
     if role == "call":
         function = {"name": f"f{number}", "arguments": {"text": content}}
@@ -360,7 +359,7 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _contents(tokenizer: Any) -> dict[str, tuple[str, ...]]:
-    """The contents that the tokenizer knows. One of whole words is asked for words of its own."""
+    """Probe contents that the tokenizer knows; if it has whole words only, words of its own."""
     unknown = getattr(tokenizer, "unk_token_id", None)
 
     def encode(text: str) -> list[int]:
@@ -379,7 +378,7 @@ def _contents(tokenizer: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _ordinary(tokenizer: Any, texts: Sequence[str]) -> list[Tokens]:
-    """Ordinary text that holds each word of the markup, tokenized."""
+    """Tokenize ordinary text that holds each word of the markup."""
     words = dict.fromkeys(word for text in texts for word in re.findall(r"\w+", text))
     samples = [*_ORDINARY, *(form.format(word) for word in words for form in _FORMS)]
     return [tuple(tokenizer.encode(sample, add_special_tokens=False)) for sample in samples]
@@ -388,7 +387,7 @@ def _ordinary(tokenizer: Any, texts: Sequence[str]) -> list[Tokens]:
 def _split(
     gaps: Sequence[Gap], distinct: Callable[[Tokens], bool], bos: int | None
 ) -> tuple[list[tuple[str, Tokens]], list[tuple[str, Tokens]]]:
-    """Split what stands between contents into what ends the one and what opens the other.
+    """Split the tokens between contents into the end of one turn and the header of the next.
 
     Args:
         gaps: (role before, role after, tokens).
@@ -437,7 +436,7 @@ def _first_header(
     distinct: Callable[[Tokens], bool],
     bos: int | None,
 ) -> Tokens:
-    """The header within what stands before the first content: without preamble or token of the beginning.
+    """Find the header before the first content, without the template's preamble and the BOS token.
 
     Args:
         tokens: all that stands there.
@@ -469,18 +468,18 @@ def _first_header(
 
 
 def _shared(first: Tokens, second: Tokens) -> int:
-    """How many tokens two sequences have in common at their beginnings."""
+    """Length of the common beginning of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _start_of_all(sequences: Sequence[Tokens]) -> Tokens:
-    """What all sequences begin with."""
+    """Common beginning of all sequences."""
     return sequences[0][: min(_shared(sequences[0], other) for other in sequences)]
 
 
 def _find(text: Tokens, tokens: Tokens, begin: int) -> int:
-    """The first place of `tokens` in `text` from `begin` on; -1 if there is none."""
+    """First place of `tokens` in `text` from `begin` on; -1 if there is none."""
     places = range(begin, len(text) - len(tokens) + 1)
     return next((i for i in places if text[i : i + len(tokens)] == tokens), -1)
 

@@ -1,8 +1,6 @@
-"""The first of two stages: entries that are kept for their attention before a second score ranks the rest.
+"""Selects the first of two stages: entries kept for their attention before a second score ranks the rest.
 
-In: what the first stage ranks by, and how much it may take. Out: a mask of entries to keep in any case. The
-decision taken here: a first stage is a mask beside protection, inside the budget, and never a huge score; so
-that one selection serves every method.
+A first stage is a mask beside protection, inside the budget, so that one selection serves every method.
 """
 
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from retain.ranking import order_entries, rank_entries
 
 @dataclass(frozen=True)
 class FirstStage:
-    """How much a first stage takes.
+    """Size of a first stage.
 
     Args:
         by: `budget`: a share of each head's budget (CriticalKV's alpha). `mass`: the entries that hold a
@@ -44,9 +42,8 @@ def stage_by_budget(
     budget_BH: Int64[Tensor, "B H"],
     share: float,
 ) -> Bool[Tensor, "B H T"]:
-    """The first `floor(share * budget)` entries of each head in the order (kept, first, later position).
-
-    Which of the kept ones are among them does not matter: they are kept.
+    """Select the first `floor(share * budget)` entries of each head in the order (kept, first, later
+    position).
 
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective
     (CriticalKV), arXiv 2502.03805: its alpha, 0.5. Kept entries count, as the window
@@ -73,7 +70,8 @@ def stage_by_mass(
     window: int,
     released: bool = False,
 ) -> Bool[Tensor, "B H T"]:
-    """The entries before the window that, from the most attended, hold a share of all observed attention.
+    """Select the entries before the window that, from the most attended on, hold a share of all observed
+    attention.
 
     With `a` the mean attention of the window's queries, `a_1 >= a_2 >= ...` over the entries before the
     window: entry `k` is in while `a_1 + ... + a_k < share * sum(a) - mass(window)`; the entry that crosses
@@ -122,7 +120,7 @@ def forced_by_score(
     *,
     window: int,
 ) -> Float[Tensor, "B H T"]:
-    """Scores with DefensiveKV's forced entries as its released press has them: level with the best.
+    """Raise the score of DefensiveKV's forced entries to the best of the layer, as its released press does.
 
     The window's entries, and those of the first stage (`stage_by_mass`, `released`), get the largest score
     that any entry before the window has in this layer. Of the first stage at most `k = int((n - w) * ratio -

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.evidence import Evidence, Running
+from retain.evidence import Evidence, RunningStatistics
 from retain.scores.value_norm import value_norm_l1
 from tests.naive import random_evidence
 
@@ -49,7 +49,7 @@ def held_evidence(
         positions_BT=place_BT + 2,
         place_BT=place_BT,
         held_BHT=held_BHT,
-        running=Running(mass_BHT, last_BHT),
+        running=RunningStatistics(mass_BHT, last_BHT),
         value_norm_BQT=value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE),
         learned_BHT=torch.rand(B, H, T, generator=draw),
     )
@@ -100,7 +100,7 @@ def compacted(evidence: Evidence, b: int, h: int) -> tuple[Evidence, Tensor]:
         positions_BT=evidence.positions_BT[b : b + 1, left],
         valid_BT=evidence.valid_BT[b : b + 1, left],
         sinks_Q=None if evidence.sinks_Q is None else evidence.sinks_Q[heads],
-        running=Running(
+        running=RunningStatistics(
             running.mass_BHT[b : b + 1, h : h + 1, left], running.last_access_BHT[b : b + 1, h : h + 1, left]
         ),
         held_BHT=None,

@@ -11,11 +11,11 @@ from retain.budget.allocation import Allocation
 from retain.budget.capacity import (
     FINEST,
     Capacity,
-    Gauge,
-    Guard,
-    afford,
+    CapacityGuard,
+    CapacityMeter,
     capacity_of,
     ceiled,
+    enlarge_to_limit,
     enlarged,
     needed,
     stored_limit,
@@ -97,7 +97,7 @@ def test_price_and_loss_are_those_of_plain_loops(split):
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_cascade_that_is_read_along_says_what_one_decision_says(split):
     shares, candidates = made(split, 0.25, seed=3)
-    cascade, gauge = Cascade(shares), Gauge(2.0, shares.split, follows=shares.split.crosses_layers)
+    cascade, gauge = Cascade(shares), CapacityMeter(2.0, shares.split, follows=shares.split.crosses_layers)
     for layer in candidates:
         gauge.add(layer, *cascade.add(layer))
     along = gauge.read()
@@ -124,7 +124,7 @@ def test_with_one_budget_a_price_above_the_limit_and_a_need_above_the_budget_say
 def test_what_can_be_afforded_is_the_least_budget_that_keeps_all_above_the_limit(split, limit):
     shares, candidates = made(split, 0.2, seed=5)
     stated = capacity_of(shares, candidates, keep_sets(shares, candidates), limit)
-    own, keeps, got = afford(shares, candidates, limit)
+    own, keeps, got = enlarge_to_limit(shares, candidates, limit)
     assert not any(got.short_B) and got.raised == any(stated.short_B)
     for one, two in zip(keep_sets(own, candidates), keeps, strict=True):
         assert torch.equal(one, two)
@@ -229,13 +229,13 @@ def test_the_limit_that_gates_were_stored_with():
 
 def test_wrong_guards_are_refused():
     with pytest.raises(ValueError, match="did you mean 'warn'"):
-        Guard("wran")
+        CapacityGuard("wran")
     for limit in (-1.0, 0.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=f"above 0 and finite; got {limit}"):
-            Guard("warn", limit)
+            CapacityGuard("warn", limit)
     shares, candidates = made("model", 0.3)
     with pytest.raises(ValueError, match="a threshold states no budget"):
-        afford(replace(shares, threshold=1.0), candidates, 2.0)
+        enlarge_to_limit(replace(shares, threshold=1.0), candidates, 2.0)
 
 
 def test_of_a_drawn_share_the_rest_must_hold_what_is_needed():

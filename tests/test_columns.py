@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retain.cache.dense_view import Columns, align_last, columns_of, last_tokens
+from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.evidence import Evidence, attention_probs
 from tests.close import assert_close
 from tests.naive import LAYERS, random_evidence, special_layer
@@ -24,8 +24,8 @@ class Store:
     rows_N: Tensor
     num_heads: int
 
-    def columns(self, positions_BT: Tensor, valid_BT: Tensor, queries_from) -> Columns:
-        return columns_of(
+    def columns(self, positions_BT: Tensor, valid_BT: Tensor, queries_from) -> DenseView:
+        return dense_view(
             self.positions_C,
             self.index_N,
             self.rows_N,
@@ -164,7 +164,7 @@ def test_attention_over_columns_is_attention_over_everything_with_what_is_gone_h
         assert (got[b, :, : num - len(own)] == 0).all()
 
 
-def _shown(whole: Evidence, store: Store, columns: Columns, queries_BQSD: Tensor) -> Evidence:
+def _shown(whole: Evidence, store: Store, columns: DenseView, queries_BQSD: Tensor) -> Evidence:
     assert whole.held_BHT is not None
     return replace(
         whole,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from retain.attention.chunked import attention_chunks, truncate
-from retain.evidence import Evidence, Running, attention_probs, padded_columns
+from retain.evidence import Evidence, RunningStatistics, attention_probs, padded_columns
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention
 from tests.naive import LAYERS, special_layer
@@ -211,7 +211,7 @@ def test_some_of_the_sequences_keep_every_field(idx):
     chosen = vars(evidence.select_batch(idx))
     shared = {"layer_idx", "output_weight_QDE", "scaling", "soft_cap", "window", "sinks_Q", "rotary"}
     for name, value in vars(evidence).items():
-        if isinstance(value, Running):
+        if isinstance(value, RunningStatistics):
             assert torch.equal(chosen[name].mass_BHT, value.mass_BHT[idx])
             assert torch.equal(chosen[name].last_access_BHT, value.last_access_BHT[idx])
         elif name in shared:

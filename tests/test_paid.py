@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 import torch
 
-from retain.attention.received import paid
+from retain.attention.received import received_attention
 from retain.evidence import Evidence
 from retain.kernels import backend
 from retain.kernels.attention_stats import Pool
@@ -72,9 +72,9 @@ def test_statistics_are_their_formulas(path, layer, start, entries, distance):
         there = on_device(evidence)
         for group in (False, True):
             with backend.using(path):
-                stats = [one.cpu() for one in paid(there, *want, group=group, **where)]
+                stats = [one.cpu() for one in received_attention(there, *want, group=group, **where)]
             with backend.using("reference"):
-                plain = [one.cpu() for one in paid(there, *want, group=group, **where)]
+                plain = [one.cpu() for one in received_attention(there, *want, group=group, **where)]
             for (name, naive_BQT), got, other in zip(want.items(), stats, plain, strict=True):
                 if group:
                     naive_BHGT = naive_BQT.unflatten(1, (evidence.num_heads, -1))
@@ -111,10 +111,10 @@ def test_rows_are_pooled_by_place_and_keep_their_mass(path, layer, kind):
         for want, keep_mass in ((pooled_rows, False), (kept, True)):
             pool, there = Pool(kind, 5, split, keep_mass), on_device(evidence)
             with backend.using("reference"):
-                other = [one.cpu() for one in paid(there, "max", "sum", pool=pool)]
+                other = [one.cpu() for one in received_attention(there, "max", "sum", pool=pool)]
             with backend.using(path):
-                (lse,) = paid(there, "lse")
-                stats = paid(there, "max", "sum", pool=pool, lse_BQs=lse if keep_mass else None)
+                (lse,) = received_attention(there, "lse")
+                stats = received_attention(there, "max", "sum", pool=pool, lse_BQs=lse if keep_mass else None)
             stats = [one.cpu() for one in stats]
             plain_max, plain_sum = (None, None) if path == "reference" else other
             assert_close(stats[0], want.amax(2), plain_max)

@@ -7,7 +7,7 @@ import torch
 
 from retain.attention.chunked import truncate
 from retain.attention.running_statistics import _entries_seen, advance
-from retain.evidence import Running, visible
+from retain.evidence import RunningStatistics, visible
 from retain.scores import h2o, lru
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention
@@ -80,7 +80,7 @@ def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts):
         if running is not None:
             # Entries that came since begin at nothing, as in a side column.
             old = running
-            running = Running(torch.zeros(2, 2, stop), torch.zeros(2, 2, stop, dtype=torch.int32))
+            running = RunningStatistics(torch.zeros(2, 2, stop), torch.zeros(2, 2, stop, dtype=torch.int32))
             running.mass_BHT[..., :start] = old.mass_BHT
             running.last_access_BHT[..., :start] = old.last_access_BHT
         running = advance(shown, running, 2)

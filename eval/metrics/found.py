@@ -1,13 +1,13 @@
-"""Whether an answer names the right thing: a needle, a class, a paragraph, a number of paragraphs, a letter.
+"""Scores whether an answer names the right thing: a needle, a class, a paragraph, a count, a letter.
 
-In: a prediction and its right answers, as text. Out: a score from 0 to 1. RULER's `string_match_all` and
-`string_match_part` (arXiv 2404.06654, NVIDIA/RULER `scripts/eval/synthetic/constants.py`); classification,
-retrieval and count of LongBench (arXiv 2308.14508); the four-way choice of LongBench v2 (arXiv 2412.15204).
+Scores are from 0 to 1. RULER's `string_match_all` and `string_match_part` (arXiv 2404.06654, NVIDIA/RULER
+`scripts/eval/synthetic/constants.py`); classification, retrieval and count of LongBench (arXiv 2308.14508);
+the four-way choice of LongBench v2 (arXiv 2412.15204).
 
-The one decision taken here: several right answers mean what the benchmark's authors mean by them. RULER's
-`all` wants every one (mean), its `part` any one (maximum); lm-evaluation-harness takes the mean for both,
-which scores "the 1st century BC" 0.667 against ("the 1st century", "1st century", "first century") instead
-of 1. That one is no variant here, since it would be `ruler_all` under a misleading name.
+Several right answers mean what the benchmark's authors mean by them. RULER's `all` wants every one (mean),
+its `part` any one (maximum); lm-evaluation-harness takes the mean for both, which scores "the 1st century BC"
+0.667 against ("the 1st century", "1st century", "first century") instead of 1. That is no variant here, since
+it would be `ruler_all` under a misleading name.
 """
 
 import re
@@ -110,7 +110,7 @@ def count(prediction: str, references: Sequence[str], **about: Any) -> float:
 
 
 def choice(prediction: str) -> str | None:
-    """The letter of "The correct answer is (B)" or "The correct answer is B", asterisks aside, or None."""
+    """The letter of "The correct answer is (B)" or "The correct answer is B", ignoring asterisks, or None."""
     plain = prediction.replace("*", "")
     for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
         if match := re.search(pattern, plain):

@@ -1,12 +1,12 @@
-r"""Whether a worked solution ends in the right answer: a number, or what is boxed.
+r"""Scores whether a worked solution ends in the right answer: a number, or the content of a box.
 
-In: a prediction and its right answers, as text. Out: 1 or 0, the best over right answers. GSM8K's number
-behind "####" (arXiv 2110.14168), `\boxed{...}` of MATH (arXiv 2103.03874) and AIME.
+Scores are 1 or 0, the best over right answers. GSM8K's number behind "####" (arXiv 2110.14168), `\boxed{...}`
+of MATH (arXiv 2103.03874) and AIME.
 
-The one decision taken here: two answers are the same if they are one text after a few rewritings, all listed
-in `plain_mathematics`, or two spellings of one rational number. There is no computer algebra: `x+1` and `1+x`
-differ. So the score is a lower bound of what a grader would give, and nobody has to trust a parser. More than
-`MOST_DIGITS` digits are no number: a model that repeats itself writes them, and no right answer has so many.
+Two answers are equal if they are one text after a few rewritings, all listed in `plain_mathematics`, or two
+spellings of one rational number. Without computer algebra `x+1` and `1+x` differ, so the score is a lower
+bound of a grader's, and no parser has to be trusted. More than `MOST_DIGITS` digits are no number: a model
+that repeats itself writes them, and no right answer has so many.
 """
 
 import re
@@ -30,7 +30,7 @@ MOST_DIGITS = 100
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text, commas between its digits and a dollar sign aside, or None."""
+    """The last number of a text, ignoring commas between digits and a dollar sign, or None."""
     values = (_value(found) for found in reversed(_NUMBER.findall(text)))
     return next((value for value in values if value is not None), None)
 
@@ -78,7 +78,7 @@ def boxed_answers(text: str) -> list[str]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last box of a text holds; None where there is none, or that one is never closed.
+    r"""Content of the last box of a text; None if there is none, or it is never closed.
 
     MATH's `last_boxed_only_string`, read more kindly: what stands without braces ends with its line, too; a
     box with braces may come behind one without; there may be a space before the brace; and `\{` and `\}` are
@@ -88,7 +88,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[str | None]:
-    """Of each box in turn what it holds; None: it is never closed."""
+    """Content of each box in turn; None if it is never closed."""
     found = list(_BOXED.finditer(text))
     found = [box for box in found if box.group(1) == "boxed"] or found
     begun: list[int] = []
@@ -208,7 +208,7 @@ def aime(prediction: str, references: Sequence[str], **about: Any) -> float:
 
 
 def _between_dollars(text: str) -> str:
-    """What stands between the first and the last dollar sign; all where there are not two."""
+    """Text between the first and the last dollar sign; all of it without two."""
     first, last = text.find("$"), text.rfind("$")
     return text[first + 1 : last] if first < last else text
 
@@ -242,7 +242,8 @@ def _rational(plain: str) -> Fraction | None:
 
 
 def _value(found: str) -> Fraction | None:
-    """What a decimal number says, commas, dollar sign and form of the minus aside; None: too many digits."""
+    """Value of a decimal number, ignoring commas, dollar sign and form of the minus; None with too many
+    digits."""
     if sum(map(str.isdigit, found)) > MOST_DIGITS:
         return None
     return Fraction(found.replace(",", "").replace("$", "").replace("\u2212", "-"))

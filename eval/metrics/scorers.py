@@ -1,11 +1,11 @@
-"""Scorers by name, and how the scores of many items become one number.
+"""Lists scorers by name, and averages their scores.
 
-In: the name that a task's card gives, a prediction, its right answers. Out: a score from 0 to 1. The scorers
-stand in four files: words and characters that are shared (`text`), things that are named
-(`found`), numbers and formulas that are reached (`numbers`), steps (`steps`).
+A card names a scorer; scorers take a prediction and its right answers and give a score from 0 to 1. They
+stand in four files: shared words and characters (`text`), named things (`found`), numbers and formulas
+(`numbers`), steps (`steps`).
 
-The one decision taken here: a name means one computation. Where two programs call two computations by one
-name, both are here under two names, so that a table's column can be read without asking whose it is.
+A name means one computation. If two programs call two computations by one name, both are here under two
+names, so that a table's column is unambiguous.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,8 @@
-"""Scores of answers that are written step by step, each step on the ones before.
+"""Scores answers that are written step by step, each step on the ones before.
 
-In: an answer with a line `Step 3: ...` for each step, and what stands behind the colon in a right one. Out:
-how many steps are right, and whether the last is. The one decision taken here: steps are told apart by their
-number and not by their place, so a step left out costs itself alone; of a step written twice the first
-counts, so that going on for ever gains nothing.
+A right answer has a line `Step 3: ...` for each step; scores are the share of right steps, and whether the
+last is right. Steps are matched by number, not by place, so a missing step costs itself alone; of a step
+written twice the first counts, so that endless repetition gains nothing.
 """
 
 import re

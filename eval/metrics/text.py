@@ -1,11 +1,11 @@
-"""What an answer shares with the right one: words, subsequences, characters.
+"""Scores the overlap of an answer with the right one: words, subsequences, characters.
 
-In: a prediction and its right answers, as text. Out: a score from 0 to 1, the best over the right answers.
-Token F1, ROUGE-L and edit similarity as LongBench scores them (arXiv 2308.14508, THUDM/LongBench
-`metrics.py`), token F1 of the protection study (arXiv 2605.18053), exact match and containment.
+Scores are from 0 to 1, the best over the right answers. Token F1, ROUGE-L and edit similarity as in LongBench
+(arXiv 2308.14508, THUDM/LongBench `metrics.py`), token F1 of the protection study (arXiv 2605.18053), exact
+match and containment.
 
-The one decision taken here: a score is what the benchmark's released code computes, with its quirks, and
-every departure is a variant with a name of its own; two programs that both print "ROUGE-L" need not agree.
+A score is what the benchmark's released code computes, with its quirks, and every departure is a variant with
+a name of its own; two programs that both print "ROUGE-L" need not agree.
 """
 
 import difflib

@@ -1,10 +1,8 @@
-"""What a cell could have shown: the full cache's score beside it, and whether it tells policies apart.
+"""Tells for each regime, task and budget whether a comparison could show a difference at all.
 
-In: the scores of a run. Out: for each regime, task and budget a `Discrimination`, and `cells.json`, one entry
-for every cell and task. The one decision taken here: whether a cell discriminates is said from its own
-numbers, by a rule that is stated and tested. A task on which the full cache fails, on which every policy
-does alike, or whose answers were given before anything was evicted, is marked, so that nobody reads "no
-difference" off a task that could not have shown one.
+A `Discrimination` puts the full cache's score beside the cell's and marks tasks on which the full cache
+fails, on which all policies score alike, or whose answers were given before anything was evicted. The rule is
+fixed and tested. `cells.json` has one entry for every cell and task.
 """
 
 import json
@@ -127,20 +125,19 @@ def discriminate(scores: Scores, regime: str, task: str, budget: float) -> Discr
 
 
 def is_policy(name: str) -> bool:
-    """Whether a line of a table is a method: neither the full cache, nor a control, nor chance."""
+    """Whether a line of a table is a method: not the full cache, a control or chance."""
     return name.partition("+")[0] not in (FULL, *CONTROLS, CHANCE)
 
 
 def nothing_gone(scores: Scores, cells: Sequence[Cell], task: str) -> bool:
-    """Whether every answer in these cells was given from all that had been seen; no, where rows do not
-    say."""
+    """Whether every answer in these cells was given with nothing evicted; False if rows do not say."""
     ratios = [scores.attended.get((cell, task), ()) for cell in cells]
     return all(ratios) and all(ratio == 1.0 for own in ratios for ratio in own)
 
 
 def noise_of(values: np.ndarray, pairs: int) -> float:
-    """Half the width of the normal interval of a mean, shared out over so many pairs; infinite where there
-    is one value."""
+    """Half the width of the normal interval of a mean, divided over so many pairs; infinite for a single
+    value."""
     if len(values) < 2:
         return math.inf
     z = float(norm.ppf(1 - LEVEL / (2 * pairs)))
@@ -150,7 +147,7 @@ def noise_of(values: np.ndarray, pairs: int) -> float:
 def cells_of(
     rows: Sequence[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str, Task]
 ) -> list[dict[str, Any]]:
-    """Every cell and task of a run: score, ceiling, flags, memory, what answers were given from, nulls.
+    """Describe every cell and task of a run: score, ceiling, flags, memory, evidence of answers, nulls.
 
     Args:
         rows: Of `items.jsonl`.
@@ -201,7 +198,7 @@ def cells_of(
 
 
 def _range(values: Sequence[float]) -> dict[str, float] | None:
-    """Of a cell's answers; None where it is not known."""
+    """Range of a cell's answers; None if unknown."""
     if not values:
         return None
     return {"lowest": min(values), "mean": sum(values) / len(values), "highest": max(values)}

@@ -1,4 +1,4 @@
-"""Scores of two policies in, paired clusters out: what is independent of what, said once.
+"""Pairs the scores of two policies and averages them by cluster.
 
 A value is one score of one answer. Values that share a problem are not independent: the same item under
 several seeds, or one AIME problem sampled 32 times. They form a cluster, and clusters are what varies in an
@@ -8,8 +8,8 @@ interval and what a test counts. Which label makes a cluster says which question
 - (seed, item): where every seed has items of its own, each pair stands for itself;
 - the problem: repeated samples of one problem count once.
 
-The one decision taken here: a cluster's values are *averaged* (`cluster_pairs`), so that every cluster weighs
-the same however often it was sampled. `cluster_interval` keeps the other reading, the mean over all values.
+A cluster's values are *averaged* (`cluster_pairs`), so that every cluster weighs the same however often it
+was sampled. `cluster_interval` keeps the other reading, the mean over all values.
 """
 
 import math
@@ -91,7 +91,7 @@ def pair_items(
 
 
 def _scores(values: Sequence[float] | np.ndarray, name: str) -> np.ndarray:
-    """One-dimensional float64 scores without a nan."""
+    """Check one-dimensional float64 scores without NaN."""
     scores = np.asarray(values, dtype=np.float64)
     if scores.ndim != 1 or scores.size == 0:
         raise ValueError(f"{name} must be one-dimensional with at least one score, got shape {scores.shape}.")
@@ -197,7 +197,7 @@ def cluster_interval(
     seed: int = 0,
     method: str = "t",
 ) -> Interval:
-    """Interval of the mean over all values, whole clusters being what varies: `sum_c s_c / sum_c n_c`, where
+    """Interval of the mean over all values, with whole clusters as the unit: `sum_c s_c / sum_c n_c`, where
     `s_c` is the sum of cluster c's differences and `n_c` their number
     (`retain.eval.stats.significance.ratio_interval`).
 

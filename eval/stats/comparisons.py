@@ -1,19 +1,15 @@
-"""Who beats whom, in words that say no more than the numbers beside them.
+"""Compares every policy with the best heuristic of its regime, budget and task family, in numbers and words.
 
-In: the scores of a run. Out: every policy minus the best heuristic of its regime, budget and task family,
-with interval, tests and verdict (`Judged`), and for each such place a paragraph (`Paragraph`).
-
-The one decision taken here: what is judged, and what is adjusted together. The declared primary comparison is
-that of learned policies, controls and the full cache with the best heuristic. All such comparisons of one
-regime, over all its budgets and task families, are one Holm family, fixed by the config before anything is
+`Judged` has the difference with interval, tests and verdict, `Paragraph` one such place in words. Comparisons
+of learned policies, controls and the full cache with the best heuristic are the declared primary ones: all of
+one regime, over its budgets and task families, are one Holm family, fixed by the config before anything is
 measured.
 
-Which heuristic is the baseline is read from the same scores, and a maximum lies too high (the winner's
-curse): even of heuristics that are all alike one comes out best, and the tests of the others against it are
-wrong far more often than they say. So heuristics, and variants of them, get their difference and its interval
-and no verdict but "below (or above) the best heuristic". Of a learned policy or control "better" is
-conservative for the same reason, and "worse" leans against it: it says worse than the best of several, picked
-on these items.
+The baseline heuristic is chosen by the same scores, and a maximum is biased upwards (the winner's curse):
+even of equal heuristics one comes out best, and tests of the others against it are wrong far more often than
+they say. So heuristics and their variants get a difference and its interval and no verdict but "below (or
+above) the best heuristic". For a learned policy or control "better" is conservative for the same reason, and
+"worse" leans against it: it means worse than the best of several, picked on these items.
 
 A comparison that shows nothing is called unknown, with the difference that this many items could have shown;
 it is never called "the same".
@@ -51,7 +47,7 @@ NAMED = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Where a question is decided: one regime, budget and task family."""
+    """One regime, budget and task family."""
 
     regime: str
     budget: float
@@ -100,14 +96,14 @@ class Paragraph:
 
 
 def budget_name(budget: float) -> str:
-    """In words: "keep_ratio 0.2", "128 tokens per head", "full cache"."""
+    """Name a budget: "keep_ratio 0.2", "128 tokens per head", "full cache"."""
     if budget == 1:
         return "full cache"
     return f"keep_ratio {budget:g}" if budget < 1 else f"{budget:g} tokens per head"
 
 
 def is_bound(policy: str) -> bool:
-    """Whether a label of tables names the full cache or a control, under whatever protection."""
+    """Whether a label of tables names the full cache or a control, under any protection."""
     return preset_of(policy) in BOUNDS
 
 
@@ -123,16 +119,16 @@ def is_judged(policy: str, trained: Collection[str] = ()) -> bool:
 
 
 def word_of(result: PairedResult) -> str:
-    """The verdict in tables; of what is not judged, only on which side of the best heuristic it came out."""
+    """The verdict in tables; for unjudged policies only the side of the best heuristic."""
     if result.verdict != "unjudged":
         return result.verdict
     return f"{'below' if result.estimate <= 0 else 'above'} the best heuristic"
 
 
 def fewest(family_size: int) -> int:
-    """Items below which no number of them shows anything in a family of this size: the smallest exact p of n
-    differing items is `2 / 2^n`, and must be below `ALPHA / family_size` with one item to spare,
-    `ceil(log2(2 * family_size / ALPHA)) + 1`."""
+    """Least number of items that can show anything in a family of this size: the smallest exact p of n
+    differing items is `2 / 2^n`, and must be below `ALPHA / family_size` with one item to spare, `ceil(log2(2
+    * family_size / ALPHA)) + 1`."""
     return math.ceil(math.log2(2 * family_size / ALPHA)) + 1
 
 
@@ -154,7 +150,7 @@ def places(scores: Scores) -> list[Place]:
 
 
 def apart(scores: Scores) -> list[tuple[Place, Discrimination]]:
-    """Whether each task tells policies apart, at every regime and budget; a place's `family` is the task."""
+    """Whether each task tells policies apart, at every regime and budget; `family` of a place is the task."""
     return [
         (Place(regime, budget, task), discriminate(scores, regime, task, budget))
         for regime in scores.regimes
@@ -166,8 +162,8 @@ def apart(scores: Scores) -> list[tuple[Place, Discrimination]]:
 
 
 def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
-    """Every policy, the full cache among them, minus the best heuristic of each place; those of a place that
-    are judged stand before the others.
+    """Compare every policy, the full cache included, with the best heuristic of each place; judged ones come
+    first.
 
     Args:
         scores: Of the run.
@@ -198,7 +194,7 @@ def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
 
 
 def paragraphs(scores: Scores, judged: Sequence[Judged]) -> list[Paragraph]:
-    """What is known, and what is not, at every place."""
+    """Write what is known and unknown at every place."""
     made = []
     for place in places(scores):
         tasks = scores.tasks(place.family)
@@ -257,7 +253,7 @@ def _said(judged: Sequence[Judged], baseline: str) -> list[Said]:
 
 
 def numbers(one: Judged) -> str:
-    """Estimate, interval, the adjusted p that the verdict rests on; for an unknown, what could be shown."""
+    """Format estimate, interval and the adjusted p of the verdict; for an unknown, what could be shown."""
     r = one.result
     text = f"{r.estimate:+.1f} {r.interval.spelled()}"
     if r.verdict in ("better", "worse"):
@@ -276,7 +272,7 @@ def numbers(one: Judged) -> str:
 
 
 def _in_short(one: Judged) -> str:
-    """The numbers, where the sentence above them says already that nothing is judged."""
+    """Format the numbers of an unjudged policy."""
     return numbers(one).removesuffix(_CHOSEN)
 
 

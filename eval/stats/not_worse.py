@@ -1,17 +1,16 @@
-"""Is a policy shown to be not worse by a margin, and two to be equivalent? Paired differences in, a one-sided
-test that holds whatever their distribution out, for one comparison and for a family of them.
+"""Tests that a policy is not worse by a margin, and that two are equivalent, for any distribution of
+differences.
 
 Not worse means that the lower end of the mean difference lies above -margin; equivalent, that this is so in
 both directions. Such a claim is about what was *not* seen: policies that agree but for one item in fifty,
 where one of them loses everything, show next to no spread in most runs of fifty items, and a t test or a
-bootstrap then believes the little that it sees.
+bootstrap then trusts that spread.
 
 The bound of Gaffke (*Three Test Statistics for a Nonparametric One-Sided Hypothesis on the Mean of a
 Nonnegative Variable*, 2005; Phan, Thomas, Learned-Miller, *Towards Practical Mean Bounds for Small Samples*,
-arXiv 2106.03163) knows only how much one item can lose. It adds one item that loses that much, and weighs all
-items at random: of 0/1 scores it is Clopper and Pearson's exact bound, without any loss among n items the
-rule of three, and of many items whose differences are smooth it is t. An item that is lost never speaks for a
-policy.
+arXiv 2106.03163) assumes only how much one item can lose. It adds one item that loses that much, and weighs
+all items at random: for 0/1 scores it is Clopper and Pearson's exact bound, without any loss among n items
+the rule of three, and for many items with smooth differences it is t. A lost item never counts for a policy.
 """
 
 import math
@@ -40,7 +39,7 @@ _GRID, _BEND = np.linspace(0.0, 12.0, 193), 0.3
 
 @dataclass(frozen=True)
 class Bounded:
-    """What a macro mean can be, of differences of at most `worst` below 0.
+    """Lower bound of a macro mean of differences that are at least `-worst`.
 
     Attributes:
         values: Differences that were seen, each once a stratum.
@@ -56,7 +55,7 @@ class Bounded:
 
     def p(self, value: float) -> float:
         """One-sided p of "the true mean is `value` or less": with E_i independent exponentials, w_i the
-        weight of item i, and item 0 the one that is added, at the largest weight,
+        weight of item i, and item 0 the added one, at the largest weight,
 
             p = P(sum_i w_i E_i (x_i - value) + max_i w_i E_0 (-worst - value) <= 0)
 
@@ -149,7 +148,7 @@ class NotWorse:
 
 
 def bounded(differences: Sequence[np.ndarray], worst: float = WORST) -> Bounded:
-    """Differences as a bound on their macro mean wants them.
+    """Prepare differences for a bound on their macro mean.
 
     Args:
         differences: One array per stratum (task), one number per cluster.
@@ -197,7 +196,7 @@ def not_worse(differences: Sequence[np.ndarray], margin: float, worst: float = W
 
 def within(differences: Sequence[np.ndarray], margin: float, worst: float = WORST) -> float:
     """p of "the macro-mean difference is at least the margin, in either direction": the larger of the two
-    `not_worse`. Small says equivalent.
+    `not_worse`. A small p says equivalent.
 
     Args:
         differences, margin, worst: As of `not_worse`; `worst` is the most that an item can differ either way.

@@ -1,10 +1,10 @@
-"""Scores of two policies on the same items in, everything a table says about their difference out.
+"""Compares two policies on the same items: estimate, interval, tests and verdict.
 
 `compare_paired` makes one `PairedResult`; `adjust` takes the family of comparisons that was declared before
 the run and gives each its Holm p and its final word.
 
-The one decision taken here is that word, for a family of comparisons. It starts from what the interval shows
-(`retain.eval.stats.significance.verdict`) and stands only if the family can bear it:
+The final word starts from what the interval shows (`retain.eval.stats.significance.verdict`) and stands only
+if the tests of the family support it:
 
 - identical: the two agree on every cluster; nothing is tested;
 - better / worse: the interval excludes 0 *and* the Holm-adjusted p of the difference test is below alpha;
@@ -97,7 +97,7 @@ class PairedResult:
 
     @property
     def margin(self) -> float:
-        """Largest difference that would not matter, as stated."""
+        """Largest difference that does not matter, as stated."""
         return self.equivalence.margin
 
     def row(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class PairedResult:
 def supported_verdict(
     interval: Interval, margin: float, *, p: float, within_p: float, alpha: float
 ) -> Verdict:
-    """The word of an interval, kept only where the tests bear it (the rule is in this file's docstring).
+    """The word of an interval, if the tests support it (rule: this file's docstring).
 
     Args:
         interval: Of policy minus baseline.
@@ -243,7 +243,7 @@ def adjust(
     declared: Collection[Name] | None = None,
     alpha: float | None = None,
 ) -> dict[Name, PairedResult]:
-    """Judge a family of comparisons together: Holm-adjusted p values and the verdicts that they bear.
+    """Judge a family of comparisons together: Holm-adjusted p values and final verdicts.
 
     Args:
         results: All comparisons of the family by name, from `compare_paired`.

@@ -1,4 +1,4 @@
-"""Paired differences in, a test's statistic and p out: what stands beside an interval in a table.
+"""Tests paired differences: the statistics and p values beside an interval in a table.
 
 Every function takes differences per cluster (policy minus baseline, `eval/stats/clusters.py`) and wraps one
 call of scipy or statsmodels; drawn sign flips are our own, since scipy tosses them item by item. The tests do
@@ -7,11 +7,10 @@ and what a verdict rests on. Wilcoxon's is about ranks: it can be significant wh
 nil. TOST asks whether the mean difference is small; papers print it, and it believes the spread that it sees,
 so that "equivalent" rests on `retain.eval.stats.not_worse` and not on it.
 
-The one decision taken here: differences that are all zero are no reason for a nan. Two policies that answer
-alike on every item do happen, so each test then says p = 1 ("nothing to test") under its own name. TOST does
-so wherever nothing varies, inside the margin or not: a spread of zero is no evidence, and a p of 0 would pass
-every family and leave the other comparisons of it a smaller one. "identical" is a word of its own and needs
-no p.
+Differences that are all zero give no NaN. Two policies that answer alike on every item do happen, so each
+test then says p = 1 ("nothing to test") under its own name. TOST does so wherever nothing varies, inside the
+margin or not: a spread of zero is no evidence, and a p of 0 would pass every family and leave the other
+comparisons of it a smaller one. "identical" is a word of its own and needs no p.
 """
 
 import gc
@@ -33,7 +32,7 @@ TIE = 1e-10
 
 
 def _strata(differences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Differences per stratum, in float64 and without a nan."""
+    """Check differences per stratum, in float64 and without NaN."""
     strata = [np.asarray(stratum, dtype=np.float64) for stratum in differences]
     if not strata or any(s.ndim != 1 or s.size == 0 or not np.isfinite(s).all() for s in strata):
         raise ValueError(

@@ -1,11 +1,11 @@
-"""A spread and a margin in, a number of items out: could this run have shown it at all?
+"""Computes the number of items that a comparison needs, from a spread and a margin.
 
-Reads no scores, only the standard deviation of paired differences per cluster (from a pilot, or from a run
-that came out inconclusive). An "inconclusive" beside a smallest detectable difference of ten points says
-"too few items"; beside one of half a point it says something about the policies.
+Reads no scores, only the standard deviation of paired differences per cluster (from a pilot, or from an
+inconclusive run). "Inconclusive" beside a smallest detectable difference of ten points says "too few items";
+beside one of half a point it says something about the policies.
 
-The one decision taken here: clusters are the unit, as everywhere in these statistics, and every size is for
-one comparison at `alpha`. In a family of m comparisons under Holm's method, alpha / m is the safe value.
+Clusters are the unit, as everywhere in these statistics, and every size is for one comparison at `alpha`. In
+a family of m comparisons under Holm's method, alpha / m is the safe value.
 """
 
 import math
@@ -21,7 +21,7 @@ from retain.eval.stats.not_worse import WORST
 
 
 def _check(**values: float | int) -> None:
-    """All problems of the numbers given, in one message."""
+    """Check the numbers given; all problems in one message."""
     problems = [
         f"{name} must lie in (0, 1), got {value}"
         for name, value in values.items()

@@ -1,6 +1,6 @@
-"""Is one policy better than another? Paired differences in, an interval and a verdict out.
+"""Computes the interval of a paired difference, and its verdict.
 
-Both policies answered the same items, so what is judged is the difference per item. A task is a stratum and
+Both policies answered the same items, so the unit is the difference per item. A task is a stratum and
 the estimate is the *macro* mean, the mean over tasks of each task's mean difference: a task with more items
 does not count for more. Within a task the items vary; every (seed, item) pair is one cluster, since each
 model seed has items of its own. Seeds do not: three are too few to say anything about the seeds that were
@@ -11,10 +11,9 @@ A stratum of one cluster says nothing about its own spread, and with it neither 
 comparison has no interval ("undefined", from -inf to +inf) and is inconclusive, unless the policies agree on
 every item.
 
-The one decision taken here is what a verdict means (`verdict`). "Not significant" is never printed as
-"equal": equality has to be shown against a stated margin. `eval/stats/paired_tests.py` holds the tests that
-stand beside an interval, `eval/stats/paired_result.py` joins both for one comparison and for a family of
-them.
+"Not significant" is never printed as "equal" (`verdict`): equality has to be shown against a stated margin.
+`eval/stats/paired_tests.py` holds the tests that stand beside an interval, `eval/stats/paired_result.py`
+joins both for one comparison and for a family of them.
 """
 
 import math
@@ -84,7 +83,7 @@ def macro_mean(*strata: np.ndarray, axis: int = -1) -> np.ndarray:
 
 
 def _checked(differences: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
-    """Strata in float64, each one-dimensional, not empty and finite."""
+    """Check strata in float64, each one-dimensional, not empty and finite."""
     strata = [np.asarray(stratum, dtype=np.float64) for stratum in differences]
     if not strata or any(stratum.ndim != 1 or stratum.size == 0 for stratum in strata):
         shapes = [stratum.shape for stratum in strata]
@@ -367,7 +366,7 @@ def standard_error(scores: Sequence[np.ndarray]) -> float:
 
 
 def verdict(interval: Interval, margin: float) -> Verdict:
-    """Put an interval into one word.
+    """Summarise an interval in one word.
 
     - identical: the two agree on every item, so there is nothing to test;
     - better / worse: the interval excludes 0 (also when the difference is smaller than the margin);

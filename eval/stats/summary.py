@@ -1,15 +1,14 @@
-"""Rows in, what can be said about them out: scores by cell, paired comparisons, and the claims that they bear
-on.
+"""Summarises the rows of a run: scores by cell, paired comparisons, and claims.
 
 A cell is (regime, policy, budget). Its scores are kept per task as arrays over the same (seed, item) pairs in
-the same order for every cell, so that a difference of two cells is a subtraction. Where every seed has items
-of its own each pair is a cluster; where all seeds answer the same items (`Task.seeded` is False) the item is,
-and its seeds are averaged before anything is tested. Everything is in points of 100.
+the same order for every cell, so that a difference of two cells is a subtraction. If every seed has items of
+its own each pair is a cluster; if all seeds answer the same items (`Task.seeded` is False) the item is, and
+its seeds are averaged before anything is tested. Everything is in points of 100.
 
-The one decision taken here: which comparisons are made is fixed before any number is seen, and every verdict
-is that of a declared family (`compare_family`): the interval excludes 0 and the Holm-adjusted test passes.
-A claim is a family of its own. Claims in findings that were published before this rule read the interval
-alone, so that a run reported again may say less of the same numbers, never more.
+Comparisons are fixed before any number is seen, and every verdict is that of a declared family
+(`compare_family`): the interval excludes 0 and the Holm-adjusted test passes. A claim is a family of its own.
+Claims in findings published before this rule read the interval alone, so that a run reported again may say
+less of the same numbers, never more.
 """
 
 import math
@@ -34,7 +33,7 @@ SAME_BYTES = 0.001
 
 @cache
 def measured_beforehand() -> frozenset[str]:
-    """Presets that something trained or measured belongs to: gates, head classes."""
+    """Presets that need something trained or measured: gates, head classes."""
     return frozenset(one.name for one in policies() if {"gates", "head_classes"} & one.needs)
 
 
@@ -46,14 +45,14 @@ def with_gates() -> frozenset[str]:
 
 @cache
 def heuristics() -> tuple[str, ...]:
-    """Presets that need nothing trained or measured beforehand. Variants and controls are none, and neither
-    is a preset that reads head classes: their table is measured on documents with questions and answers."""
+    """Presets that need nothing trained or measured beforehand. Not variants, controls, or presets that read
+    head classes: their table is measured on documents with questions and answers."""
     beforehand = measured_beforehand()
     return tuple(one.name for one in policies() if one.name != "full" and one.name not in beforehand)
 
 
 def preset_of(label: str) -> str:
-    """The policy that a label of tables names, whatever protection stands behind it."""
+    """The policy that a label of tables names, under any protection."""
     return label.partition("+")[0]
 
 
@@ -68,7 +67,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a cell held: per item, entries and bytes, and the realised kept / seen."""
+    """Memory of a cell, per item: entries and bytes, and the realised kept / seen."""
 
     kept_entries: float
     bytes_held: float
@@ -114,7 +113,7 @@ class Scores:
     @property
     def learned(self) -> list[str]:
         """Policies that take gates, in the order of the rows: variants and other protections too. Presets are
-        known by their names as well, for rows of runs that did not say it yet."""
+        also known by name, for rows of older runs."""
         return [own for own in self.policies if own in self.gated or preset_of(own) in with_gates()]
 
     @property
@@ -161,8 +160,8 @@ class Scores:
         return {s: float(macro_mean(*strata)) for s, strata in parts.items() if all(len(x) for x in strata)}
 
     def bytes_apart(self, cell: Cell, other: Cell) -> float | None:
-        """Share by which a cell holds more bytes than another, `held / other's held - 1`; below 0 where it
-        holds fewer, None where one of the two was not measured."""
+        """Relative difference of bytes held, `held / other's held - 1`; None if one of the two was not
+        measured."""
         if cell not in self.memory or other not in self.memory:
             return None
         return float(self.memory[cell].bytes_held / self.memory[other].bytes_held - 1)
@@ -195,7 +194,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement that the run was made to check, with the numbers that decide it."""
+    """A statement that the run checks, with the numbers that decide it."""
 
     text: str
     outcome: Literal["holds", "fails", "not measured"]
@@ -203,7 +202,7 @@ class Claim:
 
 
 def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str, Task] = ()) -> Scores:
-    """Sort rows into aligned scores, in an order that does not depend on which unit was finished first.
+    """Sort rows into aligned scores, in an order that does not depend on which unit finished first.
 
     Args:
         rows: Of `items.jsonl`.
@@ -299,7 +298,7 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> float:
-    """The first of these fields that a row has."""
+    """Value of the first of these fields that a row has."""
     return float(next(row[name] for name in names if name in row))
 
 
@@ -356,13 +355,13 @@ def compare_family(
 
 
 def _budget_of(cell: Cell, baseline: Cell) -> float:
-    """Of two cells; where one is the full cache, the other's."""
+    """Budget of two cells; if one is the full cache, the other's."""
     return baseline.budget if cell.budget == 1 else cell.budget
 
 
 def best_of(scores: Scores, names: Iterable[str], regime: str, budget: float, family: str) -> str | None:
-    """Of these policies the one with the highest mean over a family's tasks, the first of several; None where
-    none was measured."""
+    """The policy with the highest mean over a family's tasks, the first of several; None if none was
+    measured."""
     tasks = scores.tasks(family)
     cells = [Cell(regime, name, budget) for name in names]
     # What means are made of: a cell may have no other score.
@@ -427,8 +426,8 @@ def check_claims(
     resamples: int,
     leave_out: Collection[str] = (),
 ) -> list[Claim]:
-    """Check what the comparison was made to check, at keep_ratio 0.2 on the seen families. "Better" is judged
-    in the Holm family of its claim.
+    """Check the claims of the comparison, at keep_ratio 0.2 on the seen families. "Better" is judged in the
+    Holm family of its claim.
 
     Args:
         scores: Of the run.

@@ -1,7 +1,6 @@
-"""What a task in text is: its card, the text of its items, and the function that writes them.
+"""Defines the types of a task in text: its card, its items, and the function that writes them.
 
-In: nothing. Out: types. The one decision taken here: a generator is told how long a context may be and given
-the means to measure it, and knows no model.
+A generator gets the context length and a way to measure it, and knows no model.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ class TextQuestion:
 
 @dataclass(frozen=True)
 class TextItem:
-    """One context and what is asked of it.
+    """One context and its questions.
 
     Attributes:
         context: Read, and evicted from, before any question is (in the regime `context_only`).
@@ -56,7 +55,7 @@ class TextItem:
 
 @dataclass(frozen=True)
 class Asking:
-    """Which item a generator is to write.
+    """Request for one item, passed to a generator.
 
     Attributes:
         seed: Of the run.
@@ -78,12 +77,12 @@ class Generator(Protocol):
     """Writes the text of one item; a card's `settings` are its keyword arguments."""
 
     def __call__(self, asking: Asking, **settings: Any) -> TextItem:
-        """The item, the same for the same asking."""
+        """Write the item; the same request gives the same item."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a task is: `cards/<group>/<task>.yaml`.
+    """Description of a task: `cards/<group>/<task>.yaml`.
 
     Attributes:
         about: What is asked, in one line.

@@ -1,17 +1,16 @@
-"""Long answers in which every step rests on the ones before, for eviction while an answer is written.
+"""Writes tasks with long answers in which every step rests on earlier ones, for eviction while decoding.
 
-In: which item. Out: a short prompt and the answer's lines, `Step 1: ...` to `Step n: ...`. State tracking and
-arithmetic of a size that small models manage, as long as they remember: GSM8K, MATH-500 and AIME
-(`mathematics`) ask the same of large ones. Meant for the regimes `decode` and `prefill+decode`. Names and
-tasks are ours.
+A short prompt, and an answer of lines `Step 1: ...` to `Step n: ...`: state tracking and arithmetic that
+small models manage if they remember; GSM8K, MATH-500 and AIME (`mathematics`) are the counterparts for large
+ones. Meant for the regimes `decode` and `prefill+decode`. Names and tasks are ours.
 
 - `running`: a sum; the next operation stands in the prompt, the sum so far in the answer's last line.
 - `registers`: a few registers; a line writes one of them, and the next that reads it may come much later, so
   its value is found far back in the *answer*.
 - `rule`: a rule that makes each number from the one before; the prompt is needed only for the rule.
 
-The one decision taken here: a step is written in full and alone on its line, and scored alone
-(`retain.eval.metrics.steps`), so that where a chain broke can be seen, and the final state is half the score.
+A step stands in full and alone on its line and is scored alone (`retain.eval.metrics.steps`), so that the
+place of a break is visible; the final state is half the score.
 """
 
 import random
@@ -25,7 +24,7 @@ REGISTERS = ("A", "B", "C", "D", "E", "F")
 
 
 def chain_running(asking: Asking, *, steps: int = 24, largest: int = 9) -> TextItem:
-    """A running sum: the total after each of a list of additions and subtractions.
+    """Write a running sum: the total after each of a list of additions and subtractions.
 
     Args:
         asking: Which item.
@@ -58,7 +57,8 @@ def chain_running(asking: Asking, *, steps: int = 24, largest: int = 9) -> TextI
 
 
 def chain_registers(asking: Asking, *, steps: int = 24, registers: int = 4, modulus: int = 10) -> TextItem:
-    """Registers that are computed from each other: what the written register holds after each operation.
+    """Write registers that are computed from each other: the value of the written register after each
+    operation.
 
     Args:
         asking: Which item.
@@ -100,7 +100,7 @@ def chain_registers(asking: Asking, *, steps: int = 24, registers: int = 4, modu
 
 
 def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextItem:
-    """A rule that is applied to its own result again and again.
+    """Write a rule that is applied to its own result again and again.
 
     An even number becomes its half plus a constant, an odd number is added another, modulo `modulus`. No
     number comes twice, in the worked example and the answer together, so no step can be copied.
@@ -169,7 +169,7 @@ def _item(
     *,
     kind: str,
 ) -> TextItem:
-    """Instruction, worked example and task, cut where the answer begins."""
+    """Join instruction, worked example and task, cut where the answer begins."""
     told, lines = example
     context = "\n".join((instruction, "", "Example:", *told, "Answer:", *_numbered(lines), "", "Now yours:"))
     told, lines = asked

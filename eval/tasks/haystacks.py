@@ -1,16 +1,14 @@
-"""What needles are hidden in: sentences without end, and how many of them fit.
+"""Provides haystacks (endless sentences), and finds how many sentences fit.
 
-In: the name of a haystack, a generator of random numbers. Out: a `Haystack`, whose sentences stand as units
-that nothing is put inside of. RULER's essays have no licence and are not here; any other text takes their
-place under a name of its own:
+Needles go between the sentences of a `Haystack`, never into one. RULER's essays have no licence and are not
+here; other texts take their place under names of their own:
 
 - `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
 - `python`: lines of Python's standard library that the reference models did not train on;
-- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws. Items are
-  drawn by what the text says (`identity`) and not by where it lies.
+- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws. The random
+  numbers of an item depend on the content of the text (`identity`), not on its path.
 
-The one decision taken here: a text is split into sentences once, before its length is known, so looking for
-the length that fits costs a join and a count of tokens.
+A text is split into sentences once, so that the search for the fitting length costs a join and a token count.
 """
 
 import hashlib
@@ -69,7 +67,7 @@ class Haystack:
 
 
 def load_haystack(name: str, draw: random.Random) -> Haystack:
-    """A haystack by its name; the same numbers drawn give the same sentences.
+    """Load a haystack by its name; the same random state gives the same sentences.
 
     Args:
         name: "gen-prose", "python" or "file:PATH".
@@ -87,7 +85,7 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
 
 
 def identity(name: str) -> str:
-    """What an item's random numbers may know of a haystack: its name; of a file, `file:` and the first 16
+    """What an item's random numbers depend on: the haystack's name; for a file, `file:` and the first 16
     digits of the SHA-256 of its text.
 
     Raises:
@@ -126,13 +124,13 @@ def _prose(draw: random.Random) -> str:
 
 
 def with_articles(sentence: str) -> str:
-    """A sentence with `an` for `a` before a vowel."""
+    """Write `an` for `a` before a vowel."""
     return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence)
 
 
 @lru_cache(maxsize=4)
 def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
-    """A hash of the text, and the sentences."""
+    """Hash of a text, and its sentences."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -162,7 +160,7 @@ def _python_lines() -> tuple[str, ...]:
 
 
 def most_that_fit(tokens: Callable[[int], int], limit: int, *, least: int, what: str) -> int:
-    """The largest number of units that fits, found by doubling and halving.
+    """Find the largest number of units that fits, by doubling and halving.
 
     `tokens` need not be quite monotone: what is returned was measured and fits.
 
@@ -196,7 +194,7 @@ def most_that_fit(tokens: Callable[[int], int], limit: int, *, least: int, what:
 def woven(
     sentences: Sequence[str], placed: Sequence[tuple[int, str]], joint: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Sentences with needles among them.
+    """Put needles between sentences.
 
     Args:
         sentences: Of the haystack.
@@ -227,7 +225,8 @@ def woven(
 
 
 def different_places(depths: Sequence[float], count: int) -> list[int]:
-    """Places among `count` sentences, no two the same: `floor(d_j (count - n + 1)) + j` for the j-th of n.
+    """Draw places among `count` sentences, no two the same: `floor(d_j (count - n + 1)) + j` for the j-th of
+    n.
 
     Args:
         depths: In [0, 1), ascending.
@@ -242,7 +241,7 @@ def different_places(depths: Sequence[float], count: int) -> list[int]:
 
 
 def place_at(sentences: Sequence[str], depth: float) -> int:
-    """The boundary of sentences that is nearest to a depth, counted in characters.
+    """Find the boundary of sentences nearest to a depth, counted in characters.
 
     Args:
         sentences: Of the haystack.

@@ -1,11 +1,9 @@
-"""Rows of a data set: from files of yours, or from the hub.
+"""Reads rows of a data set, from local files or from the hub.
 
-In: where the data are and which columns are read. Out: rows, each a mapping from column to value, in the
-order of the data set. Files are JSON lines, a JSON list or Parquet, one by one, in a folder, or in a zip.
-
-The one decision taken here: nothing is guessed and nothing is half loaded. A column that is missing, a file
-that is not there and a hub that cannot be reached each stop the run before its first item, with the name of
-what was wanted and what there is; a task never turns into a shorter one by itself.
+A row maps columns to values; rows come in the order of the data set. Files are JSON lines, a JSON list or
+Parquet, alone, in a folder, or in a zip. A missing column, a missing file and an unreachable hub each stop
+the run before its first item, with an error that says what was wanted and what exists; a task is never
+shortened silently.
 """
 
 import json
@@ -25,7 +23,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where a data set is.
+    """Location of a data set.
 
     Attributes:
         names: Its files, without their endings, as they may be called in a folder or a zip
@@ -53,7 +51,7 @@ class RowSource:
 
 
 def load_rows(source: RowSource, columns: Sequence[str]) -> Sequence[Row]:
-    """Every row of a data set, which has at least the given columns.
+    """Load every row of a data set that has at least the given columns.
 
     Args:
         source: Where it is.
@@ -70,7 +68,7 @@ def load_rows(source: RowSource, columns: Sequence[str]) -> Sequence[Row]:
 
 
 def row_at(rows: Sequence[Row], index: int, source: RowSource) -> Row:
-    """Row `index`.
+    """Row `index`, checked.
 
     Raises:
         ValueError: there are not so many.
@@ -84,7 +82,7 @@ def row_at(rows: Sequence[Row], index: int, source: RowSource) -> Row:
 
 
 def local_file(path: str | Path, names: Sequence[str], endings: Sequence[str] = ENDINGS) -> Path:
-    """The file itself, or the one of a folder that bears one of the names.
+    """Find the file: the path itself, or the file of a folder with one of the names.
 
     Raises:
         ValueError: there is none.
@@ -107,7 +105,7 @@ def local_file(path: str | Path, names: Sequence[str], endings: Sequence[str] = 
 
 
 def hub_file(hub: str, file: str, *, revision: str | None = None) -> Path:
-    """Fetch one file of a data set's repository on the hub, or find it in the cache.
+    """Fetch one file of a data set's hub repository, or find it in the cache.
 
     Raises:
         ValueError: the hub cannot be reached, or has no such repository, revision or file.
@@ -121,7 +119,7 @@ def hub_file(hub: str, file: str, *, revision: str | None = None) -> Path:
 
 
 def read_table(path: Path, names: Sequence[str] = ()) -> list[Row]:
-    """The rows of one file: JSON lines, a JSON list, Parquet, or one of these in a zip.
+    """Read the rows of one file: JSON lines, a JSON list, Parquet, or one of these in a zip.
 
     Args:
         path: The file; its ending says what it is.
@@ -169,7 +167,7 @@ def _columns(rows: Sequence[Row]) -> Iterable[Iterable[str]]:
 
 
 def _stamp(source: RowSource) -> float:
-    """When a local file was last written, so that a changed one is read again."""
+    """Modification time of a local file, so that a changed one is read again."""
     if source.path is None:
         return 0.0
     given = Path(source.path).expanduser()

@@ -1,14 +1,13 @@
 """LongBench and LongBench-E: 21 data sets with their official prompts, truncation, stop rules and scorers.
 
-In: which data set and which of its items. Out: the item's text. After Bai et al., "LongBench: A Bilingual,
-Multitask Benchmark for Long Context Understanding" (arXiv 2308.14508) and THUDM/LongBench: its
-`config/dataset2prompt.json`, `config/dataset2maxlen.json`, `pred.py` and `eval.py`.
+After Bai et al., "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding" (arXiv
+2308.14508) and THUDM/LongBench: its `config/dataset2prompt.json`, `config/dataset2maxlen.json`, `pred.py` and
+`eval.py`.
 
-The one decision taken here: the context ends where the official prompt's document ends, and all that the
-prompt says after it (the repeated instruction, the question, "Answer:") is the question. A score that sees
-the context alone so learns no more of the question than the document holds. kvpress puts the repeated
-instruction before that seam, uses a chat template everywhere, allows 20 tokens more, and cuts long contexts
-on the right; its numbers are another measurement.
+The context ends where the official prompt's document ends; everything after it (the repeated instruction, the
+question, "Answer:") is the question. So a score that sees the context alone learns no more of the question
+than the document holds. kvpress puts the repeated instruction before that seam, uses a chat template
+everywhere, allows 20 tokens more, and cuts long contexts on the right; its numbers are another measurement.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +38,7 @@ def longbench(
     path: str | None = None,
     revision: str | None = None,
 ) -> TextItem:
-    """One item of one data set.
+    """Write one item of one data set.
 
     Args:
         asking: Which item; `context_tokens` is the most tokens of the whole prompt.
@@ -81,12 +80,12 @@ def longbench_size(
     path: str | None = None,
     revision: str | None = None,
 ) -> int:
-    """How many items a data set has."""
+    """Number of items of a data set."""
     return len(load_rows(longbench_source(dataset, even=even, path=path, revision=revision), COLUMNS))
 
 
 def longbench_source(dataset: str, *, even: bool, path: str | None, revision: str | None) -> RowSource:
-    """Where a data set's rows are: the official zip on the hub, or a folder that it was unpacked into.
+    """Location of a data set's rows: the official zip on the hub, or a folder of its files.
 
     Raises:
         ValueError: no such data set, or none in LongBench-E.
@@ -115,7 +114,7 @@ def length_bin(length: float) -> str:
 def cut_middle(
     context: str, question: str, most: int, asking: Asking
 ) -> tuple[str, str, Mapping[str, float]]:
-    """A prompt as long as it may be, still in two parts: of one that is too long, its two ends.
+    """Shorten a prompt in two parts to a length by removing its middle.
 
     Of the prompt's `n > most` tokens (with those that the tokenizer puts before a text), the first
     `most // 2` and the last `most // 2` are kept, as `pred.py` does. They are cut out of the text by where

@@ -1,8 +1,7 @@
 """The official prompts of LongBench: THUDM/LongBench, `config/dataset2prompt.json`, character for character.
 
-In: nothing. Out: one text per data set, with `{context}` and perhaps `{input}` in it. The one decision taken
-here: they are data and are not mended, neither "asconcisely" of narrativeqa, nor the space before "Answer" of
-qasper, nor the one at a line's end of multi_news.
+One text per data set, with `{context}` and perhaps `{input}` in it. Their typos are kept: "asconcisely" of
+narrativeqa, the space before "Answer" of qasper, the one at a line's end of multi_news.
 """
 
 from collections.abc import Mapping

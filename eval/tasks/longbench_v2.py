@@ -1,10 +1,9 @@
 """LongBench v2: 503 questions with four choices on contexts of 8 thousand to 2 million words.
 
-In: which item. Out: its text. After Bai et al., "LongBench v2: Towards Deeper Understanding and Reasoning on
-Realistic Long-context Multitasks" (arXiv 2412.15204) and THUDM/LongBench: `prompts/0shot.txt`, `pred.py`.
-
-The one decision taken here: the prompt is the official one without a chain of thought, cut in the middle at
-120,000 tokens as there, but answered greedily, where the released code samples at temperature 0.1.
+After Bai et al., "LongBench v2: Towards Deeper Understanding and Reasoning on Realistic Long-context
+Multitasks" (arXiv 2412.15204) and THUDM/LongBench: `prompts/0shot.txt`, `pred.py`. The prompt is the official
+one without a chain of thought, cut in the middle at 120,000 tokens as there, but answered greedily, where the
+released code samples at temperature 0.1.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ _CLOSING = (
 def longbench_v2(
     asking: Asking, *, max_tokens: int | None = None, path: str | None = None, revision: str | None = None
 ) -> TextItem:
-    """One item.
+    """Write one item.
 
     Args:
         asking: Which; `context_tokens` is the most tokens of the whole prompt.
@@ -56,7 +55,7 @@ def longbench_v2(
 def longbench_v2_size(
     *, max_tokens: int | None = None, path: str | None = None, revision: str | None = None
 ) -> int:
-    """How many items there are."""
+    """Number of items."""
     return len(load_rows(_source(path, revision), COLUMNS))
 
 

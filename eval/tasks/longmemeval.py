@@ -1,15 +1,15 @@
-"""LongMemEval: a question on facts that somebody mentioned in passing, over many chats with an assistant.
+"""LongMemEval: questions on facts mentioned in passing, over many chats with an assistant.
 
-In: which item. Out: the chats as context, the question behind it, and where in the context the turns lie
-that hold the answer: whether a policy keeps them is measured on the cache itself, without a judge. After Wu
-et al., "LongMemEval: Benchmarking Chat Assistants on Long-Term Interactive Memory" (arXiv 2410.10813) and
-xiaowu0162/LongMemEval: `run_generation.py`, history in plain text, no chain of thought.
+An item has the chats as context, a question, and the spans of the turns that hold the answer: whether a
+policy keeps them is measured on the cache itself, without a judge. After Wu et al., "LongMemEval:
+Benchmarking Chat Assistants on Long-Term Interactive Memory" (arXiv 2410.10813) and xiaowu0162/LongMemEval:
+`run_generation.py`, history in plain text, no chain of thought.
 
-The one decision taken here: the official score is a judgement of GPT-4o, which no machine offline can give.
-Scored is whether the right answer's words occur in the answer: a lower bound, fit to compare policies on one
-model, never beside published numbers. Left out are the questions without an answer ("_abs"), since only the
-judge can tell a refusal, and those of the type `single-session-preference`, whose "answer" is a rubric for
-the judge ("The user would prefer ...") that no good answer repeats.
+The official score is a judgement of GPT-4o, which is not available offline. The score here is whether the
+right answer's words occur in the answer: a lower bound, fit to compare policies on one model, never beside
+published numbers. Left out are the questions without an answer ("_abs"), since only the judge can tell a
+refusal, and those of the type `single-session-preference`, whose "answer" is a rubric for the judge ("The
+user would prefer ...") that no good answer repeats.
 """
 
 import random
@@ -46,7 +46,7 @@ _CLOSING = "\n\nCurrent Date: {date}\nQuestion: {question}\nAnswer:"
 def longmemeval(
     asking: Asking, *, haystack: str, path: str | None = None, revision: str | None = None
 ) -> TextItem:
-    """One question on its history.
+    """Write one question on its history.
 
     A history that is longer than the context may be keeps every chat that holds the answer, and of the others
     as many as fit, drawn by the item alone; `about` says how many.
@@ -83,12 +83,12 @@ def longmemeval(
 
 
 def longmemeval_size(*, haystack: str, path: str | None = None, revision: str | None = None) -> int:
-    """How many questions there are that words can answer: without "_abs" and preferences."""
+    """Number of questions that words can answer: without "_abs" and preferences."""
     return len(_answerable(load_rows(_source(haystack, path, revision), COLUMNS)))
 
 
 def right_answers(answer: str) -> tuple[str, ...]:
-    """The alternatives of an answer that says what "is also acceptable", its remark in brackets aside.
+    """Alternatives of an answer that names what "is also acceptable", without remarks in brackets.
 
     Example:
         >>> right_answers("7 days. 8 days (including the last day) is also acceptable.")
@@ -121,7 +121,7 @@ def _shuffled(count: int) -> tuple[int, ...]:
 
 
 def _history(chats: Sequence[tuple[Any, Any, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The chats as one text, and the spans of its characters that are turns with the answer."""
+    """The chats as one text, and the character spans of the turns with the answer."""
     pieces, needles, length = [_OPENING], [], len(_OPENING)
 
     def add(piece: str) -> None:
@@ -144,7 +144,7 @@ def _history(chats: Sequence[tuple[Any, Any, Any]]) -> tuple[str, tuple[tuple[in
 def _fitting(
     chats: Sequence[tuple[Any, Any, Any]], wanted: frozenset[Any], item: str, asking: Asking
 ) -> list[int]:
-    """Places of the chats that fit, those with the answer among them, in their order."""
+    """Indices of the chats that fit, in order, with the answer among them."""
     everything = list(range(len(chats)))
     whole = asking.measure(_history(chats)[0])
     if whole <= asking.context_tokens:

@@ -1,12 +1,12 @@
-"""Problems with long answers, where eviction happens while decoding: GSM8K, MATH-500, AIME 2024 and 2025.
+"""Mathematical problems with long answers, for eviction while decoding: GSM8K, MATH-500, AIME 2024 and 2025.
 
-In: which set and which of its problems. Out: the problem as context, the instruction how to answer as
-question. GSM8K: Cobbe et al., "Training Verifiers to Solve Math Word Problems" (arXiv 2110.14168). MATH-500:
-the 500 problems of "Let's Verify Step by Step" (arXiv 2305.20050) out of MATH (arXiv 2103.03874).
+The problem is the context, the instruction how to answer the question. GSM8K: Cobbe et al., "Training
+Verifiers to Solve Math Word Problems" (arXiv 2110.14168). MATH-500: the 500 problems of "Let's Verify Step by
+Step" (arXiv 2305.20050) out of MATH (arXiv 2103.03874).
 
-The one decision taken here: no few-shot examples. Papers on eviction ask zero-shot with an instruction such
-as these, each with its own words, and none is official; so the words below are part of a task's version. AIME
-has 30 problems a year, each 3.3 points: an interval clusters by problem, over several seeds.
+No few-shot examples: papers on eviction ask zero-shot with an instruction such as these, each in its own
+words, and none is official; so the words below are part of a task's version. AIME has 30 problems a year,
+each 3.3 points: an interval clusters by problem, over several seeds.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ MARKED = '\n\nPlease reason step by step, and end with a line that reads "#### "
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """Where problems are and how they are asked.
+    """Location of a set of problems, and its prompt.
 
     Attributes:
         hub: Name of the data set.
@@ -58,7 +58,7 @@ PROBLEMS: Mapping[str, ProblemSet] = {
 def mathematics(
     asking: Asking, *, dataset: str, path: str | None = None, revision: str | None = None
 ) -> TextItem:
-    """One problem.
+    """Write one problem.
 
     Args:
         asking: Which. A problem is never cut: `context_tokens` is not used.
@@ -82,7 +82,7 @@ def mathematics(
 
 
 def mathematics_size(*, dataset: str, path: str | None = None, revision: str | None = None) -> int:
-    """How many problems a set has."""
+    """Number of problems of a set."""
     problems, source = _source(dataset, path, revision)
     return len(load_rows(source, (problems.problem, problems.answer)))
 

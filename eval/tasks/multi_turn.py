@@ -1,13 +1,12 @@
-"""Several questions of one compressed context, asked apart (requests) or one after another (turns).
+"""Writes several questions on one compressed context, asked apart (requests) or one after another (turns).
 
-In: which item. Out: a context and questions on different parts of it. After the idea of Li et al., "SCBench:
-A KV Cache-Centric Analysis of Long-Context Methods" (arXiv 2412.10319): a cache that was compressed with the
-first question in view is used for the others too, so scores are to be read per question. The contexts are
-ours: pairs of keys and values (its Retr.KV), chains of variables (Retr.MultiHop), a log of deliveries that is
-counted (global, as its Math.Find and summaries are), and all three in one context.
+After the idea of Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (arXiv
+2412.10319): a cache compressed with the first question in view also serves the others, so scores are read per
+question. The contexts are ours: pairs of keys and values (its Retr.KV), chains of variables (Retr.MultiHop),
+a log of deliveries to be counted (global, as its Math.Find and summaries), and all three in one context.
 
-The one decision taken here: what is asked is spread over the context, a question for each of as many equal
-stretches, in an order drawn by the item; so a policy that keeps one end cannot answer them all.
+Questions are spread over the context, one for each of as many equal stretches, in an order drawn by the item;
+so a policy that keeps one end cannot answer them all.
 """
 
 import random
@@ -29,7 +28,7 @@ _TOWNS = ("Ashford", "Belmont", "Clifton", "Dover", "Easton", "Farley")
 def multi_turn_kv(
     asking: Asking, *, questions: int = 5, turns: bool = False, kind: str = "uuids"
 ) -> TextItem:
-    """Values of keys in a JSON object.
+    """Ask for values of keys in a JSON object.
 
     Args:
         asking: Which item.
@@ -64,7 +63,7 @@ def multi_turn_kv(
 
 
 def multi_turn_tracing(asking: Asking, *, questions: int = 4, turns: bool = False, hops: int = 2) -> TextItem:
-    """The variables that hold a value, through assignments to each other, among noise.
+    """Ask for the variables that hold a value, through assignments to each other, among noise.
 
     Args:
         asking: Which item.
@@ -99,7 +98,7 @@ def multi_turn_tracing(asking: Asking, *, questions: int = 4, turns: bool = Fals
 
 
 def multi_turn_counting(asking: Asking, *, questions: int = 4, turns: bool = False) -> TextItem:
-    """How many deliveries of a log went to a town: every line counts, no part of the context may go.
+    """Ask how many deliveries of a log went to a town: every line counts.
 
     Args:
         asking: Which item.
@@ -141,7 +140,7 @@ def multi_turn_counting(asking: Asking, *, questions: int = 4, turns: bool = Fal
 
 
 def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words") -> TextItem:
-    """Six questions of three kinds on one context: pairs, then chains among noise, then a log.
+    """Ask six questions of three kinds on one context: pairs, then chains among noise, then a log.
 
     A pair, then in an order of the item another pair, two chains and the town with the most deliveries
     (global), and at last a third pair. No question is asked twice, or its answer would stand in the turns
@@ -194,7 +193,7 @@ def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words"
 
 
 def _draw(task: str, asking: Asking, *settings: object) -> random.Random:
-    """The item's random numbers: the same for turns and requests, so that the two can be compared."""
+    """The item's random numbers, equal for turns and requests, so that the two can be compared."""
     if settings and isinstance(settings[0], int) and settings[0] < 1:
         raise ValueError(f"multi_turn_{task}: questions is 1 or more, got {settings[0]}.")
     return random.Random(f"multi_turn_{task} {settings} {asking.seed} {asking.index}")
@@ -211,7 +210,7 @@ def _found(text: str, line: str) -> tuple[int, int]:
 
 
 def _spread(size: int, count: int, draw: random.Random) -> list[int]:
-    """A place in each of `count` equal stretches of `size` places, in random order."""
+    """Draw a place in each of `count` equal stretches of `size` places, in random order."""
     edges = [size * number // count for number in range(count + 1)]
     places = [draw.randrange(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
     draw.shuffle(places)
@@ -227,7 +226,7 @@ class _Pairs:
         self.known: list[tuple[str, str]] = []
 
     def line(self, place: int) -> str:
-        """A key with its value, as it stands in the object."""
+        """A key with its value, as written in the object."""
         while len(self.known) <= place:
             key, value = draw_different(self.kind, 2, self.draw, self.taken)
             self.known.append((key, value))
@@ -260,7 +259,7 @@ class _Chains:
         self.depths = [sorted(draw.random() for _ in lines) for lines in self.lines]
 
     def among(self, others: Sequence[str]) -> list[str]:
-        """All assignments among other lines; those of a chain in order."""
+        """Put all assignments among other lines; those of a chain in order."""
         placed: list[tuple[float, str]] = [
             (int(depth * len(others)) - 0.5, line)
             for lines, depths in zip(self.lines, self.depths, strict=True)
@@ -296,7 +295,7 @@ class _Log:
         return self.known[:count]
 
     def most(self, count: int) -> TextQuestion:
-        """Which town had most of the first `count` deliveries; of equals, the first to have had as many."""
+        """The town with most of the first `count` deliveries; of equals, the first to reach that number."""
         best = max(Counter(self.towns[:count]).values())
         seen: Counter[str] = Counter()
         for town in self.towns[:count]:

@@ -1,13 +1,12 @@
-"""A grid of depths and lengths: one needle, at each depth of each length in turn.
+"""Writes a grid of depths and lengths: one needle, at each depth of each length in turn.
 
-In: which item. Out: prose with one needle. Item `i` is cell `i mod (depths x lengths)` of the grid, depths
-first, so a number of items that is a multiple of the cells fills it evenly; `about` has depth and length, for
-the heat map. The needle and the question are RULER's (arXiv 2404.06654), the grid is Kamradt's test
-(github.com/gkamradt/LLMTest_NeedleInAHaystack), whose needle and judge are not used: that a number was found
-can be read off, while its sandwich in San Francisco needs a model as judge.
+Item `i` is cell `i mod (depths x lengths)` of the grid, depths first, so a number of items that is a multiple
+of the cells fills it evenly; `about` has depth and length, for the heat map. Needle and question are RULER's
+(arXiv 2404.06654), the grid is Kamradt's test (github.com/gkamradt/LLMTest_NeedleInAHaystack), whose needle
+(a sandwich in San Francisco) would need a model as judge.
 
-The one decision taken here: a depth is a share of the haystack's characters, and the needle goes to the
-nearest boundary of sentences, so that it never cuts one.
+A depth is a share of the haystack's characters, and the needle goes to the nearest boundary of sentences, so
+that it never cuts one.
 """
 
 import random
@@ -29,7 +28,7 @@ def niah_grid(
     depths: Sequence[float | int] = DEPTHS,
     lengths: Sequence[float | int] = LENGTHS,
 ) -> TextItem:
-    """One needle at the depth and length of one cell of the grid.
+    """Write one needle at the depth and length of one cell of the grid.
 
     Args:
         asking: Which item.

@@ -1,10 +1,9 @@
-"""English that no training saw: paragraphs of docstrings of the running Python.
+"""Provides English that no training saw: paragraphs of docstrings of the running Python, as filler.
 
-In: nothing. Out: one stream of token ids, to be used as filler in place of code. The one decision taken here:
-what counts as unseen is checked, not assumed. Paragraphs come from source files of the evaluation split and
-from compiled modules, whose docstrings stand in no source file; one that shares a longer line with a source
-file of the training split is left out. (`pydoc_data/topics.py`, the manual's text, is itself of the training
-split.) As everywhere in the reference suites, another version of Python is another text.
+Paragraphs come from source files of the evaluation split and from compiled modules, whose docstrings stand in
+no source file; a paragraph that shares a longer line with a source file of the training split is left out.
+(`pydoc_data/topics.py`, the manual's text, belongs to the training split.) As in all reference suites,
+another version of Python gives another text.
 """
 
 import importlib

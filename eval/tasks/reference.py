@@ -1,9 +1,9 @@
-"""The tasks of the reference model, over `retain.reference.documents`.
+"""Tasks of the reference model, over `retain.reference.documents`.
 
 Families that gates are trained on, and families that they are not: facts in surface formats that gate
-training never uses, the items of a list, what stands after a word of the plain text. The reference
-model itself was trained on all of them. The one decision taken here: every model seed is asked items of its
-own, on text that no training saw, so that a (seed, item) pair is an independent cluster.
+training never uses, the items of a list, the token after a word of the plain text. The reference model itself
+was trained on all of them. Every model seed gets items of its own, on text that no training saw, so that a
+(seed, item) pair is an independent cluster.
 """
 
 import glob
@@ -42,7 +42,7 @@ _ITEM_STREAM, _CONTROL_STREAM = 7, 11
 
 
 def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
-    """Item `index` of a task, for the model of one seed; the same arguments give the same item."""
+    """Write item `index` of a task, for the model of one seed; the same arguments give the same item."""
     from retain.reference.items import write_item
 
     written = write_item(item_writer(task, seed, index), task, context_tokens)
@@ -54,7 +54,7 @@ def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Ite
 
 
 def item_writer(task: str, seed: int, index: int) -> "Writer":
-    """The writer of one item: other tasks, seeds and indices have other ones."""
+    """The writer of one item, of its own task, seed and index."""
     from retain.reference.documents import Writer
 
     name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
@@ -63,7 +63,8 @@ def item_writer(task: str, seed: int, index: int) -> "Writer":
 
 
 def stated(context_ids: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Where each pair of key and value is first stated, as a fact or as a link of a chain, in any format.
+    """Find the first statement of each pair of key and value, as a fact or as a link of a chain, in any
+    format.
 
     Args:
         context_ids: Of the item.
@@ -83,7 +84,7 @@ def stated(context_ids: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tupl
 
 
 def span(context_ids: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] | None:
-    """Where a run of tokens first stands, `[start, stop)`, if it does."""
+    """First place of a run of tokens, `[start, stop)`, if any."""
     ids, run = np.asarray(context_ids), np.asarray(wanted)
     for start in np.flatnonzero(ids[: len(ids) - len(run) + 1] == run[0]).tolist():
         if (ids[start : start + len(run)] == run).all():
@@ -98,8 +99,7 @@ def _needles(
     answers: Sequence[int],
     gold_ids: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
-    """The statements that answer the question, where they are first made; none for frequent words, which
-    stand everywhere."""
+    """First statements that answer the question; none for frequent words, which stand everywhere."""
     from retain.reference.documents import LIST_FORMAT, fill
 
     asked = question_ids[-2]  # the only word of most questions, before `<a>`
@@ -121,7 +121,7 @@ def _needles(
 
 
 def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:
-    """Documents as gates are distilled on: training text, seen families and formats."""
+    """Documents like those of gate distillation: training text, seen families and formats."""
     from retain.reference.documents import Writer, distill_document
 
     own = int(np.random.SeedSequence([_CONTROL_STREAM, seed]).generate_state(1)[0])
@@ -131,7 +131,7 @@ def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[
 
 
 def reference_suite(model: str = MODEL) -> Suite:
-    """The suite: tasks and families are the generator's own, in its order.
+    """The suite; tasks and families are the generator's, in its order.
 
     Args:
         model: Who answers: the shipped model of each seed; a folder of `python -m retain.reference.train`,
@@ -159,7 +159,7 @@ def reference_suite(model: str = MODEL) -> Suite:
 
 
 def reference_model(name: str, seed: int) -> Any:
-    """The model of a seed: `reference:<seed>` or a folder, `{seed}` filled in.
+    """Load the model of a seed: `reference:<seed>` or a folder with `{seed}` filled in.
 
     Raises:
         ValueError: If there is none, or it is one of another vocabulary.
@@ -174,7 +174,7 @@ def reference_model(name: str, seed: int) -> Any:
 
 
 def seeds_of(model: str) -> tuple[int, ...] | None:
-    """Seeds whose folder is there, in order; None for one model that answers for all seeds.
+    """Seeds whose folder exists, in order; None for one model that answers for all seeds.
 
     Args:
         model: A path, perhaps with `{seed}` in it.

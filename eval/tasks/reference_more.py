@@ -1,12 +1,11 @@
 """More tasks of the reference model: a grid of depths and lengths, conversations, a long chain.
 
-In: task, seed, index, length. Out: items in the model's own vocabulary, of the statements that it was trained
-on, beside those of the suite `reference`. The one decision taken here: they are a suite of their own. A
-config of the suite `reference` that names no tasks means all of them, and tables that are published must not
-grow columns.
+Items are in the model's own vocabulary, of the statements that it was trained on. They are a suite of their
+own, because a config of the suite `reference` that names no tasks means all of them, and published tables
+must not grow columns.
 
 The model can do all of them with the full cache (`tests/eval/test_tasks.py` asks a few). Longer answers are
-not asked for, because it cannot: it follows 6 links of a chain and restates 4 keys, seldom more.
+beyond it: it follows 6 links of a chain and restates 4 keys, seldom more.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ TASKS = {
 
 
 def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
-    """Item `index` of a task, for the model of one seed; the same arguments give the same item.
+    """Write item `index` of a task, for the model of one seed; the same arguments give the same item.
 
     Raises:
         ValueError: unknown task, or a context too short for its statements.
@@ -54,7 +53,7 @@ def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -
 
 
 def reference_more_suite(model: str = MODEL) -> Suite:
-    """The suite: models, documents and gates are those of `reference`, and so are its tasks.
+    """The suite; models, documents, gates and tasks of `reference` are included.
 
     Args:
         model: As `reference_suite` takes it.
@@ -137,7 +136,7 @@ def _chain(writer: "Writer", context_tokens: int) -> Item:
 
 
 def _asked(question: "Question", said: Sequence[int] = ()) -> Asked:
-    """A question, behind what was said before it."""
+    """Put a question behind the earlier turns."""
     answers = question.gold_ids[:-1]
     return Asked(
         question_ids=(*said, *question.ids),

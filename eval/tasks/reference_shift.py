@@ -1,10 +1,9 @@
 """Tasks of the reference model on documents that differ from those that gates are trained on.
 
-In: task, seed, index, length. Out: items in the model's own vocabulary, all of them held out. The one
-decision taken here: every context states everything (facts, keys of several values, chains, lists, frequent
-words), any of which may be asked, and each task changes one thing more, so that a loss names its cause;
-`everything` changes all of it at once. Needles are first statements: where facts are said again, what stays
-of them is understated by their count.
+All items are held out. Every context states everything (facts, keys of several values, chains, lists,
+frequent words), any of which may be asked. Each task changes one thing more, so that a loss names its cause;
+`everything` changes all of it at once. Needles are first statements: where facts are repeated, retention is
+understated.
 
 What gates are trained on: contexts of 256 to 768 tokens, code as filler, three formats of a fact, no lists,
 half of the statements facts, everything stated asked once. What differs here:
@@ -15,7 +14,7 @@ half of the statements facts, everything stated asked once. What differs here:
 - formats of facts, chains and lists that neither the gates nor the model met;
 - popularity: what is said again and again is not what is asked.
 
-`crowd` is no shift but a ladder: 8 to 120 facts in one context, of which one is asked, to see what a budget
+`crowd` is a ladder, not a shift: 8 to 120 facts in one context, of which one is asked, to see what a budget
 can hold.
 
 The model answers what is asked with the full cache (`tests/eval/test_reference_shift.py` asks a few; every
@@ -57,7 +56,7 @@ Filler = Literal["code", "prose", "words"]
 
 @dataclass(frozen=True)
 class Shift:
-    """What of a document differs, beside that it states everything.
+    """What a document changes, besides stating everything.
 
     Attributes:
         lengths: Shares of the length asked for, in turn.
@@ -102,7 +101,7 @@ ABOUT = {
 
 
 def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
-    """Item `index` of a task, for the model of one seed; the same arguments give the same item.
+    """Write item `index` of a task, for the model of one seed; the same arguments give the same item.
 
     Args:
         task: Name in `SHIFTS`, or "crowd".
@@ -127,7 +126,7 @@ def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) 
 
 
 def reference_shift_suite(model: str = MODEL) -> Suite:
-    """The suite: models, documents and gates are those of `reference`.
+    """The suite; models, documents and gates are those of `reference`.
 
     Args:
         model: As `reference_suite` takes it.
@@ -138,7 +137,7 @@ def reference_shift_suite(model: str = MODEL) -> Suite:
 
 @cache
 def random_words() -> np.ndarray:
-    """Words of the pool that needles are made of, at random: as filler, nothing but decoys."""
+    """Draw words of the needle pool at random: filler of decoys only."""
     from retain.reference.documents import words
 
     return np.random.default_rng(0).choice(words(), size=1 << 16)
@@ -182,7 +181,7 @@ def _mixed(writer: "Writer", shift: Shift, kind: str, length: int, filler: str) 
 
 def _statements(writer: "Writer", content: "Content", shift: Shift) -> list[list[Statement]]:
     """Every statement of a document, once: facts, values of a key, links, lists, in this order; links of a
-    chain are a group, whose order stands when statements are woven in."""
+    chain are a group, whose order is kept when statements are woven in."""
     from retain.reference import documents
     from retain.reference.documents import fill
 
@@ -213,7 +212,7 @@ def _groups(stated: Sequence[Sequence[Statement]]) -> "list[list[Segment]]":
 def _repeat(
     writer: "Writer", content: "Content", shift: Shift, groups: "list[list[Segment]]", count: int
 ) -> set[tuple[int, int]]:
-    """Say facts again, and links of the first chain where what is asked is rare; which facts these are."""
+    """Repeat facts, and links of the first chain if the asked statements are rare; returns which."""
     from retain.reference import documents
     from retain.reference.documents import Segment, fill
 
@@ -241,7 +240,7 @@ def _ask(
     facts: Sequence[tuple[int, int]],
     chains: Sequence[tuple[int, ...]],
 ) -> "tuple[Question, list[tuple[int, ...]]]":
-    """A question of a kind, and the statements that answer it."""
+    """Write a question of a kind, and the statements that answer it."""
 
     def one(count: int) -> int:
         return int(writer.rng.integers(count))
@@ -265,7 +264,7 @@ def _ask(
 
 
 def crowd_item(writer: "Writer", count: int, length: int) -> Item:
-    """A context that states so many facts and nothing else, and asks for any one of them.
+    """Write a context of so many facts and nothing else, and ask for any one of them.
 
     Args:
         writer: Of the item.
@@ -294,7 +293,7 @@ def _item(
     asked: Sequence[tuple[int, ...]],
     about: Mapping[str, str | float],
 ) -> Item:
-    """As `retain.reference.items` scores: restated keys are not compared; values of one key, and frequent
+    """Score as `retain.reference.items` does: restated keys are not compared; values of one key, and frequent
     words, may come in any order."""
     from retain.reference.items import Item as Written
 

@@ -1,12 +1,11 @@
-"""Text of a task as tokens of a model, and generated tokens as text that is scored.
+"""Renders a task in text as tokens of a model, and decodes generated tokens for scoring.
 
-In: a `TextItem`, its card, a tokenizer. Out: an `Item`. With a chat template, context and question are one
-message of the user; the template's header of the answer, and the beginning of the answer if the task gives
-one, follow the question. In a conversation every question is a message of its own, behind the right answers
-to those before it.
+With a chat template, context and question are one message of the user; the template's header of the answer,
+and the beginning of the answer if the task gives one, follow the question. In a conversation every question
+is a message of its own, behind the right answers to earlier ones.
 
-The one decision taken here: the seam between context and question is cut in text, before tokens are made, so
-that no token spans it; what stands before the seam is the same whatever is asked behind it, whenever.
+The seam between context and question is cut in text, before tokenization, so that no token spans it; the
+context's tokens do not depend on the question.
 """
 
 import datetime
@@ -38,7 +37,7 @@ ALL_RIGHT = 1.0 - 1e-6
 
 @dataclass(frozen=True)
 class Frame:
-    """What a chat template writes around messages; nothing, where none is used.
+    """Text that a chat template writes around messages; empty without a template.
 
     Attributes:
         before: Before the user's first message.
@@ -110,7 +109,7 @@ def render(
     begin_ids: Sequence[int] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Item:
-    """An item of text in the tokens of a model.
+    """Render an item of text in the tokens of a model.
 
     Args:
         written: The text.
@@ -160,14 +159,14 @@ def render(
 
 
 def end_ids_of(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
-    """The tokenizer's end of a text, `more` (a generation config's), and ends of a turn that it knows."""
+    """The tokenizer's end of text, the ids of `more` (a generation config's), and known ends of a turn."""
     vocabulary = tokenizer.get_vocab()
     ends = [tokenizer.eos_token_id, *more, *(vocabulary[name] for name in ENDS if name in vocabulary)]
     return tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
 def _begin(tokenizer: Any, begin_ids: Sequence[int] | None) -> tuple[int, ...]:
-    """What a text begins with: what the tokenizer puts before a text, if anything."""
+    """Tokens that the tokenizer puts before a text, if any."""
     if begin_ids is not None:
         return tuple(begin_ids)
     with_own = tokenizer("a")["input_ids"]
@@ -180,8 +179,8 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _encode_on(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Tokens of a text that goes on from another one. Tokenizers of the SentencePiece kind put a blank before
-    every text, which belongs before the first one alone."""
+    """Encode a text that continues another. SentencePiece tokenizers put a blank before every text, which
+    belongs before the first one alone."""
     alone = _encode(tokenizer, text)
     mark = tokenizer.convert_ids_to_tokens(list(_encode(tokenizer, "x")[:1]))[0]
     if not str(mark).startswith("\u2581"):
@@ -192,14 +191,14 @@ def _encode_on(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _at_least_two(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
-    """A question has two tokens or more, since in `query_aware` its last one is read again."""
+    """Check that a question has two tokens or more, since in `query_aware` its last one is read again."""
     while len(ids) < 2:
         ids = (*_encode(tokenizer, "\n"), *ids)
     return ids
 
 
 def _said(tokenizer: Any, card: Card, ends: frozenset[int], thinks: bool, generated: Sequence[int]) -> str:
-    """Generated tokens as text: behind a thought, up to what ends the answer. Who is still thinking has said
+    """Decode generated tokens: after a thought, up to the end of the answer. An unfinished thought gives
     nothing."""
     stop = next((place for place, token in enumerate(generated) if token in ends), len(generated))
     text = tokenizer.decode(list(generated[:stop]), skip_special_tokens=True)
@@ -222,7 +221,7 @@ def _score(read: Any, card: Card, question: TextQuestion, generated: Sequence[in
 def _token_spans(
     tokenizer: Any, text: str, shift: int, begin: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Spans of characters as spans of tokens: every token that holds a character of them.
+    """Convert character spans to token spans: every token that holds a character of them.
 
     Args:
         tokenizer: Of the model.

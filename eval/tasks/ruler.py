@@ -1,8 +1,8 @@
 """RULER's eight needles in a haystack: niah_single_1..3, niah_multikey_1..3, niah_multivalue, _multiquery.
 
-In: which item. Out: sentences with needles among them, and what is asked of some of them. After Hsieh et al.,
-"RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv 2404.06654), NVIDIA/RULER
-`scripts/data/synthetic/niah.py`, `constants.py` and `synthetic.yaml`, whose templates are quoted.
+After Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv
+2404.06654), NVIDIA/RULER `scripts/data/synthetic/niah.py`, `constants.py` and `synthetic.yaml`, whose
+templates are quoted.
 
 The same as released: templates and their singular, needles, kinds of keys and values, noise sentence, forty
 depths, needles at boundaries of sentences, size by search. Different, in all eight:
@@ -15,8 +15,8 @@ depths, needles at boundaries of sentences, size by search. Different, in all ei
   permutation, finds one size and shrinks it by 500, 25 or 5 where an item is too long.
 - Keys and values of one item are all different; the released code leaves that to chance.
 
-The one decision taken here: RULER's essays are replaced, never imitated. The five tasks that need them say
-`ruler-like` and name their haystack; the other three are exact.
+RULER's essays are replaced, never imitated. The five tasks that need them say `ruler-like` and name their
+haystack; the other three are exact.
 """
 
 import random
@@ -39,7 +39,7 @@ DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 
 
 def singular(template: str) -> str:
-    """A template for one answer, by the released code's replacements."""
+    """Write a template for one answer, by the released code's replacements."""
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         template = template.replace(old, new)
     return template
@@ -55,7 +55,7 @@ def ruler_niah(
     key_kind: str = "words",
     value_kind: str = "numbers",
 ) -> TextItem:
-    """Needles in a haystack.
+    """Write needles in a haystack.
 
     Args:
         asking: Which item; `context_tokens` is the most tokens of instruction and haystack.
@@ -130,7 +130,7 @@ def _depth_of(key: str, needles: list[tuple[str, str]], depths: list[float]) -> 
 
 
 class _Written:
-    """The haystack with its needles, at any size; where needles go is drawn once."""
+    """Haystack with its needles, at any size; the places of needles are drawn once."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Written:
             self.depths = [depth / 100 for depth in sorted(draw.sample(DEPTHS, len(needles)))]
 
     def __call__(self, count: int) -> tuple[str, list[tuple[int, int]], list[float]]:
-        """Text, where each needle stands in it, and at which depth in per cent."""
+        """The text, the place of each needle in it, and its depth in per cent."""
         sentences = self.sentences(count)
         if self.scattered:
             places = different_places(self.depths, count)

@@ -1,9 +1,9 @@
 """RULER's tracing and counting tasks: vt (variable tracking), cwe (common words), fwe (frequent coded words).
 
-In: which item. Out: assignments among noise, a numbered list of words, a stream of coded words; and what is
-asked of it. After Hsieh et al. (arXiv 2404.06654), NVIDIA/RULER `scripts/data/synthetic/`, there
-`variable_tracking.py`, `common_words_extraction.py`, `freq_words_extraction.py` and `constants.py`, whose
-templates are quoted ("assgined" and four dots included). Nothing has to be downloaded: all three are exact.
+Assignments among noise, a numbered list of words, a stream of coded words. After Hsieh et al. (arXiv
+2404.06654), NVIDIA/RULER `scripts/data/synthetic/`, there `variable_tracking.py`,
+`common_words_extraction.py`, `freq_words_extraction.py` and `constants.py`, whose templates are quoted
+("assgined" and four dots included). Nothing has to be downloaded: all three are exact.
 
 Different from the released scripts: `context_tokens` bounds the context (worked example, instruction and
 text), while `max_seq_length` there counts question, answer prefix and the tokens to generate too; every item
@@ -13,8 +13,7 @@ there, but places are drawn as shares, which hold at every size; and where cwe n
 wonderwords has (from about 90,000 tokens), pairs of adjective and noun take the place of RULER's further
 list, whose origin is unknown.
 
-The one decision taken here: what an item asks is drawn before its size is looked for, so the same item at
-another length asks for the same words.
+The question is drawn before the size is searched, so the same item at another length asks for the same words.
 """
 
 import random
@@ -53,7 +52,7 @@ SHORT = 4096
 
 
 def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: int = 500) -> TextItem:
-    """Variables that were assigned a value, or each other, among noise; behind one worked example.
+    """Write variables that are assigned a value, or each other, among noise; behind one worked example.
 
     Args:
         asking: Which item.
@@ -104,7 +103,7 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
 
 
 class _Tracked:
-    """Chains of assignments among noise sentences, `least` or more; where they go is drawn once."""
+    """Chains of assignments among `least` noise sentences or more; their places are drawn once."""
 
     def __init__(self, chains: int, hops: int, letters: int, draw: random.Random) -> None:
         names: dict[str, None] = {}
@@ -118,7 +117,7 @@ class _Tracked:
         self.depths = [sorted(draw.random() for _ in range(hops + 1)) for _ in range(chains)]
 
     def text(self, count: int) -> tuple[str, list[tuple[int, int]]]:
-        """Lines of noise with the assignments among them, and where those of the first chain stand."""
+        """Lines of noise with the assignments among them, and the places of the first chain."""
         lines: list[tuple[int, int, str]] = []
         for chain, (own, value, depths) in enumerate(zip(self.names, self.values, self.depths, strict=True)):
             said = [f"VAR {own[0]} = {value}"]
@@ -149,7 +148,7 @@ class _Tracked:
 
 
 def ruler_cwe(asking: Asking, *, frequency: int = 30, other_frequency: int = 3, common: int = 10) -> TextItem:
-    """The words that stand most often in a numbered list; behind one worked example.
+    """Write a numbered list, and ask for its most common words; behind one worked example.
 
     Args:
         asking: Which item. Below 4,096 tokens the released code's short lists are made: 6 times and once
@@ -205,7 +204,7 @@ class _Numbered:
                 yield word
 
     def text(self, others: int) -> str:
-        """The list, with so many other words."""
+        """The list, with `others` other words."""
         common = len(self.answers)
         while len(self.words) < common + others:
             self.words.append(next(self.further))
@@ -215,7 +214,7 @@ class _Numbered:
 
 
 def ruler_fwe(asking: Asking, *, alpha: float = 2.0, letters: int = 6) -> TextItem:
-    """The three coded words that stand most often in a stream of them, the dots apart.
+    """Write a stream of coded words, and ask for the three most frequent ones, dots apart.
 
     Of `n` words, the one of rank `k` stands there `floor(n k^-alpha / zeta(alpha))` times; the first rank is
     "...". There are `context_tokens // 50` ranks.

@@ -1,14 +1,14 @@
-"""Questions on documents, as many as fit: RULER's qa_1 (SQuAD) and qa_2 (HotpotQA), and a generated kin.
+"""Questions on as many documents as fit: RULER's qa_1 (SQuAD) and qa_2 (HotpotQA), and a generated variant.
 
-In: which question. Out: numbered documents, the ones with the answer among others of the same data set, and
-the question. After Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
-(arXiv 2404.06654), NVIDIA/RULER `scripts/data/synthetic/qa.py`. `synthqa` needs no data: invented people and
-towns, asked about one document (one hop) or through one document about another (two).
+Numbered documents, those with the answer among others of the same data set, and the question. After Hsieh et
+al., "RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv 2404.06654),
+NVIDIA/RULER `scripts/data/synthetic/qa.py`. `synthqa` needs no data: invented people and towns, asked about
+one document (one hop) or through one document about another (two).
 
-The one decision taken here: the documents of an item are drawn by that item alone, and fewer tokens leave out
-the last drawn, so the same question at another length has the same documents or a part of them. The released
-code draws from one stream for all items, and shuffles every item's documents by one permutation, so that
-among `n` documents the answer always stands at the same place; here its place is drawn anew.
+The documents of an item are drawn by that item alone, and a shorter context leaves out the last drawn, so the
+same question at another length has the same documents or a part of them. The released code draws from one
+stream for all items, and shuffles every item's documents by one permutation, so that among `n` documents the
+answer always stands at the same place; here its place is drawn anew.
 """
 
 import random
@@ -29,7 +29,7 @@ ANSWER_PREFIX = " Answer:"
 def ruler_qa(
     asking: Asking, *, dataset: str, path: str | None = None, revision: str | None = None
 ) -> TextItem:
-    """A question of SQuAD or HotpotQA among documents of the same data set.
+    """Write a question of SQuAD or HotpotQA among documents of the same data set.
 
     Args:
         asking: Which question; `context_tokens` is the most tokens of instruction and documents.
@@ -58,12 +58,12 @@ def ruler_qa(
 
 
 def ruler_qa_size(*, dataset: str, path: str | None = None, revision: str | None = None) -> int:
-    """How many answerable questions a data set has."""
+    """Number of answerable questions of a data set."""
     return len(load_pool(dataset, path, revision).questions)
 
 
 def synthqa(asking: Asking, *, hops: int = 1) -> TextItem:
-    """A question on invented people and towns, among as many documents on others as fit.
+    """Write a question on invented people and towns, among as many documents on others as fit.
 
     Each person was born in a town of their own, and each town lies on a river of its own, so there is one
     right answer. One hop asks for the town a person was born in; two, for the river on which it lies.
@@ -114,7 +114,7 @@ def _listed(documents: Sequence[str]) -> str:
 
 
 def _first_that_fit(needed: list[str], more: Iterator[str], asking: Asking, *, what: str) -> list[str]:
-    """The needed documents and the longest beginning of the others that fits with them.
+    """The needed documents and the longest prefix of the others that fits with them.
 
     Documents are measured one by one; the sum is not quite the whole's length, and is mended at the end.
     """
@@ -167,7 +167,8 @@ _FAME = ("its bridge", "its glass", "its market", "its orchards", "its tower", "
 
 
 def _names(draw: random.Random) -> Iterator[str]:
-    """Names of two or three syllables: none twice, none that holds one of the first three, asked about."""
+    """Draw names of two or three syllables: none twice, and none that contains one of the first three, which
+    are asked about."""
     given: set[str] = set()
     asked: list[str] = []
     while True:

@@ -1,11 +1,11 @@
-"""SQuAD 2.0 and HotpotQA as RULER reads them: a pool of documents, and questions that some of them answer.
+"""Reads SQuAD 2.0 and HotpotQA as RULER does: a pool of documents, and questions that some of them answer.
 
-In: the official dev files (`dev-v2.0.json`, `hotpot_dev_distractor_v1.json`) or the same rows from the hub.
-Out: documents, each once and in alphabetical order, and questions in the order of the data set. After
-NVIDIA/RULER `scripts/data/synthetic/qa.py`; SQuAD 2.0: arXiv 1806.03822; HotpotQA: arXiv 1809.09600.
+From the official dev files (`dev-v2.0.json`, `hotpot_dev_distractor_v1.json`) or the same rows on the hub:
+documents, each once and in alphabetical order, and questions in the order of the data set. After NVIDIA/RULER
+`scripts/data/synthetic/qa.py`; SQuAD 2.0: arXiv 1806.03822; HotpotQA: arXiv 1809.09600.
 
-The one decision taken here: a question remembers which documents hold its answer, apart from those that only
-come with it (HotpotQA's eight distractors), so that retention of the evidence can be measured.
+A question stores which documents hold its answer, apart from HotpotQA's eight distractors, so that retention
+of the evidence can be measured.
 """
 
 import json
@@ -47,7 +47,7 @@ class Pool:
 
 
 def load_pool(dataset: str, path: str | None = None, revision: str | None = None) -> Pool:
-    """All documents and answerable questions of a data set.
+    """Load all documents and answerable questions of a data set.
 
     Args:
         dataset: "squad" or "hotpotqa".
@@ -147,7 +147,7 @@ def _documents(row: Row) -> list[tuple[str, str]]:
 
 
 def _nested(path: Path) -> Mapping[str, Any] | None:
-    """SQuAD's official file, which is one object; None for a file of rows."""
+    """Read SQuAD's official file, which is one object; None for a file of rows."""
     if path.suffix != ".json":
         return None
     try:

@@ -1,11 +1,9 @@
-"""What is asked: suites of tasks, each task one row of a table.
+"""Defines suites of tasks: each task is one row of a table.
 
-A `Task` says its name, whether gate training saw its family, and what it asks. A `Suite` knows how to make an
-item of a task, where the models come from, and the documents that the token-identity control is fitted on.
-An `Item` is one context with one or more questions on it, in token ids.
-
-The one decision taken here: an item is made from (suite, task, seed, index) alone, never from what was made
-before it, so that units of work can run in any order, in any process, and again.
+A `Task` states its name, whether gate training saw its family, and its question. A `Suite` makes items of a
+task, finds models, and provides the documents for the token-identity control. An `Item` is one context with
+one or more questions on it, in token ids. An item depends on (suite, task, seed, index) alone, so that units
+of work can run in any order, in any process, and again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +40,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Item:
-    """A context, and what is asked of it; each question is asked of the same compressed context.
+    """A context and its questions; each question is asked of the same compressed context.
 
     Attributes:
         context_ids: Token ids of the context.
@@ -132,7 +130,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks, and where their items and models come from.
+    """Tasks, and sources of their items and models.
 
     Attributes:
         name: As configs name it.

@@ -1,11 +1,8 @@
-"""Tasks in plain text, for any model that has a tokenizer: cards in, items in token ids out.
+"""Tasks in plain text, for any model with a tokenizer: cards in, items in token ids out.
 
-A task is a card (`cards/<group>/<task>.yaml`: what is asked, source, licence, version, scorer) and a
-generator, a function that writes the text of one item: a context, questions on it, right answers. What
-becomes of the text is `retain.eval.tasks.rendering`'s.
-
-The one decision taken here: a task is data. What it asks, where that comes from, under which licence, and how
-it is scored is in its card; a generator knows neither models nor tokens.
+A task is a card (`cards/<group>/<task>.yaml`: question, source, licence, version, scorer) and a generator, a
+function that writes the text of one item: a context, questions on it, right answers. Generators know neither
+models nor tokens; `retain.eval.tasks.rendering` tokenizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +39,7 @@ WHERE = frozenset({"path", "revision"})
 
 @dataclass(frozen=True)
 class TextSettings:
-    """Whose tokens, and how its prompts are made.
+    """Tokenizer and prompt settings.
 
     Attributes:
         model: `reference:<seed>` (or `reference:{seed}`: that of the run's seed), a local folder, or a hub
@@ -74,7 +71,7 @@ class TextSettings:
 
 @cache
 def generators() -> Mapping[str, Generator]:
-    """Every generator by name; each module of tasks lists its own."""
+    """List every generator by name, from the modules of tasks."""
     modules = (
         *(ruler, ruler_counting, ruler_qa, niah, multi_turn, chains),
         *(longbench, longbench_v2, longmemeval, mathematics),
@@ -84,20 +81,20 @@ def generators() -> Mapping[str, Generator]:
 
 @cache
 def sizes() -> Mapping[str, Callable[..., int]]:
-    """How many items the generators that read a data set have, by name: functions of a card's settings."""
+    """Sizes of generators that read a data set, by name: functions of a card's settings."""
     modules = (longbench, longbench_v2, longmemeval, mathematics, ruler_qa)
     return {name: size for module in modules for name, size in module.SIZES.items()}
 
 
 @cache
 def cards() -> Mapping[str, Card]:
-    """Every card, by `group/task`."""
+    """Load every card, by `group/task`."""
     paths = sorted(CARDS.glob("*/*.yaml"))
     return {f"{path.parent.name}/{path.stem}": load(path, Card) for path in paths}
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Names of tasks, groups resolved, in the order of the cards; none asked for: all.
+    """Resolve names of tasks and groups, in the order of the cards; without names: all.
 
     Raises:
         ValueError: a name that is neither.
@@ -138,7 +135,7 @@ def text_suite(**how: Any) -> Suite:
 
 
 def text_item(settings: "_Frozen", task: str, seed: int, index: int, context_tokens: int) -> Item:
-    """Item `index` of a task, in tokens of the model."""
+    """Write item `index` of a task, in tokens of the model."""
     given = settings.settings
     card = cards()[task]
     name = given.model.replace("{seed}", str(seed))
@@ -161,7 +158,7 @@ def text_item(settings: "_Frozen", task: str, seed: int, index: int, context_tok
 
 @dataclass(frozen=True)
 class _Frozen:
-    """Settings that a process can be sent, and a cache be keyed by."""
+    """Picklable and hashable settings."""
 
     settings: TextSettings
 
@@ -263,7 +260,7 @@ def _count(tokenizer: Any, text: str) -> int:
 
 @cache
 def _ends(name: str, revision: str | None, trust_remote_code: bool) -> tuple[int, ...]:
-    """What ends an answer of a model: its generation config says more than its tokenizer."""
+    """End tokens of a model's answer, from its tokenizer and its generation config."""
     tokenizer = _tokenizer(name, revision, trust_remote_code)
     if reference_seed(name) is not None:
         return end_ids_of(tokenizer)
@@ -280,7 +277,7 @@ def _ends(name: str, revision: str | None, trust_remote_code: bool) -> tuple[int
 
 @cache
 def _window(name: str, revision: str | None, trust_remote_code: bool) -> int | None:
-    """Tokens that a model takes, if it says so."""
+    """Context length of a model, if its config states one."""
     if reference_seed(name) is not None:
         return None
     from transformers import AutoConfig

@@ -1,8 +1,6 @@
-"""Words that generated tasks are made of: the lists of wonderwords (MIT), as RULER reads them.
+"""Draws the words of generated tasks from the lists of wonderwords (MIT), as RULER reads them.
 
-In: nothing, or a generator of random numbers. Out: lists of words, and keys and values of needles. The one
-decision taken here: a list is sorted and free of repetitions before anything is drawn from it, so that a
-draw depends on the words and not on the order of a file.
+Lists are sorted and without repetitions, so that a draw does not depend on the order of a file.
 """
 
 import random
@@ -44,17 +42,17 @@ def plain(part: str) -> tuple[str, ...]:
 
 
 def draw_number(draw: random.Random) -> str:
-    """Seven digits, the first not 0."""
+    """Draw seven digits, the first not 0."""
     return str(draw.randint(10**6, 10**7 - 1))
 
 
 def draw_word(draw: random.Random) -> str:
-    """An adjective and a noun, joined by a hyphen."""
+    """Draw an adjective and a noun, joined by a hyphen."""
     return f"{draw.choice(listed('adjective'))}-{draw.choice(listed('noun'))}"
 
 
 def draw_uuid(draw: random.Random) -> str:
-    """A UUID of version 4."""
+    """Draw a UUID of version 4."""
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
@@ -67,7 +65,7 @@ DRAWN: Mapping[str, Callable[[random.Random], str]] = {
 
 
 def draw_different(kind: str, count: int, draw: random.Random, taken: set[str]) -> list[str]:
-    """`count` keys or values of one kind, none of which is among `taken`, to which they are added.
+    """Draw `count` different keys or values of one kind, none of which is among `taken`, and add them to it.
 
     Raises:
         ValueError: no such kind.

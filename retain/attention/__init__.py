@@ -1,5 +1,5 @@
-"""Attention as numbers about entries: what queries pay, and what it is computed from.
+"""Computes what attention says about entries.
 
-Reading order: `received` (what queries pay each entry), `running_statistics` (the same, accumulated over a
-conversation), `chunked` (rows of attention, a few queries at a time), `rotary` (RoPE, and back).
+Reading order: `received` (attention that entries receive), `running_statistics` (the same, accumulated over a
+conversation), `chunked` (rows of attention, a few queries at a time), `rotary` (RoPE and its inverse).
 """

@@ -1,9 +1,7 @@
-"""Attention of many queries, a few at a time: for whoever needs rows of it, where `retain.attention.received`
-gives numbers an entry.
+"""Computes rows of attention for many queries, a few at a time.
 
-In: the evidence of one layer. Out: `attention_probs` of consecutive queries, each chunk over only the keys
-that its last query can see. The decision taken here: memory is `B * Q * chunk * T` floats, whatever the
-number of queries.
+Memory is `B * Q * chunk * T` floats, whatever the number of queries; each chunk reads only the keys that its
+last query sees. Use `retain.attention.received` where statistics per entry are enough.
 """
 
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from retain.evidence import Evidence, attention_probs, padded_columns
 
 
 def truncate(evidence: Evidence, stop: int) -> Evidence:
-    """The same layer when only its first `stop` entries had been seen (views)."""
+    """Cut the evidence to its first `stop` entries (views)."""
     by_head = ("keys_BHTD", "values_BHTD", "held_BHT", "learned_BHT", "value_norm_BQT")
     seen: dict[str, Any] = {name: _cut(getattr(evidence, name), stop, axis=2) for name in by_head}
     by_token = ("positions_BT", "valid_BT", "hidden_BTE", "stream_BTE", "token_ids_BT", "place_BT")

@@ -1,9 +1,7 @@
-"""What queries pay to entries: what scores, future risk and running statistics are made of.
+"""Computes statistics of the attention that entries receive: for scores, future risk and running statistics.
 
-In: the evidence of one layer, and which of its queries and entries are meant. Out: of what those queries pay
-to each entry the largest, the sum and so on. The one decision taken here: whoever wants numbers an entry asks
-the one op for them (`retain.kernels.attention_stats`), on every device, so that no rows of attention need
-exist. `retain.evidence.attention_probs` is the definition of the rows, for whoever wants those.
+All of them come from one op on every device (`retain.kernels.attention_stats`), so that rows of attention
+need not exist. `retain.evidence.attention_probs` defines the rows.
 """
 
 from jaxtyping import Float
@@ -13,7 +11,7 @@ from retain.evidence import Evidence
 from retain.kernels.attention_stats import Pool, attention_stats
 
 
-def paid(
+def received_attention(
     evidence: Evidence,
     *wanted: str,
     start: int = 0,
@@ -25,24 +23,23 @@ def paid(
     least_BQs: Float[Tensor, "B Q s"] | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Statistics of what the queries from `start` on pay to the first entries.
+    """Statistics of the attention that the first entries receive from the queries from `start` on.
 
     With `a_qj` the row of `retain.evidence.attention_probs`, over the queries `j >= start` that are there:
     `max: max_j a_qj[i]`, `sum: sum_j a_qj[i]`, `squares: sum_j a_qj[i]^2`,
-    `scatter: sum_j (a_qj[i] - mean_j a_qj[i])^2` (over all from `start` on; who is not there pays 0),
-    `entropy: - sum_j a_qj[i] log(a_qj[i] + 1e-10)`, `last`: the entry index of the last query that pays at
-    least `least_qj`, -1 for none. An entry that a head does not hold is paid 0.
+    `scatter: sum_j (a_qj[i] - mean_j a_qj[i])^2` (over all from `start` on; a missing query gives 0),
+    `entropy: - sum_j a_qj[i] log(a_qj[i] + 1e-10)`, `last`: the entry index of the last query that gives at
+    least `least_qj`, -1 for none. An entry that a head does not hold receives 0.
 
     Args:
         evidence: the layer.
         wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`, `last`; `lse` of the rows; and of rows that
             are pooled (no `scatter`, no `last`) `plain`, their sum before.
         start: first query, an index into the S held queries.
-        entries: how many of the first entries are asked about (rows sum to one over all that a query sees);
-            None: all.
-        distance: entries nearer behind a query than this are not paid by it.
+        entries: number of first entries (rows still sum to one over all that a query sees); None: all.
+        distance: a query gives nothing to entries nearer than this.
         pool: rows are smoothed along the entries before anything is taken of them.
-        group: of the query heads of a KV head together (the largest, the sum, the last).
+        group: reduce over the query heads of a KV head (largest, sum, last).
         lse_BQs: of an earlier call for the same queries, which spares a pass over the keys.
         least_BQs: for `last`.
         chunk: queries at a time; changes memory, not the result.

@@ -1,9 +1,7 @@
-"""Rotary position embedding: turning queries and keys by their positions, and back.
+"""Applies rotary position embeddings to queries and keys, and inverts them.
 
-In: the frequencies of a model's rotary embedding. Out: its tables at any positions, and queries as they were
-before it. The one decision taken here: the half convention of Llama and its relatives (dimension `d` turns
-with `d + R/2`, over the first `R` dimensions); what is beyond `R` is not turned. Nothing here knows
-transformers.
+Half convention of Llama and its relatives: dimension `d` turns with `d + R/2`, over the first `R` dimensions;
+the others are not turned. Nothing here imports transformers.
 
 RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv 2104.09864.
 """

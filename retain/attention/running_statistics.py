@@ -1,17 +1,15 @@
-"""Running statistics: what every query so far has paid to each entry, and when it was last used.
+"""Accumulates the attention that each entry received from all queries so far, and its last access.
 
-In: evidence, and the statistics of the queries before those that it holds. Out: the statistics with its
-queries folded in. The decision taken here: this is the only place that counts, so that what a cache counts
-while it reads and decodes and what the scores `h2o` and `lru` count from all queries at once are the same
-numbers. A query pays what it would pay to the entries that are held now.
+A cache while it reads and decodes and the scores `h2o` and `lru` from all queries at once use this one
+function, so their numbers agree. A query counts with its attention over the entries that are held now.
 """
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from retain.attention.received import paid
-from retain.evidence import Evidence, Running
+from retain.attention.received import received_attention
+from retain.evidence import Evidence, RunningStatistics
 
 # Softmax over equal logits is 1/n only up to rounding; an indifferent query must count the same on every
 # backend and under any padding.
@@ -19,8 +17,12 @@ ROUNDING = 1e-5
 
 
 def advance(
-    evidence: Evidence, running: Running | None = None, chunk: int | None = None, *, share: int | float = 1.0
-) -> Running:
+    evidence: Evidence,
+    running: RunningStatistics | None = None,
+    chunk: int | None = None,
+    *,
+    share: int | float = 1.0,
+) -> RunningStatistics:
     """Fold the S held queries into the statistics of the queries before them.
 
     `mass[h, i] += mean_{q in group(h)} sum_j a_qj[i]`;
@@ -32,21 +34,23 @@ def advance(
         running: statistics of all queries before the held ones, over the same entries; of an entry that came
             after those, a mass of 0 and any place not above its own. None: there were no queries before.
         chunk: queries at a time; changes memory, not the result. None: as many as are quick.
-        share: of what an indifferent query would pay, from which on it is an access, at least 0.
+        share: of uniform attention, from which on a query counts as an access, at least 0.
 
     Returns:
-        statistics in float32 (float64 if the evidence is float64) and places in int64; what they say of
-            entries that a head does not hold means nothing.
+        statistics in float32 (float64 if the evidence is float64) and places in int64; undefined for entries
+            that a head does not hold.
     """
     place_BT = evidence.places_BT
     own_BHT = place_BT[:, None].expand(-1, evidence.num_heads, -1)
     least_BQS = share * (1 - ROUNDING) / _entries_seen(evidence).clamp_min(1)
-    sum_BHT, entry_BHT = paid(evidence, "sum", "last", least_BQs=least_BQS, group=True, chunk=chunk)
+    sum_BHT, entry_BHT = received_attention(
+        evidence, "sum", "last", least_BQs=least_BQS, group=True, chunk=chunk
+    )
     mass_BHT, last_BHT = sum_BHT / evidence.group, _places_of(entry_BHT, place_BT)
     if running is None:
-        return Running(mass_BHT, torch.maximum(last_BHT, own_BHT))
+        return RunningStatistics(mass_BHT, torch.maximum(last_BHT, own_BHT))
     known_BHT = torch.maximum(running.last_access_BHT, own_BHT)
-    return Running(running.mass_BHT + mass_BHT, torch.maximum(known_BHT, last_BHT))
+    return RunningStatistics(running.mass_BHT + mass_BHT, torch.maximum(known_BHT, last_BHT))
 
 
 def _places_of(entry_BHT: Int[Tensor, "B H T"], place_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B H T"]:
@@ -56,7 +60,8 @@ def _places_of(entry_BHT: Int[Tensor, "B H T"], place_BT: Int[Tensor, "B T"]) ->
 
 
 def _entries_seen(evidence: Evidence) -> Int[Tensor, "B Q S"]:
-    """How many entries each query sees: those of its head up to its own, the window's if there is one."""
+    """Number of entries that each query sees: those of its head up to its own, within the window if there is
+    one."""
     T, S = evidence.num_seen, evidence.num_queries
     exists_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
     heads = exists_BHT.shape[1]

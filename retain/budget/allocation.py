@@ -1,10 +1,8 @@
-"""How a budget is spread: over layers, and over the heads of a layer.
+"""Spreads a budget over layers, and over the heads of a layer, as whole entries of exact sum.
 
-In: what layers hold and ask for, and what heads bid. Out: whole entries, of exact sum. Two decisions are
-taken here. What a layer or head is *guaranteed* (protected entries, a first stage, one entry a head) lies
-inside its share, and only the rest is shared. And between layers shares are
-`retain.budget.largest_remainder.fill`'s, by one level: when a layer joins, the shares of the others only
-shrink, so that a cascade over layers can evict early and still end where the one-shot answer is.
+*Guaranteed* entries (protected ones, a first stage, one entry a head) lie inside a share; only the rest is
+shared. Layers share by one water level (`retain.budget.largest_remainder.fill`): when a layer joins, the
+shares of the others only shrink, so that a cascade can evict early and still end at the one-shot result.
 """
 
 import math
@@ -27,7 +25,7 @@ LAYERS: tuple[Layers, ...] = get_args(Layers)
 
 @dataclass(frozen=True)
 class Allocation:
-    """How a budget is spread.
+    """Settings of how a budget is spread.
 
     Args:
         layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (CAKE: by the preference
@@ -75,7 +73,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Bids:
-    """What the heads of one layer offer for a shared budget: entries in no particular order.
+    """Entries of one layer that compete for a shared budget, in no particular order.
 
     Args:
         guaranteed_BH: entries that each head has in any case; they do not bid.
@@ -95,21 +93,21 @@ class Bids:
     free_BHT: Bool[Tensor, "B H T"] | None = None
 
     def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
-        """Some of them."""
+        """Select some of the bids."""
         # Counted once, for all of their fields: a mask is waited for each time that it indexes.
         at_N = which_N.nonzero()[:, 0]
         draw_N = None if self.draw_N is None else self.draw_N[at_N]
         return Bids(self.guaranteed_BH, self.value_N[at_N], self.place_N[at_N], self.row_N[at_N], draw_N)
 
     def to(self, device: torch.device) -> "Bids":
-        """The same on another device; what `free_BHT` marks are entries there, and it stays with them."""
+        """Move the bids to another device; `free_BHT` is dropped, since it marks entries on the old one."""
         draw_N = None if self.draw_N is None else self.draw_N.to(device)
         value_N, place_N = self.value_N.to(device), self.place_N.to(device)
         return Bids(self.guaranteed_BH.to(device), value_N, place_N, self.row_N.to(device), draw_N)
 
 
 class Won(NamedTuple):
-    """What one layer's heads won of a shared budget.
+    """Part of a shared budget that one layer's heads won.
 
     Attributes:
         budget_BH: entries of each head, guaranteed ones included.
@@ -130,7 +128,7 @@ def make_bids(
     place_BT: Int[Tensor, "B T"] | None = None,
     draw_BHT: Float[Tensor, "B H T"] | None = None,
 ) -> Bids:
-    """What one layer's heads offer: their entries, apart from what they are guaranteed.
+    """Make one layer's bids: its entries apart from the guaranteed ones.
 
     Args:
         compete_BHT: comparable across heads; no NaN.
@@ -156,7 +154,7 @@ def make_bids(
 
 
 def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Tensor, "B H T"]:
-    """Scores over their mean, so that heads or layers of unlike scale can compete.
+    """Divide scores by their mean, so that heads or layers of unlike scale can compete.
 
     `head: s_h[i] / mean_i s_h[i]`, `layer: s_h[i] / mean_{h, i} s_h[i]`, over the entries that exist. The
     order inside a head (or layer) stays.
@@ -179,8 +177,8 @@ def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Ten
 
 
 def _level(total_B: Tensor, capacity_BH: Tensor) -> tuple[Tensor, Tensor]:
-    """The level up to which heads are filled so that they hold the total, as `part / whole`, `[B, 1]` each;
-    whoever has less is full."""
+    """Water level up to which heads are filled so that they hold the total, as `part / whole`, `[B, 1]` each;
+    smaller heads are full."""
     capacity, _ = capacity_BH.sort(dim=-1)
     below = capacity.cumsum(-1) - capacity
     others = torch.arange(capacity.shape[1], 0, -1, device=capacity.device).expand_as(capacity)
@@ -191,7 +189,7 @@ def _level(total_B: Tensor, capacity_BH: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B H"]) -> Int64[Tensor, "B H"]:
-    """The same for every head of a layer, what is left over to the lowest heads, capped at what a head has.
+    """Give every head of a layer the same, the remainder to the lowest heads, capped at what a head has.
 
     `budget[b, h] = min(capacity[b, h], level_b)`, plus one for the first heads that can hold it, until the
     sum is `total_b`.
@@ -278,7 +276,7 @@ def _keys(bids: Bids) -> Tensor:
 
 
 def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B: Tensor) -> Tensor:
-    """Which are among the first so many of their sequence: by value, then in the order of `later_N`."""
+    """Mask of the first `count_B` of each sequence: by value, then in the order of `later_N`."""
     # One stable sort after another, the last the first to count.
     order_N = later_N[value_N[later_N].sort(descending=True, stable=True).indices]
     if len(count_B) > 1:
@@ -290,7 +288,7 @@ def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B
 
 
 def _with_won(bids: Bids, won_N: Bool[Tensor, " N"]) -> Int64[Tensor, "B H"]:
-    """What is guaranteed to each head, and what it won."""
+    """Guaranteed plus won entries of each head."""
     extra_R = torch.zeros_like(bids.guaranteed_BH).flatten()
     extra_R.scatter_add_(0, bids.row_N.long(), won_N.long())
     return bids.guaranteed_BH + extra_R.view(bids.guaranteed_BH.shape)
@@ -303,7 +301,7 @@ def mix_convex(
     capacity_BH: Int64[Tensor, "B H"] | None = None,
     round_up: bool = False,
 ) -> Int64[Tensor, "B H"]:
-    """Head budgets mixed with equal ones: `(1 - share) * budget_h + share * equal_h`.
+    """Mix head budgets with equal ones: `(1 - share) * budget_h + share * equal_h`.
 
     `equal_h = mean_h budget` where every head has that much; else `min(capacity_h, level)`, at the level at
     which the equal budgets sum to what the budgets do. A mixture is never more than a head has.
@@ -333,7 +331,7 @@ def mix_convex(
 
 
 def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> list[Fraction]:
-    """PyramidKV's shares: a straight line over depth whose mean is the uniform share.
+    """Compute PyramidKV's shares: a straight line over depth whose mean is the uniform share.
 
     `first = 2 mean - last`, `last = mean / beta`; if the first would exceed what exists, `first = most` and
     `last = 2 mean - most`.
@@ -357,7 +355,7 @@ def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> lis
 
 
 def press_line(mean: float, length: int, window: int, num_layers: int, beta: float) -> list[int]:
-    """PyramidKVPress's entries a head, layer by layer, window included.
+    """Compute PyramidKVPress's entries a head, layer by layer, window included.
 
     `last = m / beta`, `first = 2 m - last`; if the first exceeds what stands before the window, `first = n -
     w` and `last = 2 m - first`; layer l gets `round(first - l (first - last) / (L - 1))`, halves to even.
@@ -385,7 +383,8 @@ def press_line(mean: float, length: int, window: int, num_layers: int, beta: flo
 
 
 def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int) -> list[int]:
-    """CAKE's shares beside the window, entries a head, as the press released with DefensiveKV repairs them.
+    """Compute CAKE's shares beside the window, entries a head, repaired as by the press released with
+    DefensiveKV.
 
     `int((m - w) L)` by weight and rounded down; what is above `most = n - w` is cut off and handed out evenly
     to the layers below it, once; then what rounding left over, evenly to the layers below `most` by now; then
@@ -415,8 +414,8 @@ def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int)
 def spread_evenly(
     total: int, weights: Sequence[Fraction], least: Sequence[int], most: Sequence[int]
 ) -> list[int]:
-    """CAKE's shares as released: by weight and rounded down, then capped, and what is left over is spread
-    evenly over the layers that can hold more (what is too much, taken evenly from those that can give).
+    """Compute CAKE's shares as released: by weight and rounded down, then capped; the remainder is spread
+    evenly over the layers that can hold more (an excess is taken evenly from those that can give).
 
     Args:
         total: entries to share, between `sum(least)` and `sum(most)`.
@@ -447,7 +446,8 @@ def spread_evenly(
 def entropy_weight(
     score_BHT: Float[Tensor, "B H T"], competes_BHT: Bool[Tensor, "B H T"]
 ) -> Float[Tensor, " B"]:
-    """LAVa's weight of a layer: the entropy of its scores, `-sum p log(p + tiny)`, `p = s / (sum s + tiny)`.
+    """Compute LAVa's weight of a layer: the entropy of its scores, `-sum p log(p + tiny)`, `p = s / (sum s +
+    tiny)`.
 
     Over the entries of all heads that compete. Its code divides by `ln(H * m)`, its paper by `H * N`; both
     are the same for all layers of a prompt, so that shares do not change; here it is not divided. In float64.
@@ -469,7 +469,7 @@ def entropy_weight(
 
 
 def refuse_negative(score_BHT: Float[Tensor, "B H T"], why: str) -> None:
-    """Raise where a score is below zero, and a share of it would mean nothing.
+    """Refuse scores below zero, of which shares would be meaningless.
 
     Raises:
         ValueError: says why, and what to do.

@@ -1,16 +1,14 @@
-"""What an eviction could not afford: how large the predicted risk is of what went, against a limit.
+"""Measures whether a budget was too small: the largest predicted risk that was evicted, against a limit.
 
-In: one layer after another, its scores in risk, what is kept in any case, and what is kept. Out: a `Capacity`
-for the batch: the *price* that its budget was bought at (the largest risk that went), and how many entries a
-budget needs so that nothing above the limit goes. The decision taken here: the signal is the price. With one
-budget for the whole model, all of it by score, `price > limit` and `need > kept` say the same, so that one
-number warns, and its inverse says which budget would do; and it does not change with the length of a context,
-as sums do. Where a share is drawn, `need` is what does whatever is drawn; with luck less would.
+`Capacity` reports the *price* of an eviction (the largest risk that went), and the number of entries a budget
+needs so that nothing above the limit goes. With one budget for the whole model and no draw, `price > limit`
+and `need > kept` agree, so that one number warns and also tells which budget would do; it does not grow with
+the context as sums do. With a drawn share, `need` is enough for any draw.
 
-Contexts that are full of facts (retrieval among many keys) are beyond every method at small budgets, and none
-says so: KVzip (arXiv 2505.23416) and KVzap (arXiv 2601.07891) lose there silently. Calibrated risk is
-comparable between heads and documents, which is what makes a limit on it possible.
-`python -m retain.eval.diagnose.capacity` measures how well it predicts failures, beside other signals.
+Contexts full of facts (retrieval among many keys) are beyond every method at small budgets: KVzip (arXiv
+2505.23416) and KVzap (arXiv 2601.07891) lose there silently. Calibrated risk is comparable between heads and
+documents, which makes a limit possible. `python -m retain.eval.diagnose.capacity` measures how well it
+predicts failures, beside other signals.
 """
 
 import math
@@ -25,7 +23,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from retain.budget.cascade import Candidates, Shares, Split, keep_sets
-from retain.budget.largest_remainder import apportion, exact
+from retain.budget.largest_remainder import exact, largest_remainder
 from retain.budget.statement import Totals
 from retain.registry import lookup
 
@@ -39,14 +37,14 @@ FINEST = 256
 
 
 class CapacityWarning(UserWarning):
-    """More was evicted than can be afforded."""
+    """An eviction exceeded the limit of risk."""
 
 
 class CapacityError(ValueError):
-    """More would have been evicted than can be afforded; nothing was.
+    """An eviction would have exceeded the limit of risk; nothing was evicted.
 
     Args:
-        told: what was said.
+        told: the message.
         capacity: what the eviction would have been.
     """
 
@@ -56,8 +54,8 @@ class CapacityError(ValueError):
 
 
 @dataclass(frozen=True)
-class Guard:
-    """What is done where an eviction cannot be afforded.
+class CapacityGuard:
+    """States what happens if an eviction exceeds the limit of risk.
 
     Args:
         action: a name in `ACTIONS`.
@@ -78,13 +76,13 @@ class Guard:
 
     @property
     def holds_back(self) -> bool:
-        """Whether nothing may go before all layers have been seen."""
+        """Whether nothing may be evicted before all layers have been seen."""
         return self.action != "warn"
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an eviction cost, sequence by sequence.
+    """Cost of an eviction, sequence by sequence.
 
     Args:
         limit: the largest risk that can be afforded.
@@ -112,7 +110,7 @@ class Capacity:
 
     @property
     def short_B(self) -> list[bool]:
-        """Which sequences lost what they could not afford to: `price > limit`."""
+        """Which sequences exceeded the limit: `price > limit`."""
         return [price > self.limit for price in self.price_B]
 
     @property
@@ -122,24 +120,24 @@ class Capacity:
 
     @property
     def ratio_B(self) -> list[float]:
-        """`need / seen`: the keep_ratio that would do."""
+        """`need / seen`: the keep_ratio that is enough."""
         whole_B = self.entries_B if self.seen_B is None else self.seen_B
         return [need / max(1, whole) for need, whole in zip(self.need_B, whole_B, strict=True)]
 
     @property
     def worst(self) -> int:
-        """The sequence that paid the highest price."""
+        """The sequence with the highest price."""
         return max(range(len(self.price_B)), key=lambda row: self.price_B[row])
 
     @property
     def fullest(self) -> int:
-        """Of those that are short, the sequence that needs the largest keep_ratio: whoever states that one
-        is short in none. Without any, the worst."""
+        """The short sequence that needs the largest keep_ratio, which is enough for all; without a short one,
+        the worst."""
         short = [row for row, is_short in enumerate(self.short_B) if is_short]
         return max(short, key=lambda row: self.ratio_B[row]) if short else self.worst
 
     def select_batch(self, rows: Sequence[int]) -> "Capacity":
-        """Of some of the sequences."""
+        """Select some of the sequences."""
         return replace(
             self,
             price_B=tuple(self.price_B[row] for row in rows),
@@ -153,7 +151,7 @@ class Capacity:
     def placed(
         self, rows: Sequence[int], entries_B: Sequence[int], seen_B: Sequence[int] | None = None
     ) -> "Capacity":
-        """The same for a whole batch, of which these rows were decided on: of the others nothing went.
+        """Extend to a whole batch in which only these rows were decided; the others lost nothing.
 
         Args:
             rows: of the batch, one a sequence here.
@@ -196,16 +194,16 @@ class Capacity:
 
 
 def ceiled(ratio: float) -> float:
-    """A ratio, rounded up to thousandths; at most 1."""
+    """Round a ratio up to thousandths; at most 1."""
     return min(1.0, math.ceil(ratio * 1000 - 1e-9) / 1000)
 
 
-class Gauge:
-    """Reads the capacity of an eviction while layers come.
+class CapacityMeter:
+    """Measures the capacity of an eviction layer by layer.
 
     Args:
-        limit: the largest risk that can be afforded.
-        split: how the budget is shared: of that depends what is needed.
+        limit: the largest risk that may be evicted.
+        split: how the budget is shared, on which the need depends.
         follows: whether entries of lower layers may still go when a layer comes.
     """
 
@@ -224,7 +222,7 @@ class Gauge:
         keep_BHT: Bool[Tensor, "B H T"],
         lower: Sequence[Tensor | None] = (),
     ) -> None:
-        """The next layer.
+        """Add the next layer.
 
         Args:
             layer: its entries, scored in risk.
@@ -250,12 +248,11 @@ class Gauge:
 
     @property
     def num_added(self) -> int:
-        """Layers that have come."""
+        """Number of layers added."""
         return len(self._needs)
 
     def _needed(self, layer: Candidates, exists_BHT: Bool[Tensor, "B H T"]) -> Int64[Tensor, "2 B H"]:
-        """Entries that each head must be left so that nothing above the limit goes: those that it keeps in
-        any case, and the others.
+        """Entries that each head must keep so that nothing above the limit goes: guaranteed ones, and others.
 
         Where heads compete it is what they are guaranteed and what bids above the limit, which is more than
         what lies above it where a policy lifts entries to their head's mean (`floor`).
@@ -270,7 +267,7 @@ class Gauge:
         return torch.stack([sure_BH, above_R.view_as(sure_BH)])
 
     def _shrink(self, place: int, keep_N: Bool[Tensor, " N"]) -> None:
-        """A lower layer lets go of entries."""
+        """Record that a lower layer evicts entries."""
         b_N, score_N = self._held[place]
         keep_N = keep_N.to(score_N.device)
         gone_N = score_N.double().masked_fill(keep_N, 0.0)
@@ -281,7 +278,7 @@ class Gauge:
         self._held[place] = b_N[left_N], score_N[left_N]
 
     def read(self) -> Capacity:
-        """What all layers together say."""
+        """Summarise all layers."""
         counts, risks, prices = (_together(parts) for parts in (self._counts, self._risks, self._prices))
         kept_B, entries_B = counts.sum(0).tolist()
         lost_B, total_B = risks.sum(0)
@@ -308,15 +305,15 @@ class Gauge:
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Of all layers, on the device of the first."""
+    """Stack tensors of all layers on the device of the first."""
     return torch.stack([part.to(parts[0].device) for part in parts])
 
 
 def needed(
     sure_LH: Sequence[Sequence[int]], above_LH: Sequence[Sequence[int]], split: Split
 ) -> tuple[int, bool]:
-    """Entries that a budget for all layers must hold so that every head gets what it needs, and whether so
-    many are enough.
+    """Entries that a budget for all layers must hold so that every head gets what it needs, and whether that
+    number is enough.
 
     With `n_lh = sure_lh + above_lh` what head h of layer l needs and `H_l` its heads: `sum n_lh` where all
     heads share (`model`), `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do,
@@ -354,7 +351,7 @@ def needed(
 def capacity_of(
     shares: Shares, candidates: Sequence[Candidates], keeps: Sequence[Tensor], limit: float
 ) -> Capacity:
-    """What a decision about all layers cost.
+    """Measure the capacity of a decision about all layers.
 
     Args:
         shares: what was settled.
@@ -362,31 +359,33 @@ def capacity_of(
         keeps: what each keeps, `[B, H, T]`; each layer may show columns of its own.
         limit: the largest risk that can be afforded.
     """
-    gauge = Gauge(limit, shares.split)
+    gauge = CapacityMeter(limit, shares.split)
     for layer, keep_BHT in zip(candidates, keeps, strict=True):
         gauge.add(layer, keep_BHT)
     return replace(gauge.read(), seen_B=seen_of(shares.totals))
 
 
 def seen_of(totals: Totals) -> tuple[int, ...]:
-    """What a keep_ratio of each sequence is a ratio of, in entries of all layers and heads."""
+    """Denominator of the keep_ratio of each sequence, in entries of all layers and heads."""
     return tuple(length * sum(totals.heads_L) for length in totals.lengths_B)
 
 
 def enlarged(shares: Shares, totals_B: Sequence[int]) -> Shares:
-    """The same with other totals: entries of each sequence, over all layers. What is kept in any case, and of
-    what its fractions were, stays."""
+    """Replace the totals (entries of each sequence, over all layers). Protected entries, and the budget that
+    fractions refer to, stay."""
     totals, equal_BL = shares.totals, []
     for length, total in zip(totals.lengths_B, totals_B, strict=True):
         weights = [Fraction(heads) for heads in totals.heads_L]
-        equal_BL.append(tuple(apportion(total, weights, [length * heads for heads in totals.heads_L])))
+        equal_BL.append(
+            tuple(largest_remainder(total, weights, [length * heads for heads in totals.heads_L]))
+        )
     return replace(shares, totals=replace(totals, equal_BL=tuple(equal_BL)))
 
 
-def afford(
+def enlarge_to_limit(
     shares: Shares, candidates: Sequence[Candidates], limit: float
 ) -> tuple[Shares, list[Tensor], Capacity]:
-    """The least budget, at least the stated one, at which nothing above the limit goes.
+    """Find the least budget, at least the stated one, at which nothing above the limit is evicted.
 
     Each sequence gets its own: what the counts say (`needed`), where that is enough (and where a share is
     drawn, enough whatever is drawn); else one found by halving, to `1 / FINEST` of what there is. What is
@@ -415,7 +414,7 @@ def afford(
     totals = shares.totals
     all_B = [length * sum(totals.heads_L) for length in totals.lengths_B]
     low_B = list(totals.stated_B)
-    # What the counts say is most often enough, and never too much where one budget is shared by all.
+    # The counted need is mostly enough, and never too much if one budget is shared by all.
     high_B = [
         max(low, min(need, most)) if short else low
         for low, need, most, short in zip(low_B, stated.need_B, all_B, stated.short_B, strict=True)
@@ -440,12 +439,12 @@ def afford(
 
 
 def _is_limit(value: object) -> TypeGuard[float]:
-    """Whether a number can be the largest risk that may go."""
+    """Whether a value is a valid limit of risk."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def stored_limit(gates: Any) -> float | None:
-    """The limit that gates were stored with (`train/calibration/capacity_limit.py`); None without one.
+    """Read the limit stored with gates (`train/calibration/capacity_limit.py`); None without one.
 
     Raises:
         ValueError: what is stored is no limit.

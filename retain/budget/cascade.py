@@ -1,22 +1,19 @@
-"""Which entries of each layer stay, for all layers at once or layer by layer while a model prefills.
+"""Computes the keep sets of all layers, at once or layer by layer while a model prefills.
 
-In: what is settled before any layer comes (`Shares`), and layers, each scored and guarded (`Candidates`).
-Out: keep masks. The decision taken here: one function, `head_budgets`, answers both for all layers and for
-those that have come so far. While layers are still to come it gives the *ceiling* of each share, of which the
-final answer is a part; so a `Cascade` that evicts at every step ends with the one-shot sets, and holds no
-more than the budget and one full layer (and what is rounded up on the way: one entry a layer, one a head with
-the convex safeguard).
+`head_budgets` serves both. While layers are still to come it gives the *ceiling* of each share, which
+contains the final answer, so a `Cascade` that evicts at every step ends with the one-shot sets. Its peak is
+the budget plus one full layer (plus rounding: one entry a layer, one a head with the convex safeguard).
 
 Exact for joint selection (scope `model`: a running threshold) and for shares by weight (LAVa, CAKE), since
-shares only shrink as layers come. Not exact for CAKE's released repair (`spread: even`): what a full layer
-cannot hold is spread at the end over layers that may have evicted it already.
+shares only shrink as layers come. Not exact for CAKE's released repair (`spread: even`), which at the end
+spreads a full layer's excess over layers that may have evicted it already.
 
-When a cache that has evicted evicts again, all its layers are there at once: `keep_sets` answers, heads hold
-what they hold (`Candidates.capacity_BH`), and no cascade runs.
+A second eviction has all layers at once: `keep_sets` decides with what heads hold (`Candidates.capacity_BH`),
+and no cascade runs.
 
-Of a layer that was cut a cascade remembers, an entry held, its rank in its head and row (8 bytes), and what
-it bids where heads compete (12 bytes); where a share is drawn, whether it bids in the place of the rank (5
-bytes) and a key with each bid (16): a few hundredths of the keys and values themselves.
+For each entry of a cut layer a cascade stores its row and its rank in its head (8 bytes) and its bid if heads
+compete (12 bytes); with a drawn share a flag instead of the rank (5 bytes) and a key with each bid (16): a
+few percent of the keys and values.
 """
 
 import math
@@ -55,7 +52,7 @@ from retain.two_stage import FirstStage, stage_by_budget
 
 @dataclass(frozen=True)
 class Split:
-    """How a policy splits a budget: its scope, its allocation, its first stage, what it draws.
+    """How a policy splits a budget: scope, allocation, first stage, draw.
 
     Args:
         scope: `head`, `layer` or `model`.
@@ -73,23 +70,23 @@ class Split:
 
     @property
     def drawn_share(self) -> float | None:
-        """Of a shared budget, what is drawn; None: nothing."""
+        """Share of a shared budget that is drawn; None: nothing."""
         return None if self.draw is None else self.draw.share
 
     @property
     def crosses_layers(self) -> bool:
-        """Whether what a layer keeps depends on other layers."""
+        """Whether the keep set of a layer depends on other layers."""
         return self.scope == "model" or self.allocation.layers in ("cake", "entropy")
 
     @property
     def two_stages(self) -> bool:
-        """Whether what a head keeps first depends on its budget."""
+        """Whether a head's first stage depends on its budget."""
         return self.first_stage is not None and self.first_stage.by == "budget"
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What is settled before any layer comes.
+    """Totals and shares that are known before any layer comes.
 
     Args:
         split: the policy's.
@@ -109,8 +106,8 @@ class Shares:
 
     @cached_property
     def least_B(self) -> list[int]:
-        """Entries that every head keeps whatever the scores: the protected ones, those that a safeguard adds,
-        and one."""
+        """Entries that every head keeps whatever the scores: protected ones, those of a safeguard, and at
+        least one."""
         own = self.split.allocation
         least = []
         for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
@@ -124,8 +121,8 @@ class Shares:
 
     @cached_property
     def fixed_LB(self) -> list[list[int]] | None:
-        """Entries of each layer and sequence, where no score decides them: its share as stated, or all that
-        it still holds."""
+        """Entries of each layer and sequence, if scores do not decide them: the stated share, or all that it
+        still holds."""
         if self.split.crosses_layers:
             return None
         rows = self.totals.equal_BL
@@ -154,8 +151,8 @@ class Shares:
 
     @cached_property
     def classes_LBH(self) -> list[list[list[int]]] | None:
-        """Entries of each head as stated, where a table of head classes decides them; a head that holds
-        less keeps it all, and what it leaves goes to no other."""
+        """Entries of each head by a table of head classes; a head with fewer entries keeps all, and its
+        remainder goes to no other."""
         own, totals = self.split.allocation, self.totals
         if own.head_classes is None:
             return None
@@ -168,7 +165,7 @@ class Shares:
 
     @cached_property
     def quotas_LBH(self) -> list[list[list[int]]]:
-        """Entries of each head by its quota, where heads hold all tokens still, as when a cascade runs."""
+        """Entries of each head by its quota while heads still hold all tokens, as in a cascade."""
         rows_BLH = []
         for length in self.totals.lengths_B:
             rows_BLH.append([[length] * heads for heads in self.totals.heads_L])
@@ -214,7 +211,7 @@ class Shares:
 
     @property
     def covers_B(self) -> list[bool]:
-        """Whether each sequence keeps all that it has, whatever the scores."""
+        """Whether each sequence keeps everything, whatever the scores."""
         totals, heads = self.totals, sum(self.totals.heads_L)
         held_B = [sum(row) for row in totals.capacity_BL]
         if self.threshold is not None:
@@ -234,7 +231,7 @@ class Shares:
         return [kept == held for kept, held in zip(kept_B, held_B, strict=True)]
 
     def select_batch(self, rows: Sequence[int]) -> "Shares":
-        """Of some of the sequences: their totals are settled, and no longer depend on the others."""
+        """Select some of the sequences; their totals no longer depend on the others."""
         return replace(
             self,
             totals=self.totals.select_batch(rows),
@@ -245,7 +242,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Candidates:
-    """One layer's entries, scored and guarded, before any budget.
+    """One layer's entries with scores and guaranteed entries, before any budget.
 
     Args:
         score_BHT: orders each head; -inf where the head holds no entry.
@@ -273,7 +270,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Held:
-    """What a cascade knows of a layer that it has cut, entry by entry in the order of the layer's store.
+    """State of a layer that a cascade has cut, entry by entry in the order of its store.
 
     Args:
         rows: `(B, H)`.
@@ -301,7 +298,7 @@ Layer = Candidates | Held
 
 
 def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -> list[Bool[Tensor, "B H T"]]:
-    """What each layer keeps.
+    """Compute the keep mask of each layer.
 
     Args:
         shares: what is settled.
@@ -324,7 +321,7 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
 
 
 class Found(NamedTuple):
-    """What layers get.
+    """Budgets and winning bids of layers.
 
     Attributes:
         budgets: entries of each head.
@@ -338,7 +335,7 @@ class Found(NamedTuple):
 
 
 def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> Found:
-    """Entries of each head of each layer.
+    """Compute the entries of each head of each layer.
 
     Args:
         shares: what is settled.
@@ -411,7 +408,7 @@ def _tensor(numbers: Sequence[int] | Sequence[list[int]], layer: Layer) -> Tenso
 
 
 def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[int]]:
-    """Entries of each layer, `[layer][sequence]`, by what layers ask for; while layers are to come, the
+    """Entries of each layer, `[layer][sequence]`, by the layers' weights; while layers are to come, the
     ceilings of their shares."""
     own, totals = shares.split.allocation, shares.totals
     columns = []
@@ -445,7 +442,7 @@ def _weight(layer: Layer, row: int) -> Fraction:
 def _keep(
     split: Split, layer: Candidates, budget_BH: Int64[Tensor, "B H"], won_N: Bool[Tensor, " bids"] | None
 ) -> Bool[Tensor, "B H T"]:
-    """What a layer that shows everything keeps."""
+    """Keep mask of a layer that is still complete."""
     if split.draw is None:
         return _keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
     # No order of a head says what it drew.
@@ -455,7 +452,7 @@ def _keep(
 
 
 def _won_or_sure(free: Bool[Tensor, "..."], won_N: Bool[Tensor, " bids"]) -> Bool[Tensor, "..."]:
-    """Of entries, those that won a bid, and those that made none."""
+    """Mask of the entries that won a bid or made none."""
     return (~free).masked_scatter(free, won_N)
 
 
@@ -470,7 +467,7 @@ def _keep_first(
 
 
 class Cascade:
-    """Decides layer by layer, and lets lower layers shrink as layers come.
+    """Decides layer by layer, and shrinks lower layers as layers come.
 
     Args:
         shares: what is settled.
@@ -482,7 +479,7 @@ class Cascade:
         self.held: list[Held] = []
 
     def add(self, layer: Candidates) -> tuple[Bool[Tensor, "B H T"], list[Bool[Tensor, " N"] | None]]:
-        """The next layer has come.
+        """Add the next layer.
 
         Args:
             layer: all its entries.
@@ -522,7 +519,7 @@ def _held(
     held_B: tuple[int, ...],
     bids: Bids | None,
 ) -> Held:
-    """What to remember of a layer that was just cut."""
+    """Store the state of a layer that was just cut."""
     B, H, _ = keep_BHT.shape
     row_BHT = torch.arange(B * H, dtype=torch.int32, device=keep_BHT.device).view(B, H, 1)
     rank_N = stages_N = free_N = None
@@ -545,7 +542,7 @@ def _keep_held(
     budget_BH: Int64[Tensor, "B H"],
     won_N: Bool[Tensor, " bids"] | None,
 ) -> Bool[Tensor, " N"]:
-    """Which of the entries that a layer holds it still keeps."""
+    """Mask of the held entries of a layer that it still keeps."""
     if held.free_N is not None:
         assert won_N is not None
         return _won_or_sure(held.free_N, won_N)
@@ -571,7 +568,7 @@ def _keep_held(
 
 
 def _cut(held: Held, keep_N: Bool[Tensor, " N"], held_B: tuple[int, ...], bids: Bids | None) -> Held:
-    """The same after some entries have gone."""
+    """Drop evicted entries from the state."""
     at_N = keep_N.nonzero()[:, 0]  # counted once, for all of its fields
     stages_N = held.stages_N
     if stages_N is not None:

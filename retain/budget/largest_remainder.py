@@ -1,8 +1,7 @@
-"""Whole entries from shares: exact rational numbers in, integers of exact sum out.
+"""Shares whole entries exactly: rational shares in, integers of exact sum out.
 
-In: a total, weights, and what each must and can hold. Out: integers. The decision taken here: a number that a
-person wrote is taken as written (0.1 is 1/10, not the nearest double), shares stay rational, and they are
-rounded once, by largest remainder, where entries become whole.
+A stated number is taken as written (0.1 is 1/10, not the nearest double); shares stay rational and are
+rounded once, by largest remainder.
 """
 
 import math
@@ -16,13 +15,13 @@ ROUNDINGS: tuple[Rounding, ...] = ("exact", "head", "layer", "model")
 
 
 def exact(number: float | Fraction) -> Fraction:
-    """The rational number that a person wrote: `exact(0.1)` is 1/10, not the nearest double."""
+    """Convert a number as written to a fraction: `exact(0.1)` is 1/10, not the nearest double."""
     return number if isinstance(number, Fraction) else Fraction(str(number))
 
 
 def ratio_of(number: float) -> tuple[int, int]:
-    """A share in [0, 1] as `part / whole`, small enough that whole entries times it fit in 64 bits: what a
-    person wrote to six decimals, and the nearest millionth or better beyond."""
+    """Write a share in [0, 1] as `part / whole`, small enough that whole entries times it fit in 64 bits:
+    exact to six decimals, else the nearest millionth or better."""
     return exact(number).limit_denominator(10**6).as_integer_ratio()
 
 
@@ -31,9 +30,9 @@ def fill(
 ) -> list[Fraction]:
     """Share by weight between bounds, exactly: `share_i = min(max(level * w_i, least_i), most_i)`.
 
-    The level is the one at which the shares sum to the total. It falls when somebody joins, so that shares of
-    those who were there only shrink: what a cascade rests on. Whoever weighs nothing has its least until all
-    that weighs is full; then they share what is left alike.
+    The level is the one at which the shares sum to the total. It falls when another layer joins, so that
+    earlier shares only shrink (a cascade relies on it). Zero weights get their least until all others are
+    full, then share the rest equally.
 
     Args:
         total: to share, between `sum(least)` and `sum(most)`.
@@ -95,8 +94,8 @@ def fill(
 
 
 def round_shares(shares: Sequence[Fraction]) -> list[int]:
-    """Largest remainder (Hamilton): the floor of each, and the rest one by one to the largest remainders,
-    ties to the lower index.
+    """Round by largest remainder (Hamilton): the floor of each, and the rest one by one to the largest
+    remainders, ties to the lower index.
 
     Args:
         shares: whose sum is whole.
@@ -108,11 +107,12 @@ def round_shares(shares: Sequence[Fraction]) -> list[int]:
     return whole
 
 
-def apportion(total: int, weights: Sequence[Fraction], capacity: Sequence[int] | None = None) -> list[int]:
+def largest_remainder(
+    total: int, weights: Sequence[Fraction], capacity: Sequence[int] | None = None
+) -> list[int]:
     """Share whole entries by weight, exactly: `sum(result) == total`, `result[i] <= capacity[i]`.
 
-    Whoever's share reaches its capacity is given that, and the others share what is left; then largest
-    remainder.
+    Shares are capped at the capacity, the others share the rest (`fill`), then largest remainder.
 
     Args:
         total: entries to share, at most `sum(capacity)`.

@@ -1,10 +1,8 @@
-"""A share of a budget that is drawn by lot: what keeps a little of everything that was looked at.
+"""Draws a share of a budget by priority sampling.
 
-In: a weight an entry and a number drawn for it. Out: the key that the drawn share of a budget is filled by,
-highest first. The decision taken here: the lot is *priority sampling*. Under a maximum each of two hundred
-entries that a query reads together is worth a two-hundredth of a fact, and all of them go; but a few of them,
-drawn without favour, stand for the rest, since attention is normalised anew over what is left. Keeping the
-largest would favour one kind of them: a draw in proportion to weight keeps sums right in the mean.
+Under a maximum, each of two hundred entries that a query reads together is worth a two-hundredth of a fact,
+and all of them go. A few of them drawn at random can stand for the rest, since attention is normalised over
+what is left. A draw in proportion to weight keeps sums right in the mean; keeping the largest would not.
 
 Priority Sampling for Estimation of Arbitrary Subset Sums (Duffield, Lund, Thorup; J. ACM 54(6), 2007): of n
 weights `w_i` and uniform numbers `u_i` in (0, 1], the k largest `q_i = w_i / u_i`; entry i is among them with
@@ -41,10 +39,10 @@ class Draw:
 def draw_keys(
     weight: Score, evidence: Evidence, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None
 ) -> Float32[Tensor, "B H T"]:
-    """`q[b, h, i] = w[b, h, i] / (1 - r[b, h, i])`, with `r` in [0, 1) of the score `random`.
+    """Keys of the draw: `q[b, h, i] = w[b, h, i] / (1 - r[b, h, i])`, with `r` in [0, 1) of the score
+    `random`.
 
-    The same entry has the same `r` however often it is asked, so that what was drawn once is drawn again
-    while its weight lasts.
+    An entry always has the same `r`, so that a drawn entry is drawn again while its weight lasts.
 
     Args:
         weight: in risk or mass, non-negative where an entry exists, -inf elsewhere.
@@ -60,7 +58,7 @@ def draw_keys(
             "a draw goes in proportion to numbers, and the observed score is in 'rank', of which only the "
             "order means something: take one in risk or mass."
         )
-    # NaN is no entry that is missing: it stays, for whoever ranks to refuse by name.
+    # NaN stays, so that ranking refuses it by name.
     exists_BHT = ~values_BHT.isneginf()
     if ((values_BHT < 0) & exists_BHT).any():
         raise ValueError(

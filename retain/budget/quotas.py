@@ -1,15 +1,13 @@
-"""Quotas: the share of a joint budget that each head took on held-out documents, its share of every budget.
+"""Computes head budgets from quotas: the share of a joint budget that each head won on held-out documents.
 
-In: what is stored with gates (`GateSet.quotas`), a total, and what each head must and can hold. Out: entries
-of every head of every layer, of exact sum. The decision taken here: between stored keep_ratios it is a head's
-number of *entries* that is interpolated, not its share, so that no head gets less because the budget grew.
-Two roundings may take an entry or so from it all the same: to whole entries here, and that of `ceil(r N)`
-where quotas are fitted, on documents of fewer than a few hundred entries over all heads.
+Quotas are stored with gates (`GateSet.quotas`) and fitted by `train/calibration/fit.py`: all entries of all
+layers and heads compete by their true future risk. Heads get what joint selection would give them on such
+documents, whatever the prompt: a static allocation (LKV, arXiv 2605.06676, learns head budgets end to end;
+Ada-KV, arXiv 2407.11550, finds them anew for each prompt).
 
-Quotas are fitted by `train/calibration/fit.py`: all entries of all layers and heads compete by their true
-future risk, and what each head won is its quota. So heads get what joint selection would give them on
-documents like those, and a prompt moves nothing between them: that is what a static allocation is (LKV, arXiv
-2605.06676, learns head budgets end to end; Ada-KV, arXiv 2407.11550, finds them anew for each prompt).
+Between stored keep_ratios the *number of entries* of a head is interpolated, not its share, so that no head
+gets less when the budget grows. Two roundings may still cost it an entry or so: to whole entries here, and of
+`ceil(r N)` where quotas are fitted, on documents of fewer than a few hundred entries over all heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ from retain.budget.largest_remainder import exact, fill, round_shares
 
 @dataclass(frozen=True)
 class Quotas:
-    """What is stored, of the layers that evict.
+    """Stored quotas of the layers that evict.
 
     Args:
         keep_ratios: ascending, in (0, 1).
@@ -63,7 +61,7 @@ class Quotas:
 
 
 def quotas_of(record: Mapping[str, Any] | None, heads: Mapping[int, int]) -> Quotas:
-    """Stored quotas of the layers that evict.
+    """Read the stored quotas of the layers that evict.
 
     Args:
         record: `GateSet.quotas`: `keep_ratio` ascending, and `parts`, layer -> keep_ratio by keep_ratio -> a
@@ -106,7 +104,7 @@ def quota_budgets(
     least: int,
     capacity_LH: Sequence[Sequence[int]],
 ) -> list[list[int]]:
-    """Budgets of one sequence: every head holds what is protected, and its quota of the rest.
+    """Budgets of one sequence: every head holds the protected entries, and its quota of the rest.
 
     `budget_h = protected + quota_h(keep_ratio) * (total - protected * L H)`, at least `least`, at most what
     the head has; what a full head leaves goes to the others by their quotas

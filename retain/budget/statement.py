@@ -1,15 +1,12 @@
-"""Budgets: how many entries each sequence may keep, over all layers, in whole entries.
+"""Turns a stated budget (ratio, tokens per head, or bytes) into whole entries per sequence and layer.
 
-In: what the user states (a ratio, tokens per head, or bytes), the lengths of the sequences, what a layer's
-entries are, and what there is to choose from where a cache has evicted before (`Stock`). Out: integers whose
-sum is exact. The decision taken here: every policy is given the same total, the sum over layers of what equal
-budgets would keep, so that policies compare at equal memory whatever they share it between; and every share
-is a rational number until it is rounded once (`retain/budget/largest_remainder.py`): 0.2 of 100 is 20, where
-`int(100 * (1 - 0.8))` is 19. What a ratio is a ratio of (tokens seen, or announced) is apart from what is
-still there: a budget is never more than that. How a total is spread over layers and heads is
-`retain/budget/allocation.py`.
+Every policy gets the same total, the sum over layers of what equal budgets would keep, so that policies
+compare at equal memory however they share it. Shares are rational and rounded once
+(`retain/budget/largest_remainder.py`): 0.2 of 100 is 20, where `int(100 * (1 - 0.8))` is 19. A ratio refers
+to the tokens seen (or announced), and a budget is never more than what is still held.
+`retain/budget/allocation.py` spreads the total over layers and heads.
 
-A threshold states no budget at all: what is kept follows from the scores (`retain/admission.py`).
+A threshold states no budget: the scores decide how much is kept (`retain/admission.py`).
 """
 
 import math
@@ -22,7 +19,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from retain.budget.largest_remainder import Rounding, apportion, exact
+from retain.budget.largest_remainder import Rounding, exact, largest_remainder
 
 Scope = Literal["head", "layer", "model"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
@@ -30,7 +27,7 @@ SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
 
 @dataclass(frozen=True)
 class Budget:
-    """How much is kept. Exactly one of the first five is stated.
+    """A stated budget. Exactly one of the first five fields is given.
 
     Args:
         keep_ratio: kept / seen, in (0, 1].
@@ -81,7 +78,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What an entry of a layer is.
+    """Heads of a layer, and bytes of its entries.
 
     Args:
         num_heads: H, KV heads.
@@ -94,8 +91,8 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False)
 class Stock:
-    """What there is to choose from where that is not simply every token of the evidence: when a cache that
-    has evicted evicts again, and while an announced prompt is still being read.
+    """Entries that can still be chosen, if not simply every token of the evidence: at a second eviction, or
+    while an announced prompt is still being read.
 
     Args:
         held_BL: entries that each sequence's layers hold, over all heads.
@@ -125,7 +122,7 @@ class Stock:
             )
 
     def select_batch(self, rows: Sequence[int]) -> "Stock":
-        """Of some of the sequences."""
+        """Select some of the sequences."""
         prompts = self.prompt_lengths_B
         return Stock(
             tuple(self.held_BL[row] for row in rows),
@@ -137,7 +134,7 @@ class Stock:
 
 @dataclass(frozen=True)
 class Totals:
-    """What each sequence of a batch may hold.
+    """Entries that each sequence of a batch may hold.
 
     Args:
         lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
@@ -170,8 +167,8 @@ class Totals:
 
     @property
     def per_head_B(self) -> list[Fraction]:
-        """Mean budget of a head of each sequence, exact, as stated: what fractions of a budget are fractions
-        of, so that they do not change with what earlier evictions have left."""
+        """Mean stated budget of a head of each sequence, exact. Fractions of a budget refer to it, so that
+        they do not change with earlier evictions."""
         return [Fraction(total, sum(self.heads_L)) for total in self.stated_B]
 
     @property
@@ -187,7 +184,7 @@ class Totals:
         return [row for row, whole in enumerate(self.whole_B or ()) if whole]
 
     def hold_whole(self, rows: Sequence[int]) -> "Totals":
-        """The same with these sequences held whole too."""
+        """Hold these sequences whole too."""
         chosen = {*self.whole, *rows}
         lengths = [(row in chosen, length) for row, length in enumerate(self.lengths_B)]
         equal_BL = tuple(
@@ -207,7 +204,7 @@ class Totals:
         return float(self.share_of(row) * self.lengths_B[row])
 
     def select_batch(self, rows: Sequence[int]) -> "Totals":
-        """Of some of the sequences."""
+        """Select some of the sequences."""
         return Totals(
             tuple(self.lengths_B[row] for row in rows),
             self.heads_L,
@@ -227,7 +224,7 @@ def spread(
     short_tokens: int = 0,
     rounding: Rounding = "exact",
 ) -> Totals:
-    """Entries of each sequence and layer when all heads get the same.
+    """Entries of each sequence and layer under equal budgets.
 
     With `n_b` the length of sequence b and `H_l` the heads of layer l: `round(keep_ratio * n_b * H_l)` with
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
@@ -274,7 +271,7 @@ def spread(
             equal = [int(budget.tokens_per_head) * layer.num_heads for layer in layers]
         elif len({layer.entry_bytes for layer in layers}) == 1:
             heads = [Fraction(layer.num_heads) for layer in layers]
-            equal = apportion(bytes_B[row] // entry_bytes, heads)
+            equal = largest_remainder(bytes_B[row] // entry_bytes, heads)
         else:
             size = sum(layer.num_heads * layer.entry_bytes for layer in layers)
             equal = [bytes_B[row] * layer.num_heads // size for layer in layers]
@@ -299,17 +296,19 @@ def spread(
 
 
 def _rounded_down(share: float, heads_L: Sequence[int], rounding: Rounding) -> list[int]:
-    """Entries of each layer, where a share a head is rounded down once a head, layer or model."""
+    """Entries of each layer, with the share of a head rounded down once a head, layer or model."""
     if rounding == "head":
         return [max(1, int(share)) * heads for heads in heads_L]
     if rounding == "layer":
         return [int(share * heads) for heads in heads_L]
-    return apportion(int(share * sum(heads_L)), [Fraction(heads) for heads in heads_L])
+    return largest_remainder(int(share * sum(heads_L)), [Fraction(heads) for heads in heads_L])
 
 
 def _bytes_of(budget: Budget, lengths_B: Sequence[int], entry_bytes: int) -> list[int]:
     """Bytes of each sequence: as stated, or the batch's, split by length in whole entries."""
     if budget.bytes_total is not None:
         weights = [Fraction(length) for length in lengths_B]
-        return [share * entry_bytes for share in apportion(budget.bytes_total // entry_bytes, weights)]
+        return [
+            share * entry_bytes for share in largest_remainder(budget.bytes_total // entry_bytes, weights)
+        ]
     return [int(budget.bytes or 0)] * len(lengths_B)

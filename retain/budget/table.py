@@ -1,8 +1,6 @@
-"""What each layer and head holds, as a table.
+"""Formats the entries that each layer and head holds as a table.
 
-In: entries held per (sequence, layer, KV head). Out: a `BudgetTable`, whose `str` is a table of one row a
-layer; `retain.eval.inspection.budget_picture` draws it. The decision taken here: numbers are per sequence,
-and a batch shows the mean of its sequences, since their budgets are their own.
+One row a layer; a batch shows the mean of its sequences. `retain.eval.inspection.budget_picture` draws it.
 """
 
 from dataclasses import dataclass

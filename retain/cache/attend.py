@@ -1,10 +1,9 @@
-"""Attends queries over ragged rows: what decoding, questions and chunks run instead of dense attention.
+"""Attends queries over ragged rows, for decoding, questions and chunks.
 
-Goes in: queries `[B, Q, S, D]`, and one layer's entries as a flat `[C, D]` store in which row `r = b * H + h`
-(one sequence and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]` entries at its
-beginning. Comes out: `[B, Q, S, D]`. A count says who sees whom (`seen_RS`): query `s` of a row sees the
-row's first `seen` entries, whatever their positions, and of those, under a sliding window, the ones whose
-positions are recent enough.
+Queries are `[B, Q, S, D]`, the entries of one layer a flat `[C, D]` store: row `r = b * H + h` (one sequence
+and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]` entries at its beginning. The
+result is `[B, Q, S, D]`. Counts replace a mask (`seen_RS`): query `s` of a row sees the first `seen` entries
+of the row, whatever their positions, and under a sliding window only those of recent positions.
 
 On a CPU plain softmax attention runs as a few dense calls (`retain.cache.equal_rows`). Everything else (CUDA,
 soft caps, sinks, windows, many short rows) is the op `retain.kernels.ragged_attention`, which is also the
@@ -20,7 +19,7 @@ from retain.cache.equal_rows import Run, attend_runs, find_runs, fits
 from retain.kernels.ragged_attention import path_of, ragged_attention
 from retain.kernels.ragged_attention.pages import Pages
 
-# What each path is called where users read of it.
+# Names of the paths in reports.
 CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTorch over ragged rows"}
 
 
@@ -74,5 +73,5 @@ def attend(
 
 
 def path_named(keys_CD: Float[Tensor, "*C D"], values_CD: Float[Tensor, "*C D"]) -> str:
-    """How attention over a store of such keys and values is computed, in words."""
+    """Name of the path that attends over a store of such keys and values."""
     return CALLED[path_of(keys_CD, values_CD)]

@@ -1,15 +1,13 @@
-"""Columns: what the ragged rows of one layer hold, side by side again, so that it can be judged anew.
+"""Lays the ragged rows of one layer out as dense `[B, H, T, ...]` tensors, so that they can be scored again.
 
-In: where each entry of a store lies and at which position, and the tokens seen so far. Out: `Columns`, which
-turn what lies in the store into dense `[B, H, T, ...]` and what was decided about that back into the order of
-the store (of which `Where` is all that is left to keep, once the layer was judged); and `align_last`, which
-brings the last queries to where columns expect them. The decision taken here: a column is a token that *any*
-head of the layer still holds, or whose query is shown. So T is what the union of the heads holds, not what
-was seen, and which head holds which column is a mask.
+A column is a token that *any* head of the layer still holds, or whose query is shown: T is the union of what
+the heads hold, and a mask says which head holds which column. `DenseView` translates between the store's
+order and columns, `EntryColumns` is the part of it that a later cut needs, `align_last` brings the last
+queries to their columns.
 
-Columns come in order of time and stand on the right, as left-padded evidence has them: query `s` of `S` sits
-at column `T - S + s` in every sequence. Nothing here loops over rows, and nothing waits for the device but
-for the widest sequence's number of columns (and of queries).
+Columns are in order of time and right-aligned, as in left-padded evidence: query `s` of `S` sits at column `T
+- S + s` in every sequence. No loop over rows; the device is waited for once, for the widest sequence's number
+of columns (and of queries).
 """
 
 from dataclasses import dataclass
@@ -20,8 +18,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Where:
-    """Which column each entry of a layer became: enough to cut the layer, and 8 bytes an entry to keep.
+class EntryColumns:
+    """Column of each entry of a layer: enough to cut the layer, at 8 bytes an entry.
 
     Args:
         column_N: int32, the column of each entry, in the order in which the entries were given.
@@ -32,12 +30,12 @@ class Where:
     rows_N: Int[Tensor, " N"]
 
     def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
-        """Which entries a keep mask over the columns keeps, in the order in which they were given."""
+        """Which entries a keep mask over the columns keeps, in the order of the store."""
         return keep_BHT.flatten(0, 1)[self.rows_N, self.column_N]
 
 
 @dataclass(frozen=True)
-class Columns:
+class DenseView:
     """Dense columns of one layer's ragged rows.
 
     Args:
@@ -63,33 +61,34 @@ class Columns:
     rows_N: Int[Tensor, " N"]
 
     def gather(self, store_C: Tensor) -> Tensor:
-        """What lies in the store, at the columns: `[C, ...] -> [B, H, T, ...]`.
+        """Gather a column of the store: `[C, ...] -> [B, H, T, ...]`.
 
-        Where a head does not hold a column it is somebody else's entry: whoever reads this reads `held_BHT`.
+        Undefined where a head does not hold the column: mask with `held_BHT`.
         """
         if not store_C.shape[0]:
             return store_C.new_zeros(*self.index_BHT.shape, *store_C.shape[1:])
         return store_C[self.index_BHT]
 
     def of_tokens(self, token_Bt: Tensor) -> Tensor:
-        """What all tokens seen have, at the columns: `[B, seen, ...] -> [B, T, ...]`, zero at no column."""
+        """Gather values of all tokens seen: `[B, seen, ...] -> [B, T, ...]`, zero where there is no
+        column."""
         picked = token_Bt[torch.arange(len(token_Bt), device=token_Bt.device)[:, None], self.token_BT]
         return picked.masked_fill(_beside(~self.valid_BT, picked), 0)
 
     def per_entry(self, dense_BHT: Shaped[Tensor, "B H T *rest"]) -> Shaped[Tensor, "N ..."]:
-        """What stands at the columns, entry by entry, in the order in which the entries were given."""
+        """Values at the columns, entry by entry in the order of the store."""
         return dense_BHT.flatten(0, 1)[self.rows_N, self.column_N]
 
-    def where(self) -> Where:
-        """What it takes to cut the layer by a keep mask over the columns, once the rest may go."""
-        return Where(self.column_N.int(), self.rows_N.int())
+    def where(self) -> EntryColumns:
+        """The columns of the entries, without the rest of the view."""
+        return EntryColumns(self.column_N.int(), self.rows_N.int())
 
     def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
-        """Which entries a keep mask over the columns keeps, in the order in which they were given."""
+        """Which entries a keep mask over the columns keeps, in the order of the store."""
         return self.where().select(keep_BHT)
 
 
-def columns_of(
+def dense_view(
     positions_C: Int[Tensor, " C"],
     index_N: Int[Tensor, " N"],
     rows_N: Int[Tensor, " N"],
@@ -98,8 +97,8 @@ def columns_of(
     positions_BT: Int[Tensor, "B seen"],
     valid_BT: Bool[Tensor, "B seen"],
     queries_from: int | Int[Tensor, " B"],
-) -> Columns:
-    """The columns of a layer's rows.
+) -> DenseView:
+    """Compute the columns of a layer's rows.
 
     Args:
         positions_C: RoPE position of what lies at each place of the store.
@@ -139,7 +138,7 @@ def columns_of(
     held_BHT = torch.zeros(B * H * T, dtype=torch.bool, device=device)
     held_BHT[entry_N] = True
     none_BT = ~column_valid_BT
-    return Columns(
+    return DenseView(
         token_BT=token_BT,
         valid_BT=column_valid_BT,
         positions_BT=positions_BT.long().gather(1, token_BT).masked_fill(none_BT, 0),
@@ -173,10 +172,10 @@ def _tokens_at(
 def align_last(
     x_BQnD: Shaped[Tensor, "B heads n *rest"], valid_BT: Bool[Tensor, "B n"], num: int | None = None
 ) -> Shaped[Tensor, "B heads last *rest"]:
-    """The last tokens of each sequence, without the padding between them, brought to the right.
+    """Gather the last tokens of each sequence, right-aligned and without the padding between them.
 
-    Of queries, `[B, Q, n, D] -> [B, Q, S, D]`: as `Evidence` wants them beside columns, `Columns.queried_BT`
-    saying which are there.
+    Of queries, `[B, Q, n, D] -> [B, Q, S, D]`: as `Evidence` needs them; `DenseView.queried_BT` says
+    which are real.
 
     Args:
         x_BQnD: what each head has of n tokens.
@@ -209,7 +208,7 @@ def align_last(
 def tokens_last(
     x_BT: Shaped[Tensor, "B n *rest"], valid_BT: Bool[Tensor, "B n"]
 ) -> Shaped[Tensor, "B n *rest"]:
-    """What each token has, with a sequence's tokens behind all of its padding (which has zeros)."""
+    """Move a sequence's tokens behind all of its padding (which becomes zeros)."""
     return align_last(x_BT[:, None], valid_BT, valid_BT.shape[1])[:, 0]
 
 

@@ -1,9 +1,9 @@
 """Attends over the rows of a ragged store by a few dense calls, on a CPU.
 
 Neighbouring rows of equal room and length are a *run*: one strided `[rows, length, D]` view of the store,
-which PyTorch's own attention reads without a copy. A policy that keeps as much of each head is one run or two
-(where a total does not divide), a policy with a budget for each head has about one run a head.
-`retain.kernels.ragged_attention` is the definition; it takes several times as long here.
+which PyTorch's attention reads without a copy. A policy with equal head budgets has one run or two (if a
+total does not divide), one with a budget for each head about one run a head.
+`retain.kernels.ragged_attention` is the definition; it is several times slower here.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Run:
 def find_runs(
     pages: Pages, keys_CD: Tensor, values_CD: Tensor, seen_RS: Int[Tensor, "R S"], num_queries: int
 ) -> list[Run] | None:
-    """The rows of a store as runs, by what their last queries see; None where the op is the better way.
+    """Group the rows of a store into runs, by what their last queries see; None if the op is faster.
 
     Args:
         pages: the store's layout.
@@ -75,7 +75,7 @@ def find_runs(
 
 
 class Steps:
-    """What one decoding step leaves known to the next: each row's next free slot, and the rows as runs.
+    """State that one decoding step passes to the next: each row's next free slot, and the runs.
 
     Args:
         pages: the store's layout.
@@ -91,14 +91,14 @@ class Steps:
         self.runs = find_runs(pages, keys_CD, values_CD, lengths_R[:, None], 1)
 
     def advance_(self, positions_B1: Tensor) -> None:
-        """Every row holds one entry more, at this position of its sequence."""
+        """Add one entry to every row, at this position of its sequence."""
         self.pending.append(positions_B1)
         self.next_R += 1
         for run in self.runs or ():
             run.length += 1
 
     def write_positions_(self, positions_C: Int[Tensor, " C"], num_heads: int) -> None:
-        """Write the positions of the entries that came since the last time."""
+        """Write the pending positions."""
         if self.pending:
             new_BS, self.pending = torch.cat(self.pending, dim=1), []
             index_RS = self.next_R[:, None] + torch.arange(-new_BS.shape[1], 0)
@@ -106,8 +106,8 @@ class Steps:
 
 
 def fits(runs: Sequence[Run], queries_BQSD: Tensor) -> bool:
-    """Whether dense calls can serve these queries: they compute in one precision and have gradients, which a
-    store has not."""
+    """Whether dense calls can serve these queries: one precision, and no gradients, which a store does not
+    have."""
     if not runs:
         return False
     keys, values = runs[0].keys, runs[0].values

@@ -1,22 +1,18 @@
-"""The ragged store: exactly the kept entries of one attention layer, a different number for each (sequence,
-KV head).
+"""Stores exactly the kept entries of one attention layer, a different number for each (sequence, KV head).
 
-In: dense keys and values with a keep mask; later, new tokens. Out: a flat `[C, D]` store for keys and one for
-values that `retain.cache.attend` reads in place, and *side columns* that follow their entries wherever those
-go. Evicted entries are not masked, they are gone; padding never comes in.
+Keys and values are flat `[C, D]` tensors that `retain.cache.attend` reads in place; *side columns* follow
+their entries. Evicted entries are removed, not masked; padding is never stored.
 
-The one decision taken here: every row owns a room of whole pages (`retain.kernels.ragged_attention.pages`),
-in natural order, with some free slots at its end. New tokens are written into free slots; an eviction in
-place moves only what lies behind each row's first hole; only when a row is full, or when bytes are to be
-given back, is the store laid out anew, one column after another, so that never more than one column exists
-twice. The price is paid where that breaks off for want of memory: behind the first column, which needs the
-most, there is no way back, and the store says so ever after instead of holding something else. What is held
-and what is allocated are reported apart.
+Every row owns a room of whole pages (`retain.kernels.ragged_attention.pages`), in natural order, with some
+free slots at its end. New tokens go into free slots; an eviction in place moves only what lies behind each
+row's first hole. When a row is full, or bytes are to be given back, the store is laid out anew, one column
+after another, so that never more than one column exists twice. If memory runs out behind the first column
+(the largest), there is no way back: the store then raises on every access. Bytes held and bytes allocated are
+reported apart.
 
-Quantised keys and values would enter here and nowhere else: `keys_CD` and `values_CD` hold packed codes, with
-one scale a page (or a side column with one an entry); `from_dense` and `append_` encode, `flat` decodes, and
-`retain.cache.attend` decodes where it upcasts half precision today. All else moves entries without looking at
-them.
+Quantised keys and values would enter here: `keys_CD` and `values_CD` hold packed codes with one scale a page
+(or a side column); `from_dense` and `append_` encode, `flat` decodes, and `retain.cache.attend` decodes where
+it upcasts half precision today. Everything else moves entries without reading them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,15 +42,15 @@ BESIDE = "beside."
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """What a store keeps is made in here, and also around a function: a tensor made under a caller's
-    `inference_mode` could not be written to once that is over, and a store outlives it."""
+    """Context (and decorator) in which a store makes its tensors: those made under a caller's
+    `inference_mode` could not be written to afterwards."""
     with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
         yield
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Where rows of some lengths lie, each with a room of whole pages."""
+    """Places of rows of given lengths, each with a room of whole pages."""
 
     pages: Pages
     offsets_R1: Int[Tensor, " R1"]
@@ -63,7 +59,7 @@ class _Layout:
 
     @classmethod
     def of(cls, lengths_R: Tensor, slack: int, least: Sequence[int] | None = None) -> "_Layout":
-        """Rooms for these lengths and slack, `least` pages each at least."""
+        """Rooms for these lengths and slack, at least `least` pages each."""
         lengths = lengths_R.tolist()
         counts = [pages_for(length + slack) for length in lengths]
         if least is not None:
@@ -87,8 +83,8 @@ class RaggedStore:
     Row `r = b * H + h`; `offsets_R1` (int64) says where its room begins, `lengths_R` (int32) how many entries
     it holds. Make one with `from_dense`; methods that end in `_` change it in place, all others leave it
     alone and share no memory with it. Free slots hold finite numbers, and zeros in side columns. A method
-    that fails leaves the store as it was, or, where that was no longer possible, with nothing: then whatever
-    is asked of it raises a `ValueError`.
+    that fails leaves the store as it was, or, where that was no longer possible, empty: then every
+    access raises a `ValueError`.
 
     Attributes:
         beside: side columns `[C, ...]` by name, such as a score or the mass of attention received.
@@ -294,8 +290,8 @@ class RaggedStore:
     def _append_step_(
         self, keys_BH1D: Tensor, values_BH1D: Tensor, positions_B1: Tensor
     ) -> Int[Tensor, "R 1"]:
-        """Append one token to every row on a CPU: what such a step cannot change is found out once, and
-        positions are written when somebody asks for them."""
+        """Append one token to every row on a CPU: constant checks run once, and positions are written on
+        demand."""
         if self._steps is None:
             with normal_tensors():
                 next_R = self.offsets_R1[:-1] + self.lengths_R
@@ -455,7 +451,7 @@ class RaggedStore:
         return both
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a file must hold: exactly the entries held, row after row, and the rows' lengths.
+        """Tensors for a file: exactly the entries held, row after row, and the rows' lengths.
 
         Returns:
             "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and "beside.NAME" `[N, ...]`.
@@ -467,7 +463,7 @@ class RaggedStore:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> "RaggedStore":
-        """A store of what `tensors()` gave.
+        """Rebuild a store from `tensors()`.
 
         Raises:
             ValueError: a tensor is missing, or lengths and entries do not fit together.
@@ -494,13 +490,13 @@ class RaggedStore:
         return cls(keys_ND, values_ND, positions_N, lengths_R, num_heads, slack, beside)
 
     def _columns(self) -> Iterator[tuple[dict[str, Tensor], str]]:
-        """Every column, as the mapping that holds it and its name there."""
+        """Yield every column, as the mapping that holds it and its name there."""
         for columns in (self._entries, self.beside):
             for name in list(columns):
                 yield columns, name
 
     def _take_(self, layout: _Layout) -> None:
-        """This is where rows lie from now on; the columns are somebody else's business."""
+        """Adopt a layout; the caller moves the columns."""
         self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
         self.lengths_R, self.free = layout.lengths_R, layout.free
         self._steps = None
@@ -519,7 +515,7 @@ class RaggedStore:
 
     @contextmanager
     def _no_way_back(self) -> Iterator[None]:
-        """Inside, columns and layout do not belong together; if this breaks off, all of them are let go."""
+        """Context in which columns and layout do not match; an error inside drops all of them."""
         try:
             yield
         except BaseException:
@@ -539,7 +535,8 @@ class RaggedStore:
             )
 
     def _grow_(self, num_new: int) -> None:
-        """Make room for `num_new` more in every row, and for some more after them, so that cost amortises."""
+        """Make room for `num_new` more tokens in every row, and for some after them, so that cost
+        amortises."""
         lengths = self.lengths_R.tolist()
         self.free = _count_free(self.pages, lengths)  # it was a lower bound: padding was counted
         if self.free >= num_new:
@@ -574,7 +571,7 @@ class RaggedStore:
 
 
 def _count_free(pages: Pages, lengths: Sequence[int]) -> int:
-    """New tokens that fit into every room."""
+    """Number of new tokens that fit into every room."""
     rooms = (PAGE * count for count in pages.counts)
     return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
 

@@ -1,7 +1,6 @@
-"""The hidden layer of a gate: its activation, by the name that a config writes, and its width.
+"""Looks up the activation of a gate's hidden layer, and checks its width.
 
-In: a name, a width. Out: the function, the width checked. The one decision taken here: `gelu` is the exact
-one (erf), as in the released KVzap and WG-KV gates.
+`gelu` is the exact one (erf), as in the released KVzap and WG-KV gates.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def activation_of(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation of that name.
+    """Look an activation up by name.
 
     Raises:
         ValueError: there is none; says which there are.
@@ -27,7 +26,7 @@ def activation_of(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def width_of(F: int, what: str) -> int:
-    """The hidden width itself, if a gate can have it.
+    """Check a hidden width.
 
     Raises:
         ValueError: it is below 1.

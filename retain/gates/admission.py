@@ -1,8 +1,8 @@
 """Gates that decide when an entry is written: WG-KV's admission and DMS's delayed eviction.
 
-In: an entry's own key (WG-KV) or the residual stream (DMS). Out: a number whose `log_gate` soft attention
-adds to the entry's logits once it has left the protected window. The one decision taken here: both score in
-`rank`. Their numbers say whether an entry stays, by a threshold, and not how much attention it will get.
+Inputs are an entry's own key (WG-KV) or the residual stream (DMS). Soft attention adds `log_gate` to an
+entry's logits once it has left the protected window. Both score in `rank`: their numbers say whether an entry
+stays, by a threshold, and not how much attention it will get.
 """
 
 import math
@@ -163,13 +163,13 @@ class DMSGate(Gate):
 
     @torch.no_grad()
     def open_(self) -> None:
-        """A projection of zero: every score that is decided is the offset."""
+        """Set the projection to zero: every score is then the offset."""
         self.out.weight.zero_()
         if self.bias:
             self.out.bias.zero_()
 
     def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
-        """`logsigmoid` of the score, which is of minus their decision logit."""
+        """`logsigmoid` of the score, which is minus their decision logit."""
         return functional.logsigmoid(output_BHT)
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:

@@ -1,10 +1,9 @@
-"""What a gate is: a small trained module that looks at one layer's entries and says how much each is worth.
+"""Defines the interface of gates, and `GateSet`: one gate per attention layer.
 
-In: `GateInputs` of one attention layer. Out: one number per entry and KV head. The one decision taken here: a
-gate says in `unit` what its number means, in `inputs` what it looks at, and in `ages` whether its number is
-a decay per token of age; `GateSet.score` turns it into a `Score`, so that fusion and selection never meet a
-logarithm. A `GateSet` holds one gate per attention layer, under that layer's index in the model; layers that
-retain leaves alone (sliding window, linear attention) simply have none.
+A gate scores the entries of one layer, per KV head. It declares the unit of its number (`unit`), what it
+reads (`inputs`), and whether its number is a decay per token of age (`ages`); `GateSet.score` turns it into a
+`Score`, so that fusion and selection never meet a logarithm. A `GateSet` is indexed by the layer's index in
+the model; layers that retain leaves alone (sliding window, linear attention) have no gate.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +45,7 @@ INPUTS = {
 
 @dataclass(frozen=True)
 class GateInputs:
-    """What the gate of one layer looks at; a gate names in `inputs` the fields that it needs.
+    """Inputs of the gate of one layer; a gate names in `inputs` the fields that it needs.
 
     Args:
         hidden_BTE: attention input, after the input layer norm.
@@ -83,7 +82,7 @@ class GateInputs:
     sinks_Q: Float[Tensor, " Q"] | None = None
 
     def entries(self, idx: Int[Tensor, " N"] | slice) -> "GateInputs":
-        """The same for some of the entries (a slice gives views); lookahead tokens belong to all."""
+        """Select some of the entries (a slice gives views); lookahead tokens belong to all."""
         along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
         chosen: dict[str, Any] = {}
         for part in fields(self):
@@ -132,7 +131,7 @@ class Gate(nn.Module, ABC):
         self.register_buffer("risk_floor_H", torch.zeros(H))
 
     def dims(self) -> dict[str, Any]:
-        """The keyword arguments that build this gate again."""
+        """Keyword arguments that rebuild this gate."""
         return {"E": self.E, "H": self.H}
 
     @property
@@ -141,7 +140,7 @@ class Gate(nn.Module, ABC):
 
     @classmethod
     def tie_(cls, gates: "Sequence[Gate]") -> None:
-        """Make the gates of all layers share what the family shares between layers; most share nothing.
+        """Share between layers what the family shares; most share nothing.
 
         Args:
             gates: of all layers, ascending; what is shared becomes the first one's.
@@ -154,7 +153,7 @@ class Gate(nn.Module, ABC):
         floor_H: Float[Tensor, " H"],
         mean_H: Float[Tensor, " H"],
     ) -> None:
-        """Before a layer-local training: remember the target's floor, and start the output at its mean.
+        """Prepare a layer-local training: store the target's floor, and start the output at its mean.
 
         Args:
             inputs: of some documents of the first step.
@@ -177,8 +176,8 @@ class Gate(nn.Module, ABC):
         )
 
     def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
-        """The gate's output as what soft attention adds to the logits of an entry: a natural logarithm of at
-        most 0; with `ages`, per token of distance."""
+        """Term that soft attention adds to the logits of an entry: a natural logarithm of at most 0; with
+        `ages`, per token of distance."""
         raise ValueError(
             f"gates of family {self.family!r} say no openness, so that they cannot gate softly: train them "
             "with stage `local`, or pass to_log_gate=."
@@ -186,11 +185,11 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
-        """What the gate says of each entry, in its own unit."""
+        """Score each entry, in the unit of the gate."""
 
 
 class HiddenGate(Gate):
-    """A gate that looks at the attention input alone, standardised.
+    """Gate that reads only the standardised attention input.
 
     `(x - input_mean_E) / input_scale_E`: two buffers, estimated on the first documents of a training run.
     They cost nothing at inference and take the place of a layer norm; fresh ones change nothing.
@@ -205,7 +204,7 @@ class HiddenGate(Gate):
         self.register_buffer("input_scale_E", torch.ones(E))
 
     def standardise(self, hidden_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        """The input in the gate's own precision, centred and scaled."""
+        """Centre and scale the input, in the gate's precision."""
         return (hidden_BTE.to(self.input_mean_E.dtype) - self.input_mean_E) / self.input_scale_E
 
     @torch.no_grad()
@@ -229,18 +228,18 @@ class HiddenGate(Gate):
 
 
 class Extension(nn.Module, ABC):
-    """What a family adds to the model for as long as a prefill lasts (lookahead tokens and their adapter).
+    """Addition to the model for the length of a prefill (lookahead tokens and their adapter).
 
     Its parameters belong to the gate set and are saved with it.
     """
 
     @abstractmethod
     def dims(self) -> dict[str, Any]:
-        """The keyword arguments that build this extension again (plain JSON values)."""
+        """Keyword arguments that rebuild this extension (plain JSON values)."""
 
     @abstractmethod
     def extend(self, model: nn.Module) -> AbstractContextManager[Self]:
-        """Inside, the model has the extension; outside, it is as it was.
+        """Context in which the model has the extension; afterwards it is restored.
 
         Args:
             model: the frozen model.
@@ -296,7 +295,7 @@ class GateSet(nn.Module):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """What the gates look at, of `INPUTS`."""
+        """Inputs that the gates read, of `INPUTS`."""
         return self[self.layers[0]].inputs
 
     @property
@@ -325,14 +324,14 @@ class GateSet(nn.Module):
 
     @property
     def quotas(self) -> Mapping[str, Any] | None:
-        """What share of a joint budget each head took on held-out documents (`retain.budget.quotas`):
+        """Share of a joint budget that each head won on held-out documents (`retain.budget.quotas`):
         `keep_ratio`, and `parts`, layer -> keep_ratio by keep_ratio -> parts of a million for each KV head;
-        None where none are stored."""
+        None if none are stored."""
         return (self.metadata.get("calibration") or {}).get("quotas")
 
     def threshold_for(self, keep_ratio: float) -> float:
-        """The threshold on the score at which the held-out documents of the calibration kept this share of
-        the entries that were not protected, on average: for `retain.Cache(model, "gate", threshold=...)`.
+        """Threshold on the score that keeps, on average, this share of the unprotected entries of the
+        held-out calibration documents; for `retain.Cache(model, "gate", threshold=...)`.
 
         A document of its own keeps more or less; how far they lay apart is in `metadata["calibration"]`.
 
@@ -353,7 +352,7 @@ class GateSet(nn.Module):
 
     @contextmanager
     def extend(self, model: nn.Module) -> Iterator[Extension | None]:
-        """Inside, the model has what these gates need of it (for the prefill); most need nothing."""
+        """Context in which the model has the extension of these gates (for the prefill); most need none."""
         if self.extension is None:
             yield None
         else:
@@ -371,13 +370,13 @@ class GateSet(nn.Module):
         return gate
 
     def forward(self, inputs: Mapping[int, GateInputs]) -> dict[int, Float[Tensor, "B H T"]]:
-        """The gates' own outputs, in their own unit, for every layer given."""
+        """Outputs of the gates, in their own unit, for every layer given."""
         return {layer: self[layer](layer_inputs) for layer, layer_inputs in inputs.items()}
 
     @torch.no_grad()
     def noted(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
-        """What is remembered of each entry for later evictions, float32: its score, or with `ages` the
-        logarithm of its decay. The gate moves to the layer's device.
+        """Number stored with each entry for later evictions, float32: its score, or with `ages` the logarithm
+        of its decay. Moves the gate to the layer's device.
 
         Args:
             evidence: the layer; needs what the gate looks at.
@@ -401,7 +400,7 @@ class GateSet(nn.Module):
         return self._calibrated(value_BHT, evidence.layer_idx)
 
     def _calibrated(self, value_BHT: Float[Tensor, "B H T"], layer_idx: int) -> Float[Tensor, "B H T"]:
-        """A layer's numbers after its calibrator, if it has one."""
+        """Apply a layer's calibrator, if it has one."""
         if str(layer_idx) not in self.calibrators:
             return value_BHT
         calibrator = self.calibrators[str(layer_idx)]
@@ -412,7 +411,7 @@ class GateSet(nn.Module):
 
     @torch.no_grad()
     def score(self, evidence: Evidence) -> Score:
-        """The learned score of one layer's entries, at this moment.
+        """Score one layer's entries at this moment.
 
         Of gates whose number ages, `score_i = (t - i) log beta_i` at the newest place `t` of the sequence:
         the order of TRIM-KV (arXiv 2512.03324), in `rank`; a calibrator is applied to that.
@@ -441,8 +440,8 @@ class GateSet(nn.Module):
 
 
 class _Weights(Mapping[str, Tensor]):
-    """Weights of one layer, fusion -> `[H]`, brought to the device when a fusion first asks for them, and
-    kept from then on: every such copy waits for the device.
+    """Fusion weights of one layer, fusion -> `[H]`, copied to the device once on first use, since every such
+    copy waits for the device.
 
     Args:
         record: fusion -> layer -> weight of each head.
@@ -482,7 +481,7 @@ class _Weights(Mapping[str, Tensor]):
 
 
 def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]) -> None:
-    """Refuse gates or calibrators that one score cannot be made of, all that is wrong at once."""
+    """Refuse gates or calibrators that cannot make one score, with all problems at once."""
     problems = []
     sides: dict[str, Callable[[Gate], Any]] = {
         "family": lambda gate: gate.family,
@@ -520,7 +519,7 @@ def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]
 
 
 def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
-    """What a gate looks at, out of the evidence of its layer.
+    """Take a gate's inputs from the evidence of its layer.
 
     Args:
         evidence: the layer; the last S of its entries have queries.
@@ -562,7 +561,7 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
 
 
 def _before(evidence: Evidence, turned: Tensor) -> Tensor | None:
-    """Queries or keys as they were before RoPE; None where nobody said how they were turned."""
+    """Undo RoPE on queries or keys; None if the rotary embedding is unknown."""
     if evidence.rotary is None:
         return None
     positions_BS = evidence.positions_BT[:, evidence.num_seen - turned.shape[2] :]

@@ -1,23 +1,21 @@
-"""What stands between a gate and its score: a strictly increasing curve per KV head, from its number to risk.
+"""Calibrates gates: a strictly increasing curve per KV head from the gate's score to risk.
 
-In: the scores of one layer, in whatever unit the gate has. Out: the same scores as risk (or as the mass that
-the targets were in), in the same order inside each head, and comparable across heads and layers. So gates of
-any family can be fused with observed risk, and can share a budget. `train/calibration/fit.py` fits the curves
-after training; they are stored with the gates and applied by `GateSet.score`.
+Scores become risk (or the mass of the targets), in the same order inside each head and comparable across
+heads and layers. So gates of any family can be fused with observed risk and share a budget.
+`train/calibration/fit.py` fits the curves after training; they are stored with the gates and applied by
+`GateSet.score`.
 
-The one decision taken here: curves are straight lines between knots, log-risk against the logarithm of the
-score (its asinh, where scores have a sign). They go on beyond the outermost knots towards the ends of what
-float32 can hold: so they rise everywhere, and give nothing infinite. Scores that differ by less than float32
-can show after the curve become ties, and are never put the other way round (`SMALLEST_SLOPE`).
+Curves are piecewise linear: log-risk against the logarithm of the score (its asinh for signed scores). They
+extend beyond the outermost knots towards the ends of float32, so that they rise everywhere and give nothing
+infinite. Scores closer than float32 resolves after the curve become ties, and are never reordered
+(`SMALLEST_SLOPE`).
 
-The plainest kind, `scale`, is one factor a layer: heads of a layer keep their order among each other, and
-only layers are moved. What says how much each head takes of a budget (`calibration.quotas` of an artifact) is
-in parts of `PARTS`, whole numbers that sum to it.
+The simplest kind, `scale`, is one factor a layer: it moves layers against each other, not heads. Quotas of
+heads (`calibration.quotas` of an artifact) are in parts of `PARTS`, whole numbers that sum to it.
 
-Why it pays: reordering nothing inside a head, it only moves entries between heads, which is to give heads
-their shares of a joint budget. KVzip+ regressions such as KVzap (arXiv 2601.07891) are trained to be
-comparable and are only nearly so; DBTrimKV (arXiv 2605.09649) ties the last projection of its gates for the
-same end.
+Calibration reorders nothing inside a head; it only moves entries between heads, so it sets heads' shares of a
+joint budget. KVzip+ regressions such as KVzap (arXiv 2601.07891) are only nearly comparable across heads;
+DBTrimKV (arXiv 2605.09649) ties the last projection of its gates for the same end.
 """
 
 import math
@@ -53,7 +51,7 @@ PARTS = 1_000_000
 
 
 class Calibrator(nn.Module):
-    """Interface of a kind: strictly increasing per head, and one layer's.
+    """Interface of a kind of calibration: strictly increasing per head, of one layer.
 
     Args:
         H: KV heads of the layer.
@@ -87,7 +85,7 @@ class Calibrator(nn.Module):
         return self.scale_H.device
 
     def dims(self) -> dict[str, Any]:
-        """The arguments of `build_calibrator` that build it again, empty."""
+        """Arguments of `build_calibrator` that rebuild it, empty."""
         return {"kind": self.kind, "H": self.H, "K": self.K, "space": self.space, "unit": self.unit}
 
     def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
@@ -106,8 +104,8 @@ class Calibrator(nn.Module):
         return torch.where(score_BHT.isfinite(), risk_BHT, score_BHT.float())
 
     def _curve(self) -> tuple[Float64[Tensor, "H knots"], Float64[Tensor, "H knots"]]:
-        """The extended curve, made once: again only when the tensors were replaced (another device) or
-        written to (loaded, fitted)."""
+        """The extended curve, cached until the tensors are replaced (another device) or written to (loaded,
+        fitted)."""
         buffers = list(self.buffers())
         if any(buffer.is_inference() for buffer in buffers):  # nobody counts what is written to those
             return extended(*self.knots())
@@ -211,7 +209,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {"remap": Remap, "shared": Shared, "s
 
 
 def build_calibrator(kind: str, **dims: Any) -> Calibrator:
-    """A fresh calibrator of one layer: `build_calibrator(**calibrator.dims())`, then its tensors.
+    """Make an empty calibrator of one layer: `build_calibrator(**calibrator.dims())`, then load its tensors.
 
     Args:
         kind: a name in `CALIBRATORS`.
@@ -226,7 +224,7 @@ def build_calibrator(kind: str, **dims: Any) -> Calibrator:
 def axis(
     score: Float[Tensor, "*batch H T"], space: str, scale_H: Float[Tensor, " H"]
 ) -> Float64[Tensor, "*batch H T"]:
-    """Where scores lie on a curve's axis: `log s`, or `asinh(s / scale_h)`.
+    """Coordinate of scores on a curve's axis: `log s`, or `asinh(s / scale_h)`.
 
     Zero lies below every positive number of float32, and so does, in `log`, what is below zero.
 
@@ -244,7 +242,7 @@ def axis(
 def extended(
     knots_HK: Float64[Tensor, "H K"], values_HK: Float64[Tensor, "H K"]
 ) -> tuple[Float64[Tensor, "H knots"], Float64[Tensor, "H knots"]]:
-    """The same curves with a knot at either edge of the axis.
+    """Add a knot at either edge of the axis.
 
     Beyond the outermost knots a curve goes on with the slope of its outermost piece, at most
     `STEEPEST_BEYOND`, and so that it meets the edge inside of `-REACH .. REACH`.
@@ -272,7 +270,7 @@ def extended(
 def interpolate(
     x: Float64[Tensor, "*batch H T"], knots_HK: Float64[Tensor, "H K"], values_HK: Float64[Tensor, "H K"]
 ) -> Float64[Tensor, "*batch H T"]:
-    """Straight lines between knots, one curve a head; never decreasing, rounding included.
+    """Interpolate linearly between knots, one curve a head; never decreasing, rounding included.
 
     `y = min(y_k + (x - x_k) * slope_k, y_{k+1})` with `x_k <= x < x_{k+1}`; at the outermost knots beyond
     them.
@@ -303,7 +301,7 @@ def calibrated_layers(record: Mapping[str, Any]) -> dict[int, Calibrator]:
 
 
 def threshold_at(ratios: Sequence[float], thresholds: Sequence[float], keep_ratio: float) -> float:
-    """The threshold for a keep_ratio, off a stored curve.
+    """Read the threshold for a keep_ratio off a stored curve.
 
     Between two points the logarithms of the thresholds are interpolated, or, unless both are positive, the
     thresholds.

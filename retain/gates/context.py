@@ -1,10 +1,9 @@
-"""The context gate: a small attention over the context flags each entry for each KV head.
+"""Context gate: flags each entry for each KV head by a small attention over the context.
 
-In-context KV-Cache Eviction for LLMs via Attention-Gate (arXiv 2410.12876). In: the attention inputs of the
-context. Out: a flag's logit per entry and head. The one decision taken here: the small attention is causal by
-default, so that an entry's flag is the same in a training forward over the whole document and in a prefill of
-any part of it from the start. It is asked at the prefill, of the whole prompt at once: attention inputs of
-earlier tokens are not kept, so a prompt in chunks and later evictions are refused (`contextual`).
+In-context KV-Cache Eviction for LLMs via Attention-Gate (arXiv 2410.12876). The small attention is causal by
+default, so that an entry's flag is the same in training over the whole document and in a prefill of any
+beginning of it. It scores the whole prompt at once at the prefill: attention inputs of earlier tokens are not
+kept, so prompts in chunks and later evictions are refused (`contextual`).
 """
 
 from typing import Any
@@ -101,8 +100,8 @@ class ContextGate(HiddenGate):
 
 
 def _padding(valid_BT: Bool[Tensor, "B T"] | None) -> Bool[Tensor, "B T"] | None:
-    """The same, or None where it is known that nothing is padded. To look costs nothing on a CPU; elsewhere
-    it would be to wait for the device, once a layer, to spare the small attention one dimension."""
+    """The padding mask, or None if nothing is padded. The check is free on a CPU; on a GPU it would wait for
+    the device, once a layer, to spare the small attention one dimension."""
     if valid_BT is None or (valid_BT.device.type == "cpu" and bool(valid_BT.all())):
         return None
     return valid_BT
@@ -115,8 +114,8 @@ def _aligned(
     valid_BT: Bool[Tensor, "B T"] | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads of a width that fast kernels take; where something is padded, one dimension more, which sends
-    padded entries away: a mask would be T x T, and this is T. All other dimensions added are zero.
+    """Pad heads to a width that fast kernels take; with padding, one more dimension masks padded entries (a
+    mask would be T x T, this is T). All other added dimensions are zero.
 
     `q' . k' = q . k` to a real entry, and `q . k + AWAY` (before the softmax) to a padded one.
     """

@@ -1,10 +1,9 @@
-"""Decaying retention: what an entry is worth falls with every token that comes after it.
+"""Decaying retention: gates whose score falls with every later token.
 
-In: the attention input. Out: per entry and head the logarithm of a decay `beta`, at most 0; after `n` further
-tokens the entry weighs `beta ** n`. The one decision taken here: ages are no business of the gate. It says
-`log beta` once, and `GateSet.score` and the soft attention multiply it by the distance (added to the logit,
-as the released FlexAttention kernel does; the released eager reference multiplies the logit, which is
-another function).
+From the attention input, per entry and head, the logarithm of a decay `beta`, at most 0; after `n` further
+tokens the entry weighs `beta ** n`. The gate outputs `log beta` once; `GateSet.score` and the soft attention
+multiply it by the distance (added to the logit, as in the released FlexAttention kernel; the released eager
+reference multiplies the logit, which is another function).
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from retain.gates.base import Gate, GateInputs, HiddenGate
 
 
 class _Retention(HiddenGate):
-    """What the two forms share: the output bias, which opens them, and what the output means."""
+    """Common part of both forms: the output bias, which opens them, and the meaning of the output."""
 
     unit = "rank"
     ages = True
@@ -51,7 +50,7 @@ class _Retention(HiddenGate):
         return output_BHT
 
     def hidden(self, x_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T F"]:
-        """What the last projection reads."""
+        """Input of the last projection."""
         return self.act(self.up(x_BTE))
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
@@ -128,7 +127,7 @@ class SharedDecayGate(_Retention):
 
     @classmethod
     def tie_(cls, gates: Sequence[Gate]) -> None:
-        """Give all layers the first one's last projection.
+        """Share the first layer's last projection among all layers.
 
         Raises:
             ValueError: some layers are tied and some not, or their projections have different sizes.

@@ -1,8 +1,7 @@
-"""Whether what `gates.json` says of gates can be meant at all, before anything is built of it.
+"""Checks the description of gates in `gates.json`, before anything is built from it.
 
-In: the parsed JSON of an artifact. Out: nothing, or an error that names the entry, what it is and what it
-should be. The one decision taken here: types come first, entry by entry, so that a damaged file never ends in
-an error from inside of a constructor, and never makes one allocate what the file's weights do not have.
+Errors name the entry, its value and what it should be. Types are checked first, entry by entry, so that a
+damaged file neither raises inside a constructor nor allocates what the weights do not have.
 """
 
 import math
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from retain.gates.base import UNITS, GateSet
 from retain.gates.calibrate import EDGE, PARTS, REACH, Calibrator, Scale, Shared
-from retain.gates.families import GATES, alike, settings_of
+from retain.gates.families import GATES, fits_default, settings_of
 from retain.registry import suggest
 
 # More layers than any model has, and more knots than any curve needs: what is built takes time for each.
@@ -23,7 +22,7 @@ SCORE_UNITS = tuple(sorted(set(UNITS.values())))
 
 
 def check_score_unit(unit: Any) -> None:
-    """Refuse a `score_unit` that is none.
+    """Refuse an unknown `score_unit`.
 
     Raises:
         ValueError: it is neither None (the family's own) nor one of `SCORE_UNITS`.
@@ -34,7 +33,7 @@ def check_score_unit(unit: Any) -> None:
 
 
 def check_record(record: Mapping[str, Any]) -> None:
-    """Refuse what cannot describe gates.
+    """Refuse a description that does not fit gates.
 
     Args:
         record: `gates.json`, of a schema that is read.
@@ -64,7 +63,7 @@ def check_record(record: Mapping[str, Any]) -> None:
 
 
 def _check_calibration(calibration: Mapping[str, Any], heads: Mapping[int, int]) -> None:
-    """Calibrators of the gates' layers, weights for their heads, a curve of numbers."""
+    """Check calibrators of the gates' layers, weights for their heads, a curve of numbers."""
     if calibration.get("layers"):
         calibrators = _layers(calibration["layers"], "calibration.layers")
         for layer, dims in calibrators.items():
@@ -101,7 +100,7 @@ def _check_calibration(calibration: Mapping[str, Any], heads: Mapping[int, int])
 
 
 def _check_quotas(quotas: Mapping[str, Any], heads: Mapping[int, int]) -> None:
-    """For each keep_ratio, whole parts of `PARTS` for every head of the gates' layers."""
+    """Check that quotas are, for each keep_ratio, whole parts of `PARTS` for every head of the layers."""
     ratios = _numbers(quotas.get("keep_ratio"), "calibration.quotas.keep_ratio")
     if not ratios or ratios != sorted({*ratios}) or not 0 < ratios[0] <= ratios[-1] < 1:
         raise ValueError(
@@ -128,7 +127,7 @@ def _check_quotas(quotas: Mapping[str, Any], heads: Mapping[int, int]) -> None:
 
 
 def _check_dims(family: str, layer: int, dims: Mapping[str, Any]) -> None:
-    """Keyword arguments that the family's constructor has, of their types."""
+    """Check names and types of the constructor's keyword arguments."""
     sizes, settings = GATES[family].sizes, settings_of(family)
     for name in sizes:
         _size(dims.get(name), f"layers.{layer}.{name}")
@@ -139,14 +138,14 @@ def _check_dims(family: str, layer: int, dims: Mapping[str, Any]) -> None:
                 f"layers.{layer} has {name!r}, which is no setting of family {family!r}"
                 f"{suggest(name, settings)}; it has {', '.join(sorted(settings)) or 'none'}"
             )
-        if name in settings and not alike(value, settings[name]):
+        if name in settings and not fits_default(value, settings[name]):
             raise ValueError(f"{where} is {value!r}: wanted a {type(settings[name]).__name__}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{where} is {value!r}: wanted a finite number")
 
 
 def check_values(gates: GateSet) -> None:
-    """Refuse gates that hold numbers which no training gives.
+    """Refuse gates whose values no training gives.
 
     Raises:
         ValueError: a tensor that is not finite, or calibrators whose curves do not rise.
@@ -178,7 +177,7 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _layers(value: Any, name: str, of: type = dict) -> dict[int, Any]:
-    """A mapping from layers: each key as `str` writes the index, so that no two of them are one layer."""
+    """Check a mapping by layer: each key as `str` writes the index, so that no layer is named twice."""
     found = {}
     if not _mapping(value, name):
         raise ValueError(f"{name} is empty: it describes no gates")
@@ -200,7 +199,7 @@ def _size(value: Any, name: str, most: int | None = None) -> None:
 
 
 def _numbers(value: Any, name: str) -> list[float]:
-    """A list of finite numbers."""
+    """Check a list of finite numbers."""
     if not isinstance(value, list) or any(
         isinstance(each, bool) or not isinstance(each, int | float) or not math.isfinite(each)
         for each in value

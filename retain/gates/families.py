@@ -1,8 +1,7 @@
-"""All families of gates by name, and what building one takes: sizes from the model, settings from the user.
+"""Lists the families of gates by name, and builds gates from model sizes and user settings.
 
-In: a family's name, the sizes of each layer, the user's settings. Out: each layer's gate. The one decision
-taken here: a family's settings are its constructor's own keyword arguments, so that a config, an artifact and
-a call name them alike, and nothing has to be registered twice.
+A family's settings are its constructor's keyword arguments, so that a config, an artifact and a call name
+them alike.
 """
 
 import inspect
@@ -22,7 +21,7 @@ from retain.gates.mlp import MLPGate
 from retain.gates.qkv import QKVGate
 from retain.registry import lookup, suggest
 
-__all__ = ["GATES", "alike", "build_gates", "dims_for", "settings_of"]
+__all__ = ["GATES", "build_gates", "dims_for", "fits_default", "settings_of"]
 
 GATES: dict[str, type[Gate]] = {
     "admission": AdmissionGate,
@@ -45,7 +44,7 @@ def build_gates(
     calibrators: Mapping[int, nn.Module] | None = None,
     extension: Extension | None = None,
 ) -> GateSet:
-    """A fresh gate set of one family; what its layers share is shared.
+    """Build a fresh gate set of one family; parts that its layers share are shared.
 
     Args:
         family: a name in `GATES`.
@@ -62,7 +61,7 @@ def build_gates(
 
 
 def settings_of(family: str) -> dict[str, Any]:
-    """The settings of a family and their defaults.
+    """Settings of a family and their defaults.
 
     Args:
         family: a name in `GATES`.
@@ -78,7 +77,7 @@ def settings_of(family: str) -> dict[str, Any]:
 def dims_for(
     family: str, sizes: Mapping[int, Mapping[str, int]], settings: Mapping[str, Any] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Keyword arguments of each layer's gate: the sizes that the family wants, and the user's settings.
+    """Keyword arguments of each layer's gate: the sizes that the family needs, and the user's settings.
 
     Args:
         family: a name in `GATES`.
@@ -94,7 +93,7 @@ def dims_for(
     problems = []
     for name, value in (settings or {}).items():
         if name in known:
-            if not alike(value, known[name]):
+            if not fits_default(value, known[name]):
                 problems.append(
                     f"{name} is {value!r}, a {type(value).__name__}, where a {type(known[name]).__name__} "
                     "is wanted"
@@ -120,8 +119,8 @@ def dims_for(
     }
 
 
-def alike(value: Any, default: Any) -> bool:
-    """Whether a value could stand where the default stands: a whole number does for a fraction."""
+def fits_default(value: Any, default: Any) -> bool:
+    """Whether a value has the type of the default; a whole number may replace a float."""
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     if isinstance(default, float):

@@ -1,4 +1,4 @@
-"""The linear gate: one matrix from the attention input to one number per KV head.
+"""Linear gate: one matrix from the attention input to one number per KV head.
 
 KVzap (arXiv 2601.07891) found it nearly as good as an MLP (R2 .74 against .77 on Llama-3.1-8B) at a fiftieth
 of the size; it regresses log KVzip+ with it, we regress log future risk (see `retain/future.py`).

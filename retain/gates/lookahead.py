@@ -1,11 +1,10 @@
-"""Lookahead gates: a few learned tokens behind the prompt ask, in the answer's place, what it will look at.
+"""Lookahead gates: a few learned tokens behind the prompt predict what the answer will attend to.
 
 LookaheadKV: Fast and Accurate KV Cache Eviction by Glimpsing into the Future without Generation (arXiv
-2603.10899). In: queries and keys of the lookahead tokens, which `retain.hf.intercept.lookahead_pass` runs
-through the model behind the prompt, and the prompt's keys. Out: the attention that they pay to each entry.
-The one decision taken here: the gate has nothing to learn; what is trained are the tokens and the low-rank
-adapters on their path alone (`LookaheadExtension`), kept as plain parameters, so that an artifact is read
-without peft, which is needed first when they enter a model.
+2603.10899). `retain.hf.intercept.lookahead_pass` runs the tokens through the model behind the prompt; an
+entry's score is the attention that they give to it. The gate itself has no parameters: the tokens and the
+low-rank adapters on their path alone are trained (`LookaheadExtension`), as plain parameters, so that an
+artifact is read without peft; peft is needed only when they enter a model.
 """
 
 import math
@@ -48,7 +47,7 @@ _TWICE = (
 
 
 class _Lent:
-    """A module's `forward` while lookahead tokens run somewhere: with an adapter there, plain elsewhere.
+    """A module's `forward` while lookahead tokens run in some thread: with an adapter there, plain elsewhere.
 
     Args:
         module: of the model.
@@ -73,7 +72,7 @@ class _Lent:
 
 
 class _Plain(nn.Module):
-    """What peft calls as the module that it wraps: its `forward`, whose hooks have run already.
+    """Stand-in for the wrapped module that peft calls: its `forward`, whose hooks have run already.
 
     Args:
         module: of the model.
@@ -98,7 +97,7 @@ class _Plain(nn.Module):
 
 
 def _borrow(own: Mapping[nn.Module, nn.Module], *, everyone: bool) -> list[_Lent]:
-    """Lend out the modules' forward, for one more user."""
+    """Replace the modules' forward, counting users."""
     lent: list[_Lent] = []
     for module in own:
         known = vars(module).get("forward")
@@ -113,7 +112,7 @@ def _borrow(own: Mapping[nn.Module, nn.Module], *, everyone: bool) -> list[_Lent
 
 
 def _give_back(lent: Sequence[_Lent], own: Mapping[nn.Module, nn.Module]) -> None:
-    """Take one user off, and with the last one give the modules their forward back."""
+    """Remove one user; the last one restores the modules' forward."""
     for each in lent:
         each.users -= 1
         each.everyone = None if each.everyone is own[each.module] else each.everyone
@@ -174,7 +173,7 @@ class LookaheadExtension(Extension):
         }
 
     def embeds(self, num_sequences: int, like: Tensor) -> Float[Tensor, "B lookahead E"]:
-        """The tokens as the decoder reads them, one copy a sequence.
+        """The tokens as input embeddings of the decoder, one copy a sequence.
 
         Args:
             num_sequences: B.
@@ -184,7 +183,8 @@ class LookaheadExtension(Extension):
 
     @contextmanager
     def extend(self, model: nn.Module) -> Iterator[Self]:
-        """Inside, the named modules run with the adapters, through peft; outside, they are what they were.
+        """Context in which the named modules run with the adapters, through peft; afterwards they are
+        restored.
 
         For this context alone (`contextvars`): what other threads run on the model meanwhile is the plain
         model, or has lookahead tokens of its own. Where gradients are wanted (`torch.is_grad_enabled`) it is
@@ -226,7 +226,7 @@ class LookaheadExtension(Extension):
                 _give_back(lent, own)
 
     def _wrapped(self, model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, Any]:
-        """The modules as peft wraps them, on this extension's own parameters."""
+        """The modules wrapped by peft, on this extension's parameters."""
         if not found:
             return {}
         require("train", "peft", what="a lookahead gate, whose tokens run through adapters of peft,")
@@ -260,7 +260,7 @@ class LookaheadExtension(Extension):
         return wrapped
 
     def _lend(self, name: str, module: Any, base: nn.Module) -> None:
-        """Put our own parameters into a module that peft has wrapped."""
+        """Put this extension's parameters into a module that peft has wrapped."""
         device = next((parameter.device for parameter in base.parameters()), self.tokens_SE.device)
         for adapters, own in ((module.lora_A, self.down), (module.lora_B, self.up)):
             adapters[ADAPTER].weight = _followed(own[_key(name)], device)
@@ -268,7 +268,7 @@ class LookaheadExtension(Extension):
 
 
 class LookaheadGate(Gate):
-    """`s_h(i) = mean_p mean_{q in group(h)} a_qp[i]`: what the lookahead tokens `p` pay to entry `i`.
+    """`s_h(i) = mean_p mean_{q in group(h)} a_qp[i]`: attention of the lookahead tokens `p` to entry `i`.
 
     `a_qp` is the softmax of `cap(scaling q_p . k)` over the prompt's entries, the lookahead tokens up to `p`
     itself, and the layer's sink, if it has one; in a layer with a sliding window over what `p` reaches. So a
@@ -305,7 +305,7 @@ class LookaheadGate(Gate):
                 "a lookahead gate takes the lookahead tokens' keys and the layer's scaling too: pass "
                 "lookahead_keys_BHSD and scaling (retain.hf.intercept.lookahead_pass.look_ahead gives both)."
             )
-        paid_BQT = asked(
+        paid_BQT = lookahead_attention(
             queries,
             keys,
             own,
@@ -319,7 +319,7 @@ class LookaheadGate(Gate):
         return paid_BHGT.mean(2) if self.reduce == "mean" else paid_BHGT.amax(2)
 
 
-def asked(
+def lookahead_attention(
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_BHTD: Float[Tensor, "B H T D"],
     own_BHSD: Float[Tensor, "B H S D"],
@@ -330,11 +330,11 @@ def asked(
     window: int | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q T"]:
-    """Mean attention that S tokens behind a prompt pay to each of its entries.
+    """Mean attention of S tokens behind a prompt to each of its entries.
 
     `mean_p softmax_{i or j <= p}(cap(scaling q_p . k))[i]`, in float32 (float64 if the keys are). Without a
     gradient the one op for statistics of attention finds it, in memory linear in T; where one is asked for,
-    all rows are held (`asked_in_full`).
+    all rows are held (`lookahead_attention_rows`).
 
     Args:
         queries_BQSD: of the tokens.
@@ -355,7 +355,7 @@ def asked(
     if valid_BT is not None:
         exists_BT = torch.cat([valid_BT, valid_BT.new_ones(valid_BT.shape[0], S)], dim=1)
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        return asked_in_full(
+        return lookahead_attention_rows(
             *parts, scaling=scaling, exists_BT=exists_BT, soft_cap=soft_cap, window=window, sinks_Q=sinks_Q
         )
     # What lies under padding may be anything, and the op is told of no place where none is missing.
@@ -376,7 +376,7 @@ def asked(
     return stats.sum / S
 
 
-def asked_in_full(
+def lookahead_attention_rows(
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_BHTD: Float[Tensor, "B H T D"],
     own_BHSD: Float[Tensor, "B H S D"],
@@ -387,7 +387,7 @@ def asked_in_full(
     window: int | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q T"]:
-    """`asked`, row by row, through which gradients flow: the definition.
+    """Definition of `lookahead_attention`, row by row, with gradients.
 
     Args:
         queries_BQSD, keys_BHTD, own_BHSD, scaling, soft_cap, window, sinks_Q: as there.
@@ -416,18 +416,18 @@ def asked_in_full(
 
 
 def _key(name: str) -> str:
-    """A module's name as a parameter may be called."""
+    """A module's name as a parameter name."""
     return name.replace(".", "/")
 
 
 def _decoder(model: Any) -> nn.Module:
-    """The module that holds the layers, of a causal language model (in a wrapper of peft, or not)."""
+    """Module that holds the layers of a causal language model (in a wrapper of peft, or not)."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return getattr(inner, "base_model", inner)
 
 
 def _module(decoder: nn.Module, name: str, widths: tuple[int, int]) -> nn.Module:
-    """A module that an adapter is for.
+    """Find a module that an adapter is for.
 
     Raises:
         ValueError: it is not there, or of other widths.
@@ -447,7 +447,7 @@ def _module(decoder: nn.Module, name: str, widths: tuple[int, int]) -> nn.Module
 
 
 def _followed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """The same parameter, where the module is that it adapts (a model may lie on several devices)."""
+    """The parameter on the device of its module (a model may lie on several devices)."""
     if parameter.device != device:
         with torch.inference_mode(False):
             parameter.data = parameter.data.to(device)

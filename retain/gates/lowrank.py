@@ -1,9 +1,9 @@
-"""The low-rank gate: an entry's small key competes with learned base keys for its own small queries.
+"""Low-rank gate: an entry's small key competes with learned base keys for its own small queries.
 
 Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction (arXiv 2601.17668). It predicts the
-share of attention that an entry gets against what is always there. The one decision taken here: base keys
-start as small noise. The released trainer starts all of them at zero, where they get the same gradient
-forever and stay one key that counts `sinks` times.
+share of attention that an entry gets against the learned sinks. Base keys start as small noise; the released
+trainer starts all of them at zero, where they get the same gradient forever and stay one key that counts
+`sinks` times.
 """
 
 import math

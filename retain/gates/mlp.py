@@ -1,8 +1,8 @@
-"""The MLP gate: one hidden layer between the attention input and one number per KV head.
+"""MLP gate: one hidden layer between the attention input and one number per KV head.
 
 KVzap's default (arXiv 2601.07891; GELU, hidden width E/8 there). The released KVzap has no input
-standardisation; ours is the base class's two buffers, which make one learning rate fit models whose hidden
-states differ in scale by orders.
+standardisation; ours is the base class's two buffers, so that one learning rate fits models whose hidden
+states differ in scale by orders of magnitude.
 """
 
 from typing import Any

@@ -1,10 +1,9 @@
-"""Published gates, read into ours: KVzap, Fast KVzip, TRIM-KV and DBTrimKV, Locret, WG-KV.
+"""Imports published gates: KVzap, Fast KVzip, TRIM-KV and DBTrimKV, Locret, WG-KV.
 
-In: the files as their authors released them, and the sizes of the model that they belong to. Out: a `GateSet`
-whose score is what their code computes (tested against it), to be saved as an artifact like any other. The
-one decision taken here: weights are read from safetensors alone, and by name, so that of a checkpoint with
-the whole model merged in only the gates are read. Where the authors released a pickle,
-`retain.gates.unpickle` rewrites it once; it is a command of its own, because a pickle is a program.
+The result is a `GateSet` whose score is what the authors' code computes (tested against it). Weights are read
+from safetensors alone, and by name, so that of a checkpoint with the whole model merged in only the gates are
+read. `retain.gates.unpickle` rewrites pickled releases once; it is a command of its own, because a pickle can
+run code.
 
 | kind | released as | tensors of layer l | our family |
 |---|---|---|---|
@@ -15,8 +14,8 @@ the whole model merged in only the gates are read. Where the authors released a 
 | `locret` | safetensors, in the model | `<a>.fc1.weight`, `<a>.fc2.weight` | `qkv` |
 | `wgkv` | pickle | `<a>.g_predictors`: `pre_key_norm`, `post_key_norm`, `conv1`, `conv2` | `admission` |
 
-with `<a>` for `model.layers.<l>.self_attn`. Layouts are those of the code that the authors released; none of
-the released weights were at hand when this was written. `python -m retain.hf.model.published` is the command
+with `<a>` for `model.layers.<l>.self_attn`. Layouts are those of the authors' code; none of the released
+weights were available when this was written. `python -m retain.hf.model.published` is the command
 line.
 """
 
@@ -47,7 +46,7 @@ Parts = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Kind:
-    """One way in which gates were published.
+    """A published format of gates.
 
     Args:
         name: what a user calls it.
@@ -73,13 +72,13 @@ class Kind:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a release's config says of its language model: of a multimodal one, under `text_config`."""
+    """Config of the language model of a release; for a multimodal one its `text_config`."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
 def _activation(config: Mapping[str, Any]) -> str:
-    """The model's own activation, by either name that transformers has for it; SiLU where nothing is said."""
+    """The model's activation, by either name that transformers has for it; SiLU if not stated."""
     text = _text_config(config)
     named = text.get("hidden_activation") or text.get("hidden_act") or "silu"
     if not isinstance(named, str):
@@ -330,7 +329,7 @@ def safetensors_at(path: Path) -> list[Path]:
 
 
 def to_convert(pickles: Sequence[str]) -> tuple[str, str]:
-    """Which file a hint asks to convert (`FILE` where there are several), and all that there are.
+    """The file that a hint asks to convert (`FILE` if there are several), and all candidates.
 
     Args:
         pickles: their names, at least one.
@@ -339,7 +338,7 @@ def to_convert(pickles: Sequence[str]) -> tuple[str, str]:
 
 
 def _names(files: Sequence[Path]) -> dict[str, Path]:
-    """Name of each tensor -> the file that holds it."""
+    """File that holds each tensor, by name."""
     where: dict[str, Path] = {}
     for path in files:
         try:
@@ -357,7 +356,7 @@ def _names(files: Sequence[Path]) -> dict[str, Path]:
 
 
 def _by_file(where: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[Any, list[str]]]:
-    """Each file, opened once, and which of these names are in it."""
+    """Open each file once, and yield which of these names are in it."""
     found: dict[Path, list[str]] = {}
     for name in names:
         found.setdefault(where[name], []).append(name)
@@ -373,7 +372,7 @@ def _shapes(where: Mapping[str, Path], names: Iterable[str]) -> dict[str, tuple[
 
 
 def _kind_of(names: Mapping[str, Path], kind: str, path: Path) -> Kind:
-    """The kind that was asked for, or the one that the names are of."""
+    """The requested kind, or the one that the names fit."""
     if kind != "auto":
         return lookup(kind, KINDS, what="kind of published gates")
     for published in KINDS.values():
@@ -388,7 +387,7 @@ def _kind_of(names: Mapping[str, Path], kind: str, path: Path) -> Kind:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The release's own config, if it came with one."""
+    """The release's config, if there is one."""
     file = (path if path.is_dir() else path.parent) / CONFIG_FILE
     if not file.is_file():
         return {}
@@ -402,7 +401,7 @@ def _config(path: Path) -> dict[str, Any]:
 def _layers(
     published: Kind, names: Mapping[str, Path], sizes: Mapping[int, Sizes], path: Path
 ) -> dict[int, dict[str, str]]:
-    """Layer -> part -> name of the tensor, for the layers of the model."""
+    """Names of tensors by layer and part, for the layers of the model."""
     layers: dict[int, dict[str, str]] = {}
     for name in names:
         match = published.pattern.match(name)
@@ -443,7 +442,7 @@ def _check(
     wanted: Shapes,
     path: Path,
 ) -> None:
-    """A layer's parts are all there, nothing else is, and they have the model's sizes."""
+    """Check that a layer's parts are complete, known, and of the model's sizes."""
     missing, extra = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
     if missing or extra:
         what = f"{missing[0]!r} is missing" if missing else f"{extra[0]!r} is no part of it"

@@ -1,4 +1,4 @@
-"""The query-key-value gate: one MLP over a token's own queries, keys and values of all heads.
+"""Query-key-value gate: one MLP over a token's own queries, keys and values of all heads.
 
 Locret: Accelerating Long-Context LLM Inference with Retaining Heads (arXiv 2410.01805).
 """

@@ -1,18 +1,17 @@
-"""The gate artifact: a folder with `gates.safetensors` and `gates.json`, and nothing else needed.
+"""Saves and loads the gate artifact: a folder with `gates.safetensors` and `gates.json`.
 
-In: a `GateSet` and what is known about it. Out: the two files, or the gates back. The one decision taken
-here: both files are written in full beside the old ones, and only then renamed over them, and the JSON
-carries the weights' sha256; so a full disk leaves the old artifact whole, and a torn or truncated one is
-noticed. Neither transformers nor any training extra is needed to read an artifact: the fingerprint of the
-model at hand is passed in as a plain dict.
+Both files are written in full beside the old ones and then renamed, and the JSON carries the weights' sha256:
+a full disk leaves the old artifact whole, and a torn or truncated one is noticed. Reading needs neither
+transformers nor any training extra: the fingerprint of the model is passed in as a plain dict.
 
 Schema 2 (schema 1, of linear and MLP gates alone, is read too). Tensors: `gates.<layer>.<name>`,
-`calibrators.<layer>.<name>`, `extension.<name>`; what layers share is written once, under its first layer.
-JSON: `family`; `layers`, layer -> the keyword arguments that build its gate; `settings`, those of them that
-are the family's own and the same in all layers, for a reader; `ties`, name -> the name under which the shared
-tensor is; `calibration.layers`, layer -> what builds its calibrator; `extension`, what builds the extension;
-`inputs`, `unit`, `score_unit` (of what `GateSet.score` gives before a calibrator), `fingerprint`, `sha256`;
-and whatever whoever saved it adds. What was read is written again: `gates.metadata` is carried over.
+`calibrators.<layer>.<name>`, `extension.<name>`; tensors that layers share are written once, under their
+first layer. JSON: `family`; `layers`, layer -> the keyword arguments that build its gate; `settings`, the
+family's own arguments that are equal in all layers, for a reader; `ties`, name -> the name of the shared
+tensor; `calibration.layers`, layer -> the arguments of its calibrator; `extension`, the arguments of the
+extension; `inputs`, `unit`, `score_unit` (unit of `GateSet.score` before a calibrator), `fingerprint`,
+`sha256`; and further entries of the caller. Entries that were read are written again: `gates.metadata` is
+carried over.
 """
 
 import errno
@@ -139,7 +138,7 @@ def save_gates(
 
 
 def ties_of(gates: GateSet) -> dict[str, str]:
-    """Names in the state dict of what layers share, all but the first -> the first name of the same tensor.
+    """Map names of shared tensors in the state dict, all but the first, to the first name of the same tensor.
 
     Args:
         gates: of any family.
@@ -150,7 +149,7 @@ def ties_of(gates: GateSet) -> dict[str, str]:
 
 
 def _common_settings(gates: GateSet) -> dict[str, Any]:
-    """The family's own settings that all layers have alike."""
+    """The family's own settings that are equal in all layers."""
     dims = [gates[layer].dims() for layer in gates.layers]
     own = [name for name in settings_of(gates.family) if all(name in each for each in dims)]
     return {name: dims[0][name] for name in own if all(each[name] == dims[0][name] for each in dims)}
@@ -176,7 +175,7 @@ def write_beside(path: Path, payload: bytes) -> Path:
 
 
 def save_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """The same of tensors, as safetensors, without a copy of them all in memory.
+    """Write tensors as safetensors beside `path` likewise, without a copy of them all in memory.
 
     Raises:
         OSError: the write failed, as above.
@@ -201,7 +200,7 @@ def save_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
 
 
 def _unwritten(path: Path, num_bytes: int, error: OSError) -> OSError:
-    """The system's error, with where, why and what to do."""
+    """An error of the system with place, reason and next step."""
     step = (
         "the disk is full, or a limit on what may be written is reached: make room, or write elsewhere"
         if error.errno in NO_ROOM
@@ -215,7 +214,7 @@ def _unwritten(path: Path, num_bytes: int, error: OSError) -> OSError:
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The artifact's JSON, checked for being there, being JSON, and being of a schema that we read.
+    """Read the artifact's JSON, and check that it exists, parses, and has a known schema.
 
     Raises:
         ValueError: if it is not.
@@ -292,7 +291,7 @@ def load_gates(
 
 
 def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: Path) -> GateSet:
-    """Gates as the JSON describes them, with the tensors; nothing is allocated before the shapes agree."""
+    """Build the gates that the JSON describes, with the tensors; allocates only after the shapes agree."""
     again = "Fetch or train the gates again"
     try:
         check_record(metadata)
@@ -333,7 +332,7 @@ def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: 
 
 
 def _described(metadata: Mapping[str, Any]) -> GateSet:
-    """Fresh gates with everything that the JSON says of them."""
+    """Build fresh gates from the JSON."""
     family = metadata["family"]
     added, described = GATES[family].extension, metadata.get("extension")
     extension = added(**described) if added is not None and described is not None else None

@@ -1,7 +1,6 @@
-"""A pickled release, rewritten as safetensors: what is done once, knowingly, before weights are read.
+"""Rewrites a pickled release as safetensors, once.
 
-In: a file that `torch.save` wrote. Out: its tensors, under their names, in a safetensors file. The one
-decision taken here: torch's restricted unpickler reads it or nobody does.
+Only torch's restricted unpickler reads the file.
 """
 
 import os
@@ -74,7 +73,7 @@ def unpickle(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
 
 
 def _numpy() -> list[Any]:
-    """What a pickled numpy array is made of (Fast KVzip keeps its loss curves beside the gates)."""
+    """Types of a pickled numpy array (Fast KVzip keeps its loss curves beside the gates)."""
     try:
         arrays: list[Any] = [torch.zeros(1, dtype=each).numpy() for each in NUMBERS]
     except RuntimeError:  # torch without numpy: whatever holds an array is refused
@@ -113,7 +112,7 @@ def _flat(loaded: Any) -> dict[str, Tensor]:
 
 
 def _check_plain(tensors: Mapping[str, Tensor], most_bytes: int) -> None:
-    """Refuse what cannot be written as plain numbers, or only as many more than were read."""
+    """Refuse tensors that cannot be written as plain numbers, or that would grow when written."""
     num_bytes = 0
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:

@@ -1,8 +1,8 @@
-"""Runs a command line to its exit status: what ends it early is one line on stderr, never a traceback.
+"""Runs a command line to its exit status, with one line on stderr instead of a traceback for expected errors.
 
-A wrong request (`ValueError`, `OSError`) is said and gives 2. Ctrl-C gives 130, and a reader that went away
-(`retain --help | head -1`) 141 and no word, as shells report both. Anything else is a defect of ours, and
-keeps its traceback.
+A wrong request (`ValueError`, `OSError`) is printed and gives 2. Ctrl-C gives 130, and a reader that closed
+the pipe (`retain --help | head -1`) 141 and no message, as in shells. Any other exception is a bug and keeps
+its traceback.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Says which extra brings a package that is not installed, in one sentence for the whole project.
+"""Names the extra that installs a missing package, in one sentence for the whole project.
 
-The core runs on the dependencies that every installation has; training, evaluation and Chinese texts need
-more (`pip install 'retain[eval]'`). Where such a package is used in one place, it is imported there, behind
-`require`. Where a module cannot be read without it (annotations, many uses), the import stands at its top
-inside of `deferred`, so that the module can be imported, and its `--help` printed, without the package.
+The core runs on the dependencies of every installation; training, evaluation and Chinese texts need more
+(`pip install 'retain[eval]'`). A package used in one place is imported there, behind `require`. A module that
+cannot be read without it (annotations, many uses) imports it at its top inside of `deferred`, so that the
+module can be imported, and its `--help` printed, without the package.
 """
 
 import sys

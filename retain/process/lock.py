@@ -1,10 +1,8 @@
-"""One run in a folder at a time: who holds it is written in a file, and a dead holder is replaced.
+"""Locks a run's folder for one run at a time; the lock of a dead holder is replaced.
 
-In: a run's folder. Out: a context inside which no other run changes it. The one decision taken here: the lock
-is a file `LOCK` that names its holder (host, process, job), not one of the system's own locks: those end with
-a process, but they are inherited by its children and do not reach across machines on every shared disk. On
-the same machine it can be seen whether the holder still runs; of another machine it cannot, and the error
-says what to do.
+The lock is a file `LOCK` that names its holder (host, process, job), not a system lock: those end with a
+process, but are inherited by its children and do not reach across machines on every shared disk. On the same
+machine a dead holder is recognised; for another machine the error says what to do.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
-"""What a process holds in memory, now and at most: resident bytes on a CPU (Linux), allocated ones on CUDA.
+"""Measures the memory of a process, now and at its peak: resident bytes on a CPU (Linux), allocated ones on
+CUDA.
 
-In: a device. Out: bytes. The one decision taken here: a resident peak is read in a process of its own
-(`in_a_process`), whose allocator gives back what is freed, so that what it holds is what is alive; in a
-process that pools memory, a peak would tell of what came before. On CUDA torch counts what is alive itself.
+A resident peak is measured in a process of its own (`in_a_process`), whose allocator gives back what is
+freed; in a process that pools memory, a peak would include earlier work. On CUDA torch counts live bytes
+itself.
 """
 
 import os

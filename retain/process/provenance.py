@@ -1,8 +1,6 @@
-"""Where a result comes from: moment, machine, versions, commit, and whether the tree was clean.
+"""Records where a result comes from: time, machine, versions, commit, and whether the tree was clean.
 
-In: what ran, and on what device. Out: plain values for the JSON beside a result, and the writing of it. The
-one decision taken here: what cannot be known (no git, a package that is not installed) is null, never an
-error, and never taken for clean.
+Unknown values (no git, a package that is not installed) are null, never an error, and never taken for clean.
 """
 
 import json

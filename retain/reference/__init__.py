@@ -1,7 +1,7 @@
 """The reference model: a small decoder, trained here, on which eviction can be judged without a model hub.
 
 `load_model(seed)` and `load_tokenizer()` give a stock Qwen3 and a stock fast tokenizer; `documents` writes
-texts with something to find. See `MODEL_CARD.md` for what it is and what it is not.
+texts with needles. `MODEL_CARD.md` describes the model and its limits.
 """
 
 from retain.reference.model import SEEDS, load_model

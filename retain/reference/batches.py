@@ -1,9 +1,8 @@
-"""The batches of a training run, in order, from any step on.
+"""Yields the batches of a training run, in order, from any step on.
 
-In: a recipe, a phase, a seed. Out: `(stage length, Batch)` of every step. The one decision taken here: the
-shipped models' documents are one stream of one generator, which a run that goes on writes again up to where
-it was; an indexed recipe draws every step from a seed of its own, so that steps can be skipped, and written
-by several processes without changing.
+The shipped models' documents are one stream of one generator, which a resumed run generates again from the
+start. An indexed recipe draws every step from a seed of its own, so that steps can be skipped and written by
+several processes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ AHEAD = 4
 
 
 def stage_of(phase: Phase, step: int) -> int:
-    """Which stage of a phase a step is in.
+    """Stage of a phase that a step belongs to.
 
     Raises:
         ValueError: The phase is shorter.
@@ -40,7 +39,7 @@ def stage_of(phase: Phase, step: int) -> int:
 
 
 def draw(writer: Writer, recipe: Recipe, phase: Phase, index: int) -> tuple[int, Batch]:
-    """The next batch of stage `index`; a fifth of the steps goes back to a shorter length."""
+    """Draw the next batch of stage `index`; a fifth of the steps goes back to a shorter length."""
     length = phase.stages[index].length
     if index and writer.rng.random() < 0.2:
         length = phase.stages[int(writer.rng.integers(max(0, index - 2), index))].length
@@ -59,7 +58,7 @@ def draw(writer: Writer, recipe: Recipe, phase: Phase, index: int) -> tuple[int,
 def batch_at(
     recipe: Recipe, phase_idx: int, seed: int, step: int, texts: Texts | None = None
 ) -> tuple[int, Batch]:
-    """The batch of one step of an indexed recipe, whatever was drawn before.
+    """Draw the batch of one step of an indexed recipe, independent of earlier steps.
 
     Args:
         recipe: Of the run.
@@ -77,7 +76,7 @@ def batch_at(
 def batches(
     recipe: Recipe, phase_idx: int, seed: int, *, start: int = 0, loaders: int = 0
 ) -> Iterator[tuple[int, Batch]]:
-    """`(stage length, batch)` of every step of a phase.
+    """Yield `(stage length, batch)` of every step of a phase.
 
     Args:
         recipe: Of the run.
@@ -121,8 +120,8 @@ def _stream(recipe: Recipe, phase_idx: int, seed: int) -> Iterator[tuple[int, Ba
 
 
 class _Steps(Dataset[tuple[int, Batch]]):
-    """The steps of a phase as `torch.utils.data` indexes them. It carries the text, which every process would
-    else read and encode again."""
+    """Steps of a phase as a map-style data set. It carries the text, which every process would otherwise read
+    and encode again."""
 
     def __init__(self, recipe: Recipe, phase_idx: int, seed: int) -> None:
         self.told = (recipe, phase_idx, seed)
@@ -137,12 +136,12 @@ class _Steps(Dataset[tuple[int, Batch]]):
 
 
 def _as_it_is(made: Any) -> Any:
-    """Instead of torch's own conversion of what a process made."""
+    """Identity, instead of torch's conversion of a batch."""
     return made
 
 
 def parts(batch: Batch, sequences: int) -> Iterator[Batch]:
-    """A batch in parts of at most so many sequences, each with its own targets, in order.
+    """Split a batch into parts of at most so many sequences, each with its own targets, in order.
 
     Args:
         batch: Of a step.

@@ -1,8 +1,7 @@
-"""The state of a training run that is not finished: one file, from which the same command goes on.
+"""Saves and restores the state of an unfinished training run in one file.
 
-In: model, optimisers, where they are. Out: a safetensors file, and the same numbers again. The one decision
-taken here: what decides the run's numbers lies in the file, and a run that was told something else is
-refused, so that no curve has two halves of different kinds.
+The file holds everything that decides the run's numbers; a run with other settings is refused, so that no
+curve mixes two runs.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 
-class Unfinished:
-    """A file that a run is saved to, and goes on from.
+class Checkpoint:
+    """File with the state of a training run.
 
     Args:
         path: The file.
-        told: What decides the run's numbers, as JSON can hold it.
+        told: Settings that decide the run's numbers, as JSON values.
 
     Attributes:
         found: Whether a run was saved there before.
-        phase_idx: Phase that it was in.
-        step: Steps of that phase that are done.
+        phase_idx: Its phase.
+        step: Finished steps of that phase.
 
     Raises:
         ValueError: The file is another run's, or damaged.
@@ -79,15 +78,15 @@ class Unfinished:
 
     @torch.no_grad()
     def restore(self, phase_idx: int, model: nn.Module, steppers: Sequence[torch.optim.Optimizer]) -> int:
-        """Take up what was saved in a phase.
+        """Restore what was saved in a phase.
 
         Args:
-            phase_idx: That begins.
-            model: Whose weights are set.
-            steppers: Whose states are set.
+            phase_idx: Phase that begins.
+            model: Gets the weights.
+            steppers: Get their states.
 
         Returns:
-            Steps of the phase that are done; 0: it was not saved in this phase, and nothing was set.
+            Finished steps of the phase; 0 if it was not saved in this phase (nothing was set).
         """
         if not self.found or phase_idx != self.phase_idx:
             return 0

@@ -1,8 +1,7 @@
-"""What training a reference model takes, before it begins: parameters, tokens, FLOPs, memory, documents.
+"""Estimates what training a reference model takes: parameters, tokens, FLOPs, memory, documents.
 
-In: a size and the room that it is given. Out: a few lines of text. The one decision taken here: what can be
-measured without the device is measured (what a forward pass holds for the backward one, how fast documents
-are written); what cannot is divided out at round rates, and not called a prediction.
+Measures what can be measured without the device (activation memory, speed of writing documents), and divides
+the rest by round rates.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from retain.reference.model import build
 from retain.reference.recipe import Recipe, Size
 
 if TYPE_CHECKING:
-    from retain.reference.train import Room
+    from retain.reference.train import Resources
 
 # TFLOP/s that hours are given for: what a small model may reach of one GPU, between bad and good.
 RATES = (20, 100)
@@ -29,7 +28,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Counted:
-    """What a run adds up to.
+    """Totals of a run.
 
     Attributes:
         steps: Of all phases.
@@ -45,12 +44,12 @@ class Counted:
 
 
 def matrix_parameters(model: Any) -> int:
-    """Parameters of the blocks' matrices; the embedding is looked up, and the head read at few places."""
+    """Parameters of the blocks' matrices (the embedding is a lookup, the head is read at few places)."""
     return sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
 
 
 def count(recipe: Recipe, model: Any, *, checkpointing: bool = False) -> Counted:
-    """Add up a run.
+    """Compute the totals of a run.
 
     A token takes `2 N` FLOPs of `N` matrix parameters forward and twice that backward. Attention takes
     `2 T Q D` a token and layer forward: two products of `2 Q D` each, over `T / 2` entries on average.
@@ -75,7 +74,7 @@ def count(recipe: Recipe, model: Any, *, checkpointing: bool = False) -> Counted
 
 
 def held_bytes(model: Any, tokens: int = 128) -> float:
-    """Bytes a token that a forward pass holds for the backward one, weights left out, measured here.
+    """Measure the bytes a token that a forward pass holds for the backward one, without weights.
 
     The logits are left out too: they are made for supervised positions alone.
 
@@ -108,7 +107,7 @@ def held_bytes(model: Any, tokens: int = 128) -> float:
 
 
 def tokens_a_second(recipe: Recipe, length: int, seconds: float = 0.5) -> float:
-    """How fast one process writes documents of a length, measured here."""
+    """Measure how fast one process writes documents of a length."""
     phase_idx, phase = next(
         (number, phase)
         for number, phase in enumerate(recipe.phases)
@@ -127,8 +126,8 @@ def tokens_a_second(recipe: Recipe, length: int, seconds: float = 0.5) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-def plan(size: Size, room: Room) -> str:
-    """What training a size takes, as lines of text; some seconds, on one thread.
+def plan(size: Size, room: Resources) -> str:
+    """Describe what training a size takes, as lines of text; some seconds, on one thread.
 
     Args:
         size: To be trained.
@@ -188,7 +187,7 @@ def plan(size: Size, room: Room) -> str:
 
 
 def _supervised(recipe: Recipe, length: int) -> float:
-    """Share of a batch's positions that are supervised, of one batch of a length."""
+    """Share of supervised positions of one batch of a length."""
     for phase_idx, phase in enumerate(recipe.phases):
         before = 0
         for stage in phase.stages:

@@ -1,9 +1,8 @@
-"""What the reference model is trained on: documents that are mostly questions at first, mostly text at last.
+"""Writes the training sequences of the reference model: mostly questions at first, mostly text at last.
 
-In: a `Writer` and a length. Out: `Example`s: token ids, position ids, supervised positions with the set of
-tokens that are right there. The one decision taken here: every statement in a document is asked about, and
-every later use of a statement is supervised, so that the tokens of the text have a reason to look back at
-statements, as they do in a large model.
+An `Example` has token ids, position ids, and supervised positions with the set of tokens that are right
+there. Every statement in a document is asked about, and every later use of a statement is supervised, so that
+tokens have a reason to look back at statements, as in a large model.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ def _assemble(
     text_share: float,
     quotes: int = 0,
 ) -> Example:
-    """Context of what room the questions leave, then the questions; without those on the filler where it has
-    no word to ask about."""
+    """Make the context of the room that the questions leave, then the questions, without those on the filler
+    if it has no suitable word."""
     segments = [question.segment() for question in asked]
     context_tokens = length - sum(len(segment.ids) for segment in segments) - quotes * QUOTE_TOKENS
     taken = taken_words(content)

@@ -1,15 +1,15 @@
-"""Documents with something to find: statements woven into real text, questions after it.
+"""Writes documents with needles: statements woven into real text, and questions on them.
 
-In: a split of the standard library's text and a seed. Out: a `Writer`, from which `items` takes its tasks,
-and `Document`s (a context with questions on everything in it, for distillation). The one decision taken here:
-keys, values, chain links and list items are all drawn from one pool of ordinary words which also occurs in
-the filler, so a token's identity says little; what makes a needle is the statement around it.
+`Writer` draws from one split and one seed; `items` makes tasks from it, and `Document` is a context with
+questions on everything in it, for distillation. Keys, values, chain links and list items are drawn from one
+pool of ordinary words that also occur in the filler: a needle is recognised by the statement around it, not
+by its tokens.
 
 Families (the question's verb): `get` a fact's value, `all` values of a key, `each` of several keys, `trace` a
 chain of variables, `common` words of the text, `list` the items of a list, `quote` the token after a word of
 the filler. The last two, and two of the five surface formats of a fact, are held out: gate training never
-sees them (the reference model does). A further family of its training, `who` has a value, is no task: a model
-of this size did not learn to look facts up backwards.
+sees them (the reference model does). The training has one more family, `who` has a value, which is no task: a
+model of this size did not learn to look facts up backwards.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Document:
 
 @dataclass
 class Content:
-    """What a document states. All words in it are different."""
+    """Statements of a document. All words in it are different."""
 
     facts: list[tuple[int, int]]
     multis: list[tuple[int, tuple[int, ...]]]
@@ -113,7 +113,7 @@ def _encode(text: str) -> tuple[int, ...]:
 
 
 def fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
-    """Token ids of a statement template; its words are single tokens that carry their space."""
+    """Encode a statement template; its words are single tokens with their space."""
     before, after = template.split("{key}")
     if value is None:
         return (*_encode(before), key, *_encode(after))
@@ -133,7 +133,7 @@ Texts = tuple[np.ndarray, np.ndarray | None]
 
 
 def read_texts(split: Split, prose_share: float) -> Texts:
-    """Source code of a split, and its prose if any is asked for."""
+    """Source code of a split, and its prose if any is requested."""
     return stream(split), prose(split) if prose_share else None
 
 
@@ -182,11 +182,12 @@ class Writer:
     # -- words and filler ------------------------------------------------------------------------------------
 
     def draw(self, count: int) -> list[int]:
-        """`count` different words of the pool."""
+        """Draw `count` different words of the pool."""
         return self.rng.choice(self.pool, size=count, replace=False).tolist()
 
     def filler(self, count: int, taken: Sequence[int], topics: Sequence[int]) -> np.ndarray:
-        """Real text with decoys (random words, bits of phrasing); `taken` words occur only in statements."""
+        """Draw real text with decoys (random words, bits of phrasing); `taken` words occur only in
+        statements."""
         text = self.text
         # Without prose nothing is drawn here, so that documents are those that the shipped models read.
         if self.prose is not None and self.rng.random() < self.prose_share:
@@ -213,14 +214,14 @@ class Writer:
         return options[int(self.rng.integers(len(options)))]
 
     def popularity(self, count: int) -> np.ndarray:
-        """How often each of `count` statements is used again, and asked for: a few often, most seldom."""
+        """Draw how often each of `count` statements is used again and asked for: a few often, most seldom."""
         weights = 1.0 / np.arange(1, count + 1)
         return weights / weights.sum()
 
     def again(
         self, key: int, value: int, accept: tuple[int, ...], formats: Sequence[str], *, turn: bool
     ) -> Segment:
-        """A later use of a statement: a call, the statement repeated, or a question with its answer."""
+        """Write a later use of a statement: a call, the statement repeated, or a question with its answer."""
         kind = int(self.rng.integers(3 if turn else 2))
         if kind == 0:
             return _tie(USE_FORMAT, key, value, accept)
@@ -231,7 +232,7 @@ class Writer:
     def groups(
         self, content: Content, reuses: int, formats: Sequence[str] | None = None
     ) -> list[list[Segment]]:
-        """The statements of a document; the order inside a group is kept when they are woven in.
+        """Statements of a document; the order inside a group is kept when they are woven in.
 
         `reuses` statements come again later in the text, by popularity: the first facts of `content` most
         often. Facts are stated in `formats`, by default the writer's.
@@ -319,7 +320,7 @@ class Writer:
         )
 
     def ask_all(self, key: int, values: Sequence[int]) -> Question:
-        """Values in any order, the key restated between them: `<a> V1 K V2 K V3`."""
+        """Ask for values in any order, the key restated between them: `<a> V1 K V2 K V3`."""
         order = [values[i] for i in self.rng.permutation(len(values))]
         gold: list[int] = []
         accept: list[Sequence[int]] = []
@@ -343,7 +344,7 @@ class Writer:
         return found[(counts == 1) & np.isin(found, self.pool) & ~np.isin(found, own)]
 
     def ask_quote(self, ids: np.ndarray, taken: Sequence[int]) -> Question:
-        """What stands after a quotable word of the text `ids`."""
+        """Ask for the token after a quotable word of the text `ids`."""
         word = int(self.rng.choice(self.quotable(ids, taken)))
         after = int(ids[int(np.flatnonzero(ids == word)[0]) + 1])
         return self._question("quote", [word], [after], [[after]], ["quote"])
@@ -376,7 +377,7 @@ class Writer:
 
 
 def taken_words(content: Content) -> list[int]:
-    """All words that a document's statements are made of."""
+    """All words of a document's statements."""
     pairs = [word for fact in content.facts for word in fact]
     named = [word for name, items in (*content.multis, *content.lists) for word in (name, *items)]
     return pairs + named + [word for chain in content.chains for word in chain]
@@ -391,7 +392,7 @@ def random_content(
     multi_share: float = 0.18,
     most_facts: int = 48,
 ) -> Content:
-    """Statements of all families that take about `room` tokens, their questions included.
+    """Draw statements of all families that take about `room` tokens, questions included.
 
     `multi_share` of them are keys with several values; half are facts, unless that leaves no room. Behind
     `most_facts` facts nothing further is stated.
@@ -430,7 +431,7 @@ def random_content(
 
 
 def distill_document(writer: Writer, context_tokens: int) -> Document:
-    """A context of `context_tokens` tokens in seen families and formats, and questions on all of it."""
+    """Write a context of `context_tokens` tokens in seen families and formats, and questions on all of it."""
     rng = writer.rng
     while True:
         topics = rng.random() < 0.35
@@ -450,7 +451,7 @@ NUM_WORDS = 512
 
 @functools.cache
 def words() -> np.ndarray:
-    """Ids of the words that needles are made of: whole lower-case words of one token, ` name` with its space.
+    """Ids of the words of needles: whole lower-case words of one token, ` name` with its space.
 
     They come from the tokenizer alone (its merges are ordered by frequency), so that every Python version
     draws the same pool. The most frequent words are left out (keywords), as are the words that statements and

@@ -1,9 +1,8 @@
-"""Full-cache accuracy of a reference model by generation: `python -m retain.reference.evaluate --seed 0`.
+"""Measures full-cache accuracy by generation: `python -m retain.reference.evaluate --seed 0`.
 
-In: a seed, or the folder of a model that was trained elsewhere (`--model`), and a number of items. Out: exact
-match and its standard error a task. The answer's length is given (`<eos>` is not taken before), its tokens
-are not. The one decision taken here: nothing is teacher-forced, because a task can be 92 % right forced and
-0 % right free.
+Prints exact match and its standard error a task, for a seed of the reference model or a folder (`--model`).
+The answer's length is given (`<eos>` is not taken before), its tokens are not: nothing is teacher-forced,
+because a task can be 92 % right forced and 0 % right free.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MINIMUM = {
 
 @torch.inference_mode()
 def answers(model: PreTrainedModel, items: list[Item], batch_size: int = 8) -> list[list[int]]:
-    """Greedy continuations of items of one task, whose prompts all have the same length."""
+    """Generate greedy answers to items of one task, whose prompts have the same length."""
     given: list[list[int]] = []
     for start in range(0, len(items), batch_size):
         chosen = items[start : start + batch_size]
@@ -64,7 +63,7 @@ def accuracy(
     tasks: tuple[str, ...] = TASKS,
     batch_size: int = 8,
 ) -> dict[str, dict[str, float]]:
-    """Exact and partial match a task, on text of the `eval` split.
+    """Measure exact and partial match a task, on text of the `eval` split.
 
     Args:
         model: A reference model.
@@ -92,7 +91,7 @@ def accuracy(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: print accuracies, and whether they reach what the project asks of a reference model."""
+    """Command line: print accuracies, and whether they reach the required ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,6 @@
-"""The tasks: one question on one context, with what counts as its answer.
+"""Writes the items of tasks: one question on one context, with its answer.
 
-In: a `Writer`, a task's name and a length. Out: an `Item`. The one decision taken here: a task is judged by
-what is generated freely; tokens that only restate a key are generated too, but not compared.
+Answers are judged as generated freely; tokens that only restate a key are generated but not compared.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class Item:
 
     @property
     def generate(self) -> int:
-        """How many tokens to generate: the answer without its `<eos>`."""
+        """Number of tokens to generate: the answer without its `<eos>`."""
         return len(self.gold_ids) - 1
 
     def score(self, generated: Sequence[int]) -> tuple[float, float]:
-        """Exact match and the share of answers found, of freely generated token ids."""
+        """Exact match and the share of right answers, of generated token ids."""
         given = [generated[i] if i < len(generated) else -1 for i in self.scored]
         if self.ordered:
             hits = [a == b for a, b in zip(given, self.answers, strict=True)]
@@ -65,7 +64,7 @@ class Item:
 
 
 def write_item(writer: Writer, task: str, context_tokens: int) -> Item:
-    """One question of a task on a context of exactly `context_tokens` tokens.
+    """Write one question of a task on a context of exactly `context_tokens` tokens.
 
     Raises:
         ValueError: Unknown task, or a context too short for the task's statements.

@@ -1,4 +1,4 @@
-"""The text of the running Python's standard library, split for training and evaluation."""
+"""Reads the text of the running Python's standard library, split for training and evaluation."""
 
 from __future__ import annotations
 

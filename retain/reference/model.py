@@ -1,9 +1,9 @@
-"""The reference model's architecture, its initialisation, and loading its weights.
+"""Builds and loads the reference model.
 
-In: a seed. Out: a stock `Qwen3ForCausalLM`, of 1.4 million parameters unless a larger size is asked for; that
-is kept as a folder, which transformers loads. The one decision taken here: the initialisation already holds
-one attention head that looks one and two tokens back and heads that match what it wrote, so that key matching
-forms within a minute of CPU time instead of within a day (`plant_induction`; the model card says so).
+A stock `Qwen3ForCausalLM` of 1.4 million parameters; larger sizes are kept as folders, which transformers
+loads. The initialisation already holds one attention head that looks one and two tokens back and heads that
+match what it wrote, so that key matching forms within a minute of CPU time instead of a day
+(`plant_induction`; see the model card).
 """
 
 from __future__ import annotations

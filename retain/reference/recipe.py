@@ -1,8 +1,7 @@
-"""How a reference model is trained, and the named sizes that there are.
+"""Defines how reference models are trained, and their named sizes.
 
-In: a name. Out: a `Size`: what the architecture changes, and a `Recipe` of stages and rates. The one decision
-taken here: a size is data. The shipped models are the size `small`, and every other one is trained by the
-same loop on the same kinds of documents.
+A `Size` is data: changes of the architecture, and a `Recipe` of stages and rates. The shipped models are the
+size `small`; all sizes are trained by one loop on the same kinds of documents.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Phase:
-    """A run of stages under one schedule of rates, from fresh optimiser states.
+    """Stages under one schedule of rates, from fresh optimiser states.
 
     Attributes:
         stages: In this order.
@@ -48,7 +47,7 @@ FINISH = Phase((Stage(1024, 700),), peak=0.5, decay_share=1.0, multi_share=0.35)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a reference model is trained. Defaults make the shipped ones.
+    """How a reference model is trained. Defaults are those of the shipped ones.
 
     Attributes:
         phases: In this order; between two the weights are rounded to bfloat16, as they are when saved.

@@ -1,9 +1,8 @@
-"""Real text for the reference model: the sources of the running Python's standard library.
+"""Reads real text for the reference model: the sources of the running Python's standard library.
 
-In: nothing. Out: a stream of token ids per split, of source code or of prose (docstrings and the topics of
-`help()`), and the pool of whole words that needles are made of. The
-one decision taken here: files, not passages, are split (by a hash of their name), so text of the `eval` split
-was never read in training.
+One stream of token ids per split, of source code or of prose (docstrings and the topics of `help()`), and the
+pool of whole words of needles. Files, not passages, are split (by a hash of their name), so text of the
+`eval` split was never read in training.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _encoded(texts: Sequence[str]) -> np.ndarray:
 
 
 def docstrings(text: str) -> Iterator[str]:
-    """Docstrings of a module's source text, of the module and of all that it defines.
+    """Docstrings of a module's source text, of the module and its definitions.
 
     Text that this Python cannot parse has none: an installation may carry files of another version.
     """

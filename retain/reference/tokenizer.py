@@ -1,8 +1,7 @@
-"""The reference model's vocabulary: a byte-level BPE over the standard library's sources.
+"""Loads and trains the reference model's tokenizer: a byte-level BPE over the standard library's sources.
 
-In: text that every Python installation carries. Out: a stock fast tokenizer (`tokenizer.json` beside this
-file) that encodes any text. The one decision taken here: control tokens are special tokens, everything else,
-needles included, is ordinary text, so that no token by itself betrays a needle.
+A stock fast tokenizer (`tokenizer.json` beside this file) that encodes any text. Control tokens are special
+tokens; everything else, needles included, is ordinary text, so that no token by itself betrays a needle.
 """
 
 from __future__ import annotations

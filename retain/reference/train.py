@@ -1,9 +1,9 @@
-"""Make a reference model: `python -m retain.reference.train --seed 0`, within an hour on one CPU thread.
+"""Trains a reference model: `python -m retain.reference.train --seed 0`, within an hour on one CPU thread.
 
-A larger one, where there is a GPU: `--size large --device cuda --loaders 8` (`--plan` says what it takes).
-In: a size and a seed. Out: `weights/seed{N}.safetensors`, or of another size a folder that transformers
-loads; and the training curve. The one decision taken here: the schedule is counted in steps, not minutes, so
-that a seed gives the same curve on a slower machine. The same command goes on with a run that was killed.
+A larger one, with a GPU: `--size large --device cuda --loaders 8` (`--plan` estimates its cost). Writes
+`weights/seed{N}.safetensors`, or for other sizes a folder that transformers loads, and the training curve.
+The schedule is counted in steps, not minutes, so that a seed gives the same curve on a slower machine. The
+same command resumes a killed run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from retain.process.command import status_of
 from retain.reference.batches import batches, parts
-from retain.reference.checkpoint import Unfinished
+from retain.reference.checkpoint import Checkpoint
 from retain.reference.curriculum import KINDS, WEIGHTS, Batch
 from retain.reference.model import build, save_folder, save_model, weights_path
 from retain.reference.recipe import SIZES, SMALL, Phase, Recipe, Size
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a run may take; none of it changes what is learned, beyond rounding.
+class Resources:
+    """Resources of a run; they do not change what is learned, beyond rounding.
 
     Attributes:
         micro_tokens: Most tokens that are read together; None: a whole step's.
@@ -52,7 +52,7 @@ class Room:
 
 
 def answer_loss(logits_NV: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log of what all accepted tokens get `[N]`, and whether the likeliest is accepted `[N]`.
+    """Negative log probability of all accepted tokens `[N]`, and whether the likeliest is accepted `[N]`.
 
     Args:
         logits_NV: Logits at the supervised positions.
@@ -92,7 +92,8 @@ def forward_loss(
 def step_loss(
     model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, micro_tokens: int | None
 ) -> tuple[float, Tensor, Tensor]:
-    """Gradients of one step's loss, added to the model's; the loss, and what each target got.
+    """Add the gradients of one step's loss to the model's; return the loss, and loss and correctness of each
+    target.
 
     Args:
         model: Whose gradients are cleared.
@@ -133,7 +134,7 @@ def rate(phase: Phase, warmup: int, step: int) -> float:
 
 
 class Curve:
-    """Collects what the training loop sees and writes a row every `every` steps."""
+    """Collects results of training steps and writes a row every `every` steps."""
 
     def __init__(self, every: int, path: Path | None) -> None:
         self.every = every
@@ -144,7 +145,7 @@ class Curve:
         self._clear()
 
     def go_on_after(self, step: int) -> None:
-        """Take up the rows of the file up to `step`, drop later ones, and count on from there.
+        """Keep the rows of the file up to `step`, drop later ones, and count on from there.
 
         A last line that a kill cut short is a later one. Raises ValueError if the file is gone or its rows do
         not reach the step: one is written at every step that is saved.
@@ -168,7 +169,7 @@ class Curve:
         self.sums = np.zeros((3, len(KINDS)))
 
     def add(self, step: int, length: int, batch: Batch, loss: float, losses: Tensor, right: Tensor) -> bool:
-        """Note one step, counted over all phases; True if that made a row."""
+        """Add one step, counted over all phases; True if that made a row."""
         self.loss += loss
         self.tokens += batch.ids_BT.size
         for row, values in zip(
@@ -203,8 +204,8 @@ def train_phase(
     seed: int,
     curve: Curve,
     *,
-    unfinished: Unfinished | None = None,
-    room: Room = Room(),
+    unfinished: Checkpoint | None = None,
+    room: Resources = Resources(),
     stop_after: int | None = None,
 ) -> None:
     """Train a model, in place, through one phase of a recipe.
@@ -265,10 +266,10 @@ def train(
     seed: int,
     curve: Curve,
     *,
-    unfinished: Unfinished | None = None,
-    room: Room = Room(),
+    unfinished: Checkpoint | None = None,
+    room: Resources = Resources(),
 ) -> None:
-    """Train a model, in place, through all phases, from where an unfinished run was saved."""
+    """Train a model, in place, through all phases, from the last checkpoint."""
     model.train()
     if room.checkpointing:
         model.gradient_checkpointing_enable()
@@ -282,7 +283,7 @@ def train(
 
 @dataclass(frozen=True)
 class Run:
-    """A training run as the command line names it.
+    """A training run as named on the command line.
 
     Attributes:
         size: What is trained.
@@ -310,7 +311,7 @@ class Run:
         return self.output.with_suffix(".unfinished") if self.is_file else self.output / "unfinished"
 
     def told(self) -> dict[str, Any]:
-        """What decides the numbers of a run; two that differ in it cannot be one."""
+        """Settings that decide the numbers of a run; runs that differ in them cannot be merged."""
         return {
             "size": self.size.name,
             "seed": self.seed,
@@ -320,7 +321,7 @@ class Run:
         }
 
     def check(self) -> None:
-        """Refuse what cannot be written.
+        """Refuse outputs that cannot be written.
 
         Raises:
             ValueError: Weights alone of a size that the package does not load, or a model that is there.
@@ -333,8 +334,8 @@ class Run:
         if not self.is_file and (self.output / "model.safetensors").exists():
             raise ValueError(f"{self.output} holds a finished model: pass another --output, or remove it")
 
-    def make(self, device: torch.device, room: Room) -> None:
-        """Train and save; what was saved of the same run before is gone on with.
+    def make(self, device: torch.device, room: Resources) -> None:
+        """Train and save; resumes what was saved of the same run.
 
         Raises:
             ValueError: As `check`; or what is unfinished there is another run's.
@@ -342,7 +343,7 @@ class Run:
         self.check()
         self.curve.parent.mkdir(parents=True, exist_ok=True)
         curve = Curve(self.size.recipe.log_every, self.curve)
-        unfinished = Unfinished(self.unfinished, self.told())
+        unfinished = Checkpoint(self.unfinished, self.told())
         if unfinished.found:
             before = sum(phase.steps for phase in self.size.recipe.phases[: unfinished.phase_idx])
             curve.go_on_after(before + unfinished.step)
@@ -404,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else Path(f"runs/reference-{size.name}-seed{given.seed}")
         )
         run = Run(size, given.seed, given.output or default, planted=not given.no_planting)
-        room = Room(given.micro_tokens, given.checkpointing, given.loaders)
+        room = Resources(given.micro_tokens, given.checkpointing, given.loaders)
         torch.set_num_threads(given.threads)
         if given.plan:
             from retain.reference.cost import plan

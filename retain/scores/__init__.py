@@ -1,4 +1,4 @@
-"""Observed scores: what each published scorer reads from the evidence, one file a family, one registry."""
+"""Observed scores of published methods, one file a family, in one registry (`SCORES`)."""
 
 from retain.scores.cake import cake
 from retain.scores.critical import critical

@@ -1,9 +1,8 @@
-"""CAKE: mean attention plus how much it shifts, and what a layer asks for of a shared budget.
+"""CAKE: scores entries by mean attention plus its variance, and weights layers for a shared budget.
 
-In: evidence with at least two queries of a window. Out: a score in `mass`, and beside it the layer's
-preference: how spread its attention is times how much it shifts. The decision taken here: the preference is a
-number of each sequence on its own (the released code sums over the batch), over the entries before the
-window, in float64, since it is a product of powers that spans many decades.
+The weight of a layer (its preference) is how spread its attention is times how much it shifts. It is computed
+for each sequence on its own (the released code sums over the batch), over the entries before the window, in
+float64, since it is a product of powers that spans many decades.
 """
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.snapkv import check_order
-from retain.scores.window import check_window, group_heads, pool_entries, window_paid
+from retain.scores.window import check_window, group_heads, pool_entries, window_received
 
 
 def cake(
@@ -28,7 +27,7 @@ def cake(
     tau2: int | float = 0.6,
     variance: str = "query",
 ) -> Score:
-    """Mean and variance of the window's attention on each entry, pooled, averaged over the group.
+    """Score by mean and variance of the window's attention on each entry, pooled, averaged over the group.
 
     `pool_first: s_h[i] = mean_{q in group(h)} pool(mean_j a_qj + gamma * var_j a_qj)[i]`;
     `group_first: s_h[i] = pool(mean_{q in group(h)} (mean_j a_qj + gamma * var_j a_qj))[i]`; `j` over the
@@ -76,7 +75,7 @@ def cake(
     if variance == "head" and evidence.queries_BQSD.shape[1] < 2:
         raise ValueError("cake variance='head' needs at least 2 query heads; got 1: pass variance='query'.")
     check_window(evidence, window)
-    sum_BQT, scatter_BQT, entropy_BQT = window_paid(evidence, window, "sum", "scatter", "entropy")
+    sum_BQT, scatter_BQT, entropy_BQT = window_received(evidence, window, "sum", "scatter", "entropy")
     mean_BQT, var_BQT = sum_BQT / window, scatter_BQT / (window - 1)
     values_BHGT = group_heads(mean_BQT + gamma * var_BQT, evidence.num_heads)
     if order == "pool_first":
@@ -106,7 +105,7 @@ def cake(
 
 
 def _variance_of_heads(mean_BQT: Float[Tensor, "B Q T"], evidence: Evidence) -> Float[Tensor, "B T"]:
-    """Unbiased variance over the query heads whose KV head holds the entry; 0 where those are not two."""
+    """Unbiased variance over the query heads whose KV head holds the entry; 0 for fewer than two."""
     if evidence.held_BHT is None:
         return mean_BQT.var(1)
     holds_BQT = evidence.exists_BHT.repeat_interleave(evidence.group, dim=1)

@@ -1,10 +1,8 @@
-"""CriticalKV: attention first, then attention times what the value writes.
+"""CriticalKV: scores entries by attention times the norm of the projected value.
 
-In: evidence with at least `window` queries. Out: a score in `risk`, and beside it (`first_BHT`) the attention
-alone. The decision taken here: the score does not choose. To rank by attention times norm minimises the
-(relaxed) bound on the output's perturbation only once a first stage has collected more than half of the
-attention, and that stage is the policy's (`first_stage: {by: budget, share: 0.5}`): it ranks by `first_BHT`
-and spends its share of the budget, and the rest of the budget goes by `values_BHT`.
+Ranking so minimises the (relaxed) bound on the output's perturbation only after a first stage has collected
+more than half of the attention. That stage belongs to the policy (`first_stage: {by: budget, share: 0.5}`):
+it ranks by `first_BHT` and spends its share of the budget; the rest of the budget goes by `values_BHT`.
 """
 
 from retain.evidence import Evidence
@@ -25,7 +23,7 @@ def critical(
     norm: str = "l1",
     force_window: bool = False,
 ) -> Score:
-    """What evicting an entry perturbs, and the attention that a first stage ranks by.
+    """Score by the perturbation that evicting an entry causes; `first_BHT` is the attention alone.
 
     `first: s_h[i] = mean_{q in group(h)} pool(mean_{j in window} a_qj)[i]`;
     `values: (s_h[i] + eps) * N_h[i]`, with `N_h[i] = mean_{q in group(h)} ||v_i W_O^q||_1`.

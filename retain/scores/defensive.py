@@ -1,9 +1,8 @@
-"""DefensiveKV: the window's worst case, floored by the head's mean, times the value norm.
+"""DefensiveKV: scores entries by the window's worst case, floored by the head's mean, times the value norm.
 
-In: evidence with at least `window` queries. Out: a score in `risk` (raw norm) or `mass` (a normalised norm).
-Text and released code disagree on the norm and on its place; both are settings. The decision taken here: the
-score does not choose. Its first stage (the entries that hold 90 % of the window's mean mass are kept first)
-is the policy's (`first_stage: {by: mass, share: 0.9}`), and ranks by `first_BHT`.
+The unit is `risk` (raw norm) or `mass` (a normalised norm). Text and released code disagree on the norm and
+on its place; both are settings. The first stage (the entries that hold 90 % of the window's mean mass)
+belongs to the policy (`first_stage: {by: mass, share: 0.9}`), and ranks by `first_BHT`.
 """
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.value_norm import value_norms
-from retain.scores.window import check_window, group_heads, window_paid
+from retain.scores.window import check_window, group_heads, window_received
 
 
 def defensive(
@@ -80,7 +79,7 @@ def defensive(
 
     over = "max" if aggregate == "max" else "sum"
     plain = "sum" if pool is None else "plain"
-    plain_BQT, worst_BQT = window_paid(
+    plain_BQT, worst_BQT = window_received(
         evidence, window, plain, over, pool=pool, pool_size=pool_size, keep_mass=True
     )
     # The norm is the same for every query of the window: it may wait until they are one.
@@ -105,7 +104,7 @@ def defensive(
 
 
 def _divisor(norm_BHT: Tensor, exists_BHT: Tensor, before_BHT: Tensor, norm: str) -> Tensor:
-    """What the value norm is divided by, broadcastable to `[B, H, T]`."""
+    """Divisor of the value norm, broadcastable to `[B, H, T]`."""
     if norm == "raw":
         return norm_BHT.new_ones(1, 1, 1)
     if norm == "head_share":

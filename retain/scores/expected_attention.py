@@ -1,12 +1,12 @@
-"""Expected attention: what queries yet to come would pay, if they are distributed as those already seen.
+"""Expected attention: scores entries by attention of future queries, distributed like those seen so far.
 
-In: the queries held, with the rotary embedding that they went through. Out: a score in `mass` (or `risk`).
-The queries are turned back to before RoPE, summed up as a Gaussian per query head, and turned on by the mean
-rotation of the positions to come; a Gaussian's expected exponential is known in closed form.
+The queries held are turned back to before RoPE, summarised as a Gaussian per query head, and turned by the
+mean rotation of the positions to come; a Gaussian's expected exponential has a closed form. The unit is
+`mass` (or `risk`).
 
-The one decision taken here: the sequence's first entries (`sinks`) are left out of the statistics and of the
-softmax, as in the released press, and get the best score of their own head; with `force_sinks` one more than
-the best of the layer, as the press gives them.
+The sequence's first entries (`sinks`) are left out of the statistics and of the softmax, as in the released
+press, and get the best score of their own head; with `force_sinks` one more than the best of the layer, as
+the press gives them.
 """
 
 import torch

@@ -1,9 +1,8 @@
-"""H2O's running mass: the attention that an entry has received from every query so far.
+"""H2O: scores entries by the attention that they received from every query so far.
 
-In: evidence with running statistics, or with every query. Out: a score in `mass`. The original sums, which
-favours old entries (more queries could pay them); released re-implementations average over the queries that
-could. Both are settings. The decision taken here: what a cache has counted is preferred to counting again, so
-that the score also works where only the last queries are left.
+The original sums, which favours old entries (more queries saw them); released re-implementations average over
+the queries that could see an entry. Both are settings. Running statistics of a cache are used if there are
+any, so that the score also works where only the last queries are held.
 """
 
 from jaxtyping import Float
@@ -15,7 +14,7 @@ from retain.scores.score import Score, masked_score
 
 
 def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) -> Score:
-    """Attention received from all queries, averaged over the group.
+    """Score by attention received from all queries, averaged over the group.
 
     `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over the number of queries that could
     see i, `n - i` (at most the layer's own sliding window, if it has one).
@@ -44,7 +43,8 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) ->
 
 
 def running_mass(evidence: Evidence, chunk: int | None, *, name: str) -> Float[Tensor, "B H T"]:
-    """Attention summed over all queries, averaged over the group: as counted, else made from every query.
+    """Attention summed over all queries, averaged over the group: from running statistics, else from every
+    query.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries.
@@ -66,7 +66,7 @@ def running_mass(evidence: Evidence, chunk: int | None, *, name: str) -> Float[T
 
 
 def _payers(evidence: Evidence) -> Tensor:
-    """Queries that could pay each entry `[B, T]`, at least 1: those of the sequence at it and after."""
+    """Number of queries that could see each entry `[B, T]`, at least 1."""
     # Entries that were evicted since have asked too: places know them, the entries left do not.
     place_BT = evidence.places_BT
     last_B1 = place_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""KeyDiff: keys that point where most keys point are the ones to lose.
+"""KeyDiff: scores keys low that point where most keys point.
 
-In: the keys. Out: a score in `rank`. No query is read, so it costs next to nothing and serves every question
-alike. The anchor that keys are compared with is taken over the head's own entries only.
+Reads keys only, so it costs next to nothing and does not depend on the question. The mean direction is taken
+over the head's own entries.
 """
 
 import torch
@@ -12,7 +12,7 @@ from retain.scores.score import Score, masked_score
 
 
 def keydiff(evidence: Evidence, *, anchor: str = "normalised") -> Score:
-    """Minus the cosine of each key with the mean key direction.
+    """Score by minus the cosine of each key with the mean key direction.
 
     `score[i] = - k_i . m / (||k_i|| ||m||)`, with `m = mean_i k_i / ||k_i||` (`normalised`, paper and
     released press alike) or `m = mean_i k_i` (`raw`: long keys count for more; one pass over the keys less).

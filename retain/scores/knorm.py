@@ -1,7 +1,4 @@
-"""Key norm: short keys draw much attention, so long keys go first.
-
-In: the keys. Out: a score in `rank`. The cheapest score that there is; the sign is the whole decision.
-"""
+"""Key norm: scores short keys high, since they draw much attention. The cheapest score."""
 
 import torch
 
@@ -10,7 +7,7 @@ from retain.scores.score import Score, masked_score
 
 
 def knorm(evidence: Evidence) -> Score:
-    """Minus the length of each key, `score[i] = -||k_i||_2`.
+    """Score by minus the length of each key, `score[i] = -||k_i||_2`.
 
     A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430. Models that
     normalise their keys before RoPE (Qwen3) leave little for it to see: the learned scale of that norm is all

@@ -1,9 +1,8 @@
-"""LAVa: mean attention of the window, times the largest value of the head.
+"""LAVa: scores entries by the window's mean attention times the largest value of the head.
 
-In: evidence with at least `window` queries. Out: a score in `mass` that is made to compete across the heads
-of a layer: a head whose values are larger asks for more. The value enters as one number a head, so that
-inside a head the order is that of the attention; it has not gone through W_O, so that the number is no
-`risk`. Layer budgets (the entropy of these scores) are not made here.
+Made to compete across the heads of a layer: a head with larger values gets more. The value enters as one
+number a head, so inside a head the order is that of the attention; it has not gone through W_O, so the unit
+is `mass`. `retain.budget.allocation.entropy_weight` makes LAVa's layer budgets.
 """
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import check_window, group_heads, pool_entries, window_paid
+from retain.scores.window import check_window, group_heads, pool_entries, window_received
 
 
 def lava(
@@ -23,7 +22,7 @@ def lava(
     pool_size: int = 7,
     value_max_over: str = "prefix",
 ) -> Score:
-    """LAVa's score: what an entry's eviction can cost the layer's output at most.
+    """Score by an upper bound of what an entry's eviction costs the layer's output.
 
     `s_h[i] = Vbar_h * max_{q in group(h)} pool(mean_{j in window} a_qj)[i]`, with
     `Vbar_h = max_k ||v_h[k]||_1` over the entries before the window (`prefix`, released) or over all (`all`,
@@ -50,7 +49,7 @@ def lava(
     if value_max_over not in ("prefix", "all"):
         raise ValueError(f"lava value_max_over is 'prefix' or 'all'; got {value_max_over!r}.")
     check_window(evidence, window)
-    (sum_BQT,) = window_paid(evidence, window, "sum")
+    (sum_BQT,) = window_received(evidence, window, "sum")
     mass_BQT = pool_entries(sum_BQT / window, pool, pool_size, window=window, place_BT=evidence.place_BT)
     mass_BHT = group_heads(mass_BQT, evidence.num_heads).amax(2)
     size_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
@@ -63,7 +62,7 @@ def lava(
 
 
 def _before(exists_BHT: Bool[Tensor, "B H T"], window: int) -> Bool[Tensor, "B H T"]:
-    """The entries before the window; all of a head that has none."""
+    """Mask of the entries before the window; all of a head that has none."""
     before_BHT = exists_BHT.clone()
     before_BHT[..., exists_BHT.shape[-1] - window :] = False
     return torch.where(before_BHT.any(-1, keepdim=True), before_BHT, exists_BHT)

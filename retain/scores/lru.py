@@ -1,9 +1,7 @@
-"""LRU: the entry that was last used longest ago goes first.
+"""LRU: scores entries by the place of their last access.
 
-In: every query of a layer, or the last accesses that a cache kept while it saw them. Out: a score in `rank`,
-the place of the last access. Two decisions are taken here. What an access is: attention above a share of what
-an indifferent query would pay, since softmax pays everybody something. And that coming into the cache is the
-first access, as in any LRU, so that an entry which nobody attends to is as old as itself.
+An access is attention above a share of uniform attention, since softmax gives every entry something. Writing
+an entry is its first access, as in any LRU cache.
 """
 
 from jaxtyping import Int64
@@ -15,16 +13,15 @@ from retain.scores.score import Score, masked_score
 
 
 def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = None) -> Score:
-    """Place in its sequence of the last query that accessed the entry.
+    """Score by the place of the last query that accessed the entry.
 
     `score[i] = max({i} | {j >= i: max_{q in group(h)} a_qj[i] >= share / n_j})`, where `n_j` is the number of
-    entries that query j sees, so that `share = 1` asks for at least what uniform attention would pay. Both
-    ends are recency: with `share = 0` every query accesses all that it sees, all entries tie, and ties go to
-    the later position; with a share that nobody reaches, each entry is as old as itself.
+    entries that query j sees, so that `share = 1` means at least uniform attention. Both extremes are
+    recency: with `share = 0` every query accesses all that it sees, all entries tie, and ties go to the later
+    position; with a share that no query reaches, an entry is as old as its position.
 
-    In a layer with a sink logit, which takes part in the softmax and pays for nothing, an indifferent query
-    pays each entry less than `1 / n_j`: what is asked for is still that share of 1, so that at `share = 1` a
-    query whose sink takes most may access nothing. Pass a smaller share there.
+    With a sink logit uniform attention is less than `1 / n_j`, so that at `share = 1` a query whose sink
+    takes most may access nothing. Pass a smaller share there.
 
     LRU is the classical rule of caches; no paper. One published comparison's LRU breaks its ties by the
     position's decimal *string* and so keeps neither the beginning nor the end: numbers made with it are not
@@ -54,7 +51,7 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = Non
 def last_access(
     evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = None
 ) -> Int64[Tensor, "B H T"]:
-    """Place of the last query that accessed each entry: what `Running.last_access_BHT` holds.
+    """Place of the last query that accessed each entry (`RunningStatistics.last_access_BHT`).
 
     Args:
         evidence: the layer, with S == T queries.

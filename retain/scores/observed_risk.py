@@ -1,21 +1,20 @@
-"""Observed risk: what the queries already seen would have lost, in the worst case.
+"""Observed risk: the largest value-weighted attention in the observation window.
 
-The observed side of the default fusion. In: evidence with at least `window` queries. Out: a score in `risk`.
-The decision taken here: the value norm of each query head stands *inside* the maximum, and heads are not
-normalised against each other, so that the number is in the very unit of `retain/future.py` and a gate's
-learned risk can be fused with it by a plain maximum.
+This is the observed side of the default fusion. The value norm of each query head stands *inside* the
+maximum, and heads are not normalised against each other, so that the unit is exactly that of
+`retain/future.py` and a learned risk can be fused by a plain maximum.
 """
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.value_norm import value_norms
-from retain.scores.window import check_window, group_heads, window_paid
+from retain.scores.window import check_window, group_heads, window_received
 
 
 def observed_risk(
     evidence: Evidence, *, window: int = 32, pool: str | None = None, pool_size: int = 5
 ) -> Score:
-    """Largest value-weighted attention that the last `window` queries paid to each entry.
+    """Score by the largest value-weighted attention of the last `window` queries.
 
     `risk[h, i] = max_{q in group(h)} ( ||v_i W_O^q||_1 * max_{j in window} pool(a_qj)[i] )`
 
@@ -35,7 +34,7 @@ def observed_risk(
         ValueError: if a sequence is shorter than the window.
     """
     check_window(evidence, window)
-    (worst_BQT,) = window_paid(evidence, window, "max", pool=pool, pool_size=pool_size)
+    (worst_BQT,) = window_received(evidence, window, "max", pool=pool, pool_size=pool_size)
     risk_BQT = worst_BQT * value_norms(evidence)
     risk_BHT = group_heads(risk_BQT, evidence.num_heads).amax(2)
     return masked_score(risk_BHT, evidence.valid_BT, "risk", window=window, held_BHT=evidence.held_BHT)

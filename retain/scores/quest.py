@@ -1,10 +1,9 @@
-"""Quest: how large a logit the current query could find in a page of entries, from the page's bounds alone.
+"""Quest: scores pages of entries by an upper bound of the current query's logits.
 
-In: the last query and the keys. Out: a score in `rank`, one number a page, given to each of its entries.
-Quest evicts nothing: it keeps every entry and loads the best pages anew for each query. Here its page score
-ranks entries for eviction, which is a different thing; a comparison with the published method is a comparison
-of its estimate, not of what it does with it. A page is `page_size` consecutive places of the sequence: an
-entry stays in its page whatever is evicted around it, and a page's bounds are those of what is left of it.
+Quest itself evicts nothing: it keeps every entry and loads the best pages anew for each query. Here its page
+score ranks entries for eviction, so a comparison is one of its estimate only. A page is `page_size`
+consecutive places of the sequence: an entry stays in its page whatever is evicted around it, and a page's
+bounds are those of its remaining entries.
 """
 
 import torch
@@ -16,7 +15,7 @@ from retain.scores.window import group_heads
 
 
 def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Score:
-    """Upper bound, over a page, of the last query's product with a key.
+    """Score by the upper bound, over a page, of the last query's product with a key.
 
     `u_q[page] = sum_d max(q_d * max_{i in page} k_i[d], q_d * min_{i in page} k_i[d])`, so that
     `u_q[page] >= q . k_i` for every entry of the page; `max: score[i] = max_{q in group(h)} u_q[page(i)]`,
@@ -69,7 +68,7 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
 
 
 def _whole_pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Page of each entry, and least and largest coordinates of each page's keys, where nothing is gone."""
+    """Page of each entry, and least and largest coordinates of each page's keys, if nothing was evicted."""
     valid_BT, keys_BHTD = evidence.valid_BT, evidence.keys_BHTD
     B, H, T, D = keys_BHTD.shape
     num_pages = -(-T // page_size)
@@ -84,7 +83,7 @@ def _whole_pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Te
 
 
 def _pages_left(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of pages of which heads hold some entries or none; pages that nobody holds are not counted."""
+    """The same after evictions; pages that no head holds are not counted."""
     keys_BHTD, exists_BHT1 = evidence.keys_BHTD, evidence.exists_BHT[..., None]
     B, H, T, D = keys_BHTD.shape
     number_BT = evidence.places_BT // page_size

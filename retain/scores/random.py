@@ -1,8 +1,8 @@
-"""Random scores: the floor that every policy must beat, reproducible one sequence at a time.
+"""Random scores: a control, reproducible one sequence at a time.
 
-In: one integer seed a sequence. Out: a score in `rank`. The decision taken here: no generator state. Each
-number is a hash of (seed, layer, head, place among the sequence's own tokens), so a sequence gets the same
-scores alone, in any batch, under any padding, on any device and however often it is evicted.
+Each number is a hash of (seed, layer, head, place among the sequence's own tokens), without generator state,
+so a sequence gets the same scores alone, in any batch, under any padding, on any device and at every
+eviction.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from retain.scores.score import Score, masked_score
 
 
 def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None) -> Score:
-    """Uniform numbers in [0, 1), independent over sequences, layers, heads and entries.
+    """Score by uniform numbers in [0, 1), independent over sequences, layers, heads and entries.
 
     `score[b, h, i] = mix(mix(mix(mix(seed_b) + layer) + h) + place_i) / 2**64` in 24 bits, with the
     splitmix64 finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).

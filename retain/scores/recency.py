@@ -1,7 +1,4 @@
-"""Recency: the later, the better. With protected sinks this is StreamingLLM.
-
-In: which entries exist. Out: a score in `rank`, the entry's place among the sequence's own tokens.
-"""
+"""Recency: scores later entries higher. With protected sinks this is StreamingLLM."""
 
 import torch
 
@@ -10,7 +7,7 @@ from retain.scores.score import Score, masked_score
 
 
 def recency(evidence: Evidence, *, sinks: int = 0) -> Score:
-    """Place of the entry in its sequence, `score[i] = #{k < i: k valid}`: what was evicted counts too.
+    """Score by the entry's place in its sequence, `score[i] = #{k < i: k valid}`, evicted entries included.
 
     Efficient Streaming Language Models with Attention Sinks (StreamingLLM), arXiv 2309.17453, when sinks are
     protected.

@@ -1,8 +1,6 @@
-"""A score: one number an entry, higher = keep, and the unit it is in.
+"""Defines `Score`: one number an entry, higher = keep, and its unit.
 
-In: what a score function computed, and which entries exist. Out: a `Score` in float32 that is -inf where a
-head holds no entry. The decision taken here: a score carries its unit, so that fusing unlike numbers is an
-error and not an accident.
+A score carries its unit, so that fusing unlike numbers is an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,17 +27,14 @@ class Score:
             or a divisor is not), `mass` (attention alone, or a share of it) or `rank` (only the order inside
             a head is claimed to mean something; heads may still be told to compete by the numbers as they
             are, as released presses do).
-        first_BHT: what the first of two stages ranks by (`retain.two_stage`), float32; None where there is
-        one.
-        draw_BHT: what a drawn share of a budget goes by (`retain.budget.priority_sampling`), float32; None
-        where none is.
-        window: of the entries, the last so many are the observation window that the score was made with.
-        layer_weight_B: float64, what this layer asks for of a budget that layers share (CAKE); None if the
-            score does not say.
+        first_BHT: score of the first of two stages (`retain.two_stage`), float32; None with one stage.
+        draw_BHT: keys of a drawn share of a budget (`retain.budget.priority_sampling`), float32; None
+            without.
+        window: number of last entries that are the observation window of the score.
+        layer_weight_B: float64, weight of this layer in a budget that layers share (CAKE); None without.
         fusion_weights: of a gate's score, fusion -> its calibrated weight `[H]` in 0..1; None without any.
-        quotas: of a gate's score, what is stored of each head's share of a budget (`retain.budget.quotas`),
-        of all
-            layers; None without any.
+        quotas: of a gate's score, stored budget shares of all heads and layers (`retain.budget.quotas`); None
+            without any.
     """
 
     values_BHT: Float[Tensor, "B H T"]
@@ -64,7 +59,7 @@ class Score:
 
 @dataclass(frozen=True)
 class ScoreFamily:
-    """One entry of the registry of observed scores.
+    """Entry of the registry of observed scores.
 
     Args:
         function: `(evidence, **settings) -> Score`.
@@ -75,7 +70,7 @@ class ScoreFamily:
             least), `queries` (as many as there are, one at least), `running` (statistics of all queries, or
             every query to make them from), `value_norm` (`value_norm_BQT`, or an output projection to make
             it with), `rotary`, `hidden`, `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`).
-            Empty: nothing. Whoever evicts more than once keeps this, and nothing else, for the next time.
+            Empty: nothing. A cache that evicts again keeps exactly this for the next eviction.
         paper: title and arXiv id, or where the idea comes from.
         cost: what it costs a layer, in the letters of `retain.shapes` (W: window queries).
         needs_where: settings under which the function reads something else: (name, value) -> what it reads.
@@ -108,7 +103,8 @@ def masked_score(
     layer_weight_B: Float64[Tensor, " B"] | None = None,
     held_BHT: Bool[Tensor, "B H T"] | None = None,
 ) -> Score:
-    """A `Score` from raw numbers: float32, and -inf where the entry is padding or the head does not hold it.
+    """Make a `Score` from raw numbers: float32, and -inf on padding and on entries that the head does not
+    hold.
 
     Args:
         values_BHT: scores, any float type, finite where an entry exists.

@@ -1,8 +1,7 @@
-"""SnapKV: the mean attention of the last queries, smoothed over neighbours.
+"""SnapKV: scores entries by the mean attention of the last queries, smoothed over neighbours.
 
-In: evidence with at least `window` queries. Out: a score in `mass`. Papers and released codes disagree on the
-pool and on its order; both are settings. The window itself is kept by protection (`recent`), and by a huge
-score only where a release is to be followed to the letter (`force_window`).
+Papers and released codes disagree on the pool and on its order; both are settings. Protection (`recent`)
+keeps the window itself; `force_window` does it by large scores, to follow a release to the letter.
 """
 
 from jaxtyping import Float
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import check_window, forced_above, group_heads, pool_entries, window_paid
+from retain.scores.window import check_window, forced_above, group_heads, pool_entries, window_received
 
 
 def snapkv(
@@ -23,7 +22,7 @@ def snapkv(
     aggregate: str = "mean",
     force_window: bool = False,
 ) -> Score:
-    """Mean attention of the window on each entry, pooled, averaged over the group.
+    """Score by the mean attention of the window on each entry, pooled, averaged over the group.
 
     `pool_first: mean_{q in group(h)} pool(mean_{j in window} a_qj)[i]`;
     `group_first: pool(mean_{q in group(h)} mean_{j in window} a_qj)[i]`. The two are equal for `avg`, not for
@@ -66,7 +65,7 @@ def pooled_mass(
     aggregate: str = "mean",
     name: str,
 ) -> Float[Tensor, "B H T"]:
-    """SnapKV's number before padding is masked, in the attention's precision: CriticalKV starts from it.
+    """SnapKV's score before padding is masked, in the attention's precision; CriticalKV starts from it.
 
     Args:
         evidence: the layer.
@@ -81,7 +80,7 @@ def pooled_mass(
     if aggregate not in ("mean", "max"):
         raise ValueError(f"{name} aggregate is 'mean' or 'max'; got {aggregate!r}.")
     check_window(evidence, window)
-    (mass_BQT,) = window_paid(evidence, window, "sum" if aggregate == "mean" else "max")
+    (mass_BQT,) = window_received(evidence, window, "sum" if aggregate == "mean" else "max")
     if aggregate == "mean":
         mass_BQT = mass_BQT / window
     mass_BHGT = group_heads(mass_BQT, evidence.num_heads)
@@ -91,7 +90,7 @@ def pooled_mass(
 
 
 def check_order(order: str, *, name: str) -> None:
-    """Refuse an order of pool and group that is none.
+    """Refuse an unknown order of pool and group.
 
     Args:
         order: `pool_first` or `group_first`.

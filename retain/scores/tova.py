@@ -1,17 +1,16 @@
-"""TOVA: what the last query attends to, one ranking for all heads of a layer.
+"""TOVA: scores entries by the last query's attention, with one ranking for all heads of a layer.
 
-In: evidence with at least the last query. Out: a score in `mass`, the same for every KV head. The decision
-taken here: the one query is a window of one, so that whatever treats windows (protection, layer budgets)
-treats this one too; the last entry itself is kept by protection.
+The one query is a window of one, so that protection and layer budgets treat it like other windows; protection
+keeps the last entry itself.
 """
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import check_window, forced_above, window_paid
+from retain.scores.window import check_window, forced_above, window_received
 
 
 def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
-    """Attention of the last query, averaged over all query heads of the layer.
+    """Score by the attention of the last query, averaged over all query heads of the layer.
 
     `s[i] = mean_q a_{q,last}[i]`, over the query heads whose KV head holds the entry, for every KV head.
 
@@ -30,7 +29,7 @@ def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
         ValueError: if a sequence is empty.
     """
     check_window(evidence, 1)
-    (paid_BHT,) = window_paid(evidence, 1, "sum", group=True)
+    (paid_BHT,) = window_received(evidence, 1, "sum", group=True)
     if evidence.held_BHT is None:
         mass_BT = paid_BHT.mean(1) / evidence.group
     else:

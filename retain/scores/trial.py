@@ -1,9 +1,7 @@
-"""A score's settings, tried before any token is read.
+"""Tries the settings of a score on a made-up layer, before any token is read.
 
-In: a score's name and settings. Out: its answer for a made-up layer, which shows its unit and what else it
-says of a layer, or what is wrong with the settings, in the score's own words. The one decision taken here: a
-score knows best what it accepts, so it is run, on a layer of one head and a few entries, and no second list
-of rules is kept.
+The score itself is run on a layer of one head and a few entries: its result shows the unit and optional
+fields, its errors are the problems of the settings. So no second list of rules is kept.
 """
 
 import inspect
@@ -29,7 +27,7 @@ MOST_ENTRIES = 2**20  # of whatever is counted in entries, and may be made as a 
 
 
 def known_settings(name: str) -> tuple[str, ...]:
-    """Names of a score's settings: its keyword arguments, without the seeds that the caller passes."""
+    """Names of a score's settings: its keyword arguments, without the seeds."""
     given = inspect.signature(SCORES[name].function).parameters
     return tuple(key for key in given if key not in ("evidence", "seeds_B"))
 
@@ -63,7 +61,7 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
     ]
     if problems:
         return None, problems
-    # What lengths mean shows on a few entries, whatever they are.
+    # A few entries are enough to try any length.
     short = {key: min(value, LONGEST) for key, value in settings.items() if key in LENGTHS}
     try:
         return _tried(name, json.dumps({**settings, **short}, sort_keys=True)), []
@@ -72,7 +70,7 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
 
 
 def _first(error: Exception) -> str:
-    """The first line of what a score said, without its full stop."""
+    """First line of an error, without its full stop."""
     return str(error).partition("\n")[0].removesuffix(".")
 
 
@@ -84,10 +82,10 @@ def _tried(name: str, text: str) -> Score:
 
 
 def entries_read(name: str, settings: Mapping[str, Any]) -> frozenset[str]:
-    """What of `keys`, `values` and `output_weight` a score looks at: of the first two, where norms and
-    statistics of entries are known already.
+    """Which of `keys`, `values` and `output_weight` a score reads, if norms and statistics of entries are
+    cached.
 
-    The score is asked again for each, with nothing but NaN in its place.
+    The score is computed again for each of them, with NaN in its place.
 
     Args:
         name: of a score in `SCORES`.

@@ -1,9 +1,7 @@
-"""How much an entry's value weighs once the output projection has seen it: `||v_i W_O^q||_1`, per query head.
+"""Computes the L1 norm of each value after the output projection: `||v_i W_O^q||_1`, per query head.
 
-In: values and the output projection per query head. Out: one norm an entry and query head. The decision taken
-here: the norm is per *query* head (every one has its own slice of W_O), so that it can be taken inside a
-maximum over the heads of a group; whoever wants the group's mean takes it himself. How it is made, without
-the `[T, E]` product, is `retain.kernels.value_norm`'s business.
+The norm is per *query* head (each has its own slice of W_O), so that it can be taken inside a maximum over
+the heads of a group. `retain.kernels.value_norm` computes it without the `[T, E]` product.
 """
 
 from jaxtyping import Float
@@ -17,7 +15,7 @@ FLOATS_AT_ONCE = 2**24
 
 
 def value_norms(evidence: Evidence) -> Float[Tensor, "B Q T"]:
-    """`value_norm_l1` of a layer's entries: as it was made when they came, else made now."""
+    """`value_norm_l1` of a layer's entries: the cached norms, else computed now."""
     if evidence.value_norm_BQT is not None:
         return evidence.value_norm_BQT
     return value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)

@@ -1,9 +1,8 @@
-"""The L2 norm of what an entry's value adds to the residual stream, without making it: `||v_i W_O^q||_2`.
+"""Computes the L2 norm of each value after the output projection: `||v_i W_O^q||_2`, without the projection.
 
-In: values and the output projection per query head. Out: one norm an entry and query head. The decision taken
-here: the norm is the quadratic form of the D x D Gram matrix of each head's slice of W_O, which for many more
-entries than D costs E / D times less than the projection that the L1 norm needs; for so few that making the
-matrix costs more than it saves, up to about D, values are projected after all.
+The norm is the quadratic form of the D x D Gram matrix of each head's slice of W_O, which for many more
+entries than D costs E / D times less than the projection that the L1 norm needs. For few entries (up to about
+D) values are projected after all.
 """
 
 from jaxtyping import Float

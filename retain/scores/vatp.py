@@ -1,9 +1,7 @@
-"""VATP: attention times how large the value is.
+"""VATP: scores entries by attention times the norm of the value.
 
-In: evidence with at least `window` queries, or with what H2O reads. Out: a score in `mass`. It is no `risk`:
-the value has not gone through W_O, so that the number is not what the entry adds to the residual stream, and
-it cannot be fused with one. The decision taken here: the attention is a setting, because the paper takes
-H2O's running sum, and the paper that compares with it (LAVa) the mean of the last queries.
+The value has not gone through W_O, so the unit is `mass`, not `risk`. The attention is a setting: the paper
+takes H2O's running sum, the paper that compares with it (LAVa) the mean of the last queries.
 """
 
 import torch

@@ -1,12 +1,10 @@
-"""The observation window: what the last queries pay, and its smoothing.
+"""Computes statistics of the attention from the observation window (the last `W` queries), and pools them.
 
-In: the evidence of one layer. Out: statistics `[B, Q, T]` of what the last `W` queries pay to each entry; the
-rows themselves, `[B, Q, W, T]`, are made for nobody but who asks for them (`window_attention`). Two decisions
-are taken here. Rows are softmaxed over all entries and keep the window's own columns (published code drops
-them and pads them with huge scores instead; here protection keeps the window, as a mask). And pooling treats
-the entries before the window and those inside it apart, so that the window's large self-attention leaks into
-nobody, as if its columns had been dropped. Neighbours are so by place: where entries have gone, those on both
-sides of the gap come no nearer to each other.
+Statistics are `[B, Q, T]`; the rows `[B, Q, W, T]` are made by `window_attention` alone. Rows are softmaxed
+over all entries and keep the window's own columns (published code drops them and pads them with huge scores
+instead; here protection keeps the window). Pooling treats the entries before the window and those inside it
+apart, so that the window's large self-attention does not leak, as if its columns had been dropped. Neighbours
+are defined by place: a gap of evicted entries stays a gap.
 """
 
 from collections.abc import Iterator
@@ -16,13 +14,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from retain.attention.received import paid
+from retain.attention.received import received_attention
 from retain.evidence import Evidence, attention_probs
 from retain.kernels.attention_stats import Pool
 
 
 def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"]:
-    """Attention of the last `window` queries, float32, causal: the rows that `window_paid` does not make.
+    """Attention of the last `window` queries, float32, causal: the rows that `window_received` does not make.
 
     Args:
         evidence: the layer.
@@ -35,7 +33,7 @@ def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"
     return attention_probs(evidence, evidence.num_queries - window, evidence.num_queries)
 
 
-def window_paid(
+def window_received(
     evidence: Evidence,
     window: int,
     *wanted: str,
@@ -69,7 +67,7 @@ def window_paid(
     if pool is not None:
         check_pool(pool, pool_size)
         pooled = Pool(pool, pool_size, split, keep_mass)
-    return paid(
+    return received_attention(
         evidence,
         *wanted,
         start=evidence.num_queries - window,
@@ -130,7 +128,7 @@ def pool_entries(
     nothing, count as zero: edges are damped, as in the released code),
     `max: max_{|p_k - p_i| <= r} x[k]`.
 
-    So what other heads hold changes nothing, nor does an entry that went as if it had never been paid.
+    Entries of other heads and evicted entries have no influence.
 
     Args:
         values_T: non-negative, zero on padding and where the head holds no entry.
@@ -163,7 +161,7 @@ def pool_entries(
 
 
 def check_pool(kind: str, size: int) -> None:
-    """Refuse a pool that is none.
+    """Refuse an unknown pool.
 
     Args:
         kind: `avg` or `max`.
@@ -181,8 +179,8 @@ def check_pool(kind: str, size: int) -> None:
 def forced_above(
     score_BHT: Float[Tensor, "B H T"], evidence: Evidence, window: int
 ) -> Float[Tensor, "B H T"]:
-    """Scores with the window's entries one above the best before it, of all heads of the sequence: how
-    released presses keep their window.
+    """Raise the window's entries one above the best before it, over all heads of the sequence, as released
+    presses do.
 
     Args:
         score_BHT: not yet masked.
@@ -197,7 +195,7 @@ def forced_above(
 
 
 def _pool_places_(pooled_T: Tensor, part_T: Tensor, kind: str, reach: int, place_BT: Tensor) -> None:
-    """Sum up, or take the largest, of what lies at most `reach` places away."""
+    """Sum, or take the largest, over neighbours at most `reach` places away."""
     between = [1] * (part_T.dim() - 2)
     # Places ascend, so that nothing near is more columns away than places.
     for own, other in _shifted(part_T.shape[-1], reach):
@@ -210,7 +208,8 @@ def _pool_places_(pooled_T: Tensor, part_T: Tensor, kind: str, reach: int, place
 
 
 def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:
-    """Entries that have a neighbour so many columns on, and those neighbours, for -reach, ..., reach."""
+    """Slices of the entries that have a neighbour `shift` columns on, and of those neighbours, for each
+    shift."""
     for shift in range(-reach, reach + 1):
         first, last = max(0, -shift), min(num_entries, num_entries - shift)
         if first < last:
@@ -218,5 +217,5 @@ def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:
 
 
 def group_heads(values_BQT: Float[Tensor, "B Q *rest"], num_heads: int) -> Float[Tensor, "B H G *rest"]:
-    """Query heads beside the KV head that they share: `[B, Q, ...] -> [B, H, G, ...]` (a view)."""
+    """Group query heads by KV head: `[B, Q, ...] -> [B, H, G, ...]` (a view)."""
     return values_BQT.unflatten(1, (num_heads, -1))

@@ -103,16 +103,16 @@ def test_the_path_of_gradients_says_the_same(
         "window": window,
         "sinks_Q": torch.linspace(-1.0, 1.0, Q, dtype=torch.float64) if sinks else None,
     }
-    found = lookahead.asked(parts["queries"], parts["keys"], parts["own"], **settings)
+    found = lookahead.lookahead_attention(parts["queries"], parts["keys"], parts["own"], **settings)
     for name in parts:
         leaf = parts[name].clone().requires_grad_()
-        rows = lookahead.asked(
+        rows = lookahead.lookahead_attention(
             *((parts | {name: leaf})[part] for part in ("queries", "keys", "own")), **settings
         )
         assert rows.requires_grad and not found.requires_grad
         torch.testing.assert_close(rows.detach(), found, rtol=1e-12, atol=1e-14)
         with torch.no_grad():
-            again = lookahead.asked(
+            again = lookahead.lookahead_attention(
                 *((parts | {name: leaf})[part] for part in ("queries", "keys", "own")), **settings
             )
         assert torch.equal(again, found)
@@ -120,7 +120,7 @@ def test_the_path_of_gradients_says_the_same(
 
 def test_half_precision_is_summed_in_float32() -> None:
     parts = drawn(torch.bfloat16)
-    got = lookahead.asked(parts["queries"], parts["keys"], parts["own"], scaling=SCALING)
+    got = lookahead.lookahead_attention(parts["queries"], parts["keys"], parts["own"], scaling=SCALING)
     assert got.dtype == torch.float32
 
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.budget.statement import Budget, Stock
-from retain.evidence import Evidence, Running
+from retain.evidence import Evidence, RunningStatistics
 from retain.hf.model.decoder import describe, rotary_of
 from retain.hf.model.layout import LayerSpec
 from retain.policy import decide_layers, plan_of, score_entries, shape_of
@@ -287,7 +287,9 @@ class Naive:
             window=spec.window,
             sinks_Q=spec.sinks_Q,
             rotary=self.rotary,
-            running=Running(self.mass[number][b : b + 1, :, own], self.last[number][b : b + 1, :, own]),
+            running=RunningStatistics(
+                self.mass[number][b : b + 1, :, own], self.last[number][b : b + 1, :, own]
+            ),
             held_BHT=self.held[number][b : b + 1, :, own],
             place_BT=torch.arange(len(own))[None],
         )

@@ -10,7 +10,14 @@ import torch
 
 import retain
 from retain.budget.allocation import Allocation
-from retain.budget.capacity import Capacity, CapacityError, CapacityWarning, Guard, capacity_of, ceiled
+from retain.budget.capacity import (
+    Capacity,
+    CapacityError,
+    CapacityGuard,
+    CapacityWarning,
+    capacity_of,
+    ceiled,
+)
 from retain.budget.cascade import keep_sets
 from retain.budget.priority_sampling import Draw
 from retain.gates.store import load_gates, save_gates
@@ -63,7 +70,9 @@ def batch():
 
 def price_of(model, batch, policy, **settings) -> float:
     """The lower of the prices that two sequences pay."""
-    cache = Cache(model, policy, gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", HUGE), **settings)
+    cache = Cache(
+        model, policy, gates=gates(model), keep_ratio=0.3, capacity=CapacityGuard("warn", HUGE), **settings
+    )
     return min(cache.prefill(*batch).capacity.price_B)
 
 
@@ -71,7 +80,7 @@ def price_of(model, batch, policy, **settings) -> float:
 def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
     policy, own = fused(**SHARED[shared]), gates(model)
     plain = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None).prefill(*batch)
-    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("warn", TINY))
+    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=CapacityGuard("warn", TINY))
     with pytest.warns(
         CapacityWarning, match=r"keep_ratio=0.3: more goes than can be afforded.*\(of 2 such\)"
     ):
@@ -94,10 +103,10 @@ def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
 def test_it_is_quiet_where_all_can_be_afforded_and_speaks_once(model, batch):
     settings = {"gates": gates(model), "keep_ratio": 0.3, "regime": "decode", "every": 2}
     with silent():
-        quiet = Cache(model, fused(), capacity=Guard("warn", HUGE), **settings)
+        quiet = Cache(model, fused(), capacity=CapacityGuard("warn", HUGE), **settings)
         model.generate(*batch[:1], attention_mask=batch[1], past_key_values=quiet, max_new_tokens=7)
     assert quiet.evictions > 1 and quiet.capacity.short_B == [False, False]
-    cache = Cache(model, fused(), capacity=Guard("warn", TINY), **settings)
+    cache = Cache(model, fused(), capacity=CapacityGuard("warn", TINY), **settings)
     with pytest.warns(CapacityWarning) as said:
         model.generate(*batch[:1], attention_mask=batch[1], past_key_values=cache, max_new_tokens=9)
     assert cache.evictions > 1 and len(said) == 1
@@ -108,7 +117,7 @@ def test_it_is_quiet_where_all_can_be_afforded_and_speaks_once(model, batch):
 def test_it_keeps_what_is_needed(model, batch, shared, how):
     policy, own = fused(**SHARED[shared]), gates(model)
     limit = price_of(model, batch, policy) * 0.6
-    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("keep", limit))
+    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=CapacityGuard("keep", limit))
     with silent():
         if how == "evict":
             cache.prefill(*batch, evict=False, hold_evidence=True).evict()
@@ -134,7 +143,7 @@ def test_the_ratio_that_it_advises_is_one_of_what_was_seen_and_is_enough(model, 
     def run(ratio, limit):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            cache = Cache(model, fused(), keep_ratio=ratio, capacity=Guard("warn", limit), **settings)
+            cache = Cache(model, fused(), keep_ratio=ratio, capacity=CapacityGuard("warn", limit), **settings)
             if regime == "decode":
                 more = {"max_new_tokens": 9, "do_sample": False}
                 model.generate(ids, attention_mask=mask, past_key_values=cache, **more)
@@ -157,7 +166,7 @@ def test_the_ratio_that_it_advises_is_one_of_what_was_seen_and_is_enough(model, 
 
 def test_where_all_can_be_afforded_it_keeps_what_was_stated(model, batch):
     held = []
-    for capacity in (None, Guard("keep", HUGE), Guard("raise", HUGE)):
+    for capacity in (None, CapacityGuard("keep", HUGE), CapacityGuard("raise", HUGE)):
         cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=capacity).prefill(*batch)
         held.append(held_by(cache, batch[1]))
     for own in held[1:]:
@@ -166,7 +175,7 @@ def test_where_all_can_be_afforded_it_keeps_what_was_stated(model, batch):
 
 def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch):
     ids, mask = batch
-    settings = {"gates": gates(model), "keep_ratio": 0.3, "capacity": Guard("raise", TINY)}
+    settings = {"gates": gates(model), "keep_ratio": 0.3, "capacity": CapacityGuard("raise", TINY)}
     cache = Cache(model, fused(), **settings)
     with pytest.raises(CapacityError, match="Nothing was evicted: state a larger budget") as refused:
         cache.prefill(ids, mask)
@@ -201,7 +210,7 @@ def test_what_a_cache_was_made_with_comes_back_with_a_reset(model, batch):
     cache.prefill(*batch, evict=False, hold_evidence=True).evict(fused(), capacity=None, **given)
     assert cache.guard is None
     cache.reset()
-    assert cache.guard == Guard("raise", TINY)
+    assert cache.guard == CapacityGuard("raise", TINY)
     with pytest.raises(CapacityError):
         cache.prefill(*batch)
     # Also what was changed by hand.
@@ -234,7 +243,7 @@ def test_a_policy_named_later_is_under_the_guard_that_the_cache_was_made_with(mo
         assert held("auto").evict("snapkv", keep_ratio=0.9).guard is None
     for capacity, also in (("auto", {}), (None, {"capacity": "auto"}), ("raise", {"capacity": "warn"})):
         with pytest.warns(CapacityWarning):
-            assert held(capacity).evict(fused(), **given, **also).guard == Guard("warn", TINY)
+            assert held(capacity).evict(fused(), **given, **also).guard == CapacityGuard("warn", TINY)
 
 
 @pytest.mark.parametrize("action", ["warn", "raise", "keep"])
@@ -247,7 +256,7 @@ def test_keys_in_another_precision_than_the_weights_are_guarded_all_the_same(
     # Entries of 2 x 16 numbers; 360 of sequence 0, 330 of sequence 1.
     fits = 32 * 8 * (360 if guessed == 16 else 150)
     monkeypatch.setattr(Cache, "_element_size", guessed)
-    cache = Cache(model, fused(), gates=gates(model), bytes=fits, capacity=Guard(action, TINY))
+    cache = Cache(model, fused(), gates=gates(model), bytes=fits, capacity=CapacityGuard(action, TINY))
     if guessed == 16:
         with silent():
             cache.prefill(*batch)
@@ -265,13 +274,13 @@ def test_keys_in_another_precision_than_the_weights_are_guarded_all_the_same(
 
 
 def test_a_warning_points_at_the_users_line(model, batch):
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=CapacityGuard("warn", TINY))
     with pytest.warns(CapacityWarning) as said:
         cache.prefill(*batch)
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=CapacityGuard("warn", TINY))
     with pytest.warns(CapacityWarning) as also:
         model.generate(batch[0], attention_mask=batch[1], past_key_values=cache, max_new_tokens=2)
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=CapacityGuard("warn", TINY))
     with pytest.warns(CapacityWarning) as later:
         cache.prefill(*batch, evict=False, hold_evidence=True).evict()
     assert {one.filename for own in (said, also, later) for one in own} == {__file__}
@@ -282,9 +291,9 @@ def test_a_later_eviction_that_is_refused_leaves_the_cache_whole(model, batch):
     ids, mask = batch
     policy = fused()
     settings = {"gates": gates(model), "keep_ratio": 0.3, "regime": "chunked"}
-    cache = Cache(model, policy, capacity=Guard("raise", HUGE), **settings).prefill(ids, mask)
+    cache = Cache(model, policy, capacity=CapacityGuard("raise", HUGE), **settings).prefill(ids, mask)
     held = cache.entries_held
-    cache.guard = Guard("raise", TINY)
+    cache.guard = CapacityGuard("raise", TINY)
     turn, both = ids[:, -9:], torch.cat([mask, torch.ones_like(ids[:, -9:])], 1)
     positions = (both.cumsum(-1) - 1)[:, -9:]
     given = {"attention_mask": both, "position_ids": positions, "past_key_values": cache}
@@ -301,24 +310,28 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
     own.metadata["calibration"]["capacity"] = {"limit": 0.25}
     save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model))
     own = load_gates(tmp_path / "gates")
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
+    assert Cache(model, fused(), gates=own, keep_ratio=0.3).guard == CapacityGuard("warn", 0.25)
     assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None).guard is None
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep").guard == Guard("keep", 0.25)
+    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep").guard == CapacityGuard(
+        "keep", 0.25
+    )
     # On its own scale, where all heads share one budget: what that limit was read off for.
     for own_scale in ({"fusion": "learned"}, {"fusion": "sum"}, {"draw": Draw(0.3)}):
-        assert Cache(model, fused(**own_scale), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
+        assert Cache(model, fused(**own_scale), gates=own, keep_ratio=0.3).guard == CapacityGuard(
+            "warn", 0.25
+        )
     others = [{"scope": "head"}, {"scope": "layer"}, {"fusion": "prior"}, {"fusion": "log_linear"}]
     others += [{"fusion": "veto"}, {"allocation": Allocation(normalise="head")}]
     for settings in others:
         made = {"gates": own, "keep_ratio": 0.3}
         assert Cache(model, fused(**settings), **made).guard is None
-        assert Cache(model, fused(**settings), capacity="raise", **made).guard == Guard("raise", 0.25)
+        assert Cache(model, fused(**settings), capacity="raise", **made).guard == CapacityGuard("raise", 0.25)
     assert Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3).guard is None
     assert Cache(model, fused(), gates=own, threshold=2.0).guard is None
     assert Cache(model, fused(), gates=gates(model), keep_ratio=0.3).guard is None
     assert Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6).guard is None
     other = {"policy": "snapkv", "keep_ratio": 0.9, "observed_settings": {"window": 4}}
-    for capacity in (None, "keep", "auto", Guard("warn", HUGE)):
+    for capacity in (None, "keep", "auto", CapacityGuard("warn", HUGE)):
         cache = Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=capacity)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CapacityWarning)
@@ -342,9 +355,9 @@ def test_what_no_limit_means_anything_for_is_refused(model):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="warn")
     with pytest.raises(ValueError, match=r"did you mean 'keep'"):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="kepe")
-    with pytest.raises(ValueError, match="a retain.budget.capacity.Guard or None; got 3"):
+    with pytest.raises(ValueError, match="a retain.budget.capacity.CapacityGuard or None; got 3"):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=3)
-    guard = Guard("warn", 1.0)
+    guard = CapacityGuard("warn", 1.0)
     with pytest.raises(ValueError, match="what it observes is past"):
         Cache(model, "snapkv", keep_ratio=0.6, capacity=guard)
     with pytest.raises(ValueError, match="fusion 'rank_blend'.*is not in risk"):

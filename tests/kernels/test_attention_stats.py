@@ -21,7 +21,7 @@ from retain.kernels.attention_stats import (
 )
 from retain.kernels.attention_stats.cases import ALL, CASES, FLOATS, Case, inputs, run, wrong_last
 from retain.kernels.measure import extra_bytes
-from retain.scores.window import window_paid
+from retain.scores.window import window_received
 from tests.close import assert_close
 from tests.kernels.device import DEVICE
 from tests.naive import random_evidence
@@ -447,7 +447,7 @@ def test_no_window_waits_for_the_gpu():
     )
     for waiting in (nullcontext, never_waiting):  # what is made once a process may wait
         with waiting():
-            window_paid(evidence, 16, "max", "plain", pool="avg", pool_size=5, keep_mass=True)
+            window_received(evidence, 16, "max", "plain", pool="avg", pool_size=5, keep_mass=True)
 
 
 @pytest.mark.gpu

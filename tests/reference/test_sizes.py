@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retain.reference import documents
 from retain.reference.batches import batch_at, batches, parts, stage_of
-from retain.reference.checkpoint import Unfinished
+from retain.reference.checkpoint import Checkpoint
 from retain.reference.cost import count, held_bytes, matrix_parameters
 from retain.reference.curriculum import WEIGHTS, text_document
 from retain.reference.documents import Writer, words
 from retain.reference.items import TASKS, write_item
 from retain.reference.model import build, load_folder, save_folder
 from retain.reference.recipe import LARGE, SIZES, SMALL, TINY, Phase, Recipe, Stage
-from retain.reference.train import Curve, Room, Run, main, step_loss, train
+from retain.reference.train import Curve, Resources, Run, main, step_loss, train
 
 CPU = torch.device("cpu")
 # Two phases of five steps, saved every second: one is killed between saves, in either phase.
@@ -108,12 +108,14 @@ def test_parts_are_the_batch() -> None:
     assert np.array_equal(np.concatenate(tokens), batch.ids_BT.reshape(-1)[batch.places])
 
 
-@pytest.mark.parametrize("room", [Room(micro_tokens=150), Room(micro_tokens=1), Room(checkpointing=True)])
-def test_less_room_gives_the_same_gradients(room: Room) -> None:
+@pytest.mark.parametrize(
+    "room", [Resources(micro_tokens=150), Resources(micro_tokens=1), Resources(checkpointing=True)]
+)
+def test_less_room_gives_the_same_gradients(room: Resources) -> None:
     _, batch = batch_at(QUICK.recipe, 0, 0, 0)
     kind_weights = torch.tensor(list(WEIGHTS.values()))
     got = []
-    for own in (Room(), room):
+    for own in (Resources(), room):
         model = build(0, **QUICK.model).train()
         if own.checkpointing:
             model.gradient_checkpointing_enable()
@@ -136,7 +138,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     whole = Run(QUICK, 0, tmp_path / "whole")
-    whole.make(CPU, Room())
+    whole.make(CPU, Resources())
     killed = Run(QUICK, 0, tmp_path / "killed")
     add = Curve.add
 
@@ -148,10 +150,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr(Curve, "add", dies)
         with pytest.raises(Killed):
-            killed.make(CPU, Room())
+            killed.make(CPU, Resources())
     assert not (killed.output / "model.safetensors").exists()
-    assert Unfinished(killed.unfinished, killed.told()).found
-    killed.make(CPU, Room())
+    assert Checkpoint(killed.unfinished, killed.told()).found
+    killed.make(CPU, Resources())
     one, other = (load_folder(run.output) for run in (whole, killed))
     for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -167,20 +169,20 @@ def test_another_run_does_not_go_on(tmp_path: Path) -> None:
     path = tmp_path / "unfinished"
     model = build(0, **QUICK.model)
     told = Run(QUICK, 0, tmp_path).told()
-    Unfinished(path, told).save(1, 2, model, [])
-    again = Unfinished(path, told)
+    Checkpoint(path, told).save(1, 2, model, [])
+    again = Checkpoint(path, told)
     assert (again.found, again.phase_idx, again.step) == (True, 1, 2)
     with pytest.raises(ValueError, match=r"unfinished run of another planted, seed: pass another --output"):
-        Unfinished(path, Run(QUICK, 1, tmp_path, planted=False).told())
+        Checkpoint(path, Run(QUICK, 1, tmp_path, planted=False).told())
     path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"holds no unfinished run .*remove it to begin again"):
-        Unfinished(path, told)
+        Checkpoint(path, told)
 
 
 def test_a_loss_that_is_none_stops_and_says_where_the_last_state_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unfinished = Unfinished(tmp_path / "unfinished", {})
+    unfinished = Checkpoint(tmp_path / "unfinished", {})
     told = (float("nan"), torch.zeros(1), torch.zeros(1, dtype=torch.bool))
     monkeypatch.setattr("retain.reference.train.step_loss", lambda *given: told)
     with pytest.raises(

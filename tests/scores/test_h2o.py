@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import Running
+from retain.evidence import RunningStatistics
 from retain.scores import h2o
 from tests.naive import (
     LAYERS,
@@ -35,7 +35,7 @@ def _naive(evidence, reduce):
 def _counted(evidence):
     """The same layer with what a cache would have counted, and the last query only."""
     mass = _naive(evidence, "sum").masked_fill(~evidence.valid_BT[:, None], 0.0).float()
-    running = Running(mass, torch.zeros(mass.shape, dtype=torch.int64))
+    running = RunningStatistics(mass, torch.zeros(mass.shape, dtype=torch.int64))
     return replace(evidence, running=running, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
 
 
@@ -74,7 +74,9 @@ def test_the_mean_counts_the_queries_of_entries_that_are_gone():
         positions_BT=whole.positions_BT[:, left],
         valid_BT=whole.valid_BT[:, left],
         place_BT=whole.places_BT[:, left],
-        running=Running(*(x[..., left] for x in (whole.running.mass_BHT, whole.running.last_access_BHT))),
+        running=RunningStatistics(
+            *(x[..., left] for x in (whole.running.mass_BHT, whole.running.last_access_BHT))
+        ),
     )
     assert torch.equal(h2o(held, reduce="mean").values_BHT, h2o(whole, reduce="mean").values_BHT[..., left])
 

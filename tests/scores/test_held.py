@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import Running
+from retain.evidence import RunningStatistics
 from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
 from retain.policy import Policy, score_entries
@@ -302,7 +302,7 @@ def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
     window = {"queries_BQSD": evidence.queries_BQSD[:, :, -last:]}
     without = {
         "window": {"queries_BQSD": torch.full_like(evidence.queries_BQSD, nan)},
-        "running": {"running": Running(known.mass_BHT * nan, known.last_access_BHT + 1)},
+        "running": {"running": RunningStatistics(known.mass_BHT * nan, known.last_access_BHT + 1)},
         "value_norm": {"value_norm_BQT": torch.full_like(evidence.value_norm_BQT, nan)},
         "rotary": {"rotary": None},
     }

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import Running
+from retain.evidence import RunningStatistics
 from retain.ranking import rank_entries
 from retain.scores import lru, recency
 from retain.scores.lru import last_access
@@ -96,12 +96,12 @@ def test_an_entry_that_a_late_query_wants_outlives_newer_ones():
 def test_running_statistics_are_read_where_they_are_kept():
     """They win over the queries, which may then be a window; a sequence's padding is not counted."""
     evidence = random_evidence(pads=(0, 4), num_tokens=14)
-    running = Running(torch.zeros(2, 2, 14), last_access(evidence))
+    running = RunningStatistics(torch.zeros(2, 2, 14), last_access(evidence))
     want = lru(evidence).values_BHT
     short = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -3:], running=running)
     assert torch.equal(lru(short).values_BHT, want)
     # Places go beyond the entries held, once some are evicted.
-    later = replace(short, running=Running(running.mass_BHT, running.last_access_BHT + 2**20))
+    later = replace(short, running=RunningStatistics(running.mass_BHT, running.last_access_BHT + 2**20))
     assert torch.equal(lru(later).values_BHT, want + 2**20)
 
 

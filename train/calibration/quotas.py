@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from retain.budget.largest_remainder import apportion, exact
+from retain.budget.largest_remainder import exact, largest_remainder
 from retain.budget.quotas import quota_budgets, quotas_of
 from retain.gates.calibrate import PARTS
 from retain.ranking import order_entries
@@ -57,7 +57,7 @@ def fit_quotas(targets: Sequence[Rows]) -> dict[str, Any]:
             won_R = above_R + tied_R * (count - above_R.sum()) / tied_R.sum()
             share_R = share_R + won_R / (count * len(targets))
         assert isinstance(share_R, Tensor)
-        whole = iter(apportion(PARTS, [Fraction(share) for share in share_R.tolist()]))
+        whole = iter(largest_remainder(PARTS, [Fraction(share) for share in share_R.tolist()]))
         for layer, each in targets[0].items():
             parts[str(layer)].append([next(whole) for _ in range(len(each))])
     return {"keep_ratio": list(RATIOS), "parts": parts}
@@ -95,7 +95,7 @@ def report_quotas(
                 capacity_LH=capacity_LH,
             )
             counts = {
-                "equal": apportion(total, [Fraction(1)] * len(capacity), capacity),
+                "equal": largest_remainder(total, [Fraction(1)] * len(capacity), capacity),
                 "quotas": [own for row in quota_LH for own in row],
                 "joint": _won(score, total),
                 "by_target": _won(target, total),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from retain.attention.chunked import truncate
-from retain.attention.received import paid
+from retain.attention.received import received_attention
 from retain.evidence import Evidence
 from retain.kernels.gated_attention import gated_attention
 from retain.scores.value_norm import value_norms
@@ -264,7 +264,7 @@ def bound_coefficients(evidence: Evidence, horizon: int, entries: int) -> Float[
         the coefficients, of the entries that the evidence has.
     """
     entries = min(entries, evidence.num_seen)
-    (sum_BQT,) = paid(evidence, "sum", entries=entries, distance=horizon)
+    (sum_BQT,) = received_attention(evidence, "sum", entries=entries, distance=horizon)
     norm_BQT = value_norms(evidence).masked_fill(~evidence.valid_BT[:, None], 0.0)
     weight_BQT = norm_BQT[..., :entries] + norm_BQT.amax(-1, keepdim=True)
     asked_B11 = evidence.asks_BS.sum(-1).clamp_min(1).to(sum_BQT.device)[:, None, None]

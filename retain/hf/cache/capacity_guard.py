@@ -1,9 +1,10 @@
 """Evictions under a limit: a warning where more goes than can be afforded, and two ways of not letting it go.
 
-In: a cache's guard (`retain.budget.capacity.Guard`) and its evictions, as they come. Out: `cache.capacity`,
-what the last of them cost; a warning; a `CapacityError`; or a larger budget. The one decision taken here: a
-guard that only warns reads along while layers are cut, at next to no cost, and one that may change the
-decision holds the whole prompt until all layers have come, since what a budget costs is not known before.
+In: a cache's guard (`retain.budget.capacity.CapacityGuard`) and its evictions, as they come. Out:
+`cache.capacity`, what the last of them cost; a warning; a `CapacityError`; or a larger budget. The one
+decision taken here: a guard that only warns reads along while layers are cut, at next to no cost, and one
+that may change the decision holds the whole prompt until all layers have come, since what a budget costs is
+not known before.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ from retain.budget.capacity import (
     ACTIONS,
     Capacity,
     CapacityError,
+    CapacityGuard,
+    CapacityMeter,
     CapacityWarning,
-    Gauge,
-    Guard,
     seen_of,
     stored_limit,
 )
@@ -42,13 +43,13 @@ OWN = "own"
 ON_SCALE = ("learned", "max", "sum")
 
 
-def make_guard(capacity: Any, rule: Rule) -> Guard | None:
+def make_guard(capacity: Any, rule: Rule) -> CapacityGuard | None:
     """What a cache does about evictions that cannot be afforded.
 
     Args:
         capacity: `auto` (warn, where the gates were stored with a limit and the policy is such as that limit
-            was read off for, and else nothing), an action of `retain.budget.capacity.ACTIONS`, a `Guard` with
-            a limit of its own, or None for nothing.
+            was read off for, and else nothing), an action of `retain.budget.capacity.ACTIONS`, a
+            `CapacityGuard` with a limit of its own, or None for nothing.
         rule: what is kept.
 
     Raises:
@@ -56,21 +57,27 @@ def make_guard(capacity: Any, rule: Rule) -> Guard | None:
     """
     if capacity is None:
         return None
-    if not isinstance(capacity, Guard):
+    if not isinstance(capacity, CapacityGuard):
         if not isinstance(capacity, str):
             raise ValueError(
                 f"capacity is {AUTO!r}, one of {', '.join(map(repr, ACTIONS))}, a "
-                f"retain.budget.capacity.Guard or None; got {capacity!r}."
+                f"retain.budget.capacity.CapacityGuard or None; got {capacity!r}."
             )
         if capacity != AUTO:
             lookup(capacity, {AUTO: "", **ACTIONS}, what="what capacity does")
-    guard = Guard() if capacity == AUTO else capacity if isinstance(capacity, Guard) else Guard(capacity)
+    guard = (
+        CapacityGuard()
+        if capacity == AUTO
+        else capacity
+        if isinstance(capacity, CapacityGuard)
+        else CapacityGuard(capacity)
+    )
     problem = _not_in_risk(rule)
     limit = guard.limit if problem or guard.limit is not None else stored_limit(_gates(rule))
     if problem is None and limit is None:
         problem = (
             "its gates were stored without a limit: calibrate them with calibration.capacity true "
-            "(train/distill.py), or state one, capacity=retain.budget.capacity.Guard("
+            "(train/distill.py), or state one, capacity=retain.budget.capacity.CapacityGuard("
             f"{guard.action!r}, limit=...)"
         )
     if capacity == AUTO and (problem is not None or not _as_read_off(rule)):
@@ -121,8 +128,8 @@ class Guarded(Conversation):
     """A conversation whose evictions may be held against a limit."""
 
     # What the cache was made with: as stated, and what that comes to for its own rule.
-    _given_guard: tuple[Any, Guard | None] = (None, None)
-    guard: Guard | None = None
+    _given_guard: tuple[Any, CapacityGuard | None] = (None, None)
+    guard: CapacityGuard | None = None
 
     def _forget(self) -> None:
         super()._forget()
@@ -152,7 +159,7 @@ class Guarded(Conversation):
         # Also where all seems to fit: keys that come in another precision may settle it anew.
         if isinstance(eviction, LayerByLayer):
             split = eviction.plan.shares.split
-            eviction.gauge = Gauge(guard.limit, split, follows=split.crosses_layers)
+            eviction.gauge = CapacityMeter(guard.limit, split, follows=split.crosses_layers)
 
     def _measure(self, evidence: Evidence) -> None:
         """Settle the eviction of a first prompt anew where its keys are not in the weights' precision, before
@@ -197,7 +204,7 @@ class Guarded(Conversation):
 
     @without_autocast
     def _decide(
-        self, rule: Rule, guard: Guard | None, evidence: Sequence[Evidence], given: Given
+        self, rule: Rule, guard: CapacityGuard | None, evidence: Sequence[Evidence], given: Given
     ) -> Sequence[Tensor | None] | None:
         """Keep masks of all layers at once, of evidence that shows everything; None keeps it.
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.attention.running_statistics import advance
-from retain.budget.capacity import Capacity, Gauge, Guard, afford, capacity_of
+from retain.budget.capacity import Capacity, CapacityGuard, CapacityMeter, capacity_of, enlarge_to_limit
 from retain.budget.cascade import Candidates, Cascade
 from retain.budget.quotas import Quotas, quotas_of
 from retain.budget.statement import Budget, LayerShape, Stock
@@ -253,7 +253,7 @@ class LayerByLayer:
     """A policy while a model first reads; lower layers may shrink as layers come."""
 
     # Reads along while layers come; set by whoever wants to know what the eviction costs.
-    gauge: Gauge | None = None
+    gauge: CapacityMeter | None = None
 
     def __init__(self, request: Request, given: Given, call: Arriving):
         self.request, self.given = request, given
@@ -302,7 +302,7 @@ class Again:
     """
 
     # What is done where the budget cannot be afforded, and then what it cost: of `rows`.
-    guard: Guard | None = None
+    guard: CapacityGuard | None = None
     capacity: Capacity | None = None
 
     def __init__(
@@ -365,7 +365,7 @@ class Again:
         if guard is None or guard.limit is None:
             return keep_masks(self.part, self.candidates)
         if guard.action == "keep":
-            _, kept, self.capacity = afford(shares, self.candidates, guard.limit)
+            _, kept, self.capacity = enlarge_to_limit(shares, self.candidates, guard.limit)
             return kept
         kept = keep_masks(self.part, self.candidates)
         self.capacity = capacity_of(shares, self.candidates, kept, guard.limit)

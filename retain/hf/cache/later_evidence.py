@@ -14,9 +14,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.cache.dense_view import Columns, align_last, columns_of, last_tokens
+from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.store import RaggedStore, normal_tensors
-from retain.evidence import Evidence, Running
+from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.bound_policy import Rule
 from retain.hf.cache.history import History
 from retain.hf.cache.layer import Layer
@@ -52,7 +52,7 @@ def evidence_of(
     keys: bool = True,
     values: bool = True,
     output_weight: bool = True,
-) -> tuple[Evidence, Columns]:
+) -> tuple[Evidence, DenseView]:
     """What a layer shows now.
 
     Args:
@@ -75,7 +75,7 @@ def evidence_of(
     first = history.num_seen - num_queries
     from_B = last_tokens(valid_BT, num_queries if each is None else each).clamp_min(first)
     asked_BS = valid_BT[:, first:] & (torch.arange(first, history.num_seen, device=device) >= from_B[:, None])
-    columns = columns_of(
+    columns = dense_view(
         store.positions_C,
         store.index_N(),
         store.rows_N(),
@@ -105,7 +105,7 @@ def evidence_of(
         window=spec.window,
         sinks_Q=spec.sinks_Q,
         rotary=rotary,
-        running=Running(beside[MASS], beside[ACCESS].long()) if MASS in beside else None,
+        running=RunningStatistics(beside[MASS], beside[ACCESS].long()) if MASS in beside else None,
         held_BHT=columns.held_BHT,
         place_BT=columns.place_BT,
         queried_BS=columns.queried_BT[:, columns.queried_BT.shape[1] - queries_BQSD.shape[2] :],
@@ -115,7 +115,7 @@ def evidence_of(
     return evidence, columns
 
 
-def _shown(columns: Columns, store_CD: Tensor, wanted: bool) -> Tensor:
+def _shown(columns: DenseView, store_CD: Tensor, wanted: bool) -> Tensor:
     """What a store holds, at the columns; NaN without any memory behind it, where nobody looks."""
     if wanted:
         return columns.gather(store_CD)

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from retain import config
-from retain.budget.capacity import Guard
+from retain.budget.capacity import CapacityGuard
 from retain.cache.store import RaggedStore
 from retain.gates.store import save_beside
 from retain.hf.cache import pass_through_layers as foreign
@@ -231,12 +231,12 @@ def _described(rule: Rule) -> dict[str, Any]:
 
 def _as_stated(capacity: Any) -> Any:
     """What is done where an eviction cannot be afforded, as a file holds it."""
-    return config.to_mapping(capacity) if isinstance(capacity, Guard) else capacity
+    return config.to_mapping(capacity) if isinstance(capacity, CapacityGuard) else capacity
 
 
 def _guard(stated: Any) -> Any:
     """The same, back from a file."""
-    return Guard(**stated) if isinstance(stated, Mapping) else stated
+    return CapacityGuard(**stated) if isinstance(stated, Mapping) else stated
 
 
 def _spans(pins: Any) -> Any:
@@ -332,7 +332,7 @@ def _wrong(
             yield f"{name} for {len(header[name])} sequences, and {B} sequences"
     seeds_from(header["seeds"])
     given = _guard(header.get("capacity"))
-    if given is not None and not isinstance(given, Guard):
+    if given is not None and not isinstance(given, CapacityGuard):
         yield f"capacity {given!r:.60}"
     shapes: dict[str, tuple[str, tuple[int | None, ...]]] = {
         "history.valid": ("bool", (B, T)),
