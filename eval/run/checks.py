@@ -4,7 +4,7 @@ Names exist, gates are there and fit, budgets hold what is protected, and every 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,10 +172,8 @@ def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> 
                 f"{own!r}{suggest(own, presets[preset])}; it has {', '.join(presets[preset]) or 'none'}"
             )
         else:
-            try:
-                find_policy(config, name)
-            except ValueError as error:
-                problems.append(f"variant {name!r}: {error}")
+            refused = _error_of(find_policy, config, name)
+            problems += [f"variant {name!r}: {refused}"] if refused else []
     return problems
 
 
@@ -193,13 +191,10 @@ def _protections(config: CompareConfig, known: Sequence[str]) -> list[str]:
                 f"{list(changes)}; what else a policy changes belongs in a variant"
             )
         else:
-            for policy in dict.fromkeys(config.under.get(name, config.policies)):
-                if policy not in known:
-                    continue  # said elsewhere, with what it may have meant
-                try:
-                    find_policy(config, policy, name)
-                except ValueError as error:
-                    problems.append(f"protection {name!r}: {error}")
+            takers = dict.fromkeys(config.under.get(name, config.policies))
+            # Unknown ones are said elsewhere, with what they may have meant.
+            tried = [_error_of(find_policy, config, policy, name) for policy in takers if policy in known]
+            problems += [f"protection {name!r}: {refused}" for refused in tried if refused]
     for name, measured in config.under.items():
         if name not in config.protections:
             hint = suggest(name, config.protections)
@@ -334,12 +329,11 @@ def _misfits(config: CompareConfig, model: Any, sets: Mapping[str, Any]) -> list
             window = (sets[name].metadata.get("protected_window") or 0) if shared else 0
             if policy.protection.recent < window:
                 policy = replace(policy, protection=replace(policy.protection, recent=window))
-            try:
-                opened = "context_only" if shared else regime
-                open_cache(model, config, opened, policy, config.budgets[0], sets.get(name))
-            except ValueError as error:
-                where = f"with gates {name!r}" if shared else f"in regime {regime!r}"
-                found[line.name, where] = f"policy {line.name!r} {where}: {error}"
+            opened = "context_only" if shared else regime
+            where = f"with gates {name!r}" if shared else f"in regime {regime!r}"
+            refused = _error_of(open_cache, model, config, opened, policy, config.budgets[0], sets.get(name))
+            if refused:
+                found[line.name, where] = f"policy {line.name!r} {where}: {refused}"
     return [*found.values()]
 
 
@@ -425,9 +419,18 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]
 
 def _refused(policy: Policy, value: float, tokens: int) -> ValueError | None:
     """What a policy's protection says to a budget on a context of so many tokens."""
-    try:
+
+    def protect() -> None:
         totals = spread(budget_of(value), [tokens], [LayerShape(1, 1)])
         protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
+
+    return _error_of(protect)
+
+
+def _error_of(call: Callable[..., object], *given: Any) -> ValueError | None:
+    """What a call refuses, if it does."""
+    try:
+        call(*given)
     except ValueError as error:
         return error
     return None
@@ -435,14 +438,10 @@ def _refused(policy: Policy, value: float, tokens: int) -> ValueError | None:
 
 def _documents(config: CompareConfig, suite: Suite) -> list[str]:
     """Whether there are documents for what is fitted on them."""
-    readers = [name for name in config.policies if name == "token_identity"]
-    readers += [
-        name for name in config.policies if find_policy(config, name).allocation.head_classes is not None
+    readers = [
+        name
+        for name in config.policies
+        if name == "token_identity" or find_policy(config, name).allocation.head_classes is not None
     ]
-    if not readers:
-        return []
-    try:
-        suite.documents(config.seeds[0], 1, config.context_tokens)
-    except ValueError as error:
-        return [f"{', '.join(readers)}: {error}"]
-    return []
+    refused = _error_of(suite.documents, config.seeds[0], 1, config.context_tokens) if readers else None
+    return [f"{', '.join(readers)}: {refused}"] if refused else []

@@ -105,14 +105,6 @@ def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch
     assert describe_run(config, STUB)["command"].endswith(f"--config {config.folder / 'compare.yaml'}")
 
 
-def test_the_same_weights_elsewhere_are_the_same_run(gated):
-    config = stub_config(gated)
-    (gated / "gates-seed0").rename(gated / "moved")
-    moved = replace(config, gates=str(gated / "moved"))
-    save_stub_gates(gated)
-    assert describe_run(config, STUB)["identity"] == describe_run(moved, STUB)["identity"]
-
-
 def test_all_of_it_end_to_end(gated):
     config = stub_config(gated, seeds=(0, 1))
     save_stub_gates(gated, seeds=(1,))
@@ -174,15 +166,6 @@ def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
     assert [count for count, *_ in measured] == [2, 3]
     rows = run_unit(config, STUB, evaluated, Unit(0, "pair", 0, 2))
     assert len({row.kept_entries for row in rows if row.budget == 0.45}) == 2  # one a regime
-
-
-def test_a_variant_is_part_of_what_the_run_is(gated):
-    def identity(*changes, name="mine"):
-        config = stub_config(gated, policies=(name,), variants={name: ("snapkv", *changes)})
-        return describe_run(config, STUB)["identity"]
-
-    assert identity("protection.sinks=4") == identity() != identity("protection.sinks=3")
-    assert identity(name="other") != identity()
 
 
 def test_how_many_items_are_read_together_is_lowered_when_memory_runs_out(gated, monkeypatch):
@@ -280,26 +263,6 @@ def test_a_row_says_whether_its_items_are_its_seeds_own(gated):
     compare(config, replace(STUB, tasks=tasks))
     told = {(row["task"], row["seeded"]) for row in read_rows(config.folder)}
     assert told == {("copy", False), ("pair", True), ("odd", True)}
-
-
-def test_what_its_items_are_is_part_of_what_the_run_is(gated):
-    config = stub_config(gated, policies=("recency",))
-    before = describe_run(config, STUB)["identity"]
-
-    def other(**changes):
-        def item(*place):
-            return replace(stub_item(*place), **changes)
-
-        now = describe_run(config, replace(STUB, item=item))["identity"]
-        return {name for name in now if now[name] != before[name]}
-
-    assert other() == set()
-    assert other(context_ids=(5,) * 100) == other(end_ids=(3,)) == {"items"}
-    moved = {"ruler/qa_1": {"path": "there"}, "niah": {"path": "there", "length": 3}}
-    text = replace(config.text, changes=moved, device_map=None)
-    assert describe_run(replace(config, text=text), STUB)["identity"]["config"]["text"]["changes"] == {
-        "niah": {"length": 3}
-    }
 
 
 def test_where_items_begin_is_part_of_what_the_run_is(gated):
@@ -405,3 +368,32 @@ def test_a_worker_ends_with_the_run_that_started_it():
     while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
         assert time.monotonic() < until, "the worker is still there"
         time.sleep(0.2)
+
+
+def test_what_the_run_is(gated):
+    """The weights of its gates and not their folder, its variants and not their names, its items."""
+
+    def identity(suite=STUB, **changes):
+        return describe_run(stub_config(gated, **changes), suite)["identity"]
+
+    before = identity()
+    (gated / "gates-seed0").rename(gated / "moved")
+    assert identity(gates=str(gated / "moved")) == before
+    save_stub_gates(gated)
+    mine = {"policies": ("mine",), "variants": {"mine": ("snapkv",)}}
+    three, four = (mine | {"variants": {"mine": ("snapkv", f"protection.sinks={n}")}} for n in (3, 4))
+    assert identity(**four) == identity(**mine) != identity(**three)
+    assert identity(policies=("other",), variants={"other": ("snapkv",)}) != identity(**mine)
+
+    def other(**changes):
+        def item(*place):
+            return replace(stub_item(*place), **changes)
+
+        now = identity(replace(STUB, item=item))
+        return {name for name in now if now[name] != before[name]}
+
+    assert other() == set()
+    assert other(context_ids=(5,) * 100) == other(end_ids=(3,)) == {"items"}
+    changes = {"ruler/qa_1": {"path": "there"}, "niah": {"path": "there", "length": 3}}
+    text = replace(stub_config(gated).text, changes=changes, device_map=None)
+    assert identity(text=text)["config"]["text"]["changes"] == {"niah": {"length": 3}}

@@ -25,46 +25,18 @@ from retain.eval.run.results_store import (
     read_references,
     read_rows,
     take_up,
-    tokens_sha,
 )
 from retain.eval.study import command as study
 from retain.gates import build_gates
 from retain.gates.store import save_gates
 from retain.process.provenance import code_state
+from tests.eval.made_run import make_rows
+
+(MADE, *_) = make_rows(())
 
 
 def row(unit: str, item: int, rows: int = 1) -> Row:
-    return Row(
-        run="r",
-        unit=unit,
-        unit_rows=rows,
-        seed=0,
-        task="t",
-        family="seen",
-        item=item,
-        question=0,
-        regime="context_only",
-        policy="full",
-        base_policy="full",
-        protection="preset",
-        budget=1.0,
-        keep_ratio=1.0,
-        score=1.0,
-        exact=1.0,
-        partial=1.0,
-        null=False,
-        ended=False,
-        num_prompt=4,
-        num_generated=2,
-        kept_entries=4,
-        seen_entries=4,
-        peak_entries=6,
-        bytes_held=64,
-        bytes_full=64,
-        gate_bytes=0,
-        tokens=(1, 2),
-        tokens_sha=tokens_sha((1, 2)),
-    )
+    return replace(MADE, unit=unit, item=item, unit_rows=rows)
 
 
 def manifest(**identity):
@@ -76,7 +48,7 @@ def test_rows_come_back(tmp_path):
     append_unit(tmp_path, [row("b", 2)])
     back = read_rows(tmp_path)
     assert [(own["unit"], own["item"]) for own in back] == [("a", 0), ("a", 1), ("b", 2)]
-    assert back[0]["tokens"] == [1, 2] and set(back[0]) == set(Row.__dataclass_fields__)
+    assert back[0]["tokens"] == [0, 1] and set(back[0]) == set(Row.__dataclass_fields__)
 
 
 def test_half_units_and_torn_lines_are_dropped_and_whole_ones_kept(tmp_path):
@@ -93,21 +65,16 @@ def later(**identity):
     return {**manifest(**identity), "code": {"commit": "b", "clean": False}, "started": "now"}
 
 
-def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it(tmp_path):
+def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it_where(tmp_path):
     units = ["a", "b"]
-    open_run(tmp_path, manifest(x=1), units)
+    here, there = ({"environment": {"processor": name}} for name in ("here", "there"))
+    open_run(tmp_path, manifest(x=1) | here, units)
     append_unit(tmp_path, [row("a", 0)])
-    again = open_run(tmp_path, later(x=1), units)
+    for _ in range(2):
+        again = open_run(tmp_path, later(x=1) | there, units)
     assert again["started"] == "then"
     assert [state["commit"] for state in again["code_states"]] == ["a", "b"]
-
-
-def test_a_run_remembers_where_its_rows_were_made(tmp_path):
-    here, there = ({"environment": {"processor": name}} for name in ("here", "there"))
-    for place in (here, there, there):
-        told = open_run(tmp_path, manifest(x=1) | place, ["a", "b"])
-        append_unit(tmp_path, [row("a", 0)])
-    assert told["environments"] == [here["environment"], there["environment"]]
+    assert again["environments"] == [here["environment"], there["environment"]]
 
 
 def test_looking_at_a_finished_run_again_changes_only_how_it_is_reported(tmp_path):
@@ -162,7 +129,7 @@ def test_code_outside_a_checkout_is_not_clean(tmp_path):
 def test_reading_nothing(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing was measured there yet"):
         read_rows(tmp_path)
-    json.dumps(manifest())
+    assert read_references(tmp_path / "none") == []
 
 
 def asked(item: int, **changes) -> Reference:
@@ -185,31 +152,19 @@ def test_what_several_processes_wrote_is_taken_into_one_file(tmp_path):
     assert [own["item"] for own in read_rows(tmp_path)] == [0, 1, 2]
     told = read_references(tmp_path)
     assert [own["item"] for own in told] == [0, 1, 2, 3] and told[1]["references"] == ["three"]
-    assert read_references(tmp_path / "none") == []
 
 
-def test_a_torn_reference_is_dropped_before_more_is_appended(tmp_path):
-    append_unit(tmp_path, [row("a", 0)], [asked(0)])
-    with (tmp_path / REFERENCES).open("a") as file:
-        file.write('{"seed": 0')
-    take_up(tmp_path, ["a"])
-    append_unit(tmp_path, [row("b", 1)], [asked(1)])
-    assert [own["item"] for own in read_references(tmp_path)] == [0, 1]
-
-
-def test_units_of_another_plan_are_no_units_of_this_run(tmp_path):
-    append_unit(tmp_path, [row("a", 0)])
-    assert finished(tmp_path, ["b"]) == set()
-
-
-def test_a_line_that_is_no_object_is_torn(tmp_path):
+def test_torn_lines_and_lines_that_are_no_object_are_dropped(tmp_path):
     append_unit(tmp_path, [row("a", 0)], [asked(0)])
     for name in (ITEMS, REFERENCES):
         with (tmp_path / name).open("a") as file:
-            file.write('12\n[1]\nnull\n"a"\n')
+            file.write('12\n[1]\nnull\n"a"\n{"seed": 0')
     assert finished(tmp_path, ["a"]) == {"a"} == take_up(tmp_path, ["a"])
-    assert len(read_rows(tmp_path)) == len(read_references(tmp_path)) == 1
-    assert (tmp_path / ITEMS).read_text().count("\n") == (tmp_path / REFERENCES).read_text().count("\n") == 1
+    assert finished(tmp_path, ["b"]) == set()  # units of another plan are none of this run
+    append_unit(tmp_path, [row("b", 1)], [asked(1)])
+    assert [own["item"] for own in read_references(tmp_path)] == [0, 1]
+    assert len(read_rows(tmp_path)) == 2
+    assert (tmp_path / ITEMS).read_text().count("\n") == (tmp_path / REFERENCES).read_text().count("\n") == 2
 
 
 def test_what_was_asked_is_written_once_and_must_stay_the_same(tmp_path):
@@ -223,17 +178,6 @@ def test_what_was_asked_is_written_once_and_must_stay_the_same(tmp_path):
             ValueError, match=f"in b: question 0 of item 0 is not the one .*{next(iter(changes))} differ"
         ):
             asking.fresh("b", [asked(0, **changes)])
-
-
-def test_a_manifest_that_is_not_there_or_not_whole_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no run of eval/compare.py. Pass results/<run>"):
-        read_manifest(tmp_path)
-    for damaged in ("{", "[]"):
-        (tmp_path / MANIFEST).write_text(damaged)
-        with pytest.raises(ValueError, match="manifest.json (is damaged|holds no object).*restore it from"):
-            read_manifest(tmp_path)
-    (tmp_path / MANIFEST).write_text('{"run": "x"}')
-    assert read_manifest(tmp_path) == {"run": "x"}
 
 
 def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
@@ -286,9 +230,12 @@ def test_a_row_of_other_things_is_refused_by_its_file(changes, said, tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"config": 3}', '{"identity": []}'])
 def test_a_damaged_manifest_is_refused_by_its_file(text, tmp_path):
     """Also where a run would be taken up: what made its rows is then not known."""
+    with pytest.raises(FileNotFoundError, match="is no run of eval/compare.py. Pass results/<run>"):
+        read_manifest(tmp_path)
     append_unit(tmp_path, [row("a", 0)])
     (tmp_path / MANIFEST).write_text(text)
-    run = {"identity": {}, "code": {}}
-    for read in (lambda: read_manifest(tmp_path), lambda: open_run(tmp_path, run, ["a"])):
+    for read in (lambda: read_manifest(tmp_path), lambda: open_run(tmp_path, manifest(), ["a"])):
         with pytest.raises(ValueError, match=r"manifest\.json (is damaged|holds) .*restore it from a copy"):
             read()
+    (tmp_path / MANIFEST).write_text('{"run": "x"}')
+    assert read_manifest(tmp_path) == {"run": "x"}
