@@ -54,12 +54,12 @@ ALSO := $(addprefix --also ,gate+joint each_head added recent32 curves alike obs
 fused: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates remap-gates alike-gates
 	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
-	$(BIN)/python -m retain.eval.claims.fused results/fused --oracle oracle+joint $(ALSO)
+	$(BIN)/python -m retain.eval.claims.command results/fused --oracle oracle+joint $(ALSO)
 
 # Then where entries go again and again (an hour of two cores): only both runs together say "not worse in any regime".
 fused-again: fused
 	$(BIN)/python eval/compare.py --config configs/compare/fused_again.yaml
-	$(BIN)/python -m retain.eval.claims.fused results/fused results/fused_again --oracle oracle+joint $(ALSO)
+	$(BIN)/python -m retain.eval.claims.command results/fused results/fused_again --oracle oracle+joint $(ALSO)
 
 # Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
 # `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.

@@ -98,7 +98,7 @@ def commands() -> list[str]:
 
 
 def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -> None:
-    retain = ("compare", "study", "fused-claims", "inspect", "policies", "capacity", "lm-eval")
+    retain = ("compare", "study", "claims", "fused-claims", "inspect", "policies", "capacity", "lm-eval")
     asked = [(module, ["--help"]) for module in commands()]
     asked += [("retain.eval.cli", [name, "--help"]) for name in retain]
     speeds = ("scoring", "serving", "peers", "decode", "long", "eviction")

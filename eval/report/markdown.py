@@ -14,6 +14,16 @@ from typing import Any
 import torch
 
 from retain.budget.statement import LayerShape, spread
+from retain.eval.claims.orderings import (
+    ENDS,
+    PROTECTION,
+    Checked,
+    Ordering,
+    check_orderings,
+    in_words,
+    load_orderings,
+    topics,
+)
 from retain.eval.config import asks_shipped, budget_of
 from retain.eval.report.picture import draw, draw_ranking
 from retain.eval.run.results_store import read_rows
@@ -30,16 +40,6 @@ from retain.eval.stats.summary import (
     check_claims,
     gather,
     learned_against_each,
-)
-from retain.eval.studies.orderings import (
-    ENDS,
-    NOTES,
-    PROTECTION,
-    Checked,
-    Ordering,
-    check_orderings,
-    in_words,
-    topics,
 )
 from retain.eval.tasks.suite import Task
 from retain.process.provenance import write_text
@@ -318,7 +318,7 @@ def _topic(checked: Sequence[Checked], topic: str, manifest: Mapping[str, Any]) 
         f"{f' (arXiv {one.ordering.paper})' if one.ordering.paper else ''}"
         for one in own
     )
-    lines |= dict.fromkeys(f"- {note}" for note in NOTES.get(topic, ()))
+    lines |= dict.fromkeys(f"- {note}" for note in load_orderings().notes.get(topic, ()))
     lines |= dict.fromkeys(
         f"- See also {_named(one)} under *{one.ordering.topic}*"
         for one in checked

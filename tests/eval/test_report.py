@@ -8,6 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from retain.eval.claims.orderings import (
+    PROTECTION,
+    Ordering,
+    check_orderings,
+    finding_of,
+    in_words,
+    orderings_of,
+    size_of,
+    topics,
+)
 from retain.eval.config import asks_shipped
 from retain.eval.report.html_page import _limits, context
 from retain.eval.report.markdown import section, write_report
@@ -26,24 +36,15 @@ from retain.eval.stats.summary import (
     heuristics,
     learned_against_each,
 )
-from retain.eval.studies.orderings import (
-    DEFENSIVE,
-    HEADS,
-    LAVA,
-    PROTECTION,
-    TEXTS,
-    VALUES,
-    Ordering,
-    check_orderings,
-    finding_of,
-    in_words,
-    orderings_of,
-    size_of,
-    topics,
-)
 from tests.eval.stub import TASKS
 
 OPTIONS = {"margin": 2.0, "resamples": 1000}
+# Headings of configs/claims/orderings.yaml.
+HEADS = "Budgets that heads share"
+VALUES = "The value's norm"
+TEXTS = "Text against released code"
+DEFENSIVE = "The ladder of DefensiveKV's README (20 %, context_only)"
+LAVA = "The ladder of LAVa's tables (query_aware)"
 # Of ten items, how many are right: (regime, policy, keep_ratio) -> copy, pair, odd.
 RIGHT = {
     ("context_only", "full", 1.0): (10, 10, 10),

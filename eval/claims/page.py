@@ -1,136 +1,26 @@
-"""What a checked claim is, and how it is printed.
+"""Writes checked claims: `claims.md` for people, `claims.json` for programs.
 
-In: claims that were checked line by line, and the conditions of the run. Out: `claims.md`, for people, and
-`claims.json`, for programs. The one decision taken here: a claim is as strong as its weakest required line,
-and a line that was not measured is printed like any other, so that nothing holds by being left out.
+A line that was not measured is printed like any other, so that nothing holds by being left out.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from retain.eval.claims.claim import CheckedClaim, Condition, Line, Parts, all_hold
 from retain.eval.claims.runs import gates_of
 from retain.process.provenance import now, write_json, write_text
 
-CLAIMS = "claims"
 SCHEMA = 1
-
-Outcome = Literal["holds", "does not hold", "undecided", "not measured", "no gap"]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Which lines of a run play which part.
-
-    Attributes:
-        policy: What the claims are about.
-        gate: Its own gate alone.
-        oracle: The reference that knows the future.
-        heuristics: All that the best one is chosen from.
-        also: Other lines that are shown beside.
-        unmeasured: Regime -> training-free presets that have no line there.
-    """
-
-    policy: str
-    gate: str
-    oracle: str
-    heuristics: tuple[str, ...]
-    also: tuple[str, ...] = ()
-    unmeasured: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One checked number.
-
-    Attributes:
-        outcome: What its interval says.
-        required: Whether the claim rests on it; otherwise it is shown beside.
-        regime, budget, family: Of which cell, and over which tasks.
-        against: What the policy is compared with.
-        estimate: Macro-mean difference in points, or the share of the gap that is closed; None: not measured.
-        low, high: Its 95 % interval, not adjusted; None: there is none.
-        bound: What the interval must lie above for the line to hold.
-        p: Holm-adjusted, of the test that the outcome rests on; None: none is adjusted.
-        adjusted_low: The lower end at the level that Holm's method leaves this line.
-        policy_mean, against_mean, full_mean: In points; the last of the full cache, the ceiling.
-        gap: Oracle minus best heuristic, in points.
-        crossed: The share closed when the heuristic is chosen on one half of the items and compared on the
-            other, both ways: without the winner's curse.
-        num_items: Clusters.
-        num_differ: Clusters on which the two differ.
-        by_seed: The estimate of every seed apart.
-        by_task: The difference in points on every task.
-        note: What else a reader must know.
-    """
-
-    outcome: Outcome
-    required: bool
-    regime: str
-    budget: float
-    family: str
-    against: str
-    estimate: float | None = None
-    low: float | None = None
-    high: float | None = None
-    bound: float = 0.0
-    p: float | None = None
-    adjusted_low: float | None = None
-    policy_mean: float | None = None
-    against_mean: float | None = None
-    full_mean: float | None = None
-    gap: float | None = None
-    crossed: float | None = None
-    num_items: int = 0
-    num_differ: int = 0
-    by_seed: Mapping[int, float] = field(default_factory=dict)
-    by_task: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class FusedClaim:
-    """A claim with its lines; it holds where all that it rests on do, and fails where any fails.
-
-    Attributes:
-        name, text: What it is called, and what it says.
-        lines: What it rests on, and what is shown beside.
-        of_gap: Whether its estimates, intervals and bounds are shares of a gap, in [0, 1], and not points.
-    """
-
-    name: str
-    text: str
-    lines: tuple[Line, ...]
-    of_gap: bool = False
-
-    @property
-    def outcome(self) -> Outcome:
-        """Of the whole claim: undecided where any line is, or where any is missing."""
-        found = [line.outcome for line in self.lines if line.required and line.outcome != "no gap"]
-        if "does not hold" in found:
-            return "does not hold"
-        if not found:
-            return "no gap" if any(line.outcome == "no gap" for line in self.lines) else "not measured"
-        if all(one == "not measured" for one in found):
-            return "not measured"
-        return "holds" if all(one == "holds" for one in found) else "undecided"
-
-
-@dataclass(frozen=True)
-class Condition:
-    """What must be true of a run for its claims to count."""
-
-    text: str
-    holds: bool
-    numbers: str
 
 
 def write_claims(
     folder: Path,
     manifests: Sequence[Mapping[str, Any]],
     parts: Parts,
-    claims: Sequence[FusedClaim],
+    claims: Sequence[CheckedClaim],
     conditions: Sequence[Condition],
     options: Mapping[str, Any],
 ) -> Path:
@@ -154,7 +44,7 @@ def write_claims(
     runs = " and ".join(str(one.get("run", "unknown")) for one in manifests)
     named = (parts.policy, parts.gate, parts.oracle, *parts.also)
     write_json(
-        folder / f"{CLAIMS}.json",
+        folder / "claims.json",
         {
             "schema": SCHEMA,
             "run": runs,
@@ -168,7 +58,7 @@ def write_claims(
             "claims": [{**asdict(one), "outcome": one.outcome} for one in claims],
         },
     )
-    path = folder / f"{CLAIMS}.md"
+    path = folder / "claims.md"
     write_text(path, as_markdown(runs, parts, claims, conditions, resolved))
     return path
 
@@ -180,16 +70,10 @@ def _gates_said(manifest: Mapping[str, Any], name: str, resolved: Mapping[str, A
     return {"gates": " ".join(str(own.get("sha256"))[:8] for own in gates_of(manifest, name).values())}
 
 
-def all_hold(claims: Sequence[FusedClaim], conditions: Sequence[Condition]) -> bool:
-    """Whether every claim holds under every condition; where no cell has a gap there is none to close."""
-    met = all(one.holds for one in conditions)
-    return met and all(claim.outcome in ("holds", "no gap") for claim in claims)
-
-
 def as_markdown(
     runs: str,
     parts: Parts,
-    claims: Sequence[FusedClaim],
+    claims: Sequence[CheckedClaim],
     conditions: Sequence[Condition],
     resolved: Mapping[str, Mapping[str, Any]],
 ) -> str:
@@ -225,19 +109,17 @@ def as_markdown(
 
 
 HEADS = (
+    *("outcome", "regime", "budget", "tasks", "against", "own mean", "its mean", "full cache", "estimate"),
     *(
-        "outcome",
-        "regime",
-        "budget",
-        "tasks",
-        "against",
-        "own mean",
-        "its mean",
-        "full cache",
-        "estimate",
         "95 % interval",
+        "must exceed",
+        "Holm p",
+        "adjusted end",
+        "items (differ)",
+        "seeds",
+        "lowest task",
+        "note",
     ),
-    *("must exceed", "Holm p", "adjusted end", "items (differ)", "seeds", "lowest task", "note"),
 )
 READING = (
     "Scores are points of 100; means are over tasks, each counting alike. An outcome in brackets is shown "
@@ -256,11 +138,8 @@ READING = (
 )
 
 
-def _in_short(claim: FusedClaim) -> tuple[str, ...]:
-    counts: dict[str, int] = {}
-    for line in claim.lines:
-        if line.required or line.outcome == "no gap":
-            counts[line.outcome] = counts.get(line.outcome, 0) + 1
+def _in_short(claim: CheckedClaim) -> tuple[str, ...]:
+    counts = Counter(line.outcome for line in claim.lines if line.required or line.outcome == "no gap")
     return claim.text, f"**{claim.outcome}**", ", ".join(f"{count} {word}" for word, count in counts.items())
 
 
@@ -277,7 +156,7 @@ def _row(line: Line, unit: int) -> tuple[str, ...]:
     return (
         line.outcome if line.required or line.outcome == "no gap" else f"({line.outcome})",
         line.regime,
-        f"{line.budget:g}" if line.budget else "any",
+        f"{line.budget:g}",
         line.family,
         line.against,
         _number(line.policy_mean, sign=False),
