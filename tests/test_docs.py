@@ -1,5 +1,6 @@
 """What the pages of `docs/` show runs: every Python block as it stands, and the text is right about it."""
 
+import ast
 import functools
 import re
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from tests.chat import SENTENCES, chat_tokenizer
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4, "fusion": 1, "lm_eval": 0}
+PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4, "fusion": 1, "lm_eval": 0, "policies": 3}
 TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))
 
 
@@ -186,6 +187,23 @@ def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
     exec(fourth, scope)
     assert "use_cache=False" in capsys.readouterr().out
     assert scope["outputs"].shape[0] == 4
+
+
+def test_policies(folders, capsys) -> None:
+    """Every statement that makes a cache makes one that evicts."""
+    setup, changes, press = blocks("policies")
+    scope = {**folders, "context_ids": torch.arange(3000)[None] % load_model(0).config.vocab_size}
+    exec(setup, scope)
+    made = []
+    for statement in ast.parse(changes).body:
+        line = ast.unparse(statement)
+        exec(line, scope)
+        if line.startswith("cache"):
+            made.append(scope["cache"].prefill(scope["context_ids"]).entries_evicted)
+    assert len(made) == 6 and all(made)
+    exec(press, scope)
+    evicts(scope["cache"])
+    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "phi3"])
