@@ -51,7 +51,7 @@ class Watch:
 
     def __init__(self, cache: Cache, line: Line, budget: float, *, check: bool):
         self.cache, self.line, self.budget, self.check = cache, line, budget, check
-        self.shapes = [LayerShape(spec.num_kv_heads, 1) for spec in cache.specs]
+        self.shapes = [LayerShape(spec.num_kv_heads, 1) for spec in cache.state.specs]
         self.heads = sum(shape.num_heads for shape in self.shapes)
         self.held_B, self.seen_B = held_now(cache)
         self.peak_B = self.held_B
@@ -77,7 +77,7 @@ class Watch:
         if not self.check:
             return
         cache, seen = self.cache, self.seen_B.tolist()
-        since = cache.num_seen - cache.evicted_at if cache.evictions else 0
+        since = cache.num_seen - cache.state.evicted_at if cache.evictions else 0
         wanted = [length * self.heads for length in seen]
         if cache.evictions:
             totals = spread(budget_of(self.budget), [length - since for length in seen], self.shapes)
@@ -87,10 +87,10 @@ class Watch:
                 f"{self.line.name} at {self.budget:g} holds {self.held_B.tolist()} entries where the budget "
                 f"and the {since} tokens since the last of {cache.evictions} evictions are {wanted}"
             )
-        if "decode" in cache.regime.parts and cache.evictions and since >= cache.regime.every:
+        if "decode" in cache.state.regime.parts and cache.evictions and since >= cache.state.regime.every:
             raise RuntimeError(
                 f"{self.line.name} at {self.budget:g}: {since} tokens have come since the last eviction, and "
-                f"entries go every {cache.regime.every}"
+                f"entries go every {cache.state.regime.every}"
             )
 
 
@@ -268,19 +268,17 @@ def bytes_beside(cache: Cache) -> int:
     """Bytes that a cache keeps beside entries in order to evict again: recent queries and attention inputs,
     and what is noted of every entry (running attention, norms, a gate's score). Of `bytes_allocated` it is
     what is neither room for entries (their positions and the free room included) nor a table of it."""
-    columns = [
-        column for layer in cache.ragged if layer.store is not None for column in layer.store.beside.values()
-    ]
+    columns = [column for store in cache.state.stores for column in store.beside.values()]
     noted = sum(column.untyped_storage().nbytes() for column in columns)
-    return noted + sum(layer.recent.num_bytes for layer in cache.ragged)
+    return noted + sum(layer.recent.num_bytes for layer in cache.state.ragged)
 
 
 def positions_held(cache: Cache, place: int) -> list[list[Tensor]]:
     """Places in its sequence of the entries that a sequence holds, by layer and head."""
     found = []
-    for layer, spec in zip(cache.ragged, cache.specs, strict=True):
+    for layer, spec in zip(cache.state.ragged, cache.state.specs, strict=True):
         if layer.store is None:
-            own = cache.positions_BT[place][cache.valid_BT[place]]
+            own = cache.state.positions_BT[place][cache.state.valid_BT[place]]
             found.append([own] * spec.num_kv_heads)
             continue
         positions_N, rows_N = layer.store.positions_C[layer.store.index_N()], layer.store.rows_N()

@@ -358,7 +358,7 @@ def extended_by(
     found = {}
     for name, gates in subject.sets_of(lines).items():
         if getattr(gates, "extension", None) is not None:
-            found[name] = [*look_ahead(subject.model, gates, behind().read_only(), observed)]
+            found[name] = [*look_ahead(subject.model, gates, behind().engine.read_only(), observed)]
     return found
 
 

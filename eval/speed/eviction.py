@@ -210,15 +210,15 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
         masks: what it will hold of them, of each layer `[B, H, T]`.
         draw: where the numbers come from, on the CPU.
     """
-    read, past = cache.num_seen, cache.history
+    read, past = cache.num_seen, cache.state.history
     assert past is not None and past.token_ids_BT is not None
     device, batch = past.valid_BT.device, past.batch_size
     ids_BT = torch.randint(VOCABULARY, (batch, context), generator=draw).to(device)
     ids_BT[:, -read:] = past.token_ids_BT
     positions_BT = torch.arange(context, device=device).expand(batch, -1)
     valid_BT = torch.ones(batch, context, dtype=torch.bool, device=device)
-    cache.history = History(valid_BT, [positions_BT], [ids_BT], positions_BT[:, -1])
-    for layer, mask_BHT in zip(cache.ragged, masks, strict=True):
+    cache.state.history = History(valid_BT, [positions_BT], [ids_BT], positions_BT[:, -1])
+    for layer, mask_BHT in zip(cache.state.ragged, masks, strict=True):
         assert layer.store is not None and bool((layer.store.lengths_R == read).all())
         row_N, token_N = mask_BHT.flatten(0, 1).nonzero(as_tuple=True)
         before_N = token_N < context - read
@@ -234,11 +234,11 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
                 factor[~before_N.cpu()] = 1.0
                 taken = taken * factor.to(taken)
             tensors[name] = taken
-        layer.store = RaggedStore.from_tensors(tensors, layer.store.num_heads, cache.slack)
+        layer.store = RaggedStore.from_tensors(tensors, layer.store.num_heads, cache.state.slack)
         layer.seen = context
         layer.recent = Recent(layer.recent.queries, layer.recent.hidden)
-    cache._prompt_B, cache._moments, cache._noted = [context] * batch, [context], context
-    cache.evicted_at = context
+    cache.state.prompt_B, cache.state.moments, cache.state.noted = [context] * batch, [context], context
+    cache.state.evicted_at = context
 
 
 def ids_of(setting: Setting, steps: int) -> Tensor:
@@ -287,7 +287,7 @@ def holds(store: RaggedStore, num_seen: int) -> Tensor:
 
 def columns_held(cache: Cache) -> int:
     """Tokens that any head of a layer holds, of the sequence and layer with the most."""
-    stores = [layer.store for layer in cache.ragged if layer.store is not None]
+    stores = cache.state.stores
     return max(int(holds(store, cache.num_seen).any(1).sum(-1).max()) for store in stores)
 
 
@@ -323,7 +323,7 @@ def check(model: LlamaForCausalLM, cache: Cache, setting: Setting) -> dict[str, 
     seen, every = cache.num_seen, setting.every
     group = setting.heads // setting.kv_heads
     dense, befores = DynamicCache(config=model.config), []
-    for idx, layer in enumerate(cache.ragged):
+    for idx, layer in enumerate(cache.state.ragged):
         assert layer.store is not None
         keys_ND, values_ND, positions_N, rows_N = layer.store.flat()
         both = [
@@ -335,7 +335,7 @@ def check(model: LlamaForCausalLM, cache: Cache, setting: Setting) -> dict[str, 
     own, columns = cache.fork(), []
     actual = decode(model, own, setting, every, lambda: columns.append(1 + columns_held(own)))
     _check_budget(cache, own, evictions=1)
-    afters = [holds(layer.store, own.num_seen) for layer in own.ragged if layer.store is not None]
+    afters = [holds(store, own.num_seen) for store in own.state.stores]
     actual += [_step(model, own, setting, every, every + 1)]
 
     def per_query(past_BHT: Tensor, new: int) -> Tensor:
@@ -352,8 +352,8 @@ def check(model: LlamaForCausalLM, cache: Cache, setting: Setting) -> dict[str, 
     allowed = ALLOWED[setting.dtype]
     if not error <= allowed:
         raise RuntimeError(
-            f"decoding with {cache.rule.name} is wrong: error {error:.2e} against a dense cache under masks, "
-            f"{allowed:.2e} allowed. It was not timed: run tests/hf."
+            f"decoding with {cache.state.bound_policy.name} is wrong: error {error:.2e} against a dense "
+            f"cache under masks, {allowed:.2e} allowed. It was not timed: run tests/hf."
         )
     return {"error": error, "allowed": allowed, "columns": columns[0]}
 
@@ -376,8 +376,8 @@ def _check_budget(before: Cache, after: Cache, evictions: int) -> None:
     happened = after.evictions - before.evictions
     if after.entries_held != before.entries_held or happened != evictions:
         raise RuntimeError(
-            f"{before.rule.name} holds {after.entries_held:,} entries after {happened} evictions, wanted "
-            f"{before.entries_held:,} after {evictions}: its budget is not kept."
+            f"{before.state.bound_policy.name} holds {after.entries_held:,} entries after {happened} "
+            f"evictions, wanted {before.entries_held:,} after {evictions}: its budget is not kept."
         )
 
 
@@ -408,7 +408,7 @@ def attention_ms(setting: Setting, cache: Cache, seconds: Callable[[Callable[[],
     """Milliseconds of the attention of one step over what is held, all layers together."""
     shape = (setting.batch, setting.heads, 1, setting.width)
     queries_BQSD = torch.randn(shape, device=setting.device).to(DTYPES[setting.dtype])
-    stores = [layer.store for layer in cache.ragged if layer.store is not None]
+    stores = cache.state.stores
 
     def once(store: RaggedStore) -> Callable[[], Tensor]:
         return lambda: attend_store(queries_BQSD, store, store.lengths_R.to(torch.int64)[:, None])

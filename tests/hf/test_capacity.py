@@ -15,6 +15,7 @@ from retain.budget.cascade import keep_sets
 from retain.budget.priority_sampling import Draw
 from retain.gates.store import load_gates, save_gates
 from retain.hf.cache.cache import Cache
+from retain.hf.cache.state import State
 from retain.hf.model.decoder import fingerprint
 from retain.presets import Policy
 from tests.evictions import small
@@ -83,7 +84,9 @@ def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
     # Read along a cascade, it is what the scores say of all layers at once.
     held = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None)
     held.prefill(*batch, evict=False, hold_evidence=True)
-    moment = held.rule.request.moment(held.evidence, held._batch_given(batch[1].bool()))
+    moment = held.state.bound_policy.request.joint_eviction(
+        held.evidence, held.state.batch_context(batch[1].bool())
+    )
     shares, found = moment.part.shares, moment.candidates
     at_once = capacity_of(shares, found, keep_sets(shares, found), TINY)
     assert cache.capacity.price_B == pytest.approx(at_once.price_B)
@@ -114,7 +117,7 @@ def test_it_keeps_what_is_needed(model, batch, shared, how):
             cache.prefill(*batch, evict=False, hold_evidence=True).evict()
         else:
             cache.prefill(*batch, chunk_size=25 if how == "chunks" else None)
-    capacity, heads = cache.capacity, sum(spec.num_kv_heads for spec in cache.specs)
+    capacity, heads = cache.capacity, sum(spec.num_kv_heads for spec in cache.state.specs)
     assert capacity.raised and max(capacity.price_B) <= limit
     assert cache.entries_held == sum(capacity.kept_B) and cache.bytes_held() < cache.bytes_full()
     assert all(
@@ -175,10 +178,10 @@ def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch)
         with pytest.raises(CapacityError):
             model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3)
         # Nothing counts as seen, and nothing stays that nobody could ask for.
-        assert all(layer.keys is None and layer.store is None for layer in cache.ragged)
+        assert all(layer.keys is None and layer.store is None for layer in cache.state.ragged)
         assert cache.num_seen == cache.bytes_held() == cache.bytes_allocated() == 0
     fresh = Cache(model, fused(), **{**settings, "capacity": None})
-    cache.guard = None
+    cache.engine.capacity_guard.guard = None
     answers = [
         model.generate(ids, attention_mask=mask, past_key_values=own, max_new_tokens=3, do_sample=False)
         for own in (cache, fresh)
@@ -188,7 +191,7 @@ def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch)
     cache = Cache(model, fused(), **settings).prefill(ids, mask, evict=False, hold_evidence=True)
     with pytest.raises(CapacityError):
         cache.evict()
-    assert cache.entries_held == cache.entries_seen and cache.guard.action == "raise"
+    assert cache.entries_held == cache.entries_seen and cache.engine.capacity_guard.guard.action == "raise"
     cache.evict(fused(), keep_ratio=0.3, gates=gates(model), capacity=None)
     assert cache.entries_held < cache.entries_seen and cache.capacity is None
 
@@ -199,13 +202,13 @@ def test_what_a_cache_was_made_with_comes_back_with_a_reset(model, batch):
     given = {"gates": own, "keep_ratio": 0.3}
     cache = Cache(model, fused(), capacity="raise", **given)
     cache.prefill(*batch, evict=False, hold_evidence=True).evict(fused(), capacity=None, **given)
-    assert cache.guard is None
+    assert cache.engine.capacity_guard.guard is None
     cache.reset()
-    assert cache.guard == Guard("raise", TINY)
+    assert cache.engine.capacity_guard.guard == Guard("raise", TINY)
     with pytest.raises(CapacityError):
         cache.prefill(*batch)
     # Also what was changed by hand.
-    cache.guard = None
+    cache.engine.capacity_guard.guard = None
     cache.prefill(*batch)
     assert cache.entries_held < cache.entries_seen
     cache.reset()
@@ -225,16 +228,18 @@ def test_a_policy_named_later_is_under_the_guard_that_the_cache_was_made_with(mo
     with pytest.raises(CapacityError):
         held("raise").evict(fused(scope="head"), **given)
     with silent():
-        assert held(None).evict(fused(scope="layer"), **given).guard is None
+        assert held(None).evict(fused(scope="layer"), **given).engine.capacity_guard.guard is None
         # It means nothing there, and the caller is told how to go on.
         with pytest.raises(
             ValueError, match="capacity='raise'.*what it observes is past.*pass capacity=None"
         ):
             held("raise").evict("snapkv", keep_ratio=0.9)
-        assert held("auto").evict("snapkv", keep_ratio=0.9).guard is None
+        assert held("auto").evict("snapkv", keep_ratio=0.9).engine.capacity_guard.guard is None
     for capacity, also in (("auto", {}), (None, {"capacity": "auto"}), ("raise", {"capacity": "warn"})):
         with pytest.warns(CapacityWarning):
-            assert held(capacity).evict(fused(), **given, **also).guard == Guard("warn", TINY)
+            assert held(capacity).evict(fused(), **given, **also).engine.capacity_guard.guard == Guard(
+                "warn", TINY
+            )
 
 
 @pytest.mark.parametrize("action", ["warn", "raise", "keep"])
@@ -246,7 +251,7 @@ def test_keys_in_another_precision_than_the_weights_are_guarded_all_the_same(
     is known when the first keys come."""
     # Entries of 2 x 16 numbers; 360 of sequence 0, 330 of sequence 1.
     fits = 32 * 8 * (360 if guessed == 16 else 150)
-    monkeypatch.setattr(Cache, "_element_size", guessed)
+    monkeypatch.setattr(State, "element_size", guessed)
     cache = Cache(model, fused(), gates=gates(model), bytes=fits, capacity=Guard(action, TINY))
     if guessed == 16:
         with silent():
@@ -284,16 +289,16 @@ def test_a_later_eviction_that_is_refused_leaves_the_cache_whole(model, batch):
     settings = {"gates": gates(model), "keep_ratio": 0.3, "regime": "chunked"}
     cache = Cache(model, policy, capacity=Guard("raise", HUGE), **settings).prefill(ids, mask)
     held = cache.entries_held
-    cache.guard = Guard("raise", TINY)
+    cache.engine.capacity_guard.guard = Guard("raise", TINY)
     turn, both = ids[:, -9:], torch.cat([mask, torch.ones_like(ids[:, -9:])], 1)
     positions = (both.cumsum(-1) - 1)[:, -9:]
     given = {"attention_mask": both, "position_ids": positions, "past_key_values": cache}
     with torch.no_grad(), pytest.raises(CapacityError):
         model(input_ids=turn, **given)
-    heads = sum(spec.num_kv_heads for spec in cache.specs)
+    heads = sum(spec.num_kv_heads for spec in cache.state.specs)
     assert cache.entries_held == held + 2 * 9 * heads
     assert cache.num_seen == 69 and cache.evictions == 1
-    cache.check_whole()
+    cache.state.check_whole()
 
 
 def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tmp_path):
@@ -301,22 +306,34 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
     own.metadata["calibration"]["capacity"] = {"limit": 0.25}
     save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model))
     own = load_gates(tmp_path / "gates")
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None).guard is None
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep").guard == Guard("keep", 0.25)
+    assert Cache(model, fused(), gates=own, keep_ratio=0.3).engine.capacity_guard.guard == Guard("warn", 0.25)
+    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None).engine.capacity_guard.guard is None
+    assert Cache(
+        model, fused(), gates=own, keep_ratio=0.3, capacity="keep"
+    ).engine.capacity_guard.guard == Guard("keep", 0.25)
     # On its own scale, where all heads share one budget: what that limit was read off for.
     for own_scale in ({"fusion": "learned"}, {"fusion": "sum"}, {"draw": Draw(0.3)}):
-        assert Cache(model, fused(**own_scale), gates=own, keep_ratio=0.3).guard == Guard("warn", 0.25)
+        assert Cache(
+            model, fused(**own_scale), gates=own, keep_ratio=0.3
+        ).engine.capacity_guard.guard == Guard("warn", 0.25)
     others = [{"scope": "head"}, {"scope": "layer"}, {"fusion": "prior"}, {"fusion": "log_linear"}]
     others += [{"fusion": "veto"}, {"allocation": Allocation(normalise="head")}]
     for settings in others:
         made = {"gates": own, "keep_ratio": 0.3}
-        assert Cache(model, fused(**settings), **made).guard is None
-        assert Cache(model, fused(**settings), capacity="raise", **made).guard == Guard("raise", 0.25)
-    assert Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3).guard is None
-    assert Cache(model, fused(), gates=own, threshold=2.0).guard is None
-    assert Cache(model, fused(), gates=gates(model), keep_ratio=0.3).guard is None
-    assert Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6).guard is None
+        assert Cache(model, fused(**settings), **made).engine.capacity_guard.guard is None
+        assert Cache(model, fused(**settings), capacity="raise", **made).engine.capacity_guard.guard == Guard(
+            "raise", 0.25
+        )
+    assert (
+        Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3).engine.capacity_guard.guard
+        is None
+    )
+    assert Cache(model, fused(), gates=own, threshold=2.0).engine.capacity_guard.guard is None
+    assert Cache(model, fused(), gates=gates(model), keep_ratio=0.3).engine.capacity_guard.guard is None
+    assert (
+        Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6).engine.capacity_guard.guard
+        is None
+    )
     other = {"policy": "snapkv", "keep_ratio": 0.9, "observed_settings": {"window": 4}}
     for capacity in (None, "keep", "auto", Guard("warn", HUGE)):
         cache = Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=capacity)
@@ -324,13 +341,13 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
             warnings.simplefilter("ignore", CapacityWarning)
             cache.prefill(*batch, evict=False, hold_evidence=True).evict()
         again = Cache.load(cache.save(tmp_path / "cache.safetensors"), model, gates=own)
-        assert again.guard == cache.guard
+        assert again.engine.capacity_guard.guard == cache.engine.capacity_guard.guard
         # What was stated comes back too, for policies that are named later.
         for one in (cache, again):
             one.reset()
             one.prefill(*batch, evict=False, hold_evidence=True)
             if capacity in (None, "auto"):
-                assert one.evict(**other).guard is None
+                assert one.evict(**other).engine.capacity_guard.guard is None
             else:
                 with pytest.raises(ValueError, match="what it observes is past"):
                     one.evict(**other)

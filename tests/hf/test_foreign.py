@@ -42,7 +42,7 @@ def test_the_layer_is_the_one_that_transformers_makes(family):
     model, cache, alone = filled(family)
     assert list(alone) == [0, 2]
     for idx, left in alone.items():
-        one, two = foreign.foreign_layer(left), foreign.foreign_layer(left)
+        one, two = foreign.empty_layer(left), foreign.empty_layer(left)
         assert type(one) is type(cache.layers[idx]) and one is not two
         assert not foreign.tensors_of(one) and foreign.held_bytes(one) == foreign.allocated_bytes(one) == 0
         assert getattr(one, "sliding_window", None) == left.window
@@ -85,11 +85,11 @@ def test_what_is_saved_and_loaded_goes_on_as_before(family):
     for idx, left in alone.items():
         saved = foreign.state(cache.layers[idx])
         assert all(tensor.is_contiguous() for tensor in saved.values())
-        cache.layers[idx] = foreign.foreign_layer(left)
+        cache.layers[idx] = foreign.empty_layer(left)
         foreign.load_state(cache.layers[idx], saved)
         for tensor in saved.values():
             tensor.fill_(0)  # what was given is not held on to
-        assert foreign.state(foreign.foreign_layer(left)) == {}
+        assert foreign.state(foreign.empty_layer(left)) == {}
         foreign.load_state(cache.layers[idx], {})
     for ids in (torch.full((3, 1), 9), torch.full((3, 5), 8), torch.full((3, 1), 7)):
         assert torch.equal(read(model, cache, ids), read(model, want, ids))
@@ -100,9 +100,9 @@ def test_the_state_of_another_kind_of_layer_is_refused():
     cache = filled("gemma3")[1]
     saved = foreign.state(cache.layers[0])
     with pytest.raises(ValueError, match="saved for a LinearAttentionLayer holds .*keys.*another model"):
-        foreign.load_state(foreign.foreign_layer(linear), saved)
+        foreign.load_state(foreign.empty_layer(linear), saved)
     with pytest.raises(ValueError, match="saved for a DynamicSlidingWindowLayer holds .'keys'."):
-        foreign.load_state(foreign.foreign_layer(sliding), {"keys": saved["keys"]})
+        foreign.load_state(foreign.empty_layer(sliding), {"keys": saved["keys"]})
 
 
 @every_family
@@ -119,7 +119,7 @@ def test_sequences_are_selected_and_concatenated(family):
         for row, part in enumerate(parts):
             foreign.select_batch(part, torch.tensor([row]))
         assert equal(tensors(foreign.concat(parts)), tensors(cache.layers[layer]))
-        empty = foreign.foreign_layer(alone[layer])
+        empty = foreign.empty_layer(alone[layer])
         foreign.select_batch(empty, idx)
         assert not foreign.tensors_of(empty)
 
@@ -148,7 +148,7 @@ def test_a_window_forgets_its_last_tokens_while_nothing_has_left_it():
 def test_a_recurrent_state_forgets_nothing():
     layer = filled("qwen3_next")[1].layers[0]
     assert foreign.can_crop(layer, 0) and not foreign.can_crop(layer, 1)
-    empty = foreign.foreign_layer(layout_of(tiny_model("qwen3_next")).alone[0])
+    empty = foreign.empty_layer(layout_of(tiny_model("qwen3_next")).alone[0])
     assert foreign.can_crop(empty, 3)
     foreign.crop(empty, 3)
 

@@ -1,9 +1,8 @@
 """One evicting layer of `retain.Cache`, as transformers sees it.
 
-In: the keys and values that an attention module hands over. Out: the lengths and mask sizes that
-transformers asks a cache layer for, as if nothing had been evicted. The one decision taken here: `update`
-stores nothing but a prefill's dense tensors and returns what it was given; the attention function, which
-knows the padding, does the rest.
+Lengths and mask sizes are those of a cache from which nothing was evicted. `update` stores nothing but a
+prefill's dense tensors and returns what it was given; the attention function, which knows the padding, does
+the rest.
 """
 
 import copy

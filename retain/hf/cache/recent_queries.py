@@ -1,7 +1,6 @@
-"""What the last tokens showed a layer, kept until an eviction has looked at it.
+"""Keeps the queries and attention inputs of the last tokens until an eviction has looked at them.
 
-In: queries and attention inputs of each forward. Out: those of the last tokens. The one decision taken here:
-a decoding step only puts references in a list, so that what an eviction costs is paid when it happens, for
+A decoding step only puts references in a list, so that what an eviction costs is paid when it happens, for
 all tokens since the last one together.
 """
 

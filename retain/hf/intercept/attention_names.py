@@ -1,9 +1,7 @@
-"""Names of attention functions in transformers' tables, and what is handed to them.
+"""Registers attention functions in transformers' tables, and points configurations to them.
 
-In: a name that a model attends with, or functions of ours. Out: the function behind the name; ours under a
-name of its own, to which configurations point for a while. The one decision taken here: a name, once it is
-registered, stays in transformers' tables, where it does nothing to a model that does not point to it, so that
-nobody's undo depends on anybody else's.
+A name, once it is registered, stays in transformers' tables, where it does nothing to a model that does not
+point to it, so that nobody's undo depends on anybody else's.
 """
 
 import sys

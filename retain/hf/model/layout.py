@@ -6,6 +6,7 @@ made of a model goes stale when the model moves, and a quantised weight is made 
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -126,3 +127,8 @@ class Layout:
     evicting: tuple[LayerSpec, ...]
     alone: dict[int, LeftAlone]
     num_layers: int
+
+    @cached_property
+    def spec_of(self) -> dict[int, LayerSpec]:
+        """Layers that evict, by their index."""
+        return {spec.layer_idx: spec for spec in self.evicting}

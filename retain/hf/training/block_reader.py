@@ -1,11 +1,10 @@
-"""A frozen decoder reads documents and what follows them as one packed row, and shows each layer once.
+"""Reads documents and what follows them with a frozen decoder, as one packed row, and shows each layer once.
 
-In: a model, and texts: a document and the branches that are read after it, each on its own. Out: for every
-layer that evicts, what it shows of each document and of each branch behind its document, handed to a visitor
-as soon as the layer's queries, keys and values are there, and forgotten behind it. The one decision taken
-here: texts lie end to end in one row without padding, `[document | branch | branch | document | ...]`, and
+Texts lie end to end in one row without padding, `[document | branch | branch | document | ...]`, and
 attention goes block by block, so that a document is read once however many branches it has, nothing is
 computed on padding, and memory is linear in the row and that of one layer, whatever the number of layers.
+For every layer that evicts, what it shows of each document, and of each branch behind its document, is handed
+to a visitor as soon as the layer's queries, keys and values are there, and forgotten behind it.
 
 Positions restart with every document, and those of a branch go on from its document's end. Layers with a
 recurrent state cannot be packed: such a model reads every branch in a forward of its own, behind its document

@@ -1,18 +1,17 @@
-"""Soft gates: a frozen model whose entries fade instead of being evicted, for training gates end to end.
+"""Soft gates: runs a frozen model whose entries fade instead of being evicted, to train gates end to end.
 
-In: a model, a gate per evicting layer, a batch. Out: the model's own forward, in which every evicting layer
-attends through `retain.kernels.gated_attention` with log-gates that the gates make of what they look at in
-that layer (attention input, residual stream, queries, keys and values before or after RoPE, token ids); so a
-loss on the logits (or on the decoder's hidden states) differentiates to the gates' parameters, and to
-nothing of the model. Memory is linear in the tokens: no mask of T x T is made for these layers. Layers that
-are left alone attend as before.
+Every evicting layer attends through `retain.kernels.gated_attention` with log-gates that the gates make of
+what they look at in that layer (attention input, residual stream, queries, keys and values before or after
+RoPE, token ids); so a loss on the logits (or on the decoder's hidden states) differentiates to the gates'
+parameters, and to nothing of the model. Memory is linear in the tokens: no mask of T x T is made for these
+layers. Layers that are left alone attend as before.
 
-The one decision taken here: a soft gate is *added to the logits*, outside of a protected recent window, as a
-logarithm that is at most 0. Adding one number to all of a query's logits changes nothing, so the loss alone
-does not see gates that all close alike. What pins them is what is not gated, the protected window and spared
-entries, and a term on how much stays open, which belongs to the loss. Published: WG-KV (arXiv 2512.17452)
-adds `log sigmoid(z)` and DMS (arXiv 2506.05345) `log sigmoid(-z)` outside of a window, TRIM-KV (arXiv
-2512.03324) `(j - i) log sigmoid(z)` everywhere.
+A soft gate is added to the logits, outside of a protected recent window, as a logarithm that is at most 0.
+Adding one number to all of a query's logits changes nothing, so the loss alone does not see gates that all
+close alike. What pins them is what is not gated, the protected window and spared entries, and a term on how
+much stays open, which belongs to the loss. Published: WG-KV (arXiv 2512.17452) adds `log sigmoid(z)` and DMS
+(arXiv 2506.05345) `log sigmoid(-z)` outside of a window, TRIM-KV (arXiv 2512.03324) `(j - i) log sigmoid(z)`
+everywhere.
 
 With gradient checkpointing, pass transformers `gradient_checkpointing_kwargs={"use_reentrant": False}`: the
 re-entrant kind finds nothing of a frozen model that needs a gradient. Layers are then computed again while
