@@ -1,8 +1,10 @@
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.tiers import MAX_CASES, pairwise
 
 pytest_plugins = ["pytester"]
@@ -32,7 +34,9 @@ def test_a_grid_is_covered_in_pairs() -> None:
     assert pairs_of(chosen) == pairs_of(grid)
 
 
-def test_the_default_tier_leaves_out_slow_tests_and_most_of_a_grid(pytester: pytest.Pytester) -> None:
+def test_the_default_tier_leaves_out_slow_tests_and_most_of_a_grid(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytester.makeconftest(
         "from tests import tiers\n"
         "def pytest_collection_modifyitems(config, items):\n"
@@ -40,7 +44,7 @@ def test_the_default_tier_leaves_out_slow_tests_and_most_of_a_grid(pytester: pyt
         "    config.hook.pytest_deselected(items=left_out)\n"
     )
     pytester.makepyfile(
-        """
+        test_made="""
         import pytest
 
         def test_single(): pass
@@ -52,14 +56,42 @@ def test_the_default_tier_leaves_out_slow_tests_and_most_of_a_grid(pytester: pyt
         @pytest.mark.parametrize("b", [[1], [2], [3], [4]])
         def test_grid(a, b): pass
 
-        @pytest.mark.every_case
+        def test_long(): pass
+
+        @pytest.mark.always
+        def test_launch(): pass
+
         @pytest.mark.parametrize("a", range(20))
-        def test_texts(a): pass
+        def test_costly_grid(a): pass
 
         @pytest.mark.parametrize("a", [*range(12), pytest.param(99, marks=pytest.mark.slow)])
         def test_one_slow_case(a): pass
-        """
+        """,
     )
-    settings = (f"pythonpath={TESTS.parent}", "markers=slow\nevery_case")
+    took = {"test_long": 6.0, "test_launch": 6.0, "test_costly_grid": 0.3}
+    monkeypatch.setattr(tiers, "seconds", lambda: {f"test_made::{name}": one for name, one in took.items()})
+    settings = (f"pythonpath={TESTS.parent}", "markers=slow\nalways")
     outcome = pytester.runpytest("-p", "no:cacheprovider", *(f"-o{setting}" for setting in settings))
-    outcome.assert_outcomes(passed=1 + 12 + 20 + 12, deselected=1 + 8 + 1)
+    outcome.assert_outcomes(passed=1 + 12 + 1 + 3 + 12, deselected=1 + 8 + 1 + 17 + 1)
+
+
+def test_seconds_are_those_of_a_report_that_change_the_choice(tmp_path: Path) -> None:
+    took = {"test_a": [5.5], "test_b": [4.0], "test_c[x]": [0.4], "test_c[y]": [0.8], "test_d[x]": [0.1]}
+    cases = "".join(
+        f'<testcase classname="tests.eval.test_x" name="{name}" time="{one}"/>'
+        for name, (one,) in took.items()
+    )
+    skipped = '<testcase classname="tests.test_y" name="test_gpu" time="9"><skipped/></testcase>'
+    (tmp_path / "r.xml").write_text(f"<testsuites><testsuite>{cases}{skipped}</testsuite></testsuites>")
+    assert tiers.measured(tmp_path / "r.xml") == {"test_x::test_a": 5.5, "test_x::test_c": 0.6}
+
+
+def test_what_was_measured_are_tests_that_exist() -> None:
+    """Renamed, a test would count as quick: the whole tier is to be measured again now and then."""
+    there = {
+        f"{path.stem}::{name}"
+        for path in TESTS.rglob("test_*.py")
+        for name in re.findall(r"^(?:    )?def (test_\w+)", path.read_text(), re.M)
+    }
+    gone = sorted({*tiers.seconds()} - there)
+    assert not gone, f"write seconds.json again (tests/tiers.py says how); it names {gone[:5]}"

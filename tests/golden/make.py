@@ -1,0 +1,199 @@
+"""Makes the golden data of this folder, or checks the tree against it.
+
+    python -m tests.golden.make kept|report|manifest|demo|all [--check]
+
+`kept`: entries that every policy keeps in every regime (`tests.golden.kept`). `report`: the report, the table
+of cells and the claims made from the rows in `report/`. `manifest`: commands, YAML keys and public names.
+`demo`: the sha256 of the gates that `make demo` trains; minutes, and compared on the CPU that made it alone.
+
+Golden files change in commits of their own, and CHANGELOG.md says what changed on purpose.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.golden import kept, manifest, reach
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+# Rows of a run of `report/compare.yaml`, and what is made from them.
+REPORT = FOLDER / "report"
+ROWS = ("items.jsonl", "references.jsonl", "manifest.json")
+MADE = ("report.md", "cells.json", "claims.md")
+RESAMPLES = "200"
+# Of numbers of cells.json, which are written in full.
+RELATIVE = 1e-9
+MANIFEST, DEMO = FOLDER / "manifest.json", FOLDER / "demo.json"
+NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
+
+
+def make_kept() -> None:
+    """Write `kept.jsonl`."""
+    kept.make()
+
+
+def check_kept() -> list[str]:
+    """What differs in the whole grid of kept entries."""
+    return kept.unmatched() + kept.check(kept.grid())
+
+
+def write_reports(folder: Path) -> Path:
+    """Make everything that is compared from a copy of the golden rows."""
+    for name in ROWS:
+        shutil.copy(REPORT / name, folder / name)
+    reach.write_reports(folder)
+    manifest.run_command("fused-claims", str(folder), "--oracle", "oracle", "--resamples", RESAMPLES)
+    return folder
+
+
+def make_report() -> None:
+    """Write report, cells and claims beside their rows."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_reports(Path(name))
+        for own in MADE:
+            shutil.copy(folder / own, REPORT / own)
+
+
+def check_report() -> list[str]:
+    """What differs of report, cells and claims."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_reports(Path(name))
+        wrong = []
+        for own in MADE:
+            found, golden = (folder / own).read_text(), (REPORT / own).read_text()
+            if own.endswith(".json"):
+                wrong += [f"{own}: {text}" for text in unlike(json.loads(found), json.loads(golden))]
+            else:
+                wrong += [f"{own}: {text}" for text in differing_lines(found, golden)]
+    return wrong
+
+
+def differing_lines(found: str, golden: str) -> Iterator[str]:
+    """Lines that differ, each with whether its numbers do."""
+    lines, wanted = found.splitlines(), golden.splitlines()
+    if len(lines) != len(wanted):
+        yield f"{len(lines)} lines, golden: {len(wanted)}"
+    for number, (line, own) in enumerate(zip(lines, wanted, strict=False), 1):
+        if line != own:
+            what = "words" if NUMBER.findall(line) == NUMBER.findall(own) else "NUMBERS"
+            yield f"line {number}, {what}: {line!r}, golden: {own!r}"
+
+
+def unlike(found: Any, golden: Any, where: str = "") -> Iterator[str]:
+    """Places at which two JSON values differ by more than the rounding of another machine."""
+    if isinstance(found, dict) and isinstance(golden, dict) and found.keys() == golden.keys():
+        for key in golden:
+            yield from unlike(found[key], golden[key], f"{where}/{key}")
+    elif isinstance(found, list) and isinstance(golden, list) and len(found) == len(golden):
+        for place, pair in enumerate(zip(found, golden, strict=True)):
+            yield from unlike(*pair, f"{where}/{place}")
+    elif isinstance(found, float) and isinstance(golden, float):
+        if not math.isclose(found, golden, rel_tol=RELATIVE, abs_tol=RELATIVE):
+            yield f"{where}: {found}, golden: {golden}"
+    elif type(found) is not type(golden) or found != golden:
+        yield f"{where}: {found!r}, golden: {golden!r}"
+
+
+def make_manifest() -> None:
+    """Write `manifest.json`."""
+    MANIFEST.write_text(json.dumps(manifest.collect(), indent=1) + "\n")
+
+
+def check_manifest() -> list[str]:
+    """Commands, keys and names that are gone, new, or other ones."""
+    return list(manifest.differences(manifest.collect(), json.loads(MANIFEST.read_text())))
+
+
+def cpu() -> dict[str, str]:
+    """What the rounding of a training depends on, as far as it can be told."""
+    info = Path("/proc/cpuinfo")
+    pairs = [line.partition(":") for line in info.read_text().splitlines()] if info.exists() else []
+    found = {name.strip(): value.strip() for name, _, value in pairs}
+    names = ("model name", "cpu family", "model", "stepping")
+    own = {name: found.get(name, "unknown") for name in names}
+    return {**own, "capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+
+
+def train_demo() -> dict[str, str]:
+    """Train as `make demo` does, and say what came out."""
+    with tempfile.TemporaryDirectory() as name:
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+        launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        recipe = ["train/distill.py", "--config", "configs/distill/reference.yaml"]
+        recipe += ["model=reference:0", "seed=0", f"output={name}/gates", "overwrite=true"]
+        threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        subprocess.run([*launch, *recipe], cwd=ROOT, env=os.environ | threads, check=True)
+        gates = Path(name) / "gates"
+        about = json.loads((gates / "gates.json").read_text())["calibration"]
+        return {
+            "gates.safetensors": hashlib.sha256((gates / "gates.safetensors").read_bytes()).hexdigest(),
+            "calibration": hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest(),
+        }
+
+
+def make_demo() -> None:
+    """Write `demo.json`."""
+    DEMO.write_text(json.dumps({"cpu": cpu(), "sha256": train_demo()}, indent=2) + "\n")
+
+
+def check_demo() -> list[str]:
+    """What differs in the gates of `make demo`; on another CPU nothing is compared, and that is said."""
+    golden = json.loads(DEMO.read_text())
+    if cpu() != golden["cpu"]:
+        print(f"demo: NOT compared: made on {golden['cpu']}, this is {cpu()}; rounding differs between them")
+        return []
+    found = train_demo()
+    return [
+        f"{name}: {found[name]}, golden: {own}"
+        for name, own in golden["sha256"].items()
+        if found[name] != own
+    ]
+
+
+PARTS: dict[str, tuple[Callable[[], None], Callable[[], list[str]]]] = {
+    "kept": (make_kept, check_kept),
+    "report": (make_report, check_report),
+    "manifest": (make_manifest, check_manifest),
+    "demo": (make_demo, check_demo),
+}
+
+
+def main() -> int:
+    """Make or check parts; the exit status is 1 where something differs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.golden.make", description="Make or check golden data."
+    )
+    parser.add_argument(
+        "parts", nargs="+", choices=[*PARTS, "all"], metavar="PART", help=f"{', '.join(PARTS)}, all"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; say what differs")
+    given = parser.parse_args()
+    differs = False
+    for name in PARTS if "all" in given.parts else given.parts:
+        make, check = PARTS[name]
+        started = time.perf_counter()
+        wrong = check() if given.check else make() or []
+        took = f"{time.perf_counter() - started:.0f} s"
+        print(
+            "\n".join([*wrong, f"{name}: {f'{len(wrong)} differences' if given.check else 'made'}, {took}"])
+        )
+        differs |= bool(wrong)
+    return int(differs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

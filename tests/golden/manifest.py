@@ -1,0 +1,117 @@
+"""Lists what users type: commands and their options, YAML keys, public names and their parameters."""
+
+import contextlib
+import importlib
+import inspect
+import io
+import os
+import re
+import runpy
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import retain
+from tests.golden import reach
+
+ROOT = Path(__file__).resolve().parents[2]
+# Files that are run by their path.
+SCRIPTS = ("eval/compare.py", "train/distill.py")
+# Its help is another program's.
+FOREIGN = ("lm-eval",)
+
+
+def collect() -> dict[str, Any]:
+    """The manifest."""
+    commands = {name: {} if name in FOREIGN else options(_command, name) for name in commands_of_help()}
+    return {
+        "commands": commands,
+        "scripts": {name: options(_script, name) for name in SCRIPTS},
+        "yaml": {kind: dict(reach.yaml_keys(cls)) for kind, cls in reach.config_classes().items()},
+        "names": {name: parameters(getattr(retain, name)) for name in sorted(retain.__all__)},
+        "methods": {name: dict(methods(getattr(retain, name))) for name in sorted(retain.__all__)},
+    }
+
+
+def commands_of_help() -> list[str]:
+    """The commands that `retain --help` lists."""
+    return re.findall(r"^  (\S+)  ", help_of(_command), re.MULTILINE)
+
+
+def options(call: Callable[..., None], name: str) -> dict[str, list[str]]:
+    """Options and positional arguments that a command's help lists."""
+    text = help_of(call, name)
+    _, _, behind = text.partition("positional arguments:\n")
+    positional = re.findall(r"^  (\S+)", behind.partition("\n\n")[0], re.MULTILINE)
+    found = re.findall(r"^  (?:-\w(?: \S+)?, )?(--[a-z][a-z0-9-]*)", text, re.MULTILINE)
+    return {"arguments": positional, "options": sorted(set(found) - {"--help"})}
+
+
+def help_of(call: Callable[..., None], *name: str) -> str:
+    """What a command prints for `--help`."""
+    out, columns, typed = io.StringIO(), os.environ.get("COLUMNS"), sys.argv
+    os.environ["COLUMNS"] = "200"
+    try:
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            call(*name)
+    finally:
+        sys.argv = typed
+        os.environ.pop("COLUMNS")
+        os.environ.update({} if columns is None else {"COLUMNS": columns})
+    assert out.getvalue(), f"{' '.join(name) or 'retain'} --help prints nothing"
+    return out.getvalue()
+
+
+def run_command(*typed: str) -> None:
+    """Run `retain` in this process, by the entry that pyproject.toml names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["retain"].partition(":")
+    if status := getattr(importlib.import_module(module), function)([*typed]):
+        raise RuntimeError(f"retain {' '.join(typed)} ended with status {status}")
+
+
+def _command(*name: str) -> None:
+    """Ask `retain` for the help of a command."""
+    run_command(*name, "--help")
+
+
+def _script(name: str) -> None:
+    """Ask a script for its help."""
+    sys.argv = [name, "--help"]
+    runpy.run_path(str(ROOT / name), run_name="__main__")
+
+
+def parameters(what: Any) -> str:
+    """Parameters of a function or class with their defaults; annotations name modules, and are left out."""
+    signature = inspect.signature(what)
+    plain = [own.replace(annotation=own.empty) for own in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+def methods(what: Any) -> Iterator[tuple[str, str]]:
+    """Public methods and properties that this package defines on a class, inherited ones included."""
+    if not inspect.isclass(what):
+        return
+    for name in sorted(name for name in dir(what) if not name.startswith("_")):
+        own = inspect.getattr_static(what, name)
+        function = getattr(own, "fget", None) or getattr(own, "__func__", own)
+        if not (getattr(function, "__module__", None) or "").startswith("retain"):
+            continue
+        yield name, "property" if isinstance(own, property) else parameters(function)
+
+
+def differences(found: Any, golden: Any, where: str = "") -> Iterator[str]:
+    """What one of two nested mappings has and the other has not, one text each."""
+    if isinstance(found, dict) and isinstance(golden, dict):
+        for key in sorted({*found, *golden}):
+            place = f"{where} / {key}" if where else key
+            if key not in found:
+                yield f"{place}: gone"
+            elif key not in golden:
+                yield f"{place}: new"
+            else:
+                yield from differences(found[key], golden[key], place)
+    elif found != golden:
+        yield f"{where}: {found!r}, golden: {golden!r}"
