@@ -40,7 +40,7 @@ from retain.cache.store import RaggedStore
 from retain.eval.speed.decode import attend_store, unequal
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.history import History
-from retain.hf.cache.recent_queries import Recent
+from retain.hf.cache.layer import Recent
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.presets import Policy, load_policy

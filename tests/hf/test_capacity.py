@@ -31,6 +31,10 @@ SHARED = {
 NOTHING = Capacity(TINY, (0.0,), (0.0,), (0,), (0,), (0,))
 
 
+def guard_of(cache):
+    return cache.engine.capacity_guard.guard
+
+
 def fused(**settings) -> Policy:
     policy = small("fused", "")
     protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
@@ -191,7 +195,7 @@ def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch)
     cache = Cache(model, fused(), **settings).prefill(ids, mask, evict=False, hold_evidence=True)
     with pytest.raises(CapacityError):
         cache.evict()
-    assert cache.entries_held == cache.entries_seen and cache.engine.capacity_guard.guard.action == "raise"
+    assert cache.entries_held == cache.entries_seen and guard_of(cache).action == "raise"
     cache.evict(fused(), keep_ratio=0.3, gates=gates(model), capacity=None)
     assert cache.entries_held < cache.entries_seen and cache.capacity is None
 
@@ -202,9 +206,9 @@ def test_what_a_cache_was_made_with_comes_back_with_a_reset(model, batch):
     given = {"gates": own, "keep_ratio": 0.3}
     cache = Cache(model, fused(), capacity="raise", **given)
     cache.prefill(*batch, evict=False, hold_evidence=True).evict(fused(), capacity=None, **given)
-    assert cache.engine.capacity_guard.guard is None
+    assert guard_of(cache) is None
     cache.reset()
-    assert cache.engine.capacity_guard.guard == Guard("raise", TINY)
+    assert guard_of(cache) == Guard("raise", TINY)
     with pytest.raises(CapacityError):
         cache.prefill(*batch)
     # Also what was changed by hand.
@@ -228,18 +232,16 @@ def test_a_policy_named_later_is_under_the_guard_that_the_cache_was_made_with(mo
     with pytest.raises(CapacityError):
         held("raise").evict(fused(scope="head"), **given)
     with silent():
-        assert held(None).evict(fused(scope="layer"), **given).engine.capacity_guard.guard is None
+        assert guard_of(held(None).evict(fused(scope="layer"), **given)) is None
         # It means nothing there, and the caller is told how to go on.
         with pytest.raises(
             ValueError, match="capacity='raise'.*what it observes is past.*pass capacity=None"
         ):
             held("raise").evict("snapkv", keep_ratio=0.9)
-        assert held("auto").evict("snapkv", keep_ratio=0.9).engine.capacity_guard.guard is None
+        assert guard_of(held("auto").evict("snapkv", keep_ratio=0.9)) is None
     for capacity, also in (("auto", {}), (None, {"capacity": "auto"}), ("raise", {"capacity": "warn"})):
         with pytest.warns(CapacityWarning):
-            assert held(capacity).evict(fused(), **given, **also).engine.capacity_guard.guard == Guard(
-                "warn", TINY
-            )
+            assert guard_of(held(capacity).evict(fused(), **given, **also)) == Guard("warn", TINY)
 
 
 @pytest.mark.parametrize("action", ["warn", "raise", "keep"])
@@ -306,34 +308,22 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
     own.metadata["calibration"]["capacity"] = {"limit": 0.25}
     save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model))
     own = load_gates(tmp_path / "gates")
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3).engine.capacity_guard.guard == Guard("warn", 0.25)
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None).engine.capacity_guard.guard is None
-    assert Cache(
-        model, fused(), gates=own, keep_ratio=0.3, capacity="keep"
-    ).engine.capacity_guard.guard == Guard("keep", 0.25)
+    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3)) == Guard("warn", 0.25)
+    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None)) is None
+    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep")) == Guard("keep", 0.25)
     # On its own scale, where all heads share one budget: what that limit was read off for.
     for own_scale in ({"fusion": "learned"}, {"fusion": "sum"}, {"draw": Draw(0.3)}):
-        assert Cache(
-            model, fused(**own_scale), gates=own, keep_ratio=0.3
-        ).engine.capacity_guard.guard == Guard("warn", 0.25)
+        assert guard_of(Cache(model, fused(**own_scale), gates=own, keep_ratio=0.3)) == Guard("warn", 0.25)
     others = [{"scope": "head"}, {"scope": "layer"}, {"fusion": "prior"}, {"fusion": "log_linear"}]
     others += [{"fusion": "veto"}, {"allocation": Allocation(normalise="head")}]
     for settings in others:
         made = {"gates": own, "keep_ratio": 0.3}
-        assert Cache(model, fused(**settings), **made).engine.capacity_guard.guard is None
-        assert Cache(model, fused(**settings), capacity="raise", **made).engine.capacity_guard.guard == Guard(
-            "raise", 0.25
-        )
-    assert (
-        Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3).engine.capacity_guard.guard
-        is None
-    )
-    assert Cache(model, fused(), gates=own, threshold=2.0).engine.capacity_guard.guard is None
-    assert Cache(model, fused(), gates=gates(model), keep_ratio=0.3).engine.capacity_guard.guard is None
-    assert (
-        Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6).engine.capacity_guard.guard
-        is None
-    )
+        assert guard_of(Cache(model, fused(**settings), **made)) is None
+        assert guard_of(Cache(model, fused(**settings), capacity="raise", **made)) == Guard("raise", 0.25)
+    assert guard_of(Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3)) is None
+    assert guard_of(Cache(model, fused(), gates=own, threshold=2.0)) is None
+    assert guard_of(Cache(model, fused(), gates=gates(model), keep_ratio=0.3)) is None
+    assert guard_of(Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6)) is None
     other = {"policy": "snapkv", "keep_ratio": 0.9, "observed_settings": {"window": 4}}
     for capacity in (None, "keep", "auto", Guard("warn", HUGE)):
         cache = Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=capacity)
@@ -341,13 +331,13 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
             warnings.simplefilter("ignore", CapacityWarning)
             cache.prefill(*batch, evict=False, hold_evidence=True).evict()
         again = Cache.load(cache.save(tmp_path / "cache.safetensors"), model, gates=own)
-        assert again.engine.capacity_guard.guard == cache.engine.capacity_guard.guard
+        assert guard_of(again) == guard_of(cache)
         # What was stated comes back too, for policies that are named later.
         for one in (cache, again):
             one.reset()
             one.prefill(*batch, evict=False, hold_evidence=True)
             if capacity in (None, "auto"):
-                assert one.evict(**other).engine.capacity_guard.guard is None
+                assert guard_of(one.evict(**other)) is None
             else:
                 with pytest.raises(ValueError, match="what it observes is past"):
                     one.evict(**other)

@@ -193,8 +193,8 @@ def test_layers_left_alone_are_as_after_a_plain_prefill() -> None:
                 input_ids, mask
             )
         for one, other in zip(plain.state.pass_through, ahead.state.pass_through, strict=True):
-            for name, tensor in retain.hf.cache.pass_through_layers.tensors_of(one).items():
-                assert torch.equal(tensor, retain.hf.cache.pass_through_layers.tensors_of(other)[name])
+            for name, tensor in retain.hf.model.pass_through_layers.tensors_of(one).items():
+                assert torch.equal(tensor, retain.hf.model.pass_through_layers.tensors_of(other)[name])
 
 
 def test_nothing_is_asked_where_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import retain
-from retain.hf.cache import engine, mask_checks
+from retain.hf.cache import engine
 from retain.hf.cache.cache import Cache
+from retain.hf.intercept import mask_checks
 from retain.hf.intercept.observe import observe
 from retain.kernels import backend
 from tests.evictions import PRESETS, small

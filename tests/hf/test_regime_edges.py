@@ -10,7 +10,7 @@ import torch
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.recent_queries import MARKS
+from retain.hf.cache.layer import MARKS
 from retain.hf.intercept.press import press_score
 from retain.protection import Protection
 from retain.turns import turn_markers

@@ -16,13 +16,10 @@ from torch import Tensor
 
 from retain.budget.statement import Stock
 from retain.gates.base import INPUTS
+from retain.hf.intercept.forward_call import MASK_VALUES
 from retain.protection import pinned_mask, spans_by_sequence
 from retain.registry import lookup
 
-MASK_VALUES = (
-    "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
-    "and 0 on padding."
-)
 # Most free entries per row that may be asked for: all of them are allocated.
 MOST_SLACK = 2**20
 

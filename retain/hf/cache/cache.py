@@ -346,8 +346,8 @@ class Cache(InterceptedCache):
     def reset(self) -> None:
         """Forget everything; the cache may be filled again.
 
-        Also what decoding steps were asked and has not been answered (`retain.hf.cache.mask_checks`): that
-        the last of them was wrong is not said any more.
+        Also the mask checks of decoding steps that have not come back (`retain.hf.intercept.mask_checks`):
+        that the last step was wrong is not said any more.
         """
         self.engine.reset()
 

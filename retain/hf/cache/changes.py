@@ -8,12 +8,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.cache.store import RaggedStore
-from retain.hf.cache import pass_through_layers
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.history import History
-from retain.hf.cache.recent_queries import Recent
+from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import State
+from retain.hf.model import pass_through_layers
 from retain.protection import spans_by_sequence
 
 

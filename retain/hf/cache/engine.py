@@ -28,16 +28,23 @@ from retain.hf.cache.changes import drop, shrink
 from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
 from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.history import History
-from retain.hf.cache.later_evidence import beside_of, evidence_of, expire_, intact_tokens, note_, remembered
+from retain.hf.cache.later_evidence import (
+    beside_of,
+    evidence_of,
+    expire_,
+    intact_tokens,
+    note_,
+    remembered,
+    without_queries,
+)
 from retain.hf.cache.layer import Layer
-from retain.hf.cache.pass_through_layers import refuse_padding, thaw_, trim_
-from retain.hf.cache.recent_queries import Recent
 from retain.hf.cache.state import State
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Interceptor, Step
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
+from retain.hf.model.pass_through_layers import refuse_padding, thaw_
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE
@@ -450,11 +457,11 @@ class Engine(Interceptor):
         elif due and self.evict_at_prefill:
             state.settle(wait=True)
             self._evict_again(release=read)
-        self._note_moment(
+        state.note_moment(
             moment=due or ends, marks=looks_again and read and (ends or state.prompt_B is not None)
         )
         if ends:
-            self._end_prompt()
+            state.end_prompt()
         state.call = self._next = self._eviction = None
         state.steps = not read
         self.capacity_guard.say()
@@ -485,31 +492,6 @@ class Engine(Interceptor):
         state = self.state
         held = {spec.layer_idx: layer.dense() for spec, layer in zip(state.specs, state.ragged, strict=True)}
         return ReadCache(state.layout, held, {idx: state.layers[idx] for idx in state.layout.alone})
-
-    def _note_moment(self, *, moment: bool, marks: bool) -> None:
-        """Remember where a crop may go back to."""
-        state = self.state
-        if moment:
-            state.moments = [seen for seen in state.moments if seen >= state.evicted_at] + [state.num_seen]
-        if marks and state.bound_policy.wants.queries:
-            for layer in state.ragged:
-                if state.evicted_at == state.num_seen:
-                    layer.recent.marks = {}
-                layer.recent.mark(state.num_seen)
-
-    def _end_prompt(self) -> None:
-        """The first prompt was read."""
-        state = self.state
-        assert state.history is not None
-        state.prompt_B, state.width = list(state.history.lengths_B), None
-        state.announced_BT = None
-        if not state.regime.again:
-            for layer in state.ragged:  # nobody will ask again
-                layer.recent = Recent()
-                if layer.store is not None:
-                    layer.store.beside.clear()
-        for layer in state.pass_through:
-            trim_(layer)
 
     def _after(self, call: Call) -> History:
         """What will have been seen once this call has gone through."""
@@ -568,7 +550,7 @@ class Engine(Interceptor):
         first = wanted
         if state.bound_policy.wants.queries != 0:
             first = max(wanted, history.num_seen - layers[0].recent.num_queries)
-        spared = self._without_queries(history, first) if first > wanted else []
+        spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
             step = state.bound_policy.again(state.batch_context(history.valid_BT), call, stock, spared)
         except ValueError as error:
@@ -616,13 +598,3 @@ class Engine(Interceptor):
                     store.filter_(keep_N)
                 else:
                     store.compact_(keep_N)
-
-    def _without_queries(self, history: History, first: int) -> list[int]:
-        """Sequences that have fewer queries from a token on than the policy wants to look at.
-
-        So it is behind the pads of a finished row, once a mask says that they were pads, and behind a crop:
-        they are decided on again when enough tokens have come.
-        """
-        wanted = self.state.bound_policy.wants.queries or 1
-        shown_B = history.valid_BT[:, first:].sum(-1).tolist()
-        return [row for row, shown in enumerate(shown_B) if shown < min(wanted, history.lengths_B[row])]

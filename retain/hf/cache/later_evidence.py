@@ -245,3 +245,13 @@ def expire_(store: RaggedStore, window: int, last_B: Int[Tensor, " B"]) -> bool:
         return False
     store.compact_(alive_N)
     return True
+
+
+def without_queries(history: History, first: int, wanted: int | None) -> list[int]:
+    """Sequences that have fewer queries from a token on than the policy wants to look at.
+
+    So it is behind the pads of a finished row, once a mask says that they were pads, and behind a crop:
+    they are decided on again when enough tokens have come.
+    """
+    shown_B = history.valid_BT[:, first:].sum(-1).tolist()
+    return [row for row, shown in enumerate(shown_B) if shown < min(wanted or 1, history.lengths_B[row])]

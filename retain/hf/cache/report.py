@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from retain.budget.capacity import Capacity
 from retain.cache.attend import path_named
-from retain.hf.cache import pass_through_layers
+from retain.hf.model import pass_through_layers
 
 if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache

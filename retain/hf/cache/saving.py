@@ -27,12 +27,12 @@ from retain.cache.file_format import (
     wrong_tensors,
 )
 from retain.cache.store import RaggedStore
-from retain.hf.cache import pass_through_layers
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.capacity_guard import AUTO
 from retain.hf.cache.history import History
-from retain.hf.cache.recent_queries import Recent
+from retain.hf.cache.layer import Recent
+from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe, fingerprint
 from retain.hf.model.layout import LayerSpec
 from retain.presets import Policy

@@ -16,14 +16,14 @@ from torch import Tensor
 from retain.cache.dense_view import tokens_last
 from retain.cache.store import RaggedStore
 from retain.evidence import Evidence
-from retain.hf.cache import pass_through_layers
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.history import History
-from retain.hf.cache.layer import Layer
-from retain.hf.cache.mask_checks import MaskCheck
+from retain.hf.cache.layer import Layer, Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
+from retain.hf.intercept.mask_checks import MaskCheck
+from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
 from retain.protection import pinned_mask
 
@@ -183,7 +183,7 @@ class State:
             )
 
     def settle(self, *, wait: bool) -> None:
-        """Read the mask checks of decoding steps (`retain.hf.cache.mask_checks`), as far as they have come.
+        """Read the `mask_checks` of decoding steps, as far as they have come.
 
         Raises:
             ValueError: a step was wrong.
@@ -217,6 +217,29 @@ class State:
         """Count an eviction, if anything went."""
         if sum(map(sum, self.held_BL())) < held_before:
             self.evictions, self.evicted_at = self.evictions + 1, self.num_seen
+
+    def note_moment(self, *, moment: bool, marks: bool) -> None:
+        """Remember where a crop may go back to."""
+        if moment:
+            self.moments = [seen for seen in self.moments if seen >= self.evicted_at] + [self.num_seen]
+        if marks and self.bound_policy.wants.queries:
+            for layer in self.ragged:
+                if self.evicted_at == self.num_seen:
+                    layer.recent.marks = {}
+                layer.recent.mark(self.num_seen)
+
+    def end_prompt(self) -> None:
+        """The first prompt was read."""
+        assert self.history is not None
+        self.prompt_B, self.width = list(self.history.lengths_B), None
+        self.announced_BT = None
+        if not self.regime.again:
+            for layer in self.ragged:  # nobody will ask again
+                layer.recent = Recent()
+                if layer.store is not None:
+                    layer.store.beside.clear()
+        for layer in self.pass_through:
+            pass_through_layers.trim_(layer)
 
     def held_BL(self) -> tuple[tuple[int, ...], ...]:
         """Entries that each sequence holds in each layer, in one transfer."""

@@ -24,13 +24,16 @@ from transformers import StoppingCriteriaList
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
-from retain.hf.intercept.attention_names import PREVIOUS, hidden_of, previous_attention, register
+from retain.hf.intercept.attention_names import (
+    PREVIOUS,
+    STEP,
+    hidden_of,
+    intercepted,
+    register,
+)
 from retain.hf.intercept.ended_sequences import Ended, fills
 from retain.hf.intercept.interceptor import InterceptedCache, Step, outside_graphs
 from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of
-
-# Keyword under which a step travels from the attention module's hook to the attention function.
-STEP = "retain_step"
 
 
 @outside_graphs
@@ -53,27 +56,6 @@ def _show_stream(cache: InterceptedCache, layer_idx: int, stream_BSE: Tensor) ->
 @outside_graphs
 def _finish(cache: InterceptedCache) -> None:
     cache.engine.finish()
-
-
-def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def retain_attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        step: Step | None = kwargs.pop(STEP, None)
-
-        def dense() -> tuple[Tensor, Tensor | None]:
-            return previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
-
-        if step is None:
-            return dense()
-        return step.attend(query, key, value, dense, kwargs)
-
-    return retain_attention
 
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
@@ -270,7 +252,7 @@ class Attachment:
 
     def _connect(self) -> None:
         """What is of the process, not of the model."""
-        register(self.name, _attention_function(self.previous), _mask_function(self.previous))
+        register(self.name, intercepted(self.previous), _mask_function(self.previous))
         _ATTACHED.add(self)
 
     def __getstate__(self) -> dict[str, Any]:

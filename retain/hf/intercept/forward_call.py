@@ -3,7 +3,7 @@
 Right padding, a mask that contradicts the past, and packed sequences are found before the first layer runs,
 with a single transfer from the device (two where past tokens are forgotten). Where kernels run, decoding
 steps are spared that wait: what is wrong with one is noticed after it has run
-(`retain.hf.cache.mask_checks`).
+(`retain.hf.intercept.mask_checks`).
 """
 
 from collections.abc import Callable
@@ -15,8 +15,12 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import tokens_last
-from retain.hf.cache.batch_context import MASK_VALUES
-from retain.hf.cache.mask_checks import WRONG, MaskCheck
+from retain.hf.intercept.mask_checks import WRONG, MaskCheck
+
+MASK_VALUES = (
+    "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
+    "and 0 on padding."
+)
 
 
 @dataclass(frozen=True, eq=False)

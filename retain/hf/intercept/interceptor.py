@@ -20,12 +20,13 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import tokens_last
+from retain.hf.intercept.attention_names import AttentionStep
 
 outside_graphs = torch.compiler.disable(reason="retain.Cache runs outside of graphs")
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class Step(AttentionStep):
     """What travels from an attention module's hook to the attention function.
 
     Args:
@@ -56,7 +57,6 @@ class Step:
         dense: Callable[[], Any],
         given: Mapping[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the layer's attention; `given` are the further arguments of transformers' function."""
         return self.interceptor.attention(
             self, query, key, value, dense, scaling=given.get("scaling"), soft_cap=given.get("softcap")
         )

@@ -19,8 +19,8 @@ from transformers.cache_utils import CacheLayerMixin
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
-from retain.hf.cache import pass_through_layers
 from retain.hf.intercept.interceptor import InterceptedCache, Interceptor, Step
+from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.layout import Layout
 from retain.hf.model.projection import input_width

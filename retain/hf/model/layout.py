@@ -1,8 +1,8 @@
-"""What a model's layers are to a cache: those that evict, and those that are left alone.
+"""Describes a model's layers to a cache: those that evict, and those that are left alone.
 
-In: nothing but data. Out: `LayerSpec`, `LeftAlone` and `Layout`, which `retain.hf.model.decoder` makes of a
-model. The one decision taken here: weights are read where they stand when they are asked for, so that nothing
-made of a model goes stale when the model moves, and a quantised weight is made dense only for those who look.
+`retain.hf.model.decoder` makes a `Layout` of a model. Weights are read where they stand when they are asked
+for, so that nothing made of a model goes stale when the model moves, and a quantised weight is made dense
+only for those who look.
 """
 
 from dataclasses import dataclass, field

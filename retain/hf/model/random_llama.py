@@ -1,7 +1,7 @@
-"""A random Llama of any shape: what benchmarks of time and memory run on, where no weights are needed.
+"""Builds a random, frozen Llama of any shape, on which benchmarks of time and memory run.
 
-In: sizes. Out: a frozen model with `sdpa`, on its device in its precision. The one decision taken here: it is
-made where it runs and as it is used, since a large one has no room to be made elsewhere, or in float32 first.
+It is made where it runs and as it is used, since a large one has no room to be made elsewhere, or in float32
+first.
 """
 
 from typing import Any
