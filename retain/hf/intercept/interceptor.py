@@ -134,5 +134,7 @@ class InterceptedCache(TransformersCache):
 
     # Models call it themselves, with a layer's number, for each of which a graph would be compiled.
     @outside_graphs
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return super().update(*args, **kwargs)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
