@@ -104,7 +104,7 @@ def test_regimes(folders, monkeypatch, tmp_path) -> None:
     # prefill: once, and each fork answers from the same entries.
     cache = step()
     assert cache.evictions == 1 and cache.num_seen == context and len(scope["answers"]) == 2
-    assert watch.of(cache) == [round(0.2 * context)] and cache.regime.name == "prefill"
+    assert watch.of(cache) == [round(0.2 * context)] and cache.state.regime.name == "prefill"
     evicts(cache)
     held = cache.entries_held
     # The question is forgotten, and nothing else.
@@ -135,18 +135,20 @@ def test_regimes(folders, monkeypatch, tmp_path) -> None:
     assert len(where) >= 2 * len(scope["said"])
     rows = [
         set(layer.store.row(0, head)[2].tolist())
-        for layer in cache.ragged
+        for layer in cache.state.ragged
         for head in range(2)
         if layer.store
     ]
     assert len(rows) == 8 and all(set(where) <= row for row in rows)
     # pinned: all of the span.
     cache = step()
-    assert all(cache.ragged[0].store.row(0, head)[2][:40].tolist() == list(range(40)) for head in range(2))
+    assert all(
+        cache.state.ragged[0].store.row(0, head)[2][:40].tolist() == list(range(40)) for head in range(2)
+    )
     evicts(cache)
     # admission: how much stays is the text's affair, and the recent window stays whole.
     cache = step()
-    assert cache.rule.request.budget.threshold is not None and min(watch.of(cache)) >= 32
+    assert cache.state.bound_policy.request.budget.threshold is not None and min(watch.of(cache)) >= 32
     assert len(set(cache.budgets().held_BLH.flatten().tolist())) > 1
     evicts(cache)
     # saved and loaded: goes on as the saved one would have.
@@ -240,7 +242,7 @@ def test_fusion(folders, trained, capsys) -> None:
     exec(block, scope)
     evicts(scope["cache"])
     assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
-    policy = scope["cache"].rule.request.policy
+    policy = scope["cache"].state.bound_policy.request.policy
     assert policy == retain.load_policy("fused") and scope["gates"].unit == "risk"
     assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
     assert policy.draw == Draw(0.2)

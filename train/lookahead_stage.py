@@ -91,12 +91,16 @@ class Lookahead(Stage):
                 ids_BT = torch.tensor([reading.document.context_ids], device=device)
                 with token_wise_in_pieces(base.layers, self.frozen.chunk):
                     cache.prefill(ids_BT, evict=False)
-                targets = self._targets(reading, cache)
+                targets, state = self._targets(reading, cache), cache.state
             with torch.set_grad_enabled(scale is not None), self.gates.extend(model) as extension:
                 assert isinstance(extension, LookaheadExtension)
                 like = torch.empty(0, dtype=base.dtype, device=device)
                 asked = run_behind(
-                    model, cache.read_only(), extension.embeds(1, like), cache.valid_BT, cache.positions_BT
+                    model,
+                    cache.engine.read_only(),
+                    extension.embeds(1, like),
+                    state.valid_BT,
+                    state.positions_BT,
                 )
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
                 means = self._compare(cache, asked, targets, scale)
@@ -110,11 +114,12 @@ class Lookahead(Stage):
         base: Any = base_model(self.frozen.model)
         embedding = base.get_input_embeddings()
         totals: dict[int, Tensor] = {}
+        state = cache.state
         for branch in reading.branches:
             ids = torch.tensor([branch.ids], device=embedding.weight.device)
             embeds = embedding(ids)
             asked = run_behind(
-                self.frozen.model, cache.read_only(), embeds, cache.valid_BT, cache.positions_BT
+                self.frozen.model, cache.engine.read_only(), embeds, state.valid_BT, state.positions_BT
             )
             for layer, own in asked.items():
                 share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, own))
@@ -172,7 +177,7 @@ class Lookahead(Stage):
         for layer, target_HT in targets.items():
             found = baseline_overlaps(
                 cache.layers[layer].dense()[1],
-                cache._spec_of[layer].output_weight_QDE,
+                cache.state.layout.spec_of[layer].output_weight_QDE,
                 target_HT,
                 torch.ones_like(target_HT, dtype=torch.bool),
                 (self.seed, reading.key, layer),

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from retain.cache.file_format import FORMAT, read_file
 from retain.eval.diagnose.gate_cost import cost_of
 from retain.eval.inspection.budget_picture import check_png
 from retain.eval.inspection.results import (
@@ -33,7 +34,6 @@ from retain.eval.inspection.results import (
 )
 from retain.eval.inspection.results import draw as draw_results
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates
-from retain.hf.cache.saving import FORMAT
 from retain.process.command import status_of
 from retain.process.extras import MissingExtra, require
 
@@ -238,9 +238,8 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     import torch
 
     from retain.budget.table import BudgetTable
-    from retain.hf.cache import saving
 
-    header, tensors = saving.read_saved(path)
+    header, tensors = read_file(path)
     rule, base = header["rule"], header["fingerprint"]
     seen_B = tensors["history.valid"].sum(-1).long()
     lengths = {

@@ -43,7 +43,7 @@ class FirstForward:
         width, total = self.evidence[0].num_seen, self.ids_BT.shape[1]
         positions_BT = _positions(self.mask_BT)
         if width < total:
-            cache.announce(total, self.mask_BT)
+            cache.state.announce(total, self.mask_BT)
         with torch.no_grad():
             show(
                 cache, self.evidence, self.ids_BT[:, :width], self.mask_BT[:, :width], positions_BT[:, :width]
@@ -91,30 +91,26 @@ def show(
     mask_BS: Int[Tensor, "B S"],
     positions_BS: Int[Tensor, "B S"],
 ) -> None:
-    """Tells an empty cache of a forward that has run, as the hooks of an attached model do."""
-    cache.begin(
-        input_ids=ids_BS,
-        inputs_embeds=None,
-        attention_mask=mask_BS,
-        position_ids=positions_BS,
-        rotary=shown[0].rotary,
-    )
+    """Tell an empty cache of a forward that has run: what the hooks of an attached model would have."""
+    engine = cache.engine
+    given = {"input_ids": ids_BS, "attention_mask": mask_BS, "position_ids": positions_BS}
+    engine.begin(base_model(cache.model), given, shown[0].rotary)
     for layer in shown:
         assert layer.hidden_BTE is not None
-        if cache.reads_stream:
-            cache.layers[layer.layer_idx].stream_BSE = layer.stream_BTE
-        step = cache.expect(layer.layer_idx, layer.hidden_BTE)
+        if engine.reads_stream and layer.stream_BTE is not None:
+            engine.show_stream(layer.layer_idx, layer.stream_BTE)
+        step = engine.expect(layer.layer_idx, layer.hidden_BTE)
         queries, keys, values = layer.queries_BQSD, layer.keys_BHTD, layer.values_BHTD
         cache.update(keys, values, layer.layer_idx)
-        # Only the next layer needs the output, and that one is told already.
-        cache.attention(
+        # What the layer gave was needed by the next one alone, which has been told.
+        engine.attention(
             step,
             *(queries, keys, values),
             partial(_as_given, queries),
             scaling=layer.scaling,
             soft_cap=layer.soft_cap,
         )
-    cache.finish()
+    engine.finish()
 
 
 def _positions(mask_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:

@@ -31,7 +31,7 @@ from retain.cache.store import RaggedStore
 from retain.eval.speed.decode import PERCENTS, attend_store, unequal
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.history import History
-from retain.hf.cache.recent_queries import Recent
+from retain.hf.cache.layer import Recent
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
@@ -147,15 +147,15 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
         masks: what it will hold of them, of each layer `[B, H, T]`.
         draw: where the numbers come from, on the CPU.
     """
-    read, past = cache.num_seen, cache.history
+    read, past = cache.num_seen, cache.state.history
     assert past is not None and past.token_ids_BT is not None
     device, batch = past.valid_BT.device, past.batch_size
     ids_BT = torch.randint(VOCABULARY, (batch, context), generator=draw).to(device)
     ids_BT[:, -read:] = past.token_ids_BT
     positions_BT = torch.arange(context, device=device).expand(batch, -1)
     valid_BT = torch.ones(batch, context, dtype=torch.bool, device=device)
-    cache.history = History(valid_BT, [positions_BT], [ids_BT], positions_BT[:, -1])
-    for layer, mask_BHT in zip(cache.ragged, masks, strict=True):
+    cache.state.history = History(valid_BT, [positions_BT], [ids_BT], positions_BT[:, -1])
+    for layer, mask_BHT in zip(cache.state.ragged, masks, strict=True):
         assert layer.store is not None and bool((layer.store.lengths_R == read).all())
         row_N, token_N = mask_BHT.flatten(0, 1).nonzero(as_tuple=True)
         before_N = token_N < context - read
@@ -171,11 +171,11 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
                 factor[~before_N.cpu()] = 1.0
                 taken = taken * factor.to(taken)
             tensors[name] = taken
-        layer.store = RaggedStore.from_tensors(tensors, layer.store.num_heads, cache.slack)
+        layer.store = RaggedStore.from_tensors(tensors, layer.store.num_heads, cache.state.slack)
         layer.seen = context
         layer.recent = Recent(layer.recent.queries, layer.recent.hidden)
-    cache._prompt_B, cache._moments, cache._noted = [context] * batch, [context], context
-    cache.evicted_at = context
+    cache.state.prompt_B, cache.state.moments, cache.state.noted = [context] * batch, [context], context
+    cache.state.evicted_at = context
 
 
 def step(model: nn.Module, cache: Any, settings: EvictionSettings, tokens: range, **more: Any) -> Tensor:
@@ -201,7 +201,7 @@ def decode(model: nn.Module, cache: Cache, settings: EvictionSettings, tokens: r
 
 def stores_of(cache: Cache) -> list[RaggedStore]:
     """The entries of each layer."""
-    return [layer.store for layer in cache.ragged if layer.store is not None]
+    return list(cache.state.stores)
 
 
 def holds(store: RaggedStore, num_seen: int) -> Tensor:
@@ -289,8 +289,8 @@ def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[st
     allowed = ALLOWED[settings.dtype]
     if not error <= allowed:
         raise RuntimeError(
-            f"decoding with {cache.rule.name} is wrong: error {error:.2e} against a dense cache under masks, "
-            f"{allowed:.2e} allowed. It was not timed: run tests/hf."
+            f"decoding with {cache.state.bound_policy.name} is wrong: error {error:.2e} against a dense "
+            f"cache under masks, {allowed:.2e} allowed. It was not timed: run tests/hf."
         )
     return {"error": error, "allowed": allowed, "columns": columns}
 
@@ -304,8 +304,8 @@ def check_budget(before: Cache, after: Cache, evictions: int) -> None:
     happened = after.evictions - before.evictions
     if after.entries_held != before.entries_held or happened != evictions:
         raise RuntimeError(
-            f"{before.rule.name} holds {after.entries_held:,} entries after {happened} evictions, wanted "
-            f"{before.entries_held:,} after {evictions}: its budget is not kept."
+            f"{before.state.bound_policy.name} holds {after.entries_held:,} entries after {happened} "
+            f"evictions, wanted {before.entries_held:,} after {evictions}: its budget is not kept."
         )
 
 

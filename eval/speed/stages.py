@@ -15,22 +15,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from retain.hf.cache import engine
-from retain.hf.cache.bound_policy import Rule
-from retain.hf.cache.eviction_request import LayerByLayer, Request
-from retain.hf.cache.state import Conversation
+from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import EvictionRequest, LayerByLayer
+from retain.hf.cache.state import State
 from retain.process.timing import timed
 
 SCORING, EVICTION = "scoring", "eviction"
 # (owner, name of its function, stage).
 PARTS: tuple[tuple[Any, str, str], ...] = (
-    (Request, "score", SCORING),
-    (Request, "noted", SCORING),
-    (Request, "counted", SCORING),
+    (EvictionRequest, "score", SCORING),
+    (EvictionRequest, "noted", SCORING),
+    (EvictionRequest, "counted", SCORING),
     (engine, "look_ahead", SCORING),
-    (Rule, "begin", EVICTION),
+    (BoundPolicy, "begin", EVICTION),
     (LayerByLayer, "add", EVICTION),
-    (engine.Engine, "_shrink", EVICTION),
-    (Conversation, "_cut_dense", EVICTION),
+    (engine, "shrink", EVICTION),
+    (State, "cut_dense", EVICTION),
 )
 
 

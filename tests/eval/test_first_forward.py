@@ -30,13 +30,20 @@ def model():
 
 def state(cache):
     """Everything that a cache goes on from."""
+    state = cache.state
     found = {
-        "seen": [cache.num_seen, cache.evictions, cache.evicted_at, cache._moments, cache._noted],
-        "prompt": [cache._prompt_B, cache._width, cache.seeds, cache._steps],
+        "seen": [
+            cache.num_seen,
+            cache.evictions,
+            state.evicted_at,
+            state.moments,
+            state.noted,
+        ],
+        "prompt": [state.prompt_B, state.width, state.seeds, state.steps],
         "bytes": [cache.bytes_held(), cache.bytes_allocated()],
-        "history": [cache.valid_BT, cache.positions_BT, cache.token_ids_BT],
+        "history": [state.valid_BT, state.positions_BT, state.history.token_ids_BT],
     }
-    for number, layer in enumerate(cache.ragged):
+    for number, layer in enumerate(state.ragged):
         store, recent = layer.store, layer.recent
         index_N = store.index_N()
         sides = {"keys": store.keys_CD, "values": store.values_CD, "positions": store.positions_C}
@@ -81,7 +88,8 @@ def test_a_cache_that_is_shown_a_read_is_one_that_read(model, regime):
             plain.prefill(ids, mask, chunk_size=chunk)
             same(shown, plain)
             assert bool(shown.evictions) == (policy is not None and regime != "decode")
-            kept.add(tuple(shown.ragged[0].store.positions_C[shown.ragged[0].store.index_N()].tolist()))
+            store = shown.state.stores[0]
+            kept.add(tuple(store.positions_C[store.index_N()].tolist()))
             assert torch.equal(go_on(model, shown, ids, mask), go_on(model, plain, ids, mask))
             same(shown, plain)
             assert bool(shown.evictions) == (policy is not None)

@@ -10,7 +10,7 @@ retain.eval.diagnose.capacity --scopes model`, 2026-11-22), 57 to 69 % of the wr
 87 to 100 % of those in contexts that fill up with facts came with a warning, where 22 to 38 % of all did.
 Much of that the keep_ratio alone would have said; of failures for another reason (one key among many values,
 a count of words) the price says little. For another model the study says whether it holds there, and
-`retain.budget.capacity.CapacityGuard(limit=...)` takes another limit.
+`retain.budget.capacity.Guard(limit=...)` takes another limit.
 """
 
 import math

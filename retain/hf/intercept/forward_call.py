@@ -1,15 +1,13 @@
-"""What one forward of the decoder was given, and what is refused there.
+"""Checks what one forward of the decoder was given, and refuses what would go wrong silently later.
 
-In: the decoder's arguments and what the cache has seen. Out: a `Call`, with validity and positions of the new
-tokens. The one decision taken here: everything that would go wrong silently later (right padding, a mask that
-contradicts the past, packed sequences) is found before the first layer runs, with a single transfer from the
-device (two where past tokens are forgotten). Where kernels run, decoding steps are spared that wait: what is
-wrong with one is noticed after it has run (`retain.hf.cache.mask_checks`).
+Right padding, a mask that contradicts the past, and packed sequences are found before the first layer runs,
+with a single transfer from the device (two where past tokens are forgotten). Where kernels run, decoding
+steps are spared that wait: what is wrong with one is noticed after it has run
+(`retain.hf.intercept.mask_checks`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,8 +15,12 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import tokens_last
-from retain.hf.cache.batch_context import MASK_VALUES
-from retain.hf.cache.mask_checks import WRONG, Doubt
+from retain.hf.intercept.mask_checks import WRONG, MaskCheck
+
+MASK_VALUES = (
+    "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
+    "and 0 on padding."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +35,7 @@ class Call:
         token_ids_BS: None if the caller passed embeddings.
         forgotten_BT: past tokens that this call's mask declares padding; None when there are none.
         rotary: the model's rotary embedding, where it is understood.
-        doubt: what is still to be found out about it; None: nothing.
+        mask_check: what is still to be found out about it; None: nothing.
         gaps: some sequence has padding behind tokens of this call: an unread token before a padded turn, or
             virtual tokens (peft's prompt tuning) before a padded prompt.
     """
@@ -45,7 +47,7 @@ class Call:
     token_ids_BS: Int[Tensor, "B S"] | None
     forgotten_BT: Bool[Tensor, "B P"] | None
     rotary: Rotary | None = None
-    doubt: Doubt | None = None
+    mask_check: MaskCheck | None = None
     gaps: bool = False
 
     def left_padded(self) -> "Call":
@@ -61,30 +63,6 @@ class Call:
             token_ids_BS=None if own is None else tokens_last(own, mask_BT),
             gaps=False,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What travels from an attention module's hook to the attention function.
-
-    Args:
-        cache: ours.
-        layer_idx: index of the layer in the model.
-        hidden_BSE: attention input, after the input layer norm.
-        stream_BSE: the same before that norm; None when nobody asked for it.
-    """
-
-    cache: Any
-    layer_idx: int
-    hidden_BSE: Tensor
-    stream_BSE: Tensor | None = None
-
-    def left_padded(self, valid_BS: Bool[Tensor, "B S"]) -> "Step":
-        """The same with all padding before its sequences' tokens."""
-        own = self.stream_BSE
-        stream_BSE = None if own is None else tokens_last(own, valid_BS.to(own.device))
-        hidden_BSE = tokens_last(self.hidden_BSE, valid_BS.to(self.hidden_BSE.device))
-        return replace(self, hidden_BSE=hidden_BSE, stream_BSE=stream_BSE)
 
 
 def read_call(
@@ -176,7 +154,7 @@ def read_call(
             token_ids_BS=input_ids,
             forgotten_BT=None,
             rotary=rotary,
-            doubt=Doubt({name: wrong.any() for name, wrong in found.items()}),
+            mask_check=MaskCheck({name: wrong.any() for name, wrong in found.items()}),
         )
     valid_BS = mask_BT[:, seen:]
     if another and S == 1 and last_B is not None:

@@ -1,8 +1,6 @@
 """Gates as a peft adapter: one more adapter of a model, saved and loaded the way its users know.
 
-In: a `GateSet` and a model, or a folder that `PeftModel.save_pretrained` wrote. Out: a `PeftModel` whose
-attention modules carry the gates, or the `GateSet` of its active adapter, on the same parameters. The one
-decision taken here: a gate is a child of the attention module and wraps nothing, so that the model computes
+A gate is a child of the attention module and wraps nothing, so that the model computes
 what it did, and `retain.attach`, LoRA beside it and a merge of that know nothing of it.
 
 The artifact (`retain.gates.store`) remains the format of gates; this is for those whose tools speak peft.

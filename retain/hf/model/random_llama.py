@@ -1,6 +1,7 @@
-"""Makes a random Llama of any shape, for benchmarks of time and memory that need no trained weights.
+"""Builds a random, frozen Llama of any shape, on which benchmarks of time and memory run.
 
-The model is made on its device in its precision: a large one has no room elsewhere, or in float32 first.
+It is made where it runs and as it is used, since a large one has no room to be made elsewhere, or in float32
+first.
 """
 
 from dataclasses import dataclass

@@ -120,7 +120,10 @@ def test_what_scores_in_a_gates_place_needs_no_metadata():
         def score(self, evidence):
             raise NotImplementedError
 
-    assert Cache(tiny_model("qwen3"), policy="gate", keep_ratio=0.5, gates=Control()).rule.name == "gate"
+    assert (
+        Cache(tiny_model("qwen3"), policy="gate", keep_ratio=0.5, gates=Control()).state.bound_policy.name
+        == "gate"
+    )
 
 
 def test_sections_are_merged_into_the_policy():
@@ -187,16 +190,16 @@ def test_seeds_are_of_prompts_where_generate_repeats_them(how):
     with retain.attach(model):
         cache = Cache(model, "random", keep_ratio=0.5, protection=SMALL, seeds=(3, 4))
         model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
-        assert list(cache.seeds) == [3, 3, 4, 4]
+        assert list(cache.state.seeds) == [3, 3, 4, 4]
         by_hand = Cache(model, "random", keep_ratio=0.5, protection=SMALL, seeds=(3, 3, 4, 4))
         by_hand.prefill(ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
         kept = remember(by_hand.layers[1].store)
         assert kept[0] == kept[1] != kept[2] == kept[3]
         assert [row[: len(kept[0])] for row in remember(cache.layers[1].store)[:2]] == kept[:2]
         cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
-        assert cache.seeds == [4, 3, 3, 4]
+        assert cache.state.seeds == [4, 3, 3, 4]
         cache.reset()
-        assert cache.seeds == (3, 4) and cache.prefill(ids, mask).seeds == (3, 4)
+        assert cache.state.seeds == (3, 4) and cache.prefill(ids, mask).state.seeds == (3, 4)
         with pytest.raises(ValueError, match="got 3 seeds for 2 sequences: pass one per sequence"):
             Cache(model, "random", keep_ratio=0.5, seeds=SEEDS).prefill(ids, mask)
 
@@ -207,7 +210,7 @@ def test_an_eviction_that_fails_leaves_the_cache_as_it_was():
     with retain.attach(model):
         cache = Cache(model, policy=None, seeds=(1, 2), short="raise")
         cache.prefill(ids, mask, evict=False, hold_evidence=True)
-        before = cache.rule, cache.seeds, cache.evidence
+        state, before = cache.state, (cache.state.bound_policy, cache.state.seeds, cache.evidence)
         with pytest.raises(ValueError, match="fewer than the .* protected"):
             cache.evict("random", tokens_per_head=8, seeds=(5, 6))
         with pytest.raises(ValueError, match=r"bool tensor \[2, 2, 120\]"):
@@ -215,10 +218,10 @@ def test_an_eviction_that_fails_leaves_the_cache_as_it_was():
         with pytest.raises(ValueError, match=r"bool tensor \[2, 2, 120\]"):
             keep = torch.ones(2, 2, 120, dtype=torch.bool)
             cache.evict_with([keep, keep, keep[:, 0]])
-        assert (cache.rule, cache.seeds, cache.evidence) == before and len(cache.evidence) == 3
+        assert (state.bound_policy, state.seeds, cache.evidence) == before and len(cache.evidence) == 3
         assert all(layer.store is None and layer.keys is not None for layer in cache.layers)
         cache.evict("random", tokens_per_head=60, seeds=(5, 6))
         fresh = Cache(model, "random", tokens_per_head=60, seeds=(5, 6)).prefill(ids, mask)
-    assert cache.evidence is None and cache.seeds == (5, 6)
+    assert cache.evidence is None and cache.state.seeds == (5, 6)
     for one, two in zip(cache.layers, fresh.layers, strict=True):
         assert torch.equal(one.store.flat()[2], two.store.flat()[2])

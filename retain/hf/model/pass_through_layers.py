@@ -1,11 +1,9 @@
-"""Layers that a cache holds beside its own: a sliding window or a recurrent state, as transformers keeps
-them.
+"""Handles the cache layers that are left to transformers: a sliding window or a recurrent state.
 
-In: a layer that is left alone. Out: the cache layer that transformers itself would use for it, and what a
-conversation asks of such a layer: its bytes, a copy that goes its own way, some of its sequences, whether its
-last tokens can be forgotten, and its tensors for saving. The one decision taken here: transformers decides
-what the layer is and how it is updated; what it holds is found by looking at its attributes, and what is not
-understood there is refused, since a fork that shares half its state would answer from another conversation.
+transformers decides what such a layer is and how it is updated; here are its bytes, a copy of it, some of its
+sequences, whether its last tokens can be forgotten, and its tensors for a file. What it holds is found by
+looking at its attributes, and what is not understood there is refused, since a fork that shares half its
+state would answer from another conversation.
 """
 
 import copy
@@ -70,7 +68,7 @@ def refuse_padding(
         )
 
 
-def foreign_layer(left: LeftAlone) -> Any:
+def empty_layer(left: LeftAlone) -> Any:
     """A new, empty cache layer of transformers for a layer that is left alone."""
     return copy.deepcopy(left.empty)
 
@@ -187,7 +185,7 @@ def state(layer: Any) -> dict[str, Tensor]:
 
 
 def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
-    """Fill an empty layer (`foreign_layer`) with what `state` gave, on the device that the tensors are on.
+    """Fill an empty layer (`empty_layer`) with what `state` gave, on the device that the tensors are on.
 
     Raises:
         ValueError: tensors that this kind of layer does not hold, or some that it needs and are missing.

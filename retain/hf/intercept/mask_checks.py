@@ -1,11 +1,10 @@
-"""What is asked of a decoding step and not waited for.
+"""Validates the masks and positions of decoding steps asynchronously.
 
-In: answers to what may be wrong with a step's mask and positions, on a device. Out: an error, as soon as they
-have come. The one decision taken here: where kernels run, the host is ahead of the device, and to look at a
-number would hold it back at every token. So a step's answers are sent for, and read when a later step finds
-that they are there; whatever reads a prompt, evicts, ends a `generate`, changes what is held or reports on it
+Where kernels run, the host is ahead of the device, and to look at a number would hold it back at every token.
+So the answers of a step's checks are copied to the host without waiting, and read when a later step finds
+that they have come; whatever reads a prompt, evicts, ends a `generate`, changes what is held or reports on it
 waits for them first. A wrong mask is then refused some tokens late, and the cache with it; only `reset()`
-forgets what was asked without reading the answer.
+drops a check unread.
 """
 
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ WRONG = {
 }
 
 
-class Doubt:
+class MaskCheck:
     """One step's questions, on their way.
 
     Args:

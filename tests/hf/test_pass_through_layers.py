@@ -6,8 +6,21 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from retain.hf.cache import pass_through_layers as foreign
 from retain.hf.model.decoder import layout_of
+from retain.hf.model.pass_through_layers import (
+    allocated_bytes,
+    can_crop,
+    concat,
+    crop,
+    empty_layer,
+    fork,
+    held_bytes,
+    load_state,
+    select_batch,
+    state,
+    tensors_of,
+    trim_,
+)
 from tests.tiny import tiny_batch, tiny_model
 
 FAMILIES = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5")
@@ -29,7 +42,7 @@ def read(model, cache, ids, mask=None):
 
 
 def tensors(layer):
-    return {name: tensor.clone() for name, tensor in foreign.tensors_of(layer).items()}
+    return {name: tensor.clone() for name, tensor in tensors_of(layer).items()}
 
 
 def equal(one, other):
@@ -42,12 +55,12 @@ def test_the_layer_is_the_one_that_transformers_makes(family):
     model, cache, alone = filled(family)
     assert list(alone) == [0, 2]
     for idx, left in alone.items():
-        one, two = foreign.foreign_layer(left), foreign.foreign_layer(left)
+        one, two = empty_layer(left), empty_layer(left)
         assert type(one) is type(cache.layers[idx]) and one is not two
-        assert not foreign.tensors_of(one) and foreign.held_bytes(one) == foreign.allocated_bytes(one) == 0
+        assert not tensors_of(one) and held_bytes(one) == allocated_bytes(one) == 0
         assert getattr(one, "sliding_window", None) == left.window
-        held = sum(tensor.numel() * 4 for tensor in foreign.tensors_of(cache.layers[idx]).values())
-        assert foreign.held_bytes(cache.layers[idx]) == held > 0
+        held = sum(tensor.numel() * 4 for tensor in tensors_of(cache.layers[idx]).values())
+        assert held_bytes(cache.layers[idx]) == held > 0
 
 
 @every_family
@@ -56,8 +69,7 @@ def test_a_fork_goes_its_own_way(family):
     before = {idx: tensors(cache.layers[idx]) for idx in alone}
     other = copy.copy(cache)
     other.layers = [
-        foreign.fork(layer) if idx in alone else copy.deepcopy(layer)
-        for idx, layer in enumerate(cache.layers)
+        fork(layer) if idx in alone else copy.deepcopy(layer) for idx, layer in enumerate(cache.layers)
     ]
     read(model, other, torch.full((3, 1), 9))
     read(model, other, torch.full((3, 5), 8))
@@ -71,9 +83,9 @@ def test_a_fork_goes_its_own_way(family):
 
 def _again(model, cache, alone):
     """The same two reads on a fork of a fork."""
-    layers = [foreign.fork(layer) if idx in alone else layer for idx, layer in enumerate(cache.layers)]
+    layers = [fork(layer) if idx in alone else layer for idx, layer in enumerate(cache.layers)]
     other = copy.copy(cache)
-    other.layers = [foreign.fork(layer) if idx in alone else layer for idx, layer in enumerate(layers)]
+    other.layers = [fork(layer) if idx in alone else layer for idx, layer in enumerate(layers)]
     read(model, other, torch.full((3, 1), 9))
     return read(model, other, torch.full((3, 5), 8))
 
@@ -83,14 +95,14 @@ def test_what_is_saved_and_loaded_goes_on_as_before(family):
     model, cache, alone = filled(family)
     want = copy.deepcopy(cache)
     for idx, left in alone.items():
-        saved = foreign.state(cache.layers[idx])
+        saved = state(cache.layers[idx])
         assert all(tensor.is_contiguous() for tensor in saved.values())
-        cache.layers[idx] = foreign.foreign_layer(left)
-        foreign.load_state(cache.layers[idx], saved)
+        cache.layers[idx] = empty_layer(left)
+        load_state(cache.layers[idx], saved)
         for tensor in saved.values():
             tensor.fill_(0)  # what was given is not held on to
-        assert foreign.state(foreign.foreign_layer(left)) == {}
-        foreign.load_state(cache.layers[idx], {})
+        assert state(empty_layer(left)) == {}
+        load_state(cache.layers[idx], {})
     for ids in (torch.full((3, 1), 9), torch.full((3, 5), 8), torch.full((3, 1), 7)):
         assert torch.equal(read(model, cache, ids), read(model, want, ids))
 
@@ -98,11 +110,11 @@ def test_what_is_saved_and_loaded_goes_on_as_before(family):
 def test_the_state_of_another_kind_of_layer_is_refused():
     sliding, linear = (layout_of(tiny_model(name)).alone[0] for name in ("gemma3", "qwen3_5"))
     cache = filled("gemma3")[1]
-    saved = foreign.state(cache.layers[0])
+    saved = state(cache.layers[0])
     with pytest.raises(ValueError, match="saved for a LinearAttentionLayer holds .*keys.*another model"):
-        foreign.load_state(foreign.foreign_layer(linear), saved)
+        load_state(empty_layer(linear), saved)
     with pytest.raises(ValueError, match="saved for a DynamicSlidingWindowLayer holds .'keys'."):
-        foreign.load_state(foreign.foreign_layer(sliding), {"keys": saved["keys"]})
+        load_state(empty_layer(sliding), {"keys": saved["keys"]})
 
 
 @every_family
@@ -110,18 +122,18 @@ def test_sequences_are_selected_and_concatenated(family):
     model, cache, alone = filled(family)
     idx = torch.tensor([2, 0, 0])
     for layer in alone:
-        one = foreign.fork(cache.layers[layer])
-        foreign.select_batch(one, idx)
+        one = fork(cache.layers[layer])
+        select_batch(one, idx)
         assert all(
             torch.equal(got, tensors(cache.layers[layer])[name][idx]) for name, got in tensors(one).items()
         )
-        parts = [foreign.fork(cache.layers[layer]) for _ in range(3)]
+        parts = [fork(cache.layers[layer]) for _ in range(3)]
         for row, part in enumerate(parts):
-            foreign.select_batch(part, torch.tensor([row]))
-        assert equal(tensors(foreign.concat(parts)), tensors(cache.layers[layer]))
-        empty = foreign.foreign_layer(alone[layer])
-        foreign.select_batch(empty, idx)
-        assert not foreign.tensors_of(empty)
+            select_batch(part, torch.tensor([row]))
+        assert equal(tensors(concat(parts)), tensors(cache.layers[layer]))
+        empty = empty_layer(alone[layer])
+        select_batch(empty, idx)
+        assert not tensors_of(empty)
 
 
 def test_a_window_forgets_its_last_tokens_while_nothing_has_left_it():
@@ -131,26 +143,26 @@ def test_a_window_forgets_its_last_tokens_while_nothing_has_left_it():
     read(model, cache, short, mask)
     read(model, other, short[:, :5], mask[:, :5])
     layer = cache.layers[0]
-    assert foreign.can_crop(layer, 4) and foreign.can_crop(layer, 0)
-    foreign.crop(layer, 4)
+    assert can_crop(layer, 4) and can_crop(layer, 0)
+    crop(layer, 4)
     assert equal(tensors(layer), tensors(other.layers[0])) and layer.get_seq_length() == 5
-    assert foreign.allocated_bytes(layer) == foreign.held_bytes(layer)
-    foreign.crop(layer, 0)
+    assert allocated_bytes(layer) == held_bytes(layer)
+    crop(layer, 0)
     long = filled("gemma3")[1].layers[0]
-    assert foreign.can_crop(long, 0) and not foreign.can_crop(long, 1)
+    assert can_crop(long, 0) and not can_crop(long, 1)
     # 15 tokens are all that a window of 16 holds: with the sixteenth the first one is gone.
     for num_tokens, can in ((15, True), (16, False)):
         cache = DynamicCache(config=model.config)
         read(model, cache, tiny_batch((0,), num_tokens)[0])
-        assert foreign.can_crop(cache.layers[0], 1) is can
+        assert can_crop(cache.layers[0], 1) is can
 
 
 def test_a_recurrent_state_forgets_nothing():
     layer = filled("qwen3_next")[1].layers[0]
-    assert foreign.can_crop(layer, 0) and not foreign.can_crop(layer, 1)
-    empty = foreign.foreign_layer(layout_of(tiny_model("qwen3_next")).alone[0])
-    assert foreign.can_crop(empty, 3)
-    foreign.crop(empty, 3)
+    assert can_crop(layer, 0) and not can_crop(layer, 1)
+    empty = empty_layer(layout_of(tiny_model("qwen3_next")).alone[0])
+    assert can_crop(empty, 3)
+    crop(empty, 3)
 
 
 def test_a_long_read_leaves_no_more_than_the_window():
@@ -158,6 +170,6 @@ def test_a_long_read_leaves_no_more_than_the_window():
     layer = cache.layers[0]
     before = tensors(layer)
     assert before["keys"].shape[-2] == 15
-    assert foreign.allocated_bytes(layer) > 2 * foreign.held_bytes(layer)  # a view of all 40
-    foreign.trim_(layer)
-    assert foreign.allocated_bytes(layer) == foreign.held_bytes(layer) and equal(tensors(layer), before)
+    assert allocated_bytes(layer) > 2 * held_bytes(layer)  # a view of all 40
+    trim_(layer)
+    assert allocated_bytes(layer) == held_bytes(layer) and equal(tensors(layer), before)
