@@ -53,7 +53,6 @@ import numpy as np
 from retain.eval.claims.lines import Condition, FusedClaim, Line, Outcome, Parts, all_hold, write_claims
 from retain.eval.claims.runs import gates_of, join, same_gates, unmeasured
 from retain.eval.config import CONTROLS, FULL, SHARED
-from retain.eval.report.html_page import tasks_of
 from retain.eval.run.results_store import read_manifest, read_rows
 from retain.eval.stats.not_worse import ONE_SIDED, NotWorse, not_worse, step_down
 from retain.eval.stats.significance import Interval, macro_mean, paired_interval, ratio_interval
@@ -69,6 +68,7 @@ from retain.eval.stats.summary import (
     gather,
     heuristics,
 )
+from retain.eval.tasks.suites import tasks_of
 from retain.process.command import status_of
 from retain.registry import suggest
 

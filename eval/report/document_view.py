@@ -1,23 +1,20 @@
-"""What each policy kept of a document, token by token, as a page shows it.
+"""The document view of a page: what each policy kept of a document, token by token.
 
-In: `kept.json` (`python -m retain.eval.report.kept`), or else the one document of `diagnostics.json`. Out:
-for each document its tokens with how many (layer, head) pairs kept them under the policy that is shown first,
-the numbers of all others as JSON for the page's script, and strips of all policies by place.
-
-The one decision taken here: without a script the page still shows one policy and all strips, since both are
-written out here.
+It is made from `kept.json` (`python -m retain.eval.report.kept`), or else from the one document of
+`diagnostics.json`. Without a script the page still shows one policy, and the shares of all of them by place:
+both are written out.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retain.eval.report.figures import draw_strips
-from retain.eval.report.page_scores import without_scheme
-from retain.eval.report.tabular import Table, number, words
+from retain.eval.report.blocks import Table, number, words
+from retain.eval.report.plots import Areas
+from retain.eval.report.tables import without_scheme
 from retain.eval.stats.comparisons import budget_name
 
-# Steps of shading, evicted everywhere to kept everywhere, and bins of a strip.
+# Steps of shading, evicted everywhere to kept everywhere, and bins of places.
 STEPS, BINS = 5, 160
 # A page with more numbers than this carries them summed over layers only.
 MOST_NUMBERS = 1_500_000
@@ -40,14 +37,14 @@ class Viewed:
         name: In the list of documents.
         notes: Question and right answer, where there are any.
         tokens: Under the policy shown first.
-        strips: All policies at the budget shown first, as markup that is safe.
+        shares_by_place: All policies at the budget shown first.
         shares: What each policy kept of the whole and of the needles.
     """
 
     name: str
     notes: tuple[str, ...]
     tokens: tuple[Token, ...]
-    strips: str
+    shares_by_place: Areas
     shares: Table
 
 
@@ -154,7 +151,7 @@ def _viewed(place: int, one: Mapping[str, Any], policy: str, budget: float) -> V
     at = {own["policy"]: own for own in one["kept"] if float(own["budget"]) == budget}
     shown = at.get(policy) or one["kept"][0]
     inside = {token for first, stop in one.get("needles") or () for token in range(first, stop)}
-    strips = [(name, _binned(own["rows"], one["of"])) for name, own in at.items()]
+    areas = tuple((name, tuple(_binned(own["rows"], one["of"]))) for name, own in at.items())
     notes = []
     if one.get("question"):
         notes.append(f"Asked afterwards: {without_scheme(one['question'])}")
@@ -167,7 +164,7 @@ def _viewed(place: int, one: Mapping[str, Any], policy: str, budget: float) -> V
             Token(text, step_of(kept, one["of"]), index in inside)
             for index, (text, kept) in enumerate(zip(one["tokens"], shown["rows"], strict=True))
         ),
-        strips=draw_strips(f"fig-strips-{place}", f"{one['name']}, {budget_name(budget)}", strips),
+        shares_by_place=Areas(f"{one['name']}, {budget_name(budget)}: share kept by place", areas),
         shares=_shares(place, one, inside),
     )
 

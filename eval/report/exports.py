@@ -33,6 +33,7 @@ from retain.eval.run.results_store import read_manifest, read_references, read_r
 from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import Cell, Scores, gather
 from retain.eval.tasks.suite import Task
+from retain.eval.tasks.suites import tasks_of
 from retain.process.command import status_of
 from retain.process.extras import require
 from retain.process.provenance import write_text
@@ -356,8 +357,6 @@ def _sha(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the exports of a folder again."""
-    from retain.eval.report.html_page import tasks_of
-
     parser = argparse.ArgumentParser(description="Write items.parquet and the exports of a run.")
     parser.add_argument("folder", type=Path, help="results/<run>")
     given = parser.parse_args(arguments)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from retain.eval.config import asks_shipped
-from retain.eval.report.html_page import _limits, context
-from retain.eval.report.markdown import section, write_report
+from retain.eval.report.render import section, write_report
+from retain.eval.report.sections import Run, limits_of
+from retain.eval.report.tables import comparison_table
 from retain.eval.run.results_store import ITEMS
 from retain.eval.stats.comparisons import can_reach, fewest, is_judged, judge, numbers
 from retain.eval.stats.paired_result import compare_paired, supported_verdict
@@ -238,7 +239,7 @@ def test_every_learned_policy_meets_every_other_once():
 )
 def test_only_shipped_models_are_said_to_be_small(scores, config, shipped):
     assert asks_shipped(config) == shipped
-    said = _limits(scores, [], [], config)
+    said = limits_of(scores, [], [], config)
     assert any("about a million parameters" in line for line in said) == shipped
 
 
@@ -255,7 +256,7 @@ def test_both_files_give_the_same_word(tmp_path):
             in_report[policy, regime, budget, "seen"] = cells[1]
             in_report[policy, regime, budget, "held-out"] = cells[3]
     on_page = {}
-    for row in context(tmp_path, manifest(), TASKS)["comparisons"].rows:
+    for row in comparison_table(Run(tmp_path, manifest(), TASKS).judged).rows:
         regime, budget, family, policy, _, word = [cell.text for cell in row[:6]]
         on_page[policy, regime, budget, family] = word
     assert {place: word for place, word in in_report.items() if word} == on_page
@@ -352,8 +353,8 @@ def test_a_task_of_one_item_has_no_interval_in_the_report(tmp_path):
     assert "-100.0 no interval | below the best heuristic |" in text
     text = text.split("## What does not tell policies apart")[0]
     assert "inf" not in text.replace("information", "") and "nan" not in text.lower()
-    made = context(tmp_path, manifest(), TASKS)
-    words = {cell.text for row in made["comparisons"].rows for cell in row}
+    made = comparison_table(Run(tmp_path, manifest(), TASKS).judged)
+    words = {cell.text for row in made.rows for cell in row}
     assert not {"inf", "-inf", "+inf", "nan"} & words
 
 
