@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retain.eval.config import FULL
-from retain.eval.report.blocks import PAGE, Block, Figure, Prose, Table, TableCell, heat, number, scale, words
+from retain.eval.report.blocks import PAGE, Block, Figure, Prose, Table, TableCell, number, scale, words
 from retain.eval.report.plots import Lines, Look, Series
+from retain.eval.report.tables import heat_table
 
 # Columns of the summary, where they were measured: name in the file, head, digits.
 METRICS = (
@@ -97,18 +98,15 @@ def jaccard_figure(made: Mapping[str, Any]) -> Figure | None:
     names = own.get("policies") or []
     if len(names) < 2:
         return None
-    tables = []
-    kinds = (
-        ("mean", "Jaccard: kept by both / kept by either, mean"),
-        ("identical", "Share of (layer, head) pairs that keep the same"),
+    kinds = {
+        "mean": "Jaccard: kept by both / kept by either, mean",
+        "identical": "Share of (layer, head) pairs that keep the same",
+    }
+    tables = (
+        heat_table(f"jaccard-{key}", title, ("", *names), names, own[key])
+        for key, title in kinds.items()
+        if own.get(key)
     )
-    for key, title in kinds:
-        if own.get(key):
-            rows = tuple(
-                (words(name), *(heat(value) for value in line))
-                for name, line in zip(names, own[key], strict=True)
-            )
-            tables.append(Table(f"jaccard-{key}", title, ("", *names), rows, sortable=False))
     return Figure(
         ident="fig-jaccard",
         title="Which policies keep the same entries",
@@ -132,13 +130,8 @@ def budget_figure(made: Mapping[str, Any]) -> Figure | None:
     top = max(value for rows in maps.values() for row in rows for value in row if value is not None)
     tables = []
     for place, (name, rows) in enumerate(maps.items()):
-        width = max(map(len, rows))
-        lines = tuple(
-            (words(layer), *(heat(value, top) for value in row), *(TableCell(""),) * (width - len(row)))
-            for layer, row in zip(layers, rows, strict=True)
-        )
-        columns = ("layer", *(f"h{head}" for head in range(width)))
-        tables.append(Table(f"budget-{place}", name, columns, lines, sortable=False))
+        columns = ("layer", *(f"h{head}" for head in range(max(map(len, rows)))))
+        tables.append(heat_table(f"budget-{place}", name, columns, map(str, layers), rows, top))
     return Figure(
         ident="fig-budgets",
         title="Where the budget goes: share kept by layer and KV head",

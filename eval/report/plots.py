@@ -371,7 +371,7 @@ def _areas(axes: Any, panel: Areas) -> None:
         area = axes.fill_between(edges, base, tops, step="post", color=COLOURS[0], linewidth=0)
         area.set_gid(f"|{name}")
     axes.set_yticks(
-        [place + 0.5 for place in range(len(panel.rows))], [_short(name, 18) for name, _ in panel.rows]
+        [place + 0.5 for place in range(len(panel.rows))], [_short(name, 16) for name, _ in panel.rows]
     )
     axes.set_ylim(len(panel.rows), 0)
     axes.set_xlim(0, 1)

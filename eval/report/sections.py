@@ -222,8 +222,11 @@ def _versions(machine: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
 
 
-def _verdicts(run: Run, unclear: Sequence[str]) -> Section:
+def _verdicts(run: Run, unclear: int) -> Section:
     """Verdicts in words, and what the run cannot say."""
+    scores = run.scores
+    places = len(scores.regimes) * len(scores.budgets) * len(scores.families)
+    nulls = sum(map(len, scores.nulls.values()))
     count = sum(one.result.family_size is not None for one in run.judged)
     rule = (
         "Learned policies, controls and the full cache are compared with the best heuristic of their regime, "
@@ -234,48 +237,13 @@ def _verdicts(run: Run, unclear: Sequence[str]) -> Section:
         "item. Everything else is not known, which is not the same as equal. "
         f"{count} comparisons in all; all of one regime are adjusted together."
     )
-    limits = limits_of(run.scores, run.rows, unclear, run.config)
-    blocks = (
-        Prose(rule, on=PAGE),
-        PagePart("verdicts", paragraphs(run.scores, run.judged)),
-        Prose("What this run cannot say", "heading", PAGE),
-        Bullets(tuple((line, ()) for line in limits), PAGE),
+    cannot = (
+        f"What this run cannot say: {unclear} of {places} places (regime, budget, task) do not tell policies "
+        f"apart; {nulls} of {len(run.rows)} answers were empty and count as 0; intervals resample items, not "
+        f"models. The sections below name each."
     )
-    return Section("verdicts", "Verdicts", blocks)
-
-
-def limits_of(
-    scores: Scores, rows: Sequence[Mapping[str, Any]], unclear: Sequence[str], config: Mapping[str, Any]
-) -> list[str]:
-    """What a run cannot say.
-
-    Args:
-        scores: Of the run.
-        rows: Of the run.
-        unclear: Names of places that do not tell policies apart.
-        config: Of the run.
-    """
-    seeds = len({int(seed) for own in scores.seeds.values() for seed in own})
-    cells = len(scores.regimes) * len(scores.budgets) * len(scores.families)
-    nulls = sum(bool(row.get("null")) for row in rows)
-    said = [
-        f"Intervals resample items, not models: {seeds} seed{'s' * (seeds > 1)} cannot speak for others.",
-        "The best heuristic is chosen on the same items that it is then compared on, which favours it: "
-        "better is conservative, worse leans against the policy.",
-    ]
-    if asks_shipped(config):
-        said.append("The model has about a million parameters: nothing about large models follows from it.")
-    if unclear:
-        said.append(
-            f"{len(unclear)} of {cells} places (regime, budget, task) do not tell policies apart: "
-            f"{'; '.join(unclear[:4])}{'; and others' if len(unclear) > 4 else ''}. See the ceilings."
-        )
-    said.append(
-        f"{nulls} of {len(rows)} answers were empty. They count as 0 and are listed under Nulls."
-        if nulls
-        else f"None of the {len(rows)} answers was empty."
-    )
-    return said
+    said = PagePart("verdicts", paragraphs(scores, run.judged))
+    return Section("verdicts", "Verdicts", (Prose(rule, on=PAGE), said, Prose(cannot, on=PAGE)))
 
 
 def _claims(claims: Sequence[Claim]) -> Section:
@@ -442,7 +410,7 @@ def _memory(
     return Section("memory", "Memory held", (Prose(note), memory_table(run.scores, run.rows), *timed))
 
 
-def _unclear(unclear: Sequence[str], ceilings: Sequence[Block]) -> Section:
+def _unclear(unclear: int, ceilings: Sequence[Block]) -> Section:
     note = (
         "Every task tells policies apart at every budget."
         if not unclear

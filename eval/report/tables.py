@@ -13,7 +13,6 @@ from retain.eval.report.blocks import (
     Figure,
     Row,
     Table,
-    TableCell,
     heat,
     number,
     of_budget,
@@ -219,41 +218,25 @@ def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str,
     )
 
 
-def ceiling_tables(scores: Scores) -> tuple[list[str], tuple[Table, ...]]:
-    """Whether tasks tell policies apart: the names of places that do not; the table of those, and of all."""
-    unclear, every, names = [], [], []
+def ceiling_tables(scores: Scores) -> tuple[int, tuple[Table, ...]]:
+    """Whether tasks tell policies apart: how many places do not; the table of those, and of all."""
+    unclear, every = [], []
     for place, own in apart(scores):
         where = (words(place.regime), of_budget(place.budget), words(place.family))
         if not own.yes:
-            names.append(f"{place.regime}, {budget_name(place.budget)}, {place.family}")
             unclear.append((*where, number(own.ceiling), words(own.why)))
         flag = words("yes" if own.yes else "no", mark="" if own.yes else "v-worse")
-        every.append(
-            (
-                *(*where, flag, words(own.why), words(own.best), words(own.worst)),
-                *(number(own.ceiling), number(own.spread)),
-                number(own.noise if math.isfinite(own.noise) else None),
-            )
-        )
+        noise = own.noise if math.isfinite(own.noise) else None
+        numbers = map(number, (own.ceiling, own.spread, noise))
+        every.append((*where, flag, *map(words, (own.why, own.best, own.worst)), *numbers))
     columns = ("regime", "budget", "task", "full", "why")
-    more = (
-        "regime",
-        "budget",
-        "task",
-        "discriminative",
-        "why",
-        "best",
-        "worst",
-        "full cache",
-        "spread",
-        "noise",
-    )
+    more = ("discriminative", "why", "best", "worst", "full cache", "spread", "noise")
     caption = "Ceilings, in points, and what tells policies apart"
     tables = (
         Table("tab-unclear", "", columns, tuple(unclear), 5, most=LISTED, on=REPORT),
-        Table("tab-ceilings", caption, more, tuple(every), 7, on=PAGE),
+        Table("tab-ceilings", caption, (*columns[:3], *more), tuple(every), 7, on=PAGE),
     )
-    return names, tuple(table for table in tables if table.rows)
+    return len(unclear), tuple(table for table in tables if table.rows)
 
 
 def null_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
@@ -321,24 +304,20 @@ def heat_maps(rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], comma
     if not cells:
         return None
     depths, lengths = (sorted({key[place] for key in cells}) for place in (4, 5))
-    policies = list(dict.fromkeys(key[3] for key in cells))
     tables: list[Table] = []
     group_of: list[str] = []
 
-    def square(values: Sequence[float] | None) -> TableCell:
-        return heat(fmean(values) if values else None)
-
     for task, regime in dict.fromkeys(key[:2] for key in cells):
         for budget in budgets:
-            for policy in policies:
+            for policy in dict.fromkeys(key[3] for key in cells):
                 place = (task, regime, 1.0 if policy == FULL else budget, policy)
-                if any((*place, depth, length) in cells for depth in depths for length in lengths):
-                    lines = tuple(
-                        (words(_plain(depth)), *(square(cells.get((*place, depth, one))) for one in lengths))
-                        for depth in depths
+                found = [[cells.get((*place, depth, length)) for length in lengths] for depth in depths]
+                if any(any(row) for row in found):
+                    means = [[fmean(own) if own else None for own in row] for row in found]
+                    heads = ("depth", *map(_plain, lengths))
+                    tables.append(
+                        heat_table(f"heat-{len(tables)}", policy, heads, map(_plain, depths), means)
                     )
-                    columns = ("depth", *map(_plain, lengths))
-                    tables.append(Table(f"heat-{len(tables)}", policy, columns, lines, sortable=False))
                     group_of.append(f"{task}, {regime}, {budget_name(budget)}")
     counts = {len(values) for values in cells.values()}
     middle = budget_name(budgets[len(budgets) // 2]) if budgets else ""
@@ -353,6 +332,22 @@ def heat_maps(rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], comma
         group_of=tuple(group_of),
         chosen=next((group for group in group_of if group.endswith(middle)), *group_of[:1]),
     )
+
+
+def heat_table(
+    ident: str,
+    caption: str,
+    columns: Sequence[str],
+    names: Iterable[str],
+    values: Sequence[Sequence[float | None]],
+    top: float = 1.0,
+) -> Table:
+    """A heat map: named rows of numbers, coloured between 0 and `top`."""
+    lines = tuple(
+        (words(name), *(heat(value, top) for value in row), *(words(""),) * (len(columns) - 1 - len(row)))
+        for name, row in zip(names, values, strict=True)
+    )
+    return Table(ident, caption, tuple(columns), lines, sortable=False)
 
 
 def without_scheme(text: str) -> str:
