@@ -88,7 +88,7 @@ report: $(INSTALLED)
 	$(BIN)/python -m retain.eval.speed --what serving --model reference --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
 		--keep-ratios 0.1,0.2,0.4 --batches 1 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
 	$(BIN)/python -m retain.eval.report.kept --config configs/compare/report.yaml
-	$(BIN)/python -m retain.eval.report.html_page $(REPORT)
+	$(BIN)/python -m retain.eval.report.render $(REPORT)
 
 # What a rebuilding of the tree must not change: kept entries, report, commands and names, gates of `make demo` (six minutes of one core).
 golden: $(INSTALLED)

@@ -14,9 +14,9 @@ from retain.eval.claims.check import check_claim
 from retain.eval.claims.claim import all_hold, load_claims
 from retain.eval.claims.page import write_claims
 from retain.eval.claims.runs import check_conditions, join, parts_of
-from retain.eval.report.html_page import tasks_of
 from retain.eval.run.results_store import read_manifest, read_rows
 from retain.eval.stats.summary import gather
+from retain.eval.tasks.suites import tasks_of
 from retain.process.command import status_of
 
 

@@ -2,11 +2,9 @@
 
     python -m retain.eval.report.kept --config configs/compare/report.yaml [key=value ...] [--documents 3]
 
-In: the config of a comparison. Out: `kept.json` in its folder: the tokens of the first item of a few tasks,
-and for every policy and budget how many (layer, KV head) pairs keep each, in all and by layer.
-
-The one decision taken here: scores and decisions come from the very functions that the comparison itself
-evicts with, on the same items, seeds and prefill, so that what is shown is what was measured.
+It holds the tokens of the first item of a few tasks, and for every policy and budget how many (layer, KV
+head) pairs keep each, in all and by layer. Scores and decisions come from the functions that the comparison
+itself evicts with, on the same items, seeds and prefill: what is shown is what was measured.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from retain.eval.speed.caches import Bench, TimedCache, cache_bytes, parse_entri
 from retain.eval.speed.stages import EVICTION, SCORING, staged
 from retain.gates.store import save_gates
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.eviction_request import Request
+from retain.hf.cache.eviction_request import EvictionRequest
 from retain.hf.intercept.attach import attach, attachment_of
 from retain.hf.model import gates as hf_gates
 from retain.hf.model.decoder import fingerprint
@@ -410,11 +410,11 @@ def test_a_stage_is_what_it_takes_without_the_stages_inside(monkeypatch):
 def test_stages_are_those_of_the_pipeline_and_put_back():
     for owner, name, _ in speed_stages.PARTS:
         assert name in vars(owner), f"{owner} has no {name} of its own: name where it is"
-    score = Request.score
+    score = EvictionRequest.score
     with pytest.raises(RuntimeError, match="stop"), staged():
-        assert Request.score is not score
+        assert EvictionRequest.score is not score
         raise RuntimeError("stop")
-    assert Request.score is score
+    assert EvictionRequest.score is score
 
 
 def test_bytes_of_a_foreign_cache_are_its_tensors():

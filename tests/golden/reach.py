@@ -31,10 +31,10 @@ def held_positions(cache: Any) -> list[list[list[int]]]:
 
 def write_reports(folder: Path) -> None:
     """Write `report.md` and `cells.json` of a folder with the rows of a finished comparison."""
-    from retain.eval.report.html_page import tasks_of
-    from retain.eval.report.markdown import write_report
+    from retain.eval.report.render import write_report
     from retain.eval.run.results_store import read_manifest
     from retain.eval.stats.ceilings import write_cells
+    from retain.eval.tasks.suites import tasks_of
 
     manifest = read_manifest(folder)
     tasks = tasks_of(manifest)

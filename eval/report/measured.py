@@ -1,19 +1,17 @@
-"""The parts of a page of results that other commands measure: `diagnostics.json` and `speed.json`.
+"""Figures and tables of what other commands measure: `diagnostics.json` and `speed.json`.
 
-In: what those files hold. Out: tables and figures. The one decision taken here: each carries the command that
-its file names, and a part whose file is missing is one sentence with the command that would make it, never an
-empty frame.
+Each names the command that its file names. A part whose file is missing is a sentence with the command that
+makes it (`missing`).
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from retain.eval.config import FULL
-from retain.eval.report.figures import Panel, Series, draw_lines
-from retain.eval.report.page_scores import legend
-from retain.eval.report.tabular import Figure, Shown, Table, heat, number, scale, words
+from retain.eval.report.blocks import PAGE, Block, Figure, Prose, Table, TableCell, number, scale, words
+from retain.eval.report.plots import Lines, Look, Series
+from retain.eval.report.tables import heat_table
 
 # Columns of the summary, where they were measured: name in the file, head, digits.
 METRICS = (
@@ -36,39 +34,34 @@ METRICS = (
 )
 
 
-@dataclass(frozen=True)
-class Missing:
+# Curves over decoding steps: name in the file, title, label.
+CURVES = (
+    ("coverage_mean", "Mean over layers and heads", "coverage"),
+    ("coverage_min", "Worst layer, head and document", "coverage"),
+    ("value_coverage_mean", "Weighted by values, mean", "value coverage"),
+    ("kl", "KL from the full cache", "nats a token"),
+)
+
+
+def missing(what: str, command: str) -> tuple[Block, ...]:
     """A part that nobody has measured: what it would show, and the command that makes it."""
+    text = f"{what} This was not measured for this run; to measure it:"
+    return Prose(text, "missing", PAGE), Prose(command, "command", PAGE)
 
-    what: str
-    command: str
 
-
-def coverage_figure(made: Mapping[str, Any], styles: Mapping[str, int]) -> Figure:
+def coverage_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figure:
     """Coverage over decoding steps: the mean, and the worst of all layers and heads."""
-    curves = made["curves"]
-    names = [name for name in curves if name != FULL]
-    most = max(len(own["coverage_mean"]) for own in curves.values())
-    steps = tuple(map(float, range(1, 1 + most)))
+    curves = {name: own for name, own in made["curves"].items() if name != FULL}
     panels = []
-    kinds = (
-        ("coverage_mean", "Mean over layers and heads", "coverage"),
-        ("coverage_min", "Worst layer, head and document", "coverage"),
-        ("value_coverage_mean", "Weighted by values, mean", "value coverage"),
-        ("kl", "KL from the full cache", "nats a token"),
-    )
-    for place, (key, title, label) in enumerate(kinds):
+    for key, title, label in CURVES:
         series = []
-        for name in names:
-            values = curves[name].get(key) or ()
-            points = [(s, v) for s, v in zip(steps, values, strict=False) if v is not None]
+        for name, own in curves.items():
+            points = [(step, v) for step, v in enumerate(own.get(key) or (), 1) if v is not None]
             if points:
-                x, y = zip(*points, strict=True)
-                series.append(Series(name, styles[name], x, y))
+                series.append(Series(name, looks[name], *zip(*points, strict=True)))
         if series:
             reach = (0.0, 1.0) if key != "kl" else None
-            names_of = (f"fig-coverage-{place}", title, "decoding step", label)
-            panels.append(draw_lines(_unmarked(Panel(*names_of, tuple(series), y_range=reach))))
+            panels.append(Lines(title, "decoding step", label, tuple(series), y_range=reach))
     ends = made.get("curves_documents") or []
     reached = f" The last step is reached by {ends[-1]} of {ends[0]} documents." if ends else ""
     return Figure(
@@ -78,7 +71,7 @@ def coverage_figure(made: Mapping[str, Any], styles: Mapping[str, int]) -> Figur
         f"full cache generated; {_made(made)}.{reached}",
         command=made["command"],
         panels=tuple(panels),
-        legend=legend(names, styles),
+        legend=tuple((name, looks[name]) for name in curves),
         data=(summary_table(made),),
     )
 
@@ -105,26 +98,22 @@ def jaccard_figure(made: Mapping[str, Any]) -> Figure | None:
     names = own.get("policies") or []
     if len(names) < 2:
         return None
-    tables = []
-    kinds = (
-        ("mean", "Jaccard: kept by both / kept by either, mean"),
-        ("identical", "Share of (layer, head) pairs that keep the same"),
+    kinds = {
+        "mean": "Jaccard: kept by both / kept by either, mean",
+        "identical": "Share of (layer, head) pairs that keep the same",
+    }
+    tables = (
+        heat_table(f"jaccard-{key}", title, ("", *names), names, own[key])
+        for key, title in kinds.items()
+        if own.get(key)
     )
-    for key, title in kinds:
-        if own.get(key):
-            rows = tuple(
-                (words(name), *(heat(value) for value in line))
-                for name, line in zip(names, own[key], strict=True)
-            )
-            tables.append(Table(f"jaccard-{key}", title, ("", *names), rows, sortable=False))
     return Figure(
         ident="fig-jaccard",
         title="Which policies keep the same entries",
         note=f"1: the same entries; 0: none in common; {_made(made)}.",
         command=made["command"],
         tables=tuple(tables),
-        scale=scale(1.0, 2),
-        wide=True,
+        scale=scale(),
     )
 
 
@@ -141,83 +130,63 @@ def budget_figure(made: Mapping[str, Any]) -> Figure | None:
     top = max(value for rows in maps.values() for row in rows for value in row if value is not None)
     tables = []
     for place, (name, rows) in enumerate(maps.items()):
-        width = max(map(len, rows))
-        lines = tuple(
-            (words(layer), *(heat(value, top) for value in row), *(Shown(""),) * (width - len(row)))
-            for layer, row in zip(layers, rows, strict=True)
-        )
-        columns = ("layer", *(f"h{head}" for head in range(width)))
-        tables.append(Table(f"budget-{place}", name, columns, lines, sortable=False))
+        columns = ("layer", *(f"h{head}" for head in range(max(map(len, rows)))))
+        tables.append(heat_table(f"budget-{place}", name, columns, map(str, layers), rows, top))
     return Figure(
         ident="fig-budgets",
         title="Where the budget goes: share kept by layer and KV head",
         note=f"Kept / seen of each layer (rows) and KV head (columns), mean over documents; {_made(made)}.",
         command=made["command"],
         tables=tuple(tables),
-        scale=scale(top, 2),
+        scale=scale(top),
     )
 
 
-def speed_figure(made: Mapping[str, Any], styles: Mapping[str, int]) -> Figure:
+def speed_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figure:
     """Memory and speed against budget, a panel each for every batch size."""
     rows = [row for row in made["rows"] if not row.get("failed")]
-    batches = sorted({row["batch"] for row in rows})
     kinds = (
-        ("Memory held", "KiB of keys and values", lambda row: _bytes(row, "held"), None),
-        ("Peak memory of the prefill", "MiB", lambda row: _peak(row, "prefill"), None),
+        ("Memory held", "KiB of keys and values", lambda row: _bytes(row, "held"), ""),
+        ("Peak memory of the prefill", "MiB", lambda row: _peak(row, "prefill"), ""),
         ("Decoding", "tokens/s", lambda row: row["tokens_per_s"]["median"], "tokens_per_s"),
         ("Time to first token", "ms", lambda row: row["ttft_ms"]["median"], "ttft_ms"),
     )
-    panels: list[str] = []
-    drawn: dict[str, None] = {}
-    for batch in batches:
-        here = [row for row in rows if row["batch"] == batch]
+    panels: list[Lines] = []
+    drawn: dict[str, Look] = {}
+    for batch in sorted({row["batch"] for row in rows}):
+        here = sorted(
+            (row for row in rows if row["batch"] == batch), key=lambda row: float(row["keep_ratio"])
+        )
         for title, label, read, spread in kinds:
             series, rules = [], []
-            for name in dict.fromkeys(_label(row) for row in here):
-                own = sorted((r for r in here if _label(r) == name), key=lambda r: r["keep_ratio"])
-                points = [(float(r["keep_ratio"]), value, r) for r in own if (value := read(r)) is not None]
-                if not points:
-                    continue
-                if own[0]["kind"] == "full":
-                    rules.append((points[0][1], name))
-                    continue
-                drawn[name] = None
-                x, y, rows_here = zip(*points, strict=True)
-                series.append(
-                    Series(
-                        *(name, styles[name], x, y),
-                        low=tuple(float(r[spread]["p20"]) for r in rows_here) if spread else (),
-                        high=tuple(float(r[spread]["p80"]) for r in rows_here) if spread else (),
-                    )
-                )
-            if not series:
-                continue
-            ratios = sorted({x for one in series for x in one.x})
-            panel = Panel(
-                f"fig-speed-{len(panels)}",
-                f"{title}, batch {batch}",
-                "keep_ratio",
-                label,
-                tuple(series),
-                x_ticks=tuple((ratio, f"{ratio:g}") for ratio in ratios),
-                rules=tuple(rules),
-            )
-            panels.append(draw_lines(panel))
+            for name in dict.fromkeys(_label(row) for row in rows if row["batch"] == batch):
+                own = [
+                    (row, value) for row in here if _label(row) == name and (value := read(row)) is not None
+                ]
+                y = tuple(float(value) for _, value in own)
+                if own and own[0][0]["kind"] == "full":
+                    rules.append((y[0], name))
+                elif own:
+                    drawn[name] = looks[name]
+                    x = tuple(float(row["keep_ratio"]) for row, _ in own)
+                    ends = ("p20", "p80") if spread else ()
+                    edges = [tuple(float(row[spread][end]) for row, _ in own) for end in ends]
+                    series.append(Series(name, looks[name], x, y, *edges))
+            if series:
+                ticks = tuple(sorted({x for one in series for x in one.x}))
+                names = (f"{title}, batch {batch}", "keep_ratio", label)
+                panels.append(Lines(*names, tuple(series), ticks, rules=tuple(rules)))
     model = made["model"]
     peak = str(made.get("peak_of") or "").strip().rstrip(".")
-    note = (
-        f"Medians; bands: 20th to 80th percentile. Dashed: nothing evicted. Model {model.get('name', '')} "
-        f"({model.get('parameters', 0) / 1e6:,.1f} M parameters), measured {made.get('date', '')}."
-        + (f" Peak memory: {peak}." if peak else "")
-    )
     return Figure(
         ident="fig-speed",
         title="Memory and speed against budget",
-        note=note,
+        note="Medians; bands: 20th to 80th percentile. Dashed: nothing evicted. "
+        f"Model {model.get('name', '')} ({model.get('parameters', 0) / 1e6:,.1f} M parameters), "
+        f"measured {made.get('date', '')}." + (f" Peak memory: {peak}." if peak else ""),
         command=made["command"],
         panels=tuple(panels),
-        legend=legend(drawn, styles),
+        legend=tuple(drawn.items()),
         data=(speed_table(made["rows"]),),
     )
 
@@ -234,7 +203,7 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         name = (words(_label(row)), words(row.get("memory", "")))
         where = (number(row["keep_ratio"], 2), number(row["batch"], 0))
         if row.get("failed"):
-            lines.append((*name, *where, words(row["failed"]), *(Shown(""),) * 10))
+            lines.append((*name, *where, words(row["failed"]), *(TableCell(""),) * 10))
             continue
         lines.append(
             (
@@ -252,11 +221,6 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         *("peak MiB, prefill", "peak MiB, decode"),
     )
     return Table("tab-speed", "Medians (20th to 80th percentile)", columns, tuple(lines), num_text=2)
-
-
-def _unmarked(panel: Panel) -> Panel:
-    """Without markers, where there are many points."""
-    return replace(panel, markers=max(len(one.x) for one in panel.series) <= 16)
 
 
 def _made(made: Mapping[str, Any]) -> str:
@@ -282,8 +246,8 @@ def _peak(row: Mapping[str, Any], name: str) -> float | None:
     return None if found is None else found / 2**20
 
 
-def _spread(own: Mapping[str, Any] | None, digits: int = 1) -> Shown:
+def _spread(own: Mapping[str, Any] | None, digits: int = 1) -> TableCell:
     if own is None or own["median"] is None or math.isnan(own["median"]):
-        return Shown("")
+        return TableCell("")
     text = f"{own['median']:.{digits}f} ({own['p20']:.{digits}f} to {own['p80']:.{digits}f})"
-    return Shown(text, float(own["median"]))
+    return TableCell(text, float(own["median"]))
