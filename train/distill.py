@@ -36,12 +36,12 @@ from retain.train.run.card import write_card
 from retain.train.run.checkpoint import (
     adopt_,
     begin_,
-    by_the_first,
     check_inputs,
     describe_inputs,
     disk_errors,
     finish_,
     inspect_run,
+    on_main_process,
 )
 from retain.train.run.device import device_here, multiplies
 from retain.train.run.lock import locked
@@ -213,20 +213,11 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     # Before the weights, which may take long: most of what can be wrong now is wrong with the documents.
     corpus = _corpus(config, accelerator)
     dtype = _dtype(config, accelerator)
-    frozen = load_frozen(
-        config.model,
-        dtype=dtype,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        device_map=config.device_map,
-        quantization=config.quantization,
-        chunk=config.chunk,
-    )
+    frozen = _frozen(config, dtype)
     gates = _fresh_gates(config, frozen.model)
-    # What was trained to be an openness orders entries, whatever its family's number meant.
     score_unit = check_unit(gates[gates.layers[0]], config.target) if config.stage == "local" else None
     if config.stage == "end_to_end" and gates.unit == "risk":
-        score_unit = "rank"
+        score_unit = "rank"  # gates that are trained to an openness order entries, whatever their unit was
     base = fingerprint(frozen.model)
     inputs = describe_inputs(str(base["sha256"]), corpus)
     check_alike(inputs)
@@ -257,13 +248,10 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         print(plan_of(shape, work, device).text())
     accelerator.wait_for_everyone()  # every process has looked at the folder before one of them changes it
     if state == "fresh":
-        by_the_first(accelerator, lambda: begin_(folder, mapping, inputs))
+        on_main_process(accelerator, lambda: begin_(folder, mapping, inputs))
     if state == "resume":  # with another plan, perhaps, or another calibration
-        by_the_first(accelerator, lambda: adopt_(folder, mapping))
-    if config.tracker != "none":
-        # wandb's own default is a folder `wandb` where one stands, which Python would then import.
-        own = {"wandb": {"dir": str(folder)}}
-        accelerator.init_trackers("retain-distill", config=_values(mapping), init_kwargs=own)
+        on_main_process(accelerator, lambda: adopt_(folder, mapping))
+    _track(config, accelerator)
     documents = "a stream of" if corpus.num_documents is None else corpus.num_documents
     accelerator.print(
         f"{config.model}: {len(gates.layers)} layers, {sum(p.numel() for p in gates.parameters())} gate "
@@ -292,6 +280,19 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         finish_(folder)
         tqdm.write(f"gates: {folder} (retain.load_gates({str(folder)!r}, model))", file=sys.stdout)
     return folder
+
+
+def _frozen(config: DistillConfig, dtype: Precision) -> Frozen:
+    """The frozen model with its weights."""
+    return load_frozen(
+        config.model,
+        dtype=dtype,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        device_map=config.device_map,
+        quantization=config.quantization,
+        chunk=config.chunk,
+    )
 
 
 def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
@@ -382,12 +383,17 @@ def _with_features(
     return LayerLocal(gates, frozen, config.target, config.loss, seed=config.seed, examples=cached)
 
 
-def _values(mapping: Mapping[str, Any]) -> dict[str, int | float | str]:
-    """`{"a.b": value}` with values that trackers take."""
-    return {
+def _track(config: DistillConfig, accelerator: Accelerator) -> None:
+    """Start the tracker, if one was asked for, with the config as `{"a.b": value}`."""
+    if config.tracker == "none":
+        return
+    values = {
         key: value if isinstance(value, int | float | str) else str(value)
-        for key, value in leaves(mapping).items()
+        for key, value in leaves(to_mapping(config)).items()
     }
+    # wandb's own default is a folder `wandb` where one stands, which Python would then import.
+    own = {"wandb": {"dir": config.output}}
+    accelerator.init_trackers("retain-distill", config=values, init_kwargs=own)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

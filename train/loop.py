@@ -20,9 +20,9 @@ from retain.train.data.corpora import Document, num_packs, packs, share_of
 from retain.train.data.packing import Size, plain_size
 from retain.train.run.checkpoint import (
     append_log,
-    by_the_first,
     latest,
     load_checkpoint,
+    on_main_process,
     read_log,
     rewind_log_,
     save_checkpoint,
@@ -104,7 +104,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         start, extra = load_checkpoint(checkpoint[1], synchroniser)
         so_far = extra["so_far"]
         corpus.restore_(extra["corpus"])
-        by_the_first(accelerator, lambda: rewind_log_(folder, start))
+        on_main_process(accelerator, lambda: rewind_log_(folder, start))
         # Nothing may be left to do but to write the artifact, which says how the last look went.
         looks = gather_object([[record for record in read_log(folder) if "held_out" in record]])[0]
         held_out = looks[-1]["held_out"] if looks else {}

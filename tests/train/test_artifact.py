@@ -106,7 +106,7 @@ def test_the_no_op_report_hears_a_signal_and_is_asked_of_a_document_at_a_time(
 ) -> None:
     soft = {"protected": 4, "checkpointing": False}
     config = small(make_config, stage="end_to_end", soft=soft)
-    with stopped_by(terminate, artifact, "asked") as looked:
+    with stopped_by(terminate, artifact, "noop_numbers") as looked:
         distill(config)
     assert len(looked) == 1, "after the document in hand"
     with monkeypatch.context() as patch:

@@ -110,36 +110,6 @@ def test_pairs_across_the_boundaries(kind: str) -> None:
         assert float(found[b]) == pytest.approx(sum(terms) / len(terms))
 
 
-def test_pairs_of_equal_target_do_not_count() -> None:
-    settings = LossSettings(pairs=4)
-    uniform = pair_draws((0,), num_heads=1, settings=settings)[None]
-    flat, reached = torch.zeros(1, 1, T), torch.ones(1, 1, T, dtype=torch.bool)
-    assert pairwise_loss(torch.randn(1, 1, T), flat, reached, uniform, settings).item() == 0.0
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_few_reached_entries(count: int) -> None:
-    settings = LossSettings(pairs=4)
-    uniform = pair_draws((0,), num_heads=1, settings=settings)[None]
-    predicted, target = torch.randn(1, 1, 6), torch.randn(1, 1, 6)
-    reached = (torch.arange(6) < count)[None, None]
-    assert pairwise_loss(predicted, target, reached, uniform, settings).isfinite().all()
-    assert mse_loss(predicted, target, reached).isfinite().all()
-
-
-def test_unreached_entries_get_no_gradient() -> None:
-    predicted, target, reached = case()
-    predicted.requires_grad_()
-    settings = LossSettings()
-    uniform = torch.stack([pair_draws((1, b), num_heads=H, settings=settings) for b in range(B)]).double()
-    (
-        mse_loss(predicted, target, reached).sum()
-        + pairwise_loss(predicted, target, reached, uniform, settings).sum()
-    ).backward()
-    assert predicted.grad is not None
-    assert (predicted.grad[~reached] == 0).all() and (predicted.grad[reached] != 0).all()
-
-
 def test_overlap() -> None:
     predicted, target, reached = case()
     for b in range(B):

@@ -27,9 +27,9 @@ from retain.train.run import checkpoint
 from retain.train.run.checkpoint import (
     DiskError,
     begin_,
-    by_the_first,
     latest,
     load_checkpoint,
+    on_main_process,
     rewind_log_,
     save_checkpoint,
 )
@@ -181,7 +181,7 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     write, checkpoint.write_beside = checkpoint.write_beside, full
     said = ""
     try:
-        by_the_first(accelerator, lambda: rewind_log_(folder / "full_disk", 1))
+        on_main_process(accelerator, lambda: rewind_log_(folder / "full_disk", 1))
     except DiskError as error:
         said = str(error)
     checkpoint.write_beside = write

@@ -122,11 +122,13 @@ def noop_report(
     Raises:
         ValueError: no documents.
     """
-    return judged([asked(gates, frozen, document, soft, seed=seed) for document in documents], soft)
+    return noop_summary(
+        [noop_numbers(gates, frozen, document, soft, seed=seed) for document in documents], soft
+    )
 
 
 @torch.no_grad()
-def asked(
+def noop_numbers(
     gates: GateSet, frozen: Frozen, document: Document, soft: SoftSettings, *, seed: int = 0
 ) -> dict[str, dict[str, float]]:
     """The numbers of one document for `noop_report`, independent of others: processes may share them.
@@ -154,8 +156,8 @@ def asked(
     return {"soft": found, "hard": _evicted(gates, frozen, document, share, soft, seed)}
 
 
-def judged(rows: Sequence[Mapping[str, Mapping[str, float]]], soft: SoftSettings) -> dict[str, Any]:
-    """The report of `noop_report`, made of what was found of each document (`asked`).
+def noop_summary(rows: Sequence[Mapping[str, Mapping[str, float]]], soft: SoftSettings) -> dict[str, Any]:
+    """The report of `noop_report`, made of what was found of each document (`noop_numbers`).
 
     Raises:
         ValueError: no documents.

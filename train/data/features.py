@@ -185,21 +185,21 @@ def _extract(documents: Sequence[Document], source: Examples, settings: FeatureS
             for part in fields(GateInputs):
                 value = getattr(example.inputs, part.name)
                 if value is not None:
-                    tensors[f"{prefix}/{part.name}"] = _own(value)
+                    tensors[f"{prefix}/{part.name}"] = _copy(value)
             target_HT = example.target_HT.detach()
             if dtype == torch.float16 and float(target_HT.abs().max()) > torch.finfo(dtype).max:
                 raise ValueError(
                     f"a target of {float(target_HT.abs().max()):.3g} (layer {example.layer_idx}) is beyond "
                     "float16: set features.target_dtype=float32."
                 )
-            tensors[f"{prefix}/target_HT"] = _own(target_HT.to(dtype))
-            tensors[f"{prefix}/reached_HT"] = _own(example.reached_HT)
+            tensors[f"{prefix}/target_HT"] = _copy(target_HT.to(dtype))
+            tensors[f"{prefix}/reached_HT"] = _copy(example.reached_HT)
 
     source.of(documents, take)
     return tensors
 
 
-def _own(value: Tensor | float) -> Tensor:
+def _copy(value: Tensor | float) -> Tensor:
     """A copy that shares nothing: views of one packed row would be written whole, or refused. A number is
     kept in full precision, without axes."""
     if not isinstance(value, Tensor):
@@ -207,8 +207,8 @@ def _own(value: Tensor | float) -> Tensor:
     return value.detach().to("cpu", copy=True).contiguous().clone()
 
 
-def _back(tensor: Tensor, device: torch.device) -> Any:
-    """The inverse of `_own`."""
+def _restore(tensor: Tensor, device: torch.device) -> Any:
+    """The inverse of `_copy`."""
     return tensor.to(device) if tensor.dim() else tensor.item()
 
 
@@ -322,7 +322,7 @@ class CachedExamples:
                 for row, document in enumerate(documents):
                     path, prefix = self.shards[document.name], f"{document.name}/{layer}"
                     own: dict[str, Any] = {
-                        field: _back(opened[path].get_tensor(f"{prefix}/{field}"), self.device)
+                        field: _restore(opened[path].get_tensor(f"{prefix}/{field}"), self.device)
                         for field in self._fields[path][prefix]
                     }
                     target_HT, reached_HT = own.pop("target_HT").float(), own.pop("reached_HT")

@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, runtime_checkable
 
@@ -306,24 +307,22 @@ def _text_rows(path: Path, skip: int, separator: str | None) -> Iterator[Row | N
 
 
 def _pieces(path: Path, separator: str | None) -> Iterator[str]:
-    parts: list[str] = []
-    for number, raw in _lines(path):
-        line = _decoded(path, number, raw).replace("\r\n", "\n")
-        if separator == "":
-            if line.strip():
-                parts.append(line)
-                continue
-            ended = ["".join(parts)]
-            parts = []
-        elif separator and separator in line:
+    lines = (_decoded(path, number, raw).replace("\r\n", "\n") for number, raw in _lines(path))
+    if separator is None:
+        yield "".join(lines)
+    elif separator == "":
+        for has_text, group in groupby(lines, key=lambda line: bool(line.strip())):
+            if has_text:
+                yield "".join(group)
+    else:
+        parts: list[str] = []
+        for line in lines:
             first, *ended = line.split(separator)
-            ended = ["".join((*parts, first)), *ended]
-            parts = [ended.pop()]
-        else:
-            parts.append(line)
-            continue
-        yield from ended
-    yield "".join(parts)
+            parts.append(first)
+            for piece in ended:
+                yield "".join(parts)
+                parts = [piece]
+        yield "".join(parts)
 
 
 def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row | None]:

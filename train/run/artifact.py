@@ -29,7 +29,7 @@ from retain.hf.intercept.observe import observe_ahead
 from retain.process.extras import deferred
 from retain.process.provenance import code_state, environment
 from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at
-from retain.train.calibration.noop_controls import asked, judged
+from retain.train.calibration.noop_controls import noop_numbers, noop_summary
 from retain.train.data.branches import readings_of
 from retain.train.data.corpora import Document
 from retain.train.objectives.targets import TargetSettings, layer_target, target_unit
@@ -74,9 +74,9 @@ def reports_of(
         each = partial(_of_each, config, is_sharded(frozen.model), accelerator, signals)
         if config.stage == "end_to_end":
             chosen = corpus.held_out[:NOOP_DOCUMENTS]
-            rows = each("no-op", chosen, lambda document: asked(gates, frozen, document, config.soft))
+            rows = each("no-op", chosen, lambda document: noop_numbers(gates, frozen, document, config.soft))
             if accelerator.is_main_process:
-                reports["noop"] = judged(rows, config.soft)
+                reports["noop"] = noop_summary(rows, config.soft)
         if config.calibration.wanted:
             looks = each(
                 "calibration", corpus.held_out, lambda document: _look(config, gates, frozen, document)

@@ -180,15 +180,12 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
 
 def _read_inputs(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        found = error
-    if not isinstance(found, dict):
+        return dict(read_mapping(path))
+    except ValueError as error:
         raise ValueError(
-            f"{path} is damaged ({found}), and says on which model and documents the run was trained: "
-            "restore it, choose another `output`, or pass overwrite=true to train anew."
-        )
-    return found
+            f"{path} is damaged ({' '.join(str(error).split())}), and says on which model and documents the "
+            "run was trained: restore it, choose another `output`, or pass overwrite=true to train anew."
+        ) from error
 
 
 def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
@@ -378,7 +375,7 @@ def save_checkpoint(
             if OURS.fullmatch(path.name) and path not in kept:
                 _drop(path)
 
-    by_the_first(accelerator, write)
+    on_main_process(accelerator, write)
     return final
 
 
@@ -389,7 +386,7 @@ def _drop(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def by_the_first(accelerator: Accelerator, write: Callable[[], None]) -> None:
+def on_main_process(accelerator: Accelerator, write: Callable[[], None]) -> None:
     """Let the first process write, and all of them fail if it does: none waits for one that has gone."""
     error: OSError | None = None
     if accelerator.is_main_process:
