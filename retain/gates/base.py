@@ -6,6 +6,7 @@ reads (`inputs`), and whether its number is a decay per token of age (`ages`); `
 the model; layers that retain leaves alone (sliding window, linear attention) have no gate.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -131,8 +132,8 @@ class Gate(nn.Module, ABC):
         self.register_buffer("risk_floor_H", torch.zeros(H))
 
     def dims(self) -> dict[str, Any]:
-        """Keyword arguments that rebuild this gate."""
-        return {"E": self.E, "H": self.H}
+        """Keyword arguments that rebuild this gate; attributes have the names of the arguments."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     @property
     def device(self) -> torch.device:
@@ -225,6 +226,26 @@ class HiddenGate(Gate):
         assert inputs.hidden_BTE is not None
         self.standardise_as_(inputs.hidden_BTE[counted_BT])
         super().prepare_(inputs, counted_BT, floor_H, mean_H)
+
+
+class LogitGate(HiddenGate):
+    """Gate whose last layer `out` gives a logit per KV head."""
+
+    out: nn.Linear
+
+    @torch.no_grad()
+    def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
+        self.out.weight.mul_(0.1)
+        self.out.bias.copy_(mean_H)
+
+    @torch.no_grad()
+    def open_(self) -> None:
+        self.out.weight.zero_()
+        self.out.bias.fill_(OPEN)
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """`logsigmoid` of the output: half open at a logit (or log-risk) of 0."""
+        return nn.functional.logsigmoid(output_BHT)
 
 
 class Extension(nn.Module, ABC):

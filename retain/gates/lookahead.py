@@ -293,9 +293,6 @@ class LookaheadGate(Gate):
             raise ValueError(f"lookahead gates: reduce is {reduce!r}, and must be 'mean' or 'max'.")
         self.reduce = reduce
 
-    def dims(self) -> dict[str, Any]:
-        return {**super().dims(), "reduce": self.reduce}
-
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Mean attention of the lookahead tokens to every entry, from their queries and all keys."""
         queries, keys, own = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
