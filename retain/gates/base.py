@@ -30,7 +30,7 @@ OPEN = 5.0
 # What the number of a gate can mean -> the unit of the score that is made of it.
 UNITS = {"risk": "risk", "log_risk": "risk", "mass": "mass", "rank": "rank"}
 
-# Name in `Gate.inputs` -> where it comes from, for whoever misses it.
+# Name in `Gate.inputs` -> its description in messages.
 INPUTS = {
     "hidden": "the attention input, after the input layer norm",
     "stream": "the residual stream, before the input layer norm",
@@ -101,13 +101,13 @@ _OF_THE_LAYER = ("lookahead_BQSD", "lookahead_keys_BHSD", "sinks_Q")
 class Gate(nn.Module, ABC):
     """Interface of a family.
 
-    Class attributes: `family`, its name; `inputs`, of `INPUTS`, what it looks at; `unit`, of `UNITS`, what
-    its number means; `sizes`, of E, H, Q, D, which sizes of the layer its constructor takes (its other
-    keyword arguments are the family's own settings, with defaults); `ages`, whether its number is the
-    logarithm of a decay, at most 0, by which an entry's worth is multiplied with every token of age;
-    `signed`, whether its number can be negative where its unit cannot (`log_risk` aside, which is a
-    logarithm); `contextual`, whether the number of an entry depends on other entries (then it cannot be
-    asked about a part of them); `extension`, what the family adds to the model for a prefill.
+    Class attributes: `family`, its name; `inputs`, of `INPUTS`, what it reads; `unit`, of `UNITS`, the unit
+    of its output; `sizes`, of E, H, Q, D, which sizes of the layer its constructor takes (its other keyword
+    arguments are the family's own settings, with defaults); `ages`, whether its number is the logarithm of a
+    decay, at most 0, by which an entry's worth is multiplied with every token of age; `signed`, whether its
+    number can be negative where its unit cannot (`log_risk` aside, which is a logarithm); `contextual`,
+    whether the output of an entry depends on other entries (then a part of them cannot be scored alone);
+    `extension`, the addition to the model for a prefill.
 
     Args:
         E: model width.
