@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Decision:
-    """What one layer keeps.
+    """Keep set of one layer.
 
     Args:
         keep_BHT: True where kept.
@@ -69,9 +69,9 @@ class Plan:
     """Totals, protection and shares, known before any layer is scored.
 
     Args:
-        policy: the stages' settings.
-        budget: what was stated.
-        shares: entries of each sequence, and what of them no score decides.
+        policy: settings of the stages.
+        budget: as stated.
+        shares: entries of each sequence, and those that no score decides.
         protected_BT: of all tokens seen, True where protected, in every layer.
     """
 
@@ -385,7 +385,7 @@ def candidates_of(
     Args:
         plan: what is settled.
         score: of the layer's entries, -inf where a head holds none.
-        protected_BT: which of them are protected; None: the score is of all tokens seen.
+        protected_BT: protected entries; None: the score is of all tokens seen.
         place_BT: their places in their sequences, by which equal bids of different layers are ordered; None:
             in all layers an entry's index is the same.
 

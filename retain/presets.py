@@ -254,7 +254,7 @@ class Preset:
         paper: where it comes from.
         cost: what its score costs a layer, in the letters of `retain.shapes` (W: window queries).
         regime: the one that its paper evaluates; `any` for a control.
-        scope: who shares a budget: `head` nobody, `layer` the heads of a layer, `model` all heads.
+        scope: which heads share a budget: `head` none, `layer` those of a layer, `model` all.
         layers: what layers get: `uniform` alike, else by `pyramid`, `cake` or `entropy`.
         variants: what `load_policy("name:variant")` takes beside the default.
     """

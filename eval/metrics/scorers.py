@@ -44,35 +44,15 @@ __all__ = ["METRICS", "Metric", "first_line", "official_mean"]
 Metric = Callable[..., float]
 
 METRICS: Mapping[str, Metric] = {
-    "aime": aime,
-    "boxed": boxed,
-    "boxed_first": boxed_first,
-    "classification": classification,
-    "code_similarity": code_similarity,
-    "code_similarity_rapidfuzz": code_similarity_rapidfuzz,
-    "code_similarity_skip_blank": code_similarity_skip_blank,
-    "contains": contains,
-    "count": count,
-    "exact_match": exact_match,
-    "exact_match_verbatim": exact_match_verbatim,
-    "final_step": final_step,
-    "gsm8k": gsm8k,
-    "gsm8k_strict": gsm8k_strict,
-    "mathematics": mathematics,
-    "multiple_choice": multiple_choice,
-    "qa_f1": qa_f1,
-    "qa_f1_keep_articles": qa_f1_keep_articles,
-    "qa_f1_zh": qa_f1_zh,
-    "retrieval": retrieval,
-    "retrieval_zh": retrieval_zh,
-    "rouge_l": rouge_l,
-    "rouge_l_zh": rouge_l_zh,
-    "ruler_all": ruler_all,
-    "ruler_all_kvpress": ruler_all_kvpress,
-    "ruler_part": ruler_part,
-    "ruler_part_kvpress": ruler_part_kvpress,
-    "step_share": step_share,
-    "steps": steps,
+    metric.__name__: metric
+    for metric in (
+        *(aime, boxed, boxed_first, classification, code_similarity),
+        *(code_similarity_rapidfuzz, code_similarity_skip_blank, contains, count, exact_match),
+        *(exact_match_verbatim, final_step, gsm8k, gsm8k_strict, mathematics),
+        *(multiple_choice, qa_f1, qa_f1_keep_articles, qa_f1_zh, retrieval),
+        *(retrieval_zh, rouge_l, rouge_l_zh, ruler_all, ruler_all_kvpress),
+        *(ruler_part, ruler_part_kvpress, step_share, steps),
+    )
 }
 
 

@@ -192,7 +192,7 @@ def compare_paired(
         resamples: At most of the sign-flip test; of the bootstrap, if asked for.
         seed: Of both.
         worst: The most that two scores of one item can differ, the width of the scale: 100 of points, 1 of
-            scores in [0, 1]. "Equivalent" has to hold against items that nobody saw.
+            scores in [0, 1]. "Equivalent" has to hold against unseen items.
 
     Returns:
         The result, with the verdict of a family of one. `adjust` it together with its family.

@@ -212,21 +212,7 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
     Raises:
         ValueError: If there are no rows, or a cell lacks items that another cell of its regime and task has.
     """
-    found: dict[Cell, dict[str, dict[tuple[int, int], dict[int, Mapping[str, Any]]]]] = {}
-    families: dict[str, str] = {}
-    for row in rows:
-        # Rows of earlier runs knew one question, one kind of budget and one kind of score.
-        cell = Cell(row["regime"], row["policy"], float(row.get("budget", row["keep_ratio"])))
-        items = found.setdefault(cell, {}).setdefault(row["task"], {})
-        items.setdefault((row["seed"], row["item"]), {})[row.get("question", 0)] = row
-        families[row["task"]] = row["family"]
-    if not found:
-        raise ValueError(
-            "There are no rows to report. Run eval/compare.py until at least one unit is finished."
-        )
-    names = [*(task for task in tasks if task in families), *sorted(set(families) - set(tasks))]
-    ordered = {task: families[task] for family in FAMILIES for task in names if families[task] == family}
-    found = {cell: found[cell] for cell in sorted(found, key=lambda cell: cell.regime)}
+    found, ordered = _sorted_rows(rows, tasks)
     clusters = {task: sorted(next(iter(found.values())).get(task, {})) for task in ordered}
     for cell, own in found.items():
         for task in ordered:
@@ -261,15 +247,21 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
         for cell, own in found.items()
     }
     nulls: dict[tuple[Cell, str], list[tuple[int, int, int]]] = {}
-    for cell, answers in every.items():
-        for answer in answers:
-            if answer.get("null", False):
-                where = (answer["seed"], answer["item"], answer["question"])
-                nulls.setdefault((cell, answer["task"]), []).append(where)
     attended: dict[tuple[Cell, str], list[float | None]] = {}
     for cell, answers in every.items():
         for answer in answers:
             attended.setdefault((cell, answer["task"]), []).append(answer.get("attended_ratio"))
+            if answer.get("null", False):
+                where = (answer["seed"], answer["item"], answer["question"])
+                nulls.setdefault((cell, answer["task"]), []).append(where)
+
+    def saying(*fields: str) -> frozenset[str]:
+        return frozenset(
+            cell.policy
+            for cell, answers in every.items()
+            if any(answer.get(name) for answer in answers for name in fields)
+        )
+
     return Scores(
         exact=column("exact"),
         partial=column("partial"),
@@ -284,17 +276,34 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
             for where, own in attended.items()
             if None not in own
         },
-        trained=frozenset(
-            cell.policy
-            for cell, answers in every.items()
-            if any(answer.get("trained") or answer.get("gate_bytes") for answer in answers)
-        ),
-        gated=frozenset(
-            cell.policy
-            for cell, answers in every.items()
-            if any(answer.get("gates") or answer.get("gate_bytes") for answer in answers)
-        ),
+        trained=saying("trained", "gate_bytes"),
+        gated=saying("gates", "gate_bytes"),
     )
+
+
+Items = dict[tuple[int, int], dict[int, Mapping[str, Any]]]
+
+
+def _sorted_rows(
+    rows: Iterable[Mapping[str, Any]], tasks: Iterable[str]
+) -> tuple[dict[Cell, dict[str, Items]], dict[str, str]]:
+    """Rows by cell (in the order of regimes), task, (seed, item) and question; the family of each task, in
+    the order of the report's columns."""
+    found: dict[Cell, dict[str, Items]] = {}
+    families: dict[str, str] = {}
+    for row in rows:
+        # Rows of earlier runs knew one question, one kind of budget and one kind of score.
+        cell = Cell(row["regime"], row["policy"], float(row.get("budget", row["keep_ratio"])))
+        items = found.setdefault(cell, {}).setdefault(row["task"], {})
+        items.setdefault((row["seed"], row["item"]), {})[row.get("question", 0)] = row
+        families[row["task"]] = row["family"]
+    if not found:
+        raise ValueError(
+            "There are no rows to report. Run eval/compare.py until at least one unit is finished."
+        )
+    names = [*(task for task in tasks if task in families), *sorted(set(families) - set(tasks))]
+    ordered = {task: families[task] for family in FAMILIES for task in names if families[task] == family}
+    return {cell: found[cell] for cell in sorted(found, key=lambda cell: cell.regime)}, ordered
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> float:

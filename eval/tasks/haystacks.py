@@ -78,7 +78,7 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
     """
     if name.startswith("file:"):
         path = name.removeprefix("file:")
-        # Two texts are one haystack in no table, and a folder is nobody's business.
+        # Two texts never share a name in a table, and the path stays private.
         known = f"file:{Path(path).name}@{identity(name).removeprefix('file:')}"
         return _from(known, _file_sentences(path)[1], draw, " ")
     return lookup(name, {DEFAULT: _prose_haystack, "python": _python_haystack}, what="haystack")(draw)

@@ -125,9 +125,9 @@ def text_suite(**how: Any) -> Suite:
     return Suite(
         name="text",
         tasks={name: _task(name, cards()[name], settings) for name in names},
-        item=partial(text_item, _frozen(settings)),
+        item=partial(text_item, _Frozen(settings)),
         documents=_no_documents,
-        load_model=partial(_load, _frozen(settings)),
+        load_model=partial(_load, _Frozen(settings)),
         seeds=_seeds(settings.model),
         train_gates="accelerate launch --quiet train/distill.py --config configs/distill/hub.yaml "
         f"model={settings.model} seed={{seed}} output={{gates}}",
@@ -164,10 +164,6 @@ class _Frozen:
 
     def __hash__(self) -> int:
         return hash(self.settings.model)
-
-
-def _frozen(settings: TextSettings) -> _Frozen:
-    return _Frozen(settings)
 
 
 def _group(name: str) -> str:

@@ -209,7 +209,7 @@ class CapacityMeter:
 
     def __init__(self, limit: float, split: Split, *, follows: bool = False):
         self.limit, self.split, self.follows = limit, split, follows
-        # Layer by layer, on the layer's own device: nothing is asked for before all have come.
+        # Layer by layer, on the layer's own device: the device is waited for only after the last.
         self._needs: list[Int64[Tensor, "2 B H"]] = []
         self._counts: list[Int64[Tensor, "2 B"]] = []
         self._risks: list[Float64[Tensor, "2 B"]] = []

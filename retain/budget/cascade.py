@@ -94,7 +94,7 @@ class Shares:
         protected_B: entries of every head that are protected by their place.
         threshold: of admission; then no budget decides anything, and the totals say what there is.
         seen_B: tokens of each sequence, padding apart, where lengths are announced; None: the lengths.
-        quotas: what heads get of a budget, where the allocation says so; None: nobody said.
+        quotas: shares of heads, for an allocation by quotas; None: unknown.
     """
 
     split: Split
@@ -181,7 +181,7 @@ class Shares:
             capacity_BLH: entries that each head holds.
 
         Raises:
-            ValueError: something has to go, and nobody said what the quotas are.
+            ValueError: something has to go, and there are no quotas.
         """
         heads, totals, budgets_BLH = sum(self.totals.heads_L), self.totals, []
         for row, capacity_LH in enumerate(capacity_BLH):
@@ -249,9 +249,9 @@ class Candidates:
         kept_BHT: kept in any case: protected, or in a first stage by mass.
         held_B: entries of each sequence, over all heads.
         guaranteed_B: of those, how many the layer keeps in any case.
-        first_BHT: what a first stage by budget ranks by; None without one.
-        bids: what the heads compete with; None where they do not.
-        weight_B: what the layer asks for, per sequence; None where layers get fixed shares.
+        first_BHT: score of a first stage by budget; None without one.
+        bids: entries with which the heads compete; None if they do not.
+        weight_B: weight of the layer in a shared budget, per sequence; None if layers get fixed shares.
     """
 
     score_BHT: Float[Tensor, "B H T"]

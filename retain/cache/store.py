@@ -150,13 +150,10 @@ class RaggedStore:
                     f"side column {name!r} is {tuple(column.shape)}, but the layer holds {B} sequences x {H} "
                     f"KV heads x {T} entries: pass [{B}, {H}, {T}] or [{B}, {H}, {T}, K]."
                 )
-        store = object.__new__(cls)
-        store.num_heads, store.slack = H, slack
         layout = _Layout.of(keep_BHT.sum(-1).flatten(), slack)
-        store._take_(layout)
         positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
-        store._entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
-        store.beside = {} if beside is None else {**beside}
+        entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
+        store = cls._with(layout, H, slack, entries, beside or {})
         index_N, where = layout.index_N(), keep_BHT.nonzero(as_tuple=True)
         for columns, name in store._columns():
             columns[name] = _filled(layout, columns[name].shape[3:], index_N, columns[name], where)
@@ -434,12 +431,9 @@ class RaggedStore:
                 f"stores to stack have side columns {[sorted(store.beside) for store in stores]}: stack "
                 "stores of one kind, or set the missing columns first."
             )
-        both = object.__new__(cls)
-        both.num_heads = first.num_heads
-        both.slack = max(store.slack for store in stores) if slack is None else slack
-        layout = _Layout.of(torch.cat([store.lengths_R for store in stores]), both.slack)
-        both._take_(layout)
-        both._entries, both.beside = {**first._entries}, {**first.beside}
+        slack = max(store.slack for store in stores) if slack is None else slack
+        layout = _Layout.of(torch.cat([store.lengths_R for store in stores]), slack)
+        both = cls._with(layout, first.num_heads, slack, first._entries, first.beside)
         ends, index_N = [0], layout.index_N()
         for store in stores:
             ends.append(ends[-1] + store.entries_held)
@@ -556,11 +550,23 @@ class RaggedStore:
 
     def _like(self, layout: _Layout) -> "RaggedStore":
         """A store of this layout that still shares its columns with this one."""
-        other = object.__new__(RaggedStore)
-        other.num_heads, other.slack = self.num_heads, self.slack
-        other._entries, other.beside = {**self._entries}, {**self.beside}
-        other._take_(layout)
-        return other
+        return self._with(layout, self.num_heads, self.slack, self._entries, self.beside)
+
+    @classmethod
+    def _with(
+        cls,
+        layout: _Layout,
+        num_heads: int,
+        slack: int,
+        entries: Mapping[str, Tensor],
+        beside: Mapping[str, Tensor],
+    ) -> "RaggedStore":
+        """A store of this layout, with these columns as they are."""
+        store = object.__new__(cls)
+        store.num_heads, store.slack = num_heads, slack
+        store._entries, store.beside = {**entries}, {**beside}
+        store._take_(layout)
+        return store
 
     def _check(self, keep_N: Tensor) -> None:
         if keep_N.shape != (self.entries_held,) or keep_N.dtype != torch.bool:

@@ -6,7 +6,6 @@ stays, by a threshold, and not how much attention it will get.
 """
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -78,10 +77,6 @@ class AdmissionGate(Gate):
         self.up_bias = nn.Parameter(torch.empty(H, F).uniform_(-inner, inner))
         self.out_weight = nn.Parameter(torch.empty(H, F).uniform_(-outer, outer))
         self.out_bias = nn.Parameter(torch.empty(H).uniform_(-outer, outer))
-
-    def dims(self) -> dict[str, Any]:
-        own = {"expand": self.expand, "activation": self.activation}
-        return {**super().dims(), "D": self.D, **own, "floor": self.floor, "opens_at": self.opens_at}
 
     @torch.no_grad()
     def open_(self) -> None:
@@ -156,10 +151,6 @@ class DMSGate(Gate):
         self.scale, self.offset, self.eps, self.bias = scale, offset, eps, bias
         self.norm = nn.RMSNorm(E, eps=eps)
         self.out = nn.Linear(E, H, bias=bias)
-
-    def dims(self) -> dict[str, Any]:
-        own = {"scale": self.scale, "offset": self.offset, "eps": self.eps, "bias": self.bias}
-        return {**super().dims(), **own, "decides": self.decides}
 
     @torch.no_grad()
     def open_(self) -> None:

@@ -6,6 +6,7 @@ reads (`inputs`), and whether its number is a decay per token of age (`ages`); `
 the model; layers that retain leaves alone (sliding window, linear attention) have no gate.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +30,7 @@ OPEN = 5.0
 # What the number of a gate can mean -> the unit of the score that is made of it.
 UNITS = {"risk": "risk", "log_risk": "risk", "mass": "mass", "rank": "rank"}
 
-# Name in `Gate.inputs` -> where it comes from, for whoever misses it.
+# Name in `Gate.inputs` -> its description in messages.
 INPUTS = {
     "hidden": "the attention input, after the input layer norm",
     "stream": "the residual stream, before the input layer norm",
@@ -100,13 +101,13 @@ _OF_THE_LAYER = ("lookahead_BQSD", "lookahead_keys_BHSD", "sinks_Q")
 class Gate(nn.Module, ABC):
     """Interface of a family.
 
-    Class attributes: `family`, its name; `inputs`, of `INPUTS`, what it looks at; `unit`, of `UNITS`, what
-    its number means; `sizes`, of E, H, Q, D, which sizes of the layer its constructor takes (its other
-    keyword arguments are the family's own settings, with defaults); `ages`, whether its number is the
-    logarithm of a decay, at most 0, by which an entry's worth is multiplied with every token of age;
-    `signed`, whether its number can be negative where its unit cannot (`log_risk` aside, which is a
-    logarithm); `contextual`, whether the number of an entry depends on other entries (then it cannot be
-    asked about a part of them); `extension`, what the family adds to the model for a prefill.
+    Class attributes: `family`, its name; `inputs`, of `INPUTS`, what it reads; `unit`, of `UNITS`, the unit
+    of its output; `sizes`, of E, H, Q, D, which sizes of the layer its constructor takes (its other keyword
+    arguments are the family's own settings, with defaults); `ages`, whether its number is the logarithm of a
+    decay, at most 0, by which an entry's worth is multiplied with every token of age; `signed`, whether its
+    number can be negative where its unit cannot (`log_risk` aside, which is a logarithm); `contextual`,
+    whether the output of an entry depends on other entries (then a part of them cannot be scored alone);
+    `extension`, the addition to the model for a prefill.
 
     Args:
         E: model width.
@@ -131,8 +132,8 @@ class Gate(nn.Module, ABC):
         self.register_buffer("risk_floor_H", torch.zeros(H))
 
     def dims(self) -> dict[str, Any]:
-        """Keyword arguments that rebuild this gate."""
-        return {"E": self.E, "H": self.H}
+        """Keyword arguments that rebuild this gate; attributes have the names of the arguments."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     @property
     def device(self) -> torch.device:
@@ -225,6 +226,26 @@ class HiddenGate(Gate):
         assert inputs.hidden_BTE is not None
         self.standardise_as_(inputs.hidden_BTE[counted_BT])
         super().prepare_(inputs, counted_BT, floor_H, mean_H)
+
+
+class LogitGate(HiddenGate):
+    """Gate whose last layer `out` gives a logit per KV head."""
+
+    out: nn.Linear
+
+    @torch.no_grad()
+    def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
+        self.out.weight.mul_(0.1)
+        self.out.bias.copy_(mean_H)
+
+    @torch.no_grad()
+    def open_(self) -> None:
+        self.out.weight.zero_()
+        self.out.bias.fill_(OPEN)
+
+    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+        """`logsigmoid` of the output: half open at a logit (or log-risk) of 0."""
+        return nn.functional.logsigmoid(output_BHT)
 
 
 class Extension(nn.Module, ABC):

@@ -107,7 +107,7 @@ class Calibrator(nn.Module):
         """The extended curve, cached until the tensors are replaced (another device) or written to (loaded,
         fitted)."""
         buffers = list(self.buffers())
-        if any(buffer.is_inference() for buffer in buffers):  # nobody counts what is written to those
+        if any(buffer.is_inference() for buffer in buffers):  # writes to those are not counted
             return extended(*self.knots())
         made = self._made
         if made is None or any(

@@ -6,14 +6,12 @@ beginning of it. It scores the whole prompt at once at the prefill: attention in
 kept, so prompts in chunks and later evictions are refused (`contextual`).
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retain.gates.base import OPEN, GateInputs, HiddenGate
+from retain.gates.base import OPEN, GateInputs, LogitGate
 
 # A padded entry's logit in the small attention; its exponential is zero in every precision.
 AWAY = -1e4
@@ -21,7 +19,7 @@ AWAY = -1e4
 ALIGNED = 8
 
 
-class ContextGate(HiddenGate):
+class ContextGate(LogitGate):
     """`flag(i) = W_O [softmax_j(q_i^a . k_j^a / sqrt(width)) v_j^a]_a + b`, over small heads `a`.
 
     `q, k, v = W_q x, W_k x, W_v x` of the standardised attention inputs. Map of names: this is their
@@ -64,23 +62,10 @@ class ContextGate(HiddenGate):
         self.values = nn.Linear(E, heads * width, bias=False)
         self.out = nn.Linear(heads * width, H)
 
-    def dims(self) -> dict[str, Any]:
-        own = {"heads": self.heads, "width": self.width, "causal": self.causal, "opens_at": self.opens_at}
-        return {**super().dims(), **own}
-
-    @torch.no_grad()
-    def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
-        self.out.weight.mul_(0.1)
-        self.out.bias.copy_(mean_H)
-
     @torch.no_grad()
     def open_(self) -> None:
         self.out.weight.mul_(0.1)
         self.out.bias.fill_(self.opens_at)
-
-    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
-        """`logsigmoid` of the flag's logit."""
-        return functional.logsigmoid(output_BHT)
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Logit of every entry's flag, from all of `inputs.hidden_BTE`."""

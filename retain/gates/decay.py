@@ -7,7 +7,6 @@ reference multiplies the logit, which is another function).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -31,10 +30,6 @@ class _Retention(HiddenGate):
         self.act = activation_of(activation)
         self.up = nn.Linear(E, F)
         self.out = nn.Linear(F, H)
-
-    def dims(self) -> dict[str, Any]:
-        own = {"F": self.F, "activation": self.activation, "opens_at": self.opens_at}
-        return {**super().dims(), **own}
 
     @torch.no_grad()
     def open_(self) -> None:
@@ -121,9 +116,6 @@ class SharedDecayGate(_Retention):
         super().__init__(E=E, H=H, F=F, activation=activation, opens_at=opens_at)
         self.tied = tied
         self.middle = nn.Linear(F, F)
-
-    def dims(self) -> dict[str, Any]:
-        return {**super().dims(), "tied": self.tied}
 
     @classmethod
     def tie_(cls, gates: Sequence[Gate]) -> None:

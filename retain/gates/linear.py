@@ -4,14 +4,13 @@ KVzap (arXiv 2601.07891) found it nearly as good as an MLP (R2 .74 against .77 o
 of the size; it regresses log KVzip+ with it, we regress log future risk (see `retain/future.py`).
 """
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retain.gates.base import OPEN, GateInputs, HiddenGate
+from retain.gates.base import GateInputs, LogitGate
 
 
-class LinearGate(HiddenGate):
+class LinearGate(LogitGate):
     """`log_risk_h(i) = w_h . x_i + b_h`, with `x_i` the standardised attention input of entry `i`.
 
     KVzap-Linear (arXiv 2601.07891): their `s` is the logarithm of KVzip+, attention times
@@ -28,20 +27,6 @@ class LinearGate(HiddenGate):
     def __init__(self, *, E: int, H: int):
         super().__init__(E=E, H=H)
         self.out = nn.Linear(E, H)
-
-    @torch.no_grad()
-    def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
-        self.out.weight.mul_(0.1)
-        self.out.bias.copy_(mean_H)
-
-    @torch.no_grad()
-    def open_(self) -> None:
-        self.out.weight.zero_()
-        self.out.bias.fill_(OPEN)
-
-    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
-        """`logsigmoid` of the output: half open where the risk is one."""
-        return nn.functional.logsigmoid(output_BHT)
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Log-risk of every entry, from `inputs.hidden_BTE`."""

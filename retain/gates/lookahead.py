@@ -26,7 +26,7 @@ from retain.process.extras import require
 
 # Under which our adapter stands in peft's layers.
 ADAPTER = "retain_lookahead"
-# What peft asks of a model to know how its weights are packed.
+# Attributes that peft reads to know how weights are packed.
 PACKED = ("is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer")
 # What peft made of a decoder's modules for an extension, which takes it longer than the pass itself: kept
 # beside both, while both live, so that later prompts only lend them.
@@ -38,7 +38,7 @@ _RUNNING: ContextVar[Mapping[nn.Module, nn.Module]] = ContextVar(
 )
 # The module that runs with its adapter in this context, at this moment.
 _INSIDE: ContextVar[nn.Module | None] = ContextVar("retain_lookahead_inside", default=None)
-# Held while modules are lent or given back, and by nobody who runs them.
+# Held while modules are lent or given back, not while they run.
 _LOCK = threading.Lock()
 _TWICE = (
     "lookahead gates extend this model already: leave their extend(model) before others enter one, and train "
@@ -55,7 +55,7 @@ class _Lent:
 
     def __init__(self, module: nn.Module):
         self.module, self.users = module, 0
-        self.replaced = vars(module).get("forward")  # where somebody else has lent it out (accelerate does)
+        self.replaced = vars(module).get("forward")  # set by another wrapper (accelerate does)
         self.plain = module.forward
         self.everyone: nn.Module | None = None
 
@@ -292,9 +292,6 @@ class LookaheadGate(Gate):
         if reduce not in ("mean", "max"):
             raise ValueError(f"lookahead gates: reduce is {reduce!r}, and must be 'mean' or 'max'.")
         self.reduce = reduce
-
-    def dims(self) -> dict[str, Any]:
-        return {**super().dims(), "reduce": self.reduce}
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Mean attention of the lookahead tokens to every entry, from their queries and all keys."""

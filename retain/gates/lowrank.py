@@ -7,7 +7,6 @@ trainer starts all of them at zero, where they get the same gradient forever and
 """
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -54,9 +53,6 @@ class LowRankGate(HiddenGate):
         self.key_norm = nn.RMSNorm(rank, eps=1e-6)
         self.sink_keys = nn.Parameter(torch.empty(H, sinks, rank).normal_(std=0.02))
         self.bias = nn.Parameter(torch.zeros(H, Q // H))
-
-    def dims(self) -> dict[str, Any]:
-        return {**super().dims(), "Q": self.Q, "rank": self.rank, "sinks": self.sinks}
 
     @torch.no_grad()
     def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:

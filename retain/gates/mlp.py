@@ -5,17 +5,14 @@ standardisation; ours is the base class's two buffers, so that one learning rate
 states differ in scale by orders of magnitude.
 """
 
-from typing import Any
-
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from retain.gates.activation import activation_of, width_of
-from retain.gates.base import OPEN, GateInputs, HiddenGate
+from retain.gates.base import GateInputs, LogitGate
 
 
-class MLPGate(HiddenGate):
+class MLPGate(LogitGate):
     """`log_risk(i) = W2 act(W1 x_i + b1) + b2`, with `x_i` the standardised attention input of entry `i`.
 
     KVzap-MLP (arXiv 2601.07891): their `s` is the logarithm of KVzip+, attention times
@@ -38,23 +35,6 @@ class MLPGate(HiddenGate):
         self.act = activation_of(activation)
         self.up = nn.Linear(E, F)
         self.out = nn.Linear(F, H)
-
-    def dims(self) -> dict[str, Any]:
-        return {**super().dims(), "F": self.F, "activation": self.activation}
-
-    @torch.no_grad()
-    def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
-        self.out.weight.mul_(0.1)
-        self.out.bias.copy_(mean_H)
-
-    @torch.no_grad()
-    def open_(self) -> None:
-        self.out.weight.zero_()
-        self.out.bias.fill_(OPEN)
-
-    def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
-        """`logsigmoid` of the output: half open where the risk is one."""
-        return nn.functional.logsigmoid(output_BHT)
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Log-risk of every entry, from `inputs.hidden_BTE`."""

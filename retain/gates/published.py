@@ -57,7 +57,7 @@ class Kind:
         settings: shapes of the first layer's parts, config, sizes of that layer -> the family's settings.
         parts: settings, sizes of a layer -> its parts.
         score_unit: unit of the score, where it is another than the family's.
-        note: what whoever uses them should know.
+        note: for users of these gates.
     """
 
     name: str

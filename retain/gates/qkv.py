@@ -3,8 +3,6 @@
 Locret: Accelerating Long-Context LLM Inference with Retaining Heads (arXiv 2410.01805).
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -67,10 +65,6 @@ class QKVGate(Gate):
         self.act = activation_of(activation)
         self.up = nn.Linear((Q + 2 * H) * D, F, bias=bias)
         self.out = nn.Linear(F, H, bias=bias)
-
-    def dims(self) -> dict[str, Any]:
-        own = {"F": self.F, "activation": self.activation, "rope": self.rope, "bias": self.bias}
-        return {**super().dims(), "Q": self.Q, "D": self.D, **own}
 
     @torch.no_grad()
     def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:

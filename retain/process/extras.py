@@ -78,7 +78,7 @@ def _said(extra: str, absent: Sequence[str], what: str, otherwise: str | None = 
 def _installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError):  # hidden by somebody's import hook, or imported without a spec
+    except (ImportError, ValueError):  # hidden by an import hook, or imported without a spec
         return sys.modules.get(package) is not None
 
 

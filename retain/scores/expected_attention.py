@@ -72,30 +72,7 @@ def expected_attention(
         ValueError: without a rotary embedding, for capped logits, if a sequence has no query after its sinks,
             or for settings out of range.
     """
-    if value_norm not in ("output", "output_l1", "plain", None):
-        raise ValueError(
-            "expected_attention value_norm is 'output', 'output_l1', 'plain' or None; "
-            + f"got {value_norm!r}."
-        )
-    if future < 1 or sinks < 0 or not epsilon >= 0:
-        raise ValueError(
-            "expected_attention wants future of at least 1 position, sinks and epsilon of at least 0; got "
-            f"future={future}, sinks={sinks}, epsilon={epsilon}."
-        )
-    if evidence.rotary is None:
-        raise ValueError(
-            "expected_attention turns the queries back to before RoPE, and this evidence has no rotary "
-            "embedding. Of a model's cache that means that the model has none, or one that is not understood "
-            "(retain.hf.model.decoder.rotary_of(model) is None): use a score that needs none, such as "
-            "snapkv. "
-            "Evidence that you make yourself takes it as rotary=."
-        )
-    if evidence.soft_cap is not None:
-        raise ValueError(
-            f"expected_attention is a closed form of logits without a cap, and layer {evidence.layer_idx} "
-            f"caps its own at {evidence.soft_cap} (soft_cap): use a score that reads attention itself, such "
-            "as snapkv."
-        )
+    _check(evidence, future, sinks, value_norm, epsilon)
     valid_BT, T, S = evidence.valid_BT, evidence.num_seen, evidence.num_queries
     place_BT = evidence.places_BT
     counted_BT = valid_BT & (place_BT >= sinks)
@@ -143,6 +120,34 @@ def expected_attention(
     score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_BT[:, None], 0.0)
     unit = "risk" if value_norm == "output_l1" else "mass"
     return masked_score(score_BHT, valid_BT, unit, held_BHT=evidence.held_BHT)
+
+
+def _check(evidence: Evidence, future: int, sinks: int, value_norm: str | None, epsilon: int | float) -> None:
+    """Refuse settings out of range, and layers that have no closed form."""
+    if value_norm not in ("output", "output_l1", "plain", None):
+        raise ValueError(
+            "expected_attention value_norm is 'output', 'output_l1', 'plain' or None; "
+            + f"got {value_norm!r}."
+        )
+    if future < 1 or sinks < 0 or not epsilon >= 0:
+        raise ValueError(
+            "expected_attention wants future of at least 1 position, sinks and epsilon of at least 0; got "
+            f"future={future}, sinks={sinks}, epsilon={epsilon}."
+        )
+    if evidence.rotary is None:
+        raise ValueError(
+            "expected_attention turns the queries back to before RoPE, and this evidence has no rotary "
+            "embedding. Of a model's cache that means that the model has none, or one that is not understood "
+            "(retain.hf.model.decoder.rotary_of(model) is None): use a score that needs none, such as "
+            "snapkv. "
+            "Evidence that you make yourself takes it as rotary=."
+        )
+    if evidence.soft_cap is not None:
+        raise ValueError(
+            f"expected_attention is a closed form of logits without a cap, and layer {evidence.layer_idx} "
+            f"caps its own at {evidence.soft_cap} (soft_cap): use a score that reads attention itself, such "
+            "as snapkv."
+        )
 
 
 def quadratic(

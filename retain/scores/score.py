@@ -64,7 +64,7 @@ class ScoreFamily:
     Args:
         function: `(evidence, **settings) -> Score`.
         unit: the unit under default settings (the `Score` that comes back has the last word;
-            `retain.scores.trial` asks it beforehand).
+            `retain.scores.trial` finds it beforehand).
         needs: what the function reads beyond keys, values, padding and places, under default settings
             (`needs_with` knows the others): `window` (as many last queries as the `Score` says, one at
             least), `queries` (as many as there are, one at least), `running` (statistics of all queries, or
@@ -110,9 +110,9 @@ def masked_score(
         values_BHT: scores, any float type, finite where an entry exists.
         valid_BT: False on padding.
         unit: what the numbers are.
-        first_BHT: what a first stage ranks by, any float type, finite where an entry exists.
+        first_BHT: score of a first stage, any float type, finite where an entry exists.
         window: observation window that the numbers were made with.
-        layer_weight_B: what this layer asks for.
+        layer_weight_B: weight of this layer in a shared budget.
         held_BHT: which head holds which entry; None: every head every valid one.
     """
     missing_BHT = ~valid_BT[:, None] if held_BHT is None else ~(valid_BT[:, None] & held_BHT)

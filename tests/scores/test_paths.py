@@ -16,7 +16,7 @@ from tests.held import filled, held_evidence, single
 from tests.memory import Watch
 from tests.naive import assert_heads_close, random_evidence, special_layer
 from tests.scores.test_scores import VARIANTS, WINDOWED
-from tests.test_paid import on_device
+from tests.test_received_attention import on_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
