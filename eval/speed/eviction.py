@@ -453,9 +453,7 @@ def measure(model: LlamaForCausalLM, name: str, setting: Setting) -> dict[str, A
         times["attention"].append(attention_ms(setting, evicting, seconds))
     whole = [up / down for up, down in zip(times["evicting"], times["appending"], strict=True)]
     alone = [1 + up / down for up, down in zip(times["eviction"], times["attention"], strict=True)]
-    lengths = [
-        length for layer in evicting.ragged if layer.store for length in layer.store.lengths_R.tolist()
-    ]
+    lengths = [length for store in evicting.state.stores for length in store.lengths_R.tolist()]
     return {
         "scope": scope,
         "check": {what: checked[what] for what in ("error", "allowed")},
