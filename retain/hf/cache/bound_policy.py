@@ -232,25 +232,7 @@ def bind_policy(
         isinstance(policy, str | os.PathLike) or dataclasses.is_dataclass(policy)
     )
     if not from_policies:
-        name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
-        if stated or overrides:
-            extra = ", ".join([*stated, *overrides])
-            raise ValueError(
-                f"{extra} can only be given with a named policy; policy is {policy!r}, which decides alone."
-            )
-        if policy is None:
-            return BoundPolicy(name)
-        if not callable(policy):
-            raise ValueError(
-                f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}."
-            )
-        asked = {"gates": gates, "tokenizer": tokenizer, "pinned": pinned}
-        if unread := [name for name, value in asked.items() if value is not None]:
-            raise ValueError(
-                f"{', '.join(unread)} would not be read: policy is the function {name}, which decides alone. "
-                "Name a policy, or let the function do what they say."
-            )
-        return BoundPolicy(name, function=policy)
+        return _bind_function(policy, [*stated, *overrides], gates=gates, tokenizer=tokenizer, pinned=pinned)
 
     chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
     scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
@@ -301,6 +283,35 @@ def bind_policy(
     except ValueError as error:
         raise ValueError(f"policy {chosen.name!r}: {error}") from None
     return BoundPolicy(chosen.name, request)
+
+
+def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPolicy:
+    """Bind a function of the evidence, or None, which keeps everything; neither reads settings.
+
+    Args:
+        policy: the function, or None.
+        extra: names of budgets and policy settings that were given.
+        **asked: what else was given; None is not.
+
+    Raises:
+        ValueError: something was given that would not be read, or the policy is no policy.
+    """
+    name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
+    if extra:
+        raise ValueError(
+            f"{', '.join(extra)} can only be given with a named policy; policy is {policy!r}, which decides "
+            "alone."
+        )
+    if policy is None:
+        return BoundPolicy(name)
+    if not callable(policy):
+        raise ValueError(f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}.")
+    if unread := [name for name, value in asked.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(unread)} would not be read: policy is the function {name}, which decides alone. "
+            "Name a policy, or let the function do what they say."
+        )
+    return BoundPolicy(name, function=policy)
 
 
 def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:

@@ -8,6 +8,7 @@ steps are spared that wait: what is wrong with one is noticed after it has run
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -107,36 +108,11 @@ def read_call(
     tokens = input_ids if input_ids is not None else inputs_embeds
     if tokens is None:
         raise ValueError("the decoder got neither input_ids nor inputs_embeds.")
-    (B, S), device = tokens.shape[:2], tokens.device
+    B, S, device = *tokens.shape[:2], tokens.device
     if past_BT is None:
         past_BT = torch.ones(B, 0, dtype=torch.bool, device=device)
     past_BT, seen = past_BT.to(device), past_BT.shape[1]
-    if past_BT.shape[0] != B:
-        raise ValueError(
-            f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
-            "batch_repeat_interleave (beams, "
-            "several returned sequences) or batch_select_indices first."
-        )
-    if attention_mask is None:
-        mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
-    elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
-        got = (
-            tuple(attention_mask.shape)
-            if isinstance(attention_mask, Tensor)
-            else type(attention_mask).__name__
-        )
-        raise ValueError(
-            f"attention_mask is {got}, but the cache has seen {seen} tokens and {S} are new: pass the 2D "
-            "mask "
-            f"[{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
-        )
-    else:
-        mask_BT = attention_mask.to(device=device, dtype=torch.bool)
-    if position_ids is None:
-        position_ids = torch.arange(seen, seen + S, device=device)[None]
-    if position_ids.ndim != 2 or position_ids.shape[1] != S:
-        raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
-    positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
+    mask_BT, positions_BS = _shaped(past_BT, tokens, attention_mask, position_ids)
 
     if later:
         assert another and S == 1 and last_B is not None
@@ -163,10 +139,100 @@ def read_call(
         if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
             return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
     forgotten_BT = past_BT & ~mask_BT[:, :seen]
-    no = valid_BS.new_zeros(())
-    between, behind, disordered, backwards, strange = no, no, no, no, no
+    strange = valid_BS.new_zeros(())
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
+    padded, gaps, forgotten = _checked(
+        past_BT,
+        last_B,
+        positions,
+        mask_BT=mask_BT,
+        positions_BS=positions_BS,
+        strange=strange,
+        ends=seen + S >= (width or 0),
+        another=another,
+    )
+    return Call(
+        is_prefill=seen == 0,
+        mask_BT=mask_BT,
+        valid_BS=valid_BS if padded else None,
+        positions_BS=positions_BS,
+        token_ids_BS=input_ids,
+        forgotten_BT=forgotten_BT if forgotten else None,
+        rotary=rotary,
+        gaps=gaps,
+    )
+
+
+def _shaped(
+    past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: Any, position_ids: Tensor | None
+) -> tuple[Bool[Tensor, "B T"], Int[Tensor, "B S"]]:
+    """Mask over the past and the new tokens, and positions of the new ones, as a call gives them.
+
+    Raises:
+        ValueError: another batch size, or a mask or positions of another shape.
+    """
+    (B, S), device, seen = tokens.shape[:2], tokens.device, past_BT.shape[1]
+    if past_BT.shape[0] != B:
+        raise ValueError(
+            f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
+            "batch_repeat_interleave (beams, "
+            "several returned sequences) or batch_select_indices first."
+        )
+    if attention_mask is None:
+        mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
+    elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
+        got = (
+            tuple(attention_mask.shape)
+            if isinstance(attention_mask, Tensor)
+            else type(attention_mask).__name__
+        )
+        raise ValueError(
+            f"attention_mask is {got}, but the cache has seen {seen} tokens and {S} are new: pass the 2D "
+            "mask "
+            f"[{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
+        )
+    else:
+        mask_BT = attention_mask.to(device=device, dtype=torch.bool)
+    if position_ids is None:
+        position_ids = torch.arange(seen, seen + S, device=device)[None]
+    if position_ids.ndim != 2 or position_ids.shape[1] != S:
+        raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
+    positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
+    return mask_BT, positions_BS
+
+
+def _checked(
+    past_BT: Bool[Tensor, "B P"],
+    last_B: Int[Tensor, " B"] | None,
+    positions: Callable[[], Int[Tensor, "B P"]],
+    *,
+    mask_BT: Bool[Tensor, "B T"],
+    positions_BS: Int[Tensor, "B S"],
+    strange: Bool[Tensor, ""],
+    ends: bool,
+    another: bool,
+) -> tuple[bool, bool, bool]:
+    """Check a call's mask and positions against the past, with one transfer from the device.
+
+    Args:
+        past_BT, last_B, positions, another: as `read_call` takes them.
+        mask_BT: over the past and the new tokens.
+        positions_BS: of the new tokens.
+        strange: whether the mask holds other values than 0 and 1.
+        ends: the whole prompt has come with this call.
+
+    Returns:
+        whether new tokens are padding, whether padding stands behind tokens, whether past tokens are taken
+        back.
+
+    Raises:
+        ValueError: as `read_call` says.
+    """
+    seen, S, device = past_BT.shape[1], positions_BS.shape[1], mask_BT.device
+    valid_BS = mask_BT[:, seen:]
+    forgotten_BT = past_BT & ~mask_BT[:, :seen]
+    between = behind = disordered = backwards = valid_BS.new_zeros(())
     if S > 1:
         before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
         disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
@@ -195,13 +261,13 @@ def read_call(
         still_BT = past_BT & ~forgotten_BT
         last_B = positions().to(device).masked_fill(~still_BT, -1).amax(1)
         back = bool(((positions_BS <= last_B[:, None]) & valid_BS).any())
-    if right and seen + S >= (width or 0):
+    if right and ends:
         raise ValueError(
             "right padding: a row of the attention mask ends in 0 behind tokens of this call. Decoding "
             "continues after the last column, so pads there would stand between a prompt and its "
             "continuation: set tokenizer.padding_side = 'left'."
         )
-    if empty and seen + S >= (width or 0) and not bool(mask_BT.any(1).all()):
+    if empty and ends and not bool(mask_BT.any(1).all()):
         raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
     if another and forgotten:
         raise ValueError(WRONG["forgotten"])
@@ -219,13 +285,4 @@ def read_call(
             "pass position_ids: without them transformers counts padding too. And without an attention_mask "
             "generate takes every token that equals pad_token_id for padding: pass one."
         )
-    return Call(
-        is_prefill=seen == 0,
-        mask_BT=mask_BT,
-        valid_BS=valid_BS if padded else None,
-        positions_BS=positions_BS,
-        token_ids_BS=input_ids,
-        forgotten_BT=forgotten_BT if forgotten else None,
-        rotary=rotary,
-        gaps=gaps,
-    )
+    return padded, gaps, forgotten
