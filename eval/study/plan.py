@@ -202,6 +202,7 @@ def _line(study: StudyConfig, levels: Mapping[str, str]) -> Line:
     return Line(name, levels, parts, gates if policy is None or policy.learned else None)
 
 
+@cache
 def _policy(parts: tuple[str, ...]) -> Policy | None:
     """A preset with changes; None where there is no such policy."""
     return None if _fault(parts) else load_policy(parts[0], parts[1:])
