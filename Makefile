@@ -54,12 +54,12 @@ ALSO := $(addprefix --also ,gate+joint each_head added recent32 curves alike obs
 fused: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates remap-gates alike-gates
 	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
-	$(BIN)/python -m retain.eval.claims.fused results/fused --oracle oracle+joint $(ALSO)
+	$(BIN)/python -m retain.eval.claims.command results/fused --oracle oracle+joint $(ALSO)
 
 # Then where entries go again and again (an hour of two cores): only both runs together say "not worse in any regime".
 fused-again: fused
 	$(BIN)/python eval/compare.py --config configs/compare/fused_again.yaml
-	$(BIN)/python -m retain.eval.claims.fused results/fused results/fused_again --oracle oracle+joint $(ALSO)
+	$(BIN)/python -m retain.eval.claims.command results/fused results/fused_again --oracle oracle+joint $(ALSO)
 
 # Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
 # `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.
@@ -88,7 +88,7 @@ report: $(INSTALLED)
 	$(BIN)/python -m retain.eval.speed --what serving --model reference --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
 		--keep-ratios 0.1,0.2,0.4 --batches 1 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
 	$(BIN)/python -m retain.eval.report.kept --config configs/compare/report.yaml
-	$(BIN)/python -m retain.eval.report.html_page $(REPORT)
+	$(BIN)/python -m retain.eval.report.render $(REPORT)
 
 # What a rebuilding of the tree must not change: kept entries, report, commands and names, gates of `make demo` (six minutes of one core).
 golden: $(INSTALLED)
@@ -120,9 +120,10 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 900
 test: lint
 	$(PYTEST) --junitxml results/tests.xml
 
-# Every case of every test: before a change is handed in.
+# Every case of every test, before a change is handed in; it measures which tests the default tier leaves out (tests/seconds.json).
 test-all: lint
 	$(PYTEST) --all --junitxml results/tests-all.xml
+	$(BIN)/python -m tests.tiers results/tests-all.xml
 
 # Lines and statements by room, cases and minutes by tier.
 size: $(INSTALLED)

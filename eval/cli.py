@@ -4,7 +4,7 @@
     retain inspect PATH [--picture FILE.png]     what is in a gate artifact, a run, results, a saved cache
     retain compare --config FILE [key=value ...] compare policies at equal achieved memory
     retain study --config FILE [key=value ...]   which ingredient of a policy pays
-    retain fused-claims results/RUN              what the fused policy is claimed to do, checked on a run
+    retain claims results/RUN                    what a policy is claimed to do, checked on a run
     retain capacity --gates PATH --output PATH   how well a cache foretells that it evicts too much
     retain lm-eval -- ARGUMENTS                  lm-evaluation-harness, with the model class `retain`
 
@@ -86,10 +86,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "compare": ("compare policies at equal achieved memory", _main_of("retain.eval.compare")),
     "study": ("say which ingredient of a policy pays", _main_of("retain.eval.study.command")),
-    "fused-claims": (
-        "check on a finished run what the fused policy is claimed to do",
-        _main_of("retain.eval.claims.fused"),
-    ),
+    "claims": ("check claims on a finished run", _main_of("retain.eval.claims.command")),
+    "fused-claims": ("the same, by its earlier name", _main_of("retain.eval.claims.command")),
     "capacity": (
         "measure how well an eviction's own numbers tell that its answer will be wrong",
         _main_of("retain.eval.diagnose.capacity"),

@@ -39,8 +39,7 @@ from retain.eval.config import (
     with_all_tasks,
 )
 from retain.eval.report.exports import write_exports
-from retain.eval.report.html_page import write_page
-from retain.eval.report.markdown import section, write_report
+from retain.eval.report.render import section, write_report
 from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import one_by_one, plan
 from retain.eval.run.gate_sources import source_identity
@@ -239,7 +238,6 @@ def compare(
         write_cells(config.folder, suite.tasks)
         report, claims = write_report(config.folder, manifest, suite.tasks)
         write_exports(config.folder, manifest, suite.tasks)
-        write_page(config.folder, manifest, suite.tasks)
         return report, claims
 
 

@@ -43,7 +43,8 @@ class Step:
 
 OPS = ("ragged_attention", "compact", "attention_stats", "value_norm", "gated_attention")
 PYTEST = "{python} -m pytest --all -q -p no:cacheprovider -W default"
-LONG = "{python} -m retain.eval.speed.long --output {record}"
+SPEED = "{python} -m retain.eval.speed --what"
+LONG = f"{SPEED} long --output {{record}}"
 TRAINING = "{python} -m retain.train.speed --output {record}"
 # Sizes at which a CPU takes seconds.
 SHAPE = "--layers 2 --width 32 --heads 4 --kv-heads 2 --intermediate 48 --threads 1"
@@ -116,15 +117,15 @@ STEPS = (
         "decode",
         "attention over ragged rows beside dense rows; appending, compacting",
         240,
-        "{python} -m retain.eval.speed.decode --device cuda --dtype bfloat16 --seen 32768 --output {record}",
-        "{python} -m retain.eval.speed.decode --seen 256 --heads 4 --kv-heads 2 --width 16 --evicted 4 "
-        "--rounds 2 --threads 1 --output {record}",
+        f"{SPEED} decode --device cuda --dtype bfloat16 --seen 32768 --output {{record}}",
+        f"{SPEED} decode --seen 256 --heads 4 --kv-heads 2 --width 16 --evicted 4 --rounds 2 --threads 1 "
+        "--output {record}",
     ),
     Step(
         "eviction",
         "evicting every m tokens of decoding beside not evicting",
         300,
-        "{python} -m retain.eval.speed.eviction --device cuda --dtype bfloat16 --output {record}",
+        f"{SPEED} eviction --device cuda --dtype bfloat16 --output {{record}}",
     ),
     Step(
         "long-128k-1024",
@@ -157,7 +158,7 @@ STEPS = (
         "peers",
         "the same methods in the field's main library, which must be installed beside torch",
         420,
-        "{python} -m retain.eval.speed.peers --peer-python {python} --device cuda --dtype bfloat16 "
+        f"{SPEED} peers --peer-python {{python}} --device cuda --dtype bfloat16 "
         "--layers 8 --width 4096 --heads 32 --kv-heads 8 --intermediate 14336 --tokens 16384 "
         "--keep-ratios 0.2 --batches 1 --output {record}",
         needs=("kvpress",),

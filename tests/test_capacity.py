@@ -11,8 +11,8 @@ from retain.budget.allocation import Allocation
 from retain.budget.capacity import (
     FINEST,
     Capacity,
-    CapacityGuard,
     CapacityMeter,
+    Guard,
     capacity_of,
     ceiled,
     enlarge_to_limit,
@@ -229,10 +229,10 @@ def test_the_limit_that_gates_were_stored_with():
 
 def test_wrong_guards_are_refused():
     with pytest.raises(ValueError, match="did you mean 'warn'"):
-        CapacityGuard("wran")
+        Guard("wran")
     for limit in (-1.0, 0.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=f"above 0 and finite; got {limit}"):
-            CapacityGuard("warn", limit)
+            Guard("warn", limit)
     shares, candidates = made("model", 0.3)
     with pytest.raises(ValueError, match="a threshold states no budget"):
         enlarge_to_limit(replace(shares, threshold=1.0), candidates, 2.0)

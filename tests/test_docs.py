@@ -1,5 +1,6 @@
 """What the pages of `docs/` show runs: every Python block as it stands, and the text is right about it."""
 
+import ast
 import functools
 import re
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from tests.chat import SENTENCES, chat_tokenizer
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4, "fusion": 1, "lm_eval": 0}
+PAGES = {"regimes": 10, "cache": 4, "families": 2, "gates": 4, "fusion": 1, "lm_eval": 0, "policies": 3}
 TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))
 
 
@@ -103,7 +104,7 @@ def test_regimes(folders, monkeypatch, tmp_path) -> None:
     # prefill: once, and each fork answers from the same entries.
     cache = step()
     assert cache.evictions == 1 and cache.num_seen == context and len(scope["answers"]) == 2
-    assert watch.of(cache) == [round(0.2 * context)] and cache.regime.name == "prefill"
+    assert watch.of(cache) == [round(0.2 * context)] and cache.state.regime.name == "prefill"
     evicts(cache)
     held = cache.entries_held
     # The question is forgotten, and nothing else.
@@ -134,18 +135,20 @@ def test_regimes(folders, monkeypatch, tmp_path) -> None:
     assert len(where) >= 2 * len(scope["said"])
     rows = [
         set(layer.store.row(0, head)[2].tolist())
-        for layer in cache.ragged
+        for layer in cache.state.ragged
         for head in range(2)
         if layer.store
     ]
     assert len(rows) == 8 and all(set(where) <= row for row in rows)
     # pinned: all of the span.
     cache = step()
-    assert all(cache.ragged[0].store.row(0, head)[2][:40].tolist() == list(range(40)) for head in range(2))
+    assert all(
+        cache.state.ragged[0].store.row(0, head)[2][:40].tolist() == list(range(40)) for head in range(2)
+    )
     evicts(cache)
     # admission: how much stays is the text's affair, and the recent window stays whole.
     cache = step()
-    assert cache.rule.request.budget.threshold is not None and min(watch.of(cache)) >= 32
+    assert cache.state.bound_policy.request.budget.threshold is not None and min(watch.of(cache)) >= 32
     assert len(set(cache.budgets().held_BLH.flatten().tolist())) > 1
     evicts(cache)
     # saved and loaded: goes on as the saved one would have.
@@ -188,6 +191,23 @@ def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
     assert scope["outputs"].shape[0] == 4
 
 
+def test_policies(folders, capsys) -> None:
+    """Every statement that makes a cache makes one that evicts."""
+    setup, changes, press = blocks("policies")
+    scope = {**folders, "context_ids": torch.arange(3000)[None] % load_model(0).config.vocab_size}
+    exec(setup, scope)
+    made = []
+    for statement in ast.parse(changes).body:
+        line = ast.unparse(statement)
+        exec(line, scope)
+        if line.startswith("cache"):
+            made.append(scope["cache"].prefill(scope["context_ids"]).entries_evicted)
+    assert len(made) == 6 and all(made)
+    exec(press, scope)
+    evicts(scope["cache"])
+    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "phi3"])
 def test_families(family, tmp_path, capsys) -> None:
     tiny_model(family).save_pretrained(tmp_path)
@@ -222,11 +242,11 @@ def test_fusion(folders, trained, capsys) -> None:
     exec(block, scope)
     evicts(scope["cache"])
     assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
-    policy = scope["cache"].rule.request.policy
+    policy = scope["cache"].state.bound_policy.request.policy
     assert policy == retain.load_policy("fused") and scope["gates"].unit == "risk"
     assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
     assert policy.draw == Draw(0.2)
-    assert "until four fifths of what the protected leave of the budget are full" in page("fusion")
+    assert "until four fifths of the budget behind the protected entries are full" in page("fusion")
     said = re.search(r"The first (\d+) and the last (\d+) entries stay", page("fusion"))
     kept = policy.protection
     assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]
@@ -280,9 +300,57 @@ def test_the_table_of_families_is_the_table_of_the_code() -> None:
     assert set(TABLE) - {"qwen3_5_moe_text"} == {config().model_type for config, _, _ in FAMILIES.values()}
 
 
-def test_what_is_linked_exists_and_names_are_real() -> None:
-    for name in PAGES:
-        for path in re.findall(r"\]\((?!http)([\w./-]+)\)", page(name)):
-            assert (ROOT / "docs" / path).exists(), path
-        for path in re.findall(r"`((?:retain|tests)/[\w/]+\.py)`", page(name)):
-            assert (ROOT / path).exists(), path
+def markdown() -> list[Path]:
+    """Markdown of the repository; of the golden report only the text is committed, not its picture."""
+    folders = [ROOT / name for name in ("configs", "docs", "eval", "kernels", "retain", "tests", "train")]
+    pages = [*ROOT.glob("*.md"), *(path for folder in folders for path in sorted(folder.rglob("*.md")))]
+    return [path for path in pages if path.parent != ROOT / "tests" / "golden" / "report"]
+
+
+def links(text: str) -> list[str]:
+    """Targets of relative links, outside of code."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return [to for to in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:|#", to)]
+
+
+def test_every_relative_link_leads_to_a_file() -> None:
+    pages = {path: links(path.read_text()) for path in markdown()}
+    assert len(pages) > 40 and sum(map(len, pages.values())) > 150
+    missing = [
+        f"{path.relative_to(ROOT)}: {to}"
+        for path, targets in pages.items()
+        for to in targets
+        if not (path.parent / to.partition("#")[0]).exists()
+    ]
+    assert missing == []
+
+
+def test_the_page_of_findings_is_short_and_links_every_entry() -> None:
+    text = (ROOT / "eval" / "FINDINGS.md").read_text()
+    assert len(text.split()) <= 3000
+    listed = text.partition("## All entries")[2]
+    entries = {
+        path.name
+        for path in (ROOT / "eval" / "findings").glob("*.md")
+        if re.match(r"# .*\n\n\d{4}-\d\d-\d\d", path.read_text())
+    }
+    assert set(re.findall(r"\]\(findings/([^)]+)\)", listed)) == entries
+
+
+def test_modules_that_are_named_exist() -> None:
+    """Files and modules named in the pages; entries of findings keep the names of their day, and files that a
+    recipe of CONTRIBUTING.md writes are its own test's."""
+    dated = {"findings", "benchmarks"}
+    pages = [path for path in markdown() if path.parent.name not in dated and path.name != "CONTRIBUTING.md"]
+    missing = []
+    for path in pages:
+        text = path.read_text()
+        files = set(re.findall(r"`((?:retain|tests|train|eval|kernels)/[\w/]+\.py)`", text))
+        missing += [f"{path.name}: {name}" for name in sorted(files) if not (ROOT / name).exists()]
+        for name in sorted(set(re.findall(r"python -m retain\.((?:\w+\.)*\w+)", text))):
+            parts = name.split(".")
+            base = ROOT if parts[0] in {"kernels", "train", "eval"} else ROOT / "retain"
+            found = base.joinpath(*parts)
+            if not found.with_suffix(".py").exists() and not (found / "__main__.py").exists():
+                missing.append(f"{path.name}: python -m retain.{name}")
+    assert missing == []

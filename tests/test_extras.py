@@ -98,9 +98,12 @@ def commands() -> list[str]:
 
 
 def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -> None:
-    retain = ("compare", "study", "fused-claims", "inspect", "policies", "capacity", "lm-eval")
+    retain = ("compare", "study", "claims", "fused-claims", "inspect", "policies", "capacity", "lm-eval")
     asked = [(module, ["--help"]) for module in commands()]
     asked += [("retain.eval.cli", [name, "--help"]) for name in retain]
+    speeds = ("scoring", "serving", "peers", "decode", "long", "eviction")
+    asked += [("retain.eval.speed.__main__", ["--what", name, "--help"]) for name in speeds]
+    asked += [("retain.eval.speed.__main__", ["--help"]), ("retain.train.speed", ["--help"])]
     (tmp_path / "items.jsonl").write_text('{"task": "a", "score": 1.0}\n')
     distill = ["--config", "configs/distill/reference.yaml", f"output={tmp_path}/gates"]
     wanting = {

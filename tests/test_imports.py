@@ -7,6 +7,7 @@ import ast
 import sys
 import tomllib
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,20 @@ def imports(module: str) -> frozenset[tuple[str, str | None]]:
     return frozenset(found)
 
 
+@cache
+def runtime_imports(module: str) -> frozenset[str]:
+    """Modules of the project that a module imports when it runs, lazily or not."""
+    tree = ast.parse(sources()[module].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module):
+        inner = {f"{node.module}.{alias.name}" for alias in node.names}
+        found |= inner & set(sources()) if inner <= set(sources()) else inner | {str(node.module)}
+    return frozenset(found & set(sources()) - {module})
+
+
 def imported_modules(module: str) -> set[str]:
     return {name for name, _ in imports(module)}
 
@@ -81,6 +96,14 @@ def test_the_map_is_not_empty() -> None:
         "retain.train.distill",
         "retain.eval.compare",
     } <= set(sources())
+
+
+def test_no_import_circle() -> None:
+    """Lazy imports included; what only a type checker imports apart."""
+    try:
+        TopologicalSorter({module: runtime_imports(module) for module in sources()}).prepare()
+    except CycleError as error:
+        pytest.fail(f"imports go in a circle: {' <- '.join(error.args[1])}")
 
 
 def test_kernels_import_nothing_of_retain() -> None:

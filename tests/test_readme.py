@@ -64,7 +64,28 @@ def test_every_statement_of_the_second_block_makes_a_cache_that_evicts() -> None
             exec(line, scope)
             if line.startswith("cache"):
                 made.append(scope["cache"].prefill(ids).entries_evicted)
-    assert len(made) == 6 and all(made)
+    assert len(made) == 3 and all(made)
+
+
+def test_the_page_is_short() -> None:
+    assert len(README.split()) <= 1300
+
+
+def test_the_tree_is_the_tree() -> None:
+    """Every room has its line, and every line its room."""
+    _, tree, _ = re.split(r"## The tree\n\n```\n(.*?)```", README, flags=re.DOTALL)
+    named, top = set(), ""
+    for line in tree.splitlines():
+        room = line.split("/ ")[0] + "/"
+        top = "" if room[0] != " " else top
+        named.add(top + room.strip())
+        top = top or room
+    packages = {
+        path.parent for folder in ("retain", "train", "eval") for path in (ROOT / folder).rglob("__init__.py")
+    }
+    rooms = {f"{path.relative_to(ROOT)}/" for path in packages if path != ROOT / "retain" / "hf"}
+    tops = {"kernels/", "configs/", "docs/", "tests/", "eval/findings/"}
+    assert named == rooms | tops
 
 
 def test_every_file_and_target_that_is_named_exists() -> None:

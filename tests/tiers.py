@@ -6,8 +6,8 @@ together. They are chosen pairwise: as many pairs of values of two parameters as
 one parameter, as many of its values as possible). The choice depends on a function's own cases only: it is
 the same in every selection of files and on every worker.
 
-Seconds are measured: `python -m tests.tiers results/tests-all.xml` writes those of `make test-all` into
-`seconds.json`. A test that is not in there counts as quick.
+Seconds are measured: `make test-all` writes them into `seconds.json`, to be committed. A test that is not in
+there counts as quick.
 """
 
 import functools

@@ -2,4 +2,8 @@
 
 Run from the repository root:
 `accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml`.
+
+Reading order: `distill` (the entry), `recipe` (its config; `rules` collects what is wrong with one), `loop`,
+`stage` with the stages `local_stage`, `soft_stage` and `lookahead_stage`, `teacher` (the frozen model). The
+rooms: `data`, `objectives`, `calibration`, `run`.
 """

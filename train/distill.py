@@ -1,10 +1,9 @@
-"""Train retention gates by distillation from a frozen language model: parse, build, run.
+"""Trains retention gates by distillation from a frozen language model: parses, builds, runs.
 
     accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml [--plan] [k=v ...]
 
-In: a YAML (`DistillConfig` is its schema) and overrides. Out: a folder that `retain.load_gates` reads. The
-one decision taken here: everything that can be wrong with the request is found before the first document
-is looked at, and what it will cost is said before it is spent.
+`DistillConfig` is the schema of the YAML; the output is a folder that `retain.load_gates` reads. A request is
+checked whole before the first document is read, and its cost is printed before it is spent.
 """
 
 import argparse
@@ -25,11 +24,11 @@ from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.gates import load_gates, new_gates
 from retain.process.extras import deferred
 from retain.train.data.branches import lengths_of, row_tokens
-from retain.train.data.corpora import AnyCorpus, Document, load_corpus
+from retain.train.data.corpora import AnyCorpus, Corpus, Document, load_corpus
 from retain.train.data.features import CachedExamples, fill_, recipe_of
 from retain.train.local_stage import LayerLocal, TeacherExamples, check_unit
 from retain.train.lookahead_stage import Lookahead
-from retain.train.loop import Lesson, Objective, train
+from retain.train.loop import Lesson, train
 from retain.train.objectives.soft_threshold import check_shift, regressed
 from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
 from retain.train.run.artifact import command_line, metadata_of, reports_of
@@ -37,15 +36,14 @@ from retain.train.run.card import write_card
 from retain.train.run.checkpoint import (
     adopt_,
     begin_,
-    by_the_first,
     check_inputs,
     describe_inputs,
     disk_errors,
     finish_,
     inspect_run,
+    on_main_process,
 )
 from retain.train.run.device import device_here, multiplies
-from retain.train.run.launcher import follow_launcher_
 from retain.train.run.lock import locked
 from retain.train.run.model_shape import (
     Precision,
@@ -56,7 +54,6 @@ from retain.train.run.model_shape import (
     precision_of,
 )
 from retain.train.run.parallel import (
-    Sharding,
     check_alike,
     is_sharded,
     leave_alone_,
@@ -66,9 +63,10 @@ from retain.train.run.parallel import (
 )
 from retain.train.run.plan import Plan, plan_of
 from retain.train.run.progress import check_tracker, tracker_options
-from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, forget_
-from retain.train.run.workload import work_of
+from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, follow_launcher_, forget_
+from retain.train.run.workload import Work, work_of
 from retain.train.soft_stage import EndToEnd
+from retain.train.stage import Stage
 from retain.train.teacher import Frozen, load_frozen, load_unread
 
 with deferred("train", "accelerate", what="training"):
@@ -94,7 +92,7 @@ def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
 
 
 def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
-    """What the run would take, without reading weights or documents: each document is taken to be as long as
+    """Plan the run without reading weights or documents: each document is taken to be as long as
     `data.max_tokens` allows.
 
     Args:
@@ -116,18 +114,31 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
             gates = build_gates(config.gate.family, dims_for(config.gate.family, sizes, config.gate.settings))
     longest = config.data.max_tokens
     document = Document((0,) * longest, (0,) * (config.data.max_appendix_tokens or 64))
-    work = work_of(
+    count = config.data.documents or config.training.batch_documents
+    work = _work(config, gates, [document] * count, accelerator, sampled=not config.data.documents)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[shape.dtype_bytes]
+    return plan_of(shape, work, device_here(accelerator.device, dtype, config.plan))
+
+
+def _work(
+    config: DistillConfig,
+    gates: GateSet,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    *,
+    sampled: bool,
+) -> Work:
+    """The workload of these documents."""
+    return work_of(
         config,
         gates,
-        [lengths_of(document, config.target)] * (config.data.documents or config.training.batch_documents),
+        [lengths_of(document, config.target) for document in documents],
         accelerator.num_processes,
         inputs=gates.inputs,
         chunk=config.chunk,
-        sharding=_sharding(config, accelerator),
-        sampled=not config.data.documents,
+        sharding="device_map" if config.device_map is not None else sharding_of(accelerator),
+        sampled=sampled,
     )
-    dtype = {2: torch.bfloat16, 4: torch.float32}[shape.dtype_bytes]
-    return plan_of(shape, work, device_here(accelerator.device, dtype, config.plan))
 
 
 def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:
@@ -159,10 +170,7 @@ def _corpus(config: DistillConfig, accelerator: Accelerator) -> AnyCorpus:
 def _unloaded(config: DistillConfig, dtype: Precision) -> nn.Module:
     """The frozen model without its weights."""
     return meta_model(
-        config.model,
-        dtype=dtype,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
+        config.model, dtype=dtype, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
 
 
@@ -186,7 +194,7 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     check(config, accelerator.num_processes)
     try:
         with locked(Path(config.output), accelerator):
-            # Now, and never later: whoever asks while the model loads asks this run.
+            # Now, and never later: a request while the model loads is one to this run.
             if accelerator.is_main_process:
                 forget_(Path(config.output))
             accelerator.wait_for_everyone()
@@ -205,20 +213,11 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     # Before the weights, which may take long: most of what can be wrong now is wrong with the documents.
     corpus = _corpus(config, accelerator)
     dtype = _dtype(config, accelerator)
-    frozen = load_frozen(
-        config.model,
-        dtype=dtype,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        device_map=config.device_map,
-        quantization=config.quantization,
-        chunk=config.chunk,
-    )
+    frozen = _frozen(config, dtype)
     gates = _fresh_gates(config, frozen.model)
-    # What was trained to be an openness orders entries, whatever its family's number meant.
     score_unit = check_unit(gates[gates.layers[0]], config.target) if config.stage == "local" else None
     if config.stage == "end_to_end" and gates.unit == "risk":
-        score_unit = "rank"
+        score_unit = "rank"  # gates that are trained to an openness order entries, whatever their unit was
     base = fingerprint(frozen.model)
     inputs = describe_inputs(str(base["sha256"]), corpus)
     check_alike(inputs)
@@ -243,28 +242,16 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     objective = _objective(config, gates, frozen)
     align = _alignment(config, objective, accelerator)
     if accelerator.is_main_process:
-        known = corpus.documents_of(0) if corpus.num_documents is None else corpus.train
-        work = work_of(
-            config,
-            gates,
-            [lengths_of(one, config.target) for one in known],
-            accelerator.num_processes,
-            inputs=gates.inputs,
-            chunk=frozen.chunk,
-            sharding=_sharding(config, accelerator),
-            sampled=corpus.num_documents is None,
-        )
+        known = corpus.train if isinstance(corpus, Corpus) else corpus.documents_of(0)
+        work = _work(config, gates, known, accelerator, sampled=corpus.num_documents is None)
         device = device_here(accelerator.device, frozen.model.dtype, config.plan)
         print(plan_of(shape, work, device).text())
     accelerator.wait_for_everyone()  # every process has looked at the folder before one of them changes it
     if state == "fresh":
-        by_the_first(accelerator, lambda: begin_(folder, mapping, inputs))
+        on_main_process(accelerator, lambda: begin_(folder, mapping, inputs))
     if state == "resume":  # with another plan, perhaps, or another calibration
-        by_the_first(accelerator, lambda: adopt_(folder, mapping))
-    if config.tracker != "none":
-        # wandb's own default is a folder `wandb` where one stands, which Python would then import.
-        own = {"wandb": {"dir": str(folder)}}
-        accelerator.init_trackers("retain-distill", config=_values(mapping), init_kwargs=own)
+        on_main_process(accelerator, lambda: adopt_(folder, mapping))
+    _track(config, accelerator)
     documents = "a stream of" if corpus.num_documents is None else corpus.num_documents
     accelerator.print(
         f"{config.model}: {len(gates.layers)} layers, {sum(p.numel() for p in gates.parameters())} gate "
@@ -295,9 +282,17 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     return folder
 
 
-def _sharding(config: DistillConfig, accelerator: Accelerator) -> Sharding:
-    """How the frozen weights lie."""
-    return "device_map" if config.device_map is not None else sharding_of(accelerator)
+def _frozen(config: DistillConfig, dtype: Precision) -> Frozen:
+    """The frozen model with its weights."""
+    return load_frozen(
+        config.model,
+        dtype=dtype,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        device_map=config.device_map,
+        quantization=config.quantization,
+        chunk=config.chunk,
+    )
 
 
 def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
@@ -319,7 +314,7 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
     return earlier.requires_grad_(True)
 
 
-def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Objective:
+def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
     if config.stage == "end_to_end":
         return EndToEnd(
             gates, frozen, config.soft, config.target, steps=config.training.steps, seed=config.seed
@@ -330,9 +325,9 @@ def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Objecti
 
 
 def _alignment(
-    config: DistillConfig, objective: Objective, accelerator: Accelerator
+    config: DistillConfig, objective: Stage, accelerator: Accelerator
 ) -> Callable[[Sequence[Document]], None] | None:
-    """What is done before the first step of an end-to-end stage with gates that learned a risk before: they
+    """The preparation of an end-to-end stage that begins with gates that learned a risk: they
     are shifted to where the budget cuts.
 
     Raises:
@@ -355,12 +350,12 @@ def _alignment(
 
 def _with_features(
     config: DistillConfig,
-    objective: Objective,
+    objective: Stage,
     frozen: Frozen,
     corpus: Any,
     base: Mapping[str, Any],
     accelerator: Accelerator,
-) -> Objective:
+) -> Stage:
     """The same objective, reading the teacher's answers from disk where the config says so."""
     if config.features.folder is None:
         return objective
@@ -388,12 +383,17 @@ def _with_features(
     return LayerLocal(gates, frozen, config.target, config.loss, seed=config.seed, examples=cached)
 
 
-def _values(mapping: Mapping[str, Any]) -> dict[str, int | float | str]:
-    """`{"a.b": value}` with values that trackers take."""
-    return {
+def _track(config: DistillConfig, accelerator: Accelerator) -> None:
+    """Start the tracker, if one was asked for, with the config as `{"a.b": value}`."""
+    if config.tracker == "none":
+        return
+    values = {
         key: value if isinstance(value, int | float | str) else str(value)
-        for key, value in leaves(mapping).items()
+        for key, value in leaves(to_mapping(config)).items()
     }
+    # wandb's own default is a folder `wandb` where one stands, which Python would then import.
+    own = {"wandb": {"dir": config.output}}
+    accelerator.init_trackers("retain-distill", config=values, init_kwargs=own)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

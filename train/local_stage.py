@@ -1,19 +1,16 @@
-"""The layer-local stage: every gate learns its own layer's target while the frozen model walks by.
+"""Trains every gate on its own layer's target while the frozen model runs.
 
-In: a frozen model, gates, which future and which loss. Out: gradients in the gates' parameters, and numbers
-of each document. The one decision taken here: a layer's gate runs forward and backward as soon as that
-layer's attention is seen, inside the walk. Nothing of a layer is kept for later, no graph leads through the
-model, and memory does not grow with the number of layers.
+A layer's gate runs forward and backward as soon as that layer's attention is seen. Nothing of a layer is
+kept, no graph leads through the model, and memory does not grow with the number of layers.
 
-Where the examples come from is a seam: `TeacherExamples` makes them out of the frozen model, and
-`retain.train.data.features.CachedExamples` reads those that were written to disk.
+Examples come from `TeacherExamples` (the frozen model) or from `retain.train.data.features.CachedExamples`
+(on disk).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from retain.gates import Gate, GateInputs, GateSet, inputs_of
@@ -31,10 +28,9 @@ from retain.train.objectives.targets import (
     target_unit,
     token_targets,
 )
+from retain.train.stage import Stage, Tally
 from retain.train.teacher import Frozen, walk
 
-# Stands for the step in what is drawn for held-out documents: always the same pairs.
-HELD_OUT_STEP = 2**40
 # Entries of a layer from which input statistics are made, and the fewest documents that they come from (where
 # the first step has as many): one long document is not what all are like.
 PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
@@ -78,7 +74,7 @@ class TeacherExamples:
         walk(self.frozen, readings, see, wanted=self.gates.inputs, joined=joined_for(self.target))
 
 
-class LayerLocal:
+class LayerLocal(Stage):
     """Objective of the layer-local stage.
 
     Args:
@@ -103,17 +99,13 @@ class LayerLocal:
         seed: int,
         examples: Examples | None = None,
     ):
-        self.gates, self.target, self.loss, self.seed = gates, target, loss, seed
+        super().__init__(gates, ("loss", *loss.terms, "overlap"))
+        self.target, self.loss, self.seed = target, loss, seed
         self.examples = TeacherExamples(gates, frozen, target) if examples is None else examples
         for layer in gates.layers:
             check_fit(loss, gates[layer])
         if examples is None:
             check_reach(frozen, target)
-        self.fields = ("loss", *loss.terms, "overlap")
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What the optimiser trains."""
-        return list(self.gates.parameters())
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
@@ -169,17 +161,7 @@ class LayerLocal:
                     "or nothing pays some head's entries anything."
                 )
 
-    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
-        """Add the gradient of `scale` times the documents' summed loss to the parameters'."""
-        rows = self._run(documents, step, scale)
-        return [{name: float(row[name]) for name in self.fields} for row in rows]
-
-    @torch.no_grad()
-    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
-        """The same numbers of held-out documents, and `overlap_of`: layer -> overlap of each head."""
-        return self._run(documents, HELD_OUT_STEP, None, baselines=baselines)
-
-    def _run(
+    def rows_of(
         self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
     ) -> list[dict[str, Any]]:
         layers = len(self.gates.layers)
@@ -214,61 +196,6 @@ class LayerLocal:
 
         self.examples.of(documents, see)
         return tally.means(layers, heads=scale is None)
-
-
-class Tally:
-    """What the layers say of each document, summed on the device and read once, at the end: a layer does not
-    wait for the one before it.
-
-    Args:
-        documents: how many there are.
-    """
-
-    def __init__(self, documents: int) -> None:
-        self._sums: list[dict[str, Any]] = [{} for _ in range(documents)]
-        self._heads: list[dict[str, Tensor]] = [{} for _ in range(documents)]
-
-    def add_(
-        self,
-        row: int,
-        layer: int,
-        found: Mapping[str, Tensor | float],
-        overlap_H: Float[Tensor, " H"],
-    ) -> None:
-        """Count one layer of one document.
-
-        Args:
-            row: the document's place.
-            layer: its index in the model.
-            found: what is reported, a number per name.
-            overlap_H: of its heads (`head_overlaps`); the mean of them is reported too.
-        """
-        own = self._sums[row]
-        for name, value in (*found.items(), ("overlap", overlap_H.mean())):
-            own[name] = _plus(own[name], value) if name in own else value
-        self._heads[row][str(layer)] = overlap_H
-
-    def means(self, layers: int, *, heads: bool) -> list[dict[str, Any]]:
-        """Per document: means over layers, and `overlap_of` (layer -> overlap of each head) with `heads`.
-
-        Args:
-            layers: how many there are.
-            heads: whether each head's overlap is wanted.
-        """
-        rows = []
-        for own, overlaps in zip(self._sums, self._heads, strict=True):
-            means: dict[str, Any] = {name: float(value) / layers for name, value in own.items()}
-            if heads:
-                means["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in overlaps.items()}
-            rows.append(means)
-        return rows
-
-
-def _plus(total: Tensor | float, value: Tensor | float) -> Tensor | float:
-    """The sum, where the first value is: layers may lie on several devices, and the host waits for none."""
-    if isinstance(total, Tensor) and isinstance(value, Tensor):
-        return total + value.to(total.device, non_blocking=True)
-    return total + value
 
 
 def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:

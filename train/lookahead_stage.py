@@ -1,11 +1,9 @@
-"""The lookahead stage: a few tokens behind a document learn to look where its answer will.
+"""Trains lookahead tokens, which stand behind a document and predict the attention of its answer.
 
-LookaheadKV (arXiv 2603.10899). In: a frozen model, gates with lookahead tokens, documents and what answers
-them. Out: gradients in the tokens and in the adapters of their path, and numbers of each document. The one
-decision taken here: teacher and student ask the same cache. The document is read once, without a gradient;
-the answer runs behind it, which gives the target; then the lookahead tokens do, which gives the prediction,
-and only through their path does a gradient flow. Memory is linear in the document's length: its keys and
-values, and one layer's rows of attention at a time.
+LookaheadKV (arXiv 2603.10899). Teacher and student query the same cache: the document is read once without a
+gradient, the answer runs behind it (the target), then the lookahead tokens do (the prediction), and only
+their path has a gradient. Memory is linear in the document's length: its keys and values, and one layer's
+rows of attention at a time.
 """
 
 from collections.abc import Sequence
@@ -24,13 +22,13 @@ from retain.hf.intercept.lookahead_pass import Asked, run_behind
 from retain.hf.model.decoder import base_model
 from retain.train.data.branches import Reading, readings_of
 from retain.train.data.document import Document
-from retain.train.local_stage import Tally
 from retain.train.objectives.losses import head_overlaps
 from retain.train.objectives.targets import TargetSettings, baseline_overlaps
+from retain.train.stage import Stage, Tally
 from retain.train.teacher import Frozen
 
 
-class Lookahead:
+class Lookahead(Stage):
     """Objective of the lookahead stage.
 
     `loss = mean over layers and KV heads of KL(s || s^)`: `s` is the mean attention that the answer's tokens
@@ -48,8 +46,6 @@ class Lookahead:
         ValueError: gates of another family, or sources that come behind no document.
     """
 
-    fields = ("loss", "overlap")
-
     def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings, *, seed: int):
         if not isinstance(gates.extension, LookaheadExtension):
             raise ValueError(
@@ -62,30 +58,26 @@ class Lookahead:
                 "looks at, and its own tokens do not: set target.sources to {continuation: 1.0}, as the "
                 "paper does, or take appendix or repeat."
             )
-        self.gates, self.frozen, self.target, self.seed = gates, frozen, target, seed
+        super().__init__(gates, ("loss", "overlap"))
+        self.frozen, self.target, self.seed = frozen, target, seed
         self.extension = gates.extension
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What the optimiser trains."""
+        """The parameters that the optimiser trains."""
         return list(self.extension.parameters())
 
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Nothing starts from data: tokens begin as embeddings, adapters at zero."""
 
-    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
-        """Add the gradient of `scale` times the documents' summed loss to the parameters'."""
+    def rows_of(
+        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
+    ) -> list[dict[str, Any]]:
         readings = readings_of(documents, self.target, self.frozen)
-        rows = [self._run(reading, scale) for reading in readings]
-        for parameter in self.parameters():  # alike on all processes, whatever each has read
-            if parameter.grad is None:
+        rows = [self._run(reading, scale, baselines) for reading in readings]
+        for parameter in self.parameters() if scale is not None else ():
+            if parameter.grad is None:  # alike on all processes, whatever each has read
                 parameter.grad = torch.zeros_like(parameter)
-        return [{name: row[name] for name in self.fields} for row in rows]
-
-    @torch.no_grad()
-    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
-        """The same numbers of held-out documents, and `overlap_of`: layer -> overlap of each head."""
-        readings = readings_of(documents, self.target, self.frozen)
-        return [self._run(reading, None, baselines) for reading in readings]
+        return rows
 
     def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
         """One document: loss, overlap, and the gradient if there is a scale."""
@@ -99,12 +91,16 @@ class Lookahead:
                 ids_BT = torch.tensor([reading.document.context_ids], device=device)
                 with token_wise_in_pieces(base.layers, self.frozen.chunk):
                     cache.prefill(ids_BT, evict=False)
-                targets = self._targets(reading, cache)
+                targets, state = self._targets(reading, cache), cache.state
             with torch.set_grad_enabled(scale is not None), self.gates.extend(model) as extension:
                 assert isinstance(extension, LookaheadExtension)
                 like = torch.empty(0, dtype=base.dtype, device=device)
                 asked = run_behind(
-                    model, cache.read_only(), extension.embeds(1, like), cache.valid_BT, cache.positions_BT
+                    model,
+                    cache.engine.read_only(),
+                    extension.embeds(1, like),
+                    state.valid_BT,
+                    state.positions_BT,
                 )
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
                 means = self._compare(cache, asked, targets, scale)
@@ -118,11 +114,12 @@ class Lookahead:
         base: Any = base_model(self.frozen.model)
         embedding = base.get_input_embeddings()
         totals: dict[int, Tensor] = {}
+        state = cache.state
         for branch in reading.branches:
             ids = torch.tensor([branch.ids], device=embedding.weight.device)
             embeds = embedding(ids)
             asked = run_behind(
-                self.frozen.model, cache.read_only(), embeds, cache.valid_BT, cache.positions_BT
+                self.frozen.model, cache.engine.read_only(), embeds, state.valid_BT, state.positions_BT
             )
             for layer, own in asked.items():
                 share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, own))
@@ -130,7 +127,7 @@ class Lookahead:
         return {layer: normalised(total_HT) for layer, total_HT in totals.items()}
 
     def _score(self, cache: Cache, layer: int, asked: Asked) -> Float[Tensor, "H T"]:
-        """What the layer's gate makes of tokens behind the document."""
+        """The layer's gate applied to tokens behind the document."""
         gate, spec, held = self.gates[layer], cache._spec_of[layer], cache.layers[layer]
         assert isinstance(gate, LookaheadGate)
         inputs = GateInputs(
@@ -180,7 +177,7 @@ class Lookahead:
         for layer, target_HT in targets.items():
             found = baseline_overlaps(
                 cache.layers[layer].dense()[1],
-                cache._spec_of[layer].output_weight_QDE,
+                cache.state.layout.spec_of[layer].output_weight_QDE,
                 target_HT,
                 torch.ones_like(target_HT, dtype=torch.bool),
                 (self.seed, reading.key, layer),

@@ -1,12 +1,9 @@
-"""The training loop: documents in, gates out, one optimiser step after another.
+"""Runs the training loop: one optimiser step after another, log, held-out looks, checkpoints.
 
-In: an objective (layer-local, end to end, lookahead), a corpus, settings. Out: the objective's gates,
-trained, and a log. The one decision taken here: everything random is a function of (seed, step, document),
-and a step's loss is the mean over its documents. So a resumed run equals the uninterrupted one exactly, and
-two processes compute what one would, up to rounding.
-
-An objective adds gradients of its own documents to the parameters, pack by pack; the processes meet once a
-step, in `retain.train.run.parallel.Synchroniser`. The frozen model is in no checkpoint.
+Everything random is a function of (seed, step, document), and a step's loss is the mean over its documents.
+So a resumed run equals the uninterrupted one exactly, and two processes compute what one would, up to
+rounding. An objective adds gradients pack by pack; the processes meet once a step, in
+`retain.train.run.parallel.Synchroniser`. The frozen model is in no checkpoint.
 """
 
 import math
@@ -14,19 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
-from retain.gates import GateSet
 from retain.process.extras import deferred
 from retain.train.data.corpora import Document, num_packs, packs, share_of
 from retain.train.data.packing import Size, plain_size
 from retain.train.run.checkpoint import (
     append_log,
-    by_the_first,
     latest,
     load_checkpoint,
+    on_main_process,
     read_log,
     rewind_log_,
     save_checkpoint,
@@ -35,37 +31,11 @@ from retain.train.run.parallel import Synchroniser
 from retain.train.run.progress import Progress, tracked
 from retain.train.run.schedule import TrainingSettings, learning_rate
 from retain.train.run.signals import Signals
+from retain.train.stage import Stage
 
 with deferred("train", "accelerate", "accelerate.utils", what="training"):
     from accelerate import Accelerator
     from accelerate.utils import gather_object
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """What is minimised.
-
-    Attributes:
-        gates: that are trained.
-        fields: what is reported of a document, `loss` first.
-    """
-
-    @property
-    def gates(self) -> GateSet: ...
-
-    @property
-    def fields(self) -> tuple[str, ...]: ...
-
-    def prepare_(self, documents: Sequence[Document]) -> None:
-        """Before the first step: set what starts from data, alike on every process."""
-
-    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
-        """Add the gradient of `scale` times the documents' summed loss to the parameters'; what is reported,
-        a document each."""
-
-    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
-        """The same of held-out documents, without a gradient; with `baselines`, overlaps that need no
-        training."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +56,7 @@ class Lesson:
         align: what is done with these documents instead, where the gates are not fresh; None: nothing.
     """
 
-    objective: Objective
+    objective: Stage
     corpus: Any
     training: TrainingSettings
     pack_tokens: int = 0
@@ -134,7 +104,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         start, extra = load_checkpoint(checkpoint[1], synchroniser)
         so_far = extra["so_far"]
         corpus.restore_(extra["corpus"])
-        by_the_first(accelerator, lambda: rewind_log_(folder, start))
+        on_main_process(accelerator, lambda: rewind_log_(folder, start))
         # Nothing may be left to do but to write the artifact, which says how the last look went.
         looks = gather_object([[record for record in read_log(folder) if "held_out" in record]])[0]
         held_out = looks[-1]["held_out"] if looks else {}
@@ -170,7 +140,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
             log(record)
             done, stop = step + 1, signals.requested
             last = done == training.steps
-            # Whoever asks to stop does not wait for it: the run that goes on begins with the look.
+            # A request to stop does not wait for it: the resumed run begins with the look.
             if corpus.held_out and (last or (_due(done, training.held_out_every) and not stop)):
                 held_out = look(done)
             bar.step(record["tokens"], record["loss"], held_out.get("overlap"))
@@ -259,8 +229,8 @@ def _share(documents: Sequence[Document], lesson: Lesson, accelerator: Accelerat
 def _packs(
     mine: Sequence[Document], everyone: Sequence[Document], lesson: Lesson, accelerator: Accelerator
 ) -> list[tuple[list[Document], bool]]:
-    """This process's packs, each with whether it counts: where processes must walk in step, whoever has fewer
-    walks its last one again for nothing. So every pack must be as many forwards (`Lesson.alone`,
+    """This process's packs, each with whether it counts: where processes must walk in step, one with fewer
+    walks its last pack again for nothing. So every pack must be as many forwards (`Lesson.alone`,
     `retain.train.recipe.check_lockstep`)."""
     limits: dict[str, Any] = {
         "micro_batch": 1 if lesson.alone else lesson.training.micro_batch,

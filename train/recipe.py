@@ -1,8 +1,7 @@
-"""The request: which gates, on which model and documents, towards which future, by which loss.
+"""Defines the config of a run and checks it: model, documents, gate, target, loss, stage, calibration.
 
-In: a YAML, by `retain.config.load`. Out: a `DistillConfig`, or every problem with it in one message. The one
-decision taken here: target, loss, gate, stage and calibration are separate sections, so that a published
-recipe is one file, and "what if" is one line of it.
+Target, loss, gate, stage and calibration are separate sections, so that a published recipe is one file and a
+variant of it is one line. All problems are reported in one message.
 """
 
 import inspect
@@ -26,6 +25,7 @@ from retain.train.local_stage import check_unit
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
+from retain.train.rules import broken
 from retain.train.run.device import PlanSettings
 from retain.train.run.model_shape import Precision
 from retain.train.run.schedule import TrainingSettings, check_training
@@ -138,44 +138,47 @@ def check(config: DistillConfig, num_processes: int) -> None:
 
 def _check_stage(config: DistillConfig) -> None:
     gate = lookup(config.gate.family, GATES, what="gate family")
-    if (config.stage == "lookahead") != (gate.extension is not None):
-        raise ValueError(
+    cached, local = config.features.folder is not None, config.stage == "local"
+    problems = broken(
+        (
+            (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
-            "`lookahead` and the family `lookahead` go together, and with nothing else."
-        )
-    if config.features.folder is not None and (
-        config.stage != "local" or "layer_output" in config.loss.terms
-    ):
-        raise ValueError(
+            "`lookahead` and the family `lookahead` go together, and with nothing else.",
+        ),
+        (
+            cached and not local,
             "features.folder keeps inputs and targets of the layer-local stage; leave it out with "
-            f"stage={config.stage}"
-            + (
-                " and the loss term layer_output, which looks at the layer itself."
-                if config.stage == "local"
-                else "."
-            )
-        )
-    if config.features.folder is not None and config.data.streaming:
-        raise ValueError(
+            f"stage={config.stage}.",
+        ),
+        (
+            cached and local and "layer_output" in config.loss.terms,
+            "features.folder keeps inputs and targets of the layer-local stage; leave it out with "
+            "stage=local and the loss term layer_output, which looks at the layer itself.",
+        ),
+        (
+            cached and config.data.streaming,
             "features.folder keeps every document's features, and data.streaming=true may have no end: set "
-            "data.streaming=false."
-        )
-    if "bce" in config.loss.terms and config.stage == "local" and config.target.aggregate == "mass":
-        raise ValueError(
+            "data.streaming=false.",
+        ),
+        (
+            local and "bce" in config.loss.terms and config.target.aggregate == "mass",
             "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: "
-            "take max, mean or block_max, or the loss smooth_l1."
-        )
-    if config.calibration.wanted and config.data.held_out == 1:
-        raise ValueError(
+            "take max, mean or block_max, or the loss smooth_l1.",
+        ),
+        (
+            config.calibration.wanted and config.data.held_out == 1,
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
             "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none, "
-            "calibration.curve=false, calibration.fusion_weights=false and calibration.quotas=false."
-        )
-    if config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
+            "calibration.curve=false, calibration.fusion_weights=false and calibration.quotas=false.",
+        ),
+        (
+            config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1,
             f"device_map={config.device_map} spreads one model over the devices of one process, and several "
-            "processes were started: start one, or leave device_map out."
-        )
+            "processes were started: start one, or leave device_map out.",
+        ),
+    )
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _check_gate(config: DistillConfig) -> None:
@@ -231,32 +234,36 @@ def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
         ValueError: a number of forwards that depends on the document.
     """
     sources = config.target.sources
-    if "continuation" in sources:
-        raise ValueError(
-            "target.sources has `continuation`, which each process generates at its own length, and a "
-            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
-            "continuations into the data as answers (context, question, answer)."
-        )
-    if config.features.folder is not None:
-        raise ValueError(
-            "features.folder is filled by each process at its own pace, and a sharded model must be read in "
-            "lockstep: extract with configs/accelerate/ddp.yaml (or one process and device_map=auto), then "
-            "train from the folder, or leave features out."
-        )
     one_branch = {*sources} <= {"own", "appendix"} or (
         {*sources} <= {"own", "repeat"} and config.data.max_tokens <= config.target.repeat_chunk
     )
-    if frozen.forward_of == "branch" and not one_branch:
-        raise ValueError(
+    problems = broken(
+        (
+            "continuation" in sources,
+            "target.sources has `continuation`, which each process generates at its own length, and a "
+            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
+            "continuations into the data as answers (context, question, answer).",
+        ),
+        (
+            config.features.folder is not None,
+            "features.folder is filled by each process at its own pace, and a sharded model must be read in "
+            "lockstep: extract with configs/accelerate/ddp.yaml (or one process and device_map=auto), then "
+            "train from the folder, or leave features out.",
+        ),
+        (
+            frozen.forward_of == "branch" and not one_branch,
             "this model has recurrent layers, which read every branch in a forward of its own, and a sharded "
             f"model must be read in lockstep: with target.sources=[{', '.join(sources)}] documents have "
             "different numbers of branches. Take own and appendix, or own and repeat with "
-            "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml."
-        )
+            "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml.",
+        ),
+    )
+    if problems:
+        raise ValueError(" ".join(problems))
 
 
 def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document], None]:
-    """What every document has to be, asked as it is read."""
+    """The check that every document passes as it is read."""
     alone = set(config.target.sources) == {"appendix"}
 
     def check_one(document: Document) -> None:

@@ -1,17 +1,17 @@
-"""The end-to-end stage: soft gates in the model's own attention, and a loss on what the model then says.
+"""Trains gates end to end: soft gates in the model's own attention, and a loss on the model's output.
 
-In: a frozen model, gates that say an openness or a decay, documents. Out: gradients in the gates' parameters,
-and numbers of each document. The one decision taken here: the same weights are teacher and student. A batch
-is read twice, once as the model is and once gated, and only hidden states of the two are held beside each
-other; logits are made from them, a few tokens at a time (`retain.train.objectives.soft_losses`).
+The same weights are teacher and student. A batch is read twice, as the model is and gated, and only the
+hidden states of both are held; logits are made from them a few tokens at a time
+(`retain.train.objectives.soft_losses`).
 
-What keeps gates from doing nothing is here too (`check_loophole`), since nothing else would: softmax does not
-see a constant added to all logits, so gates that all close alike cost no loss and satisfy every capacity.
+`check_loophole` refuses settings under which gates can do nothing: softmax does not see a constant added to
+all logits, so gates that all close alike cost no loss and satisfy every capacity.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,11 +22,10 @@ from retain.config import Count, NotNegative, Positive, PositiveShare, Whole
 from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
-from retain.registry import lookup
 from retain.train.data.branches import Reading
 from retain.train.data.corpora import Batch, Document, collate
 from retain.train.data.features import Example
-from retain.train.local_stage import HELD_OUT_STEP, PREPARED_ENTRIES, Tally, TeacherExamples, joined
+from retain.train.local_stage import PREPARED_ENTRIES, TeacherExamples, joined
 from retain.train.objectives.losses import head_overlaps
 from retain.train.objectives.soft_losses import (
     NO_TOKEN,
@@ -42,8 +41,10 @@ from retain.train.objectives.soft_losses import (
     rows_of,
     vocabulary_terms,
 )
-from retain.train.objectives.soft_threshold import Moment, Opening, check_shift, shift_
+from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep, check_shift, shift_
 from retain.train.objectives.targets import TargetSettings, baselines_of
+from retain.train.rules import broken, refuse, unknown
+from retain.train.stage import HELD_OUT_STEP, Stage, Tally
 from retain.train.teacher import Frozen, View, walk
 
 FIDELITY = {
@@ -70,7 +71,7 @@ PREPARED_DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class SoftSettings:
-    """What is trained end to end.
+    """Settings of the end-to-end stage.
 
     Args:
         terms: name -> weight; of fidelity: `kl_forward`, `kl_reverse`, `next_token`, `hidden`; of cost:
@@ -121,14 +122,7 @@ def check_soft(settings: SoftSettings) -> None:
     Raises:
         ValueError: with all of them.
     """
-    problems = []
-    for name in settings.terms:
-        try:
-            lookup(name, FIDELITY | COST, what="soft term")
-        except ValueError as error:
-            problems.append(f"soft.terms: {error}")
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+    refuse(unknown(settings.terms, FIDELITY | COST, what="soft term", key="soft.terms"))
 
 
 def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
@@ -138,38 +132,42 @@ def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
     Raises:
         ValueError: with all of them.
     """
-    problems = []
     wanted = {name for name, weight in settings.terms.items() if weight}
-    if not gates.ages and not settings.anchor and settings.protected == 0 and settings.sinks == 0:
-        problems.append(
-            "soft.protected=0 and soft.sinks=0 leave nothing ungated, and softmax does not see gates that "
-            "all close alike: they would satisfy any budget and evict nothing. Protect a window (32), or "
-            "sinks (4), or make gates relative (soft.anchor=256)"
-        )
-    if not wanted & COST.keys():
-        problems.append(
-            f"soft.terms={settings.terms} never asks a gate to close, so that all would stay open: add one "
-            f"of {', '.join(COST)}"
-        )
-    if not wanted & FIDELITY.keys():
-        problems.append(
-            f"soft.terms={settings.terms} never asks for what the model says, so that all would close: add "
-            f"one of {', '.join(FIDELITY)}"
-        )
-    if gates.ages:
-        strange = sorted(settings.terms.keys() & (COST.keys() - set(AGEING)))
-        if strange:
-            problems.append(
+    strange = sorted(settings.terms.keys() & (COST.keys() - set(AGEING)))
+    relative = gates.ages or settings.anchor
+    refuse(
+        broken(
+            (
+                not relative and settings.protected == 0 and settings.sinks == 0,
+                "soft.protected=0 and soft.sinks=0 leave nothing ungated, and softmax does not see gates "
+                "that "
+                "all close alike: they would satisfy any budget and evict nothing. Protect a window (32), or "
+                "sinks (4), or make gates relative (soft.anchor=256)",
+            ),
+            (
+                not wanted & COST.keys(),
+                f"soft.terms={settings.terms} never asks a gate to close, so that all would stay open: add "
+                "one "
+                f"of {', '.join(COST)}",
+            ),
+            (
+                not wanted & FIDELITY.keys(),
+                f"soft.terms={settings.terms} never asks for what the model says, so that all would close: "
+                "add "
+                f"one of {', '.join(FIDELITY)}",
+            ),
+            (
+                gates.ages and strange,
                 f"soft.terms {', '.join(strange)}: gates of family {gates.family!r} say a decay, whose "
-                f"openness changes with age; use {' or '.join(AGEING)}"
-            )
-        if settings.hard != "none" or settings.anchor:
-            problems.append(
+                f"openness changes with age; use {' or '.join(AGEING)}",
+            ),
+            (
+                gates.ages and (settings.hard != "none" or settings.anchor),
                 f"soft.hard={settings.hard} and soft.anchor={settings.anchor} are for gates that open and "
-                f"close, and those of family {gates.family!r} say a decay: set hard=none and anchor=0"
-            )
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+                f"close, and those of family {gates.family!r} say a decay: set hard=none and anchor=0",
+            ),
+        )
+    )
 
 
 def keep_ratio_at(step: int, settings: SoftSettings, steps: int) -> float:
@@ -188,7 +186,7 @@ def keep_ratio_at(step: int, settings: SoftSettings, steps: int) -> float:
     return 1.0 / (1 / settings.keep_from + done * (1 / settings.keep_to - 1 / settings.keep_from))
 
 
-class EndToEnd:
+class EndToEnd(Stage):
     """Objective of the end-to-end stage.
 
     TRIM-KV (arXiv 2512.03324) is `decay` gates with the mean of the fidelity terms that are switched on, plus
@@ -224,25 +222,18 @@ class EndToEnd:
         check_loophole(soft, gates)
         for layer in gates.layers:  # refused now, not in the first step
             gates[layer].log_gate(torch.zeros(1, gates[layer].H, 1))
-        self.gates, self.frozen, self.soft, self.target = gates, frozen, soft, target
+        keep = ("keep",) if soft.terms.keys() & BUDGETED else ()
+        super().__init__(gates, ("loss", *soft.terms, "open", *keep))
+        self.frozen, self.soft, self.target = frozen, soft, target
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)
-        self.opening = Opening(
-            gates,
-            hard=soft.hard,
-            temperature=soft.hard_temperature,
-            anchor=soft.anchor,
-            seed=seed,
+        self.soft_threshold = SoftThreshold(
+            gates, hard=soft.hard, temperature=soft.hard_temperature, anchor=soft.anchor, seed=seed
         )
-        self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.opening)
+        self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.soft_threshold)
         self.head: Head | None = None
         if soft.terms.keys() & set(VOCABULARY):
             self.head = head_of(frozen.model)
-        self.fields = ("loss", *soft.terms, "open", *(["keep"] if soft.terms.keys() & BUDGETED else []))
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """What the optimiser trains."""
-        return list(self.gates.parameters())
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
@@ -321,26 +312,25 @@ class EndToEnd:
         for document in documents:
             walk(self.frozen, [Reading(document, (), document.key)], visit, wanted=self.gates.inputs)
 
-    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
-        """Add the gradient of `scale` times the documents' summed loss to the parameters'.
+    def rows_of(
+        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
+    ) -> list[dict[str, Any]]:
+        """The numbers of each document, hard decisions drawn where there is a gradient; held-out documents
+        are read at the final budget, and have overlaps where there is a target.
 
         Raises:
             ValueError: a document in which nothing is gated.
         """
-        terms = self.terms_of(documents, step, noisy=True, scale=scale)
-        return _rows(terms)
-
-    @torch.no_grad()
-    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
-        """The same numbers of held-out documents at the final budget, without noise."""
-        rows = _rows(self.terms_of(documents, HELD_OUT_STEP))
-        if self.target is not None:
+        terms = self.terms_of(documents, step, noisy=scale is not None, scale=scale)
+        values = torch.stack([value_B.double().cpu() for value_B in terms.values()]).T.tolist()
+        rows: list[dict[str, Any]] = [dict(zip(terms, row, strict=True)) for row in values]
+        if scale is None and self.target is not None:
             for row, found in zip(rows, self._overlaps(documents, baselines), strict=True):
                 row |= found
         return rows
 
     def _overlaps(self, documents: Sequence[Document], baselines: bool) -> list[dict[str, Any]]:
-        """How much of the target's top fifth the gates' order at the end of each document finds."""
+        """Share of the target's top fifth that the gates' order at the end of each document finds."""
         assert self.target is not None
         tally = Tally(len(documents))
 
@@ -376,7 +366,7 @@ class EndToEnd:
         valid_BT = batch.valid_BT
         counted_BT = counted_tokens(batch, self.soft)
         keep = keep_ratio_at(step, self.soft, self.steps)
-        self.opening.moment = Moment(valid_BT, batch.keys, step, noisy)
+        self.soft_threshold.current = SoftThresholdStep(valid_BT, batch.keys, step, noisy)
         place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
         given = {"input_ids": batch.input_ids_BT, "attention_mask": valid_BT.long(), "position_ids": place_BT}
         trained = scale is not None
@@ -457,19 +447,16 @@ class EndToEnd:
         )
         seen_BR = (valid_BT.cumsum(-1) * valid_BT).gather(-1, rows_BR).to(open_BXR.dtype)
         limit_BR = keep * seen_BR if soft.budget is None else torch.full_like(seen_BR, soft.budget)
-        found = {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
-        if "capacity_head" in soft.terms:
-            found["capacity_head"] = capacity_term(open_BXR, seen_BR, limit_BR, variant=soft.variant)
-        if "capacity_global" in soft.terms:
-            shared_B1R = open_BXR.mean(1, keepdim=True)
-            found["capacity_global"] = capacity_term(shared_B1R, seen_BR, limit_BR, variant=soft.variant)
-        if "closed" in soft.terms:
-            found["closed"] = closed_term(log_gates, valid_BT, keep)
-        if "eviction_rate" in soft.terms:
-            found["eviction_rate"] = eviction_rate_term(log_gates, valid_BT, keep)
-        if "admitted" in soft.terms:
-            found["admitted"] = admitted_term(log_gates, valid_BT, soft.protected)
-        return found
+        capacity = partial(capacity_term, seen_BR=seen_BR, limit_BR=limit_BR, variant=soft.variant)
+        made = {
+            "capacity_head": lambda: capacity(open_BXR),
+            "capacity_global": lambda: capacity(open_BXR.mean(1, keepdim=True)),
+            "closed": lambda: closed_term(log_gates, valid_BT, keep),
+            "eviction_rate": lambda: eviction_rate_term(log_gates, valid_BT, keep),
+            "admitted": lambda: admitted_term(log_gates, valid_BT, soft.protected),
+        }
+        found = {name: term() for name, term in made.items() if name in soft.terms}
+        return found | {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
 
 
 def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
@@ -503,7 +490,7 @@ def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
 
 @contextmanager
 def _checkpointed(base: Any) -> Iterator[None]:
-    """Inside, decoder layers are computed again for the gradient. They alone are told that they train, which
+    """Inside, decoder layers are computed again for the gradient. They alone are set to train, which
     is what transformers asks; what is in them is not, so that nothing drops out."""
     before = [layer.training for layer in base.layers]
     # The caller may checkpoint some of them already, in a way of its own.
@@ -534,9 +521,3 @@ def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
     with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         torch.manual_seed(seed)
         yield
-
-
-def _rows(terms: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """A mapping a document, read from the device once."""
-    values = torch.stack([value_B.double().cpu() for value_B in terms.values()]).T.tolist()
-    return [dict(zip(terms, row, strict=True)) for row in values]

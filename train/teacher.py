@@ -1,9 +1,7 @@
-"""The frozen model: loaded by name, checked against the documents, and walked through.
+"""Loads the frozen model, checks documents against it, and shows its layers one at a time.
 
-In: a name, or documents with what is read after them. Out: a model without gradients and its tokenizer; or
-what each layer shows of each document, one layer at a time. The one decision taken here: a visitor looks at a
-layer while the model runs, and nothing is kept for it; so memory is linear in the tokens of a batch, and does
-not grow with the number of layers.
+A visitor looks at a layer while the model runs, and nothing is kept for it; so memory is linear in the tokens
+of a batch and does not grow with the number of layers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,7 +59,7 @@ class Frozen:
 
     @property
     def forward_of(self) -> str:
-        """What one forward reads: a `row` of many documents, a `text` alone, or one `branch` of a text."""
+        """The unit of one forward: a `row` of many documents, a `text` alone, or one `branch` of a text."""
         return forward_of(self.model, self.layout)
 
     @cached_property
@@ -72,7 +70,7 @@ class Frozen:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What one layer shows of one document and its branches. It holds parts of the running forward: look at
+    """One layer's evidence of one document and its branches. It holds parts of the running forward: look at
     it, and keep nothing of it.
 
     Args:
@@ -184,7 +182,7 @@ def load_frozen(
         revision: of a hub model.
         trust_remote_code: run code that comes with the checkpoint.
         device_map: as transformers takes it (`auto`, `balanced`, `cuda:0`, module -> device): a model on
-            several devices. None: the CPU, for whoever moves it.
+            several devices. None: the CPU; the caller moves it.
         quantization: transformers' quantisation config as a mapping (`{load_in_4bit: true}` for bitsandbytes,
             `{quant_method: torchao, quant_type: ...}` for torchao); None: as the checkpoint is.
         chunk: as in `Frozen`.
@@ -218,7 +216,8 @@ class Unread:
 
 
 def load_unread(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Frozen:
-    """What documents are read and checked with, before a model's weights are: its tokenizer and its config.
+    """Load a model's tokenizer and config alone: documents are read and checked with them, before the
+    weights.
 
     Args:
         name: as for `load_frozen`, with the next two.

@@ -1,4 +1,4 @@
-"""Claims about a policy, checked on the rows of finished runs.
+"""Claims in YAML rows (`configs/claims`), checked on the rows of finished runs.
 
-Reading order: `fused`, `lines`, `runs`.
+Reading order: `claim`, `runs`, `check`, `page`, `command`; `orderings` for those that papers published.
 """

@@ -1,11 +1,8 @@
-"""Several runs in, one set of scores out, for claims that speak of regimes which no single run measured.
+"""Finished runs that claims are checked on: several read as one, lines that play a part, conditions.
 
-In: the scores and manifests of runs that asked the same tasks, each in regimes of its own. Out: scores that
-are read as those of one run; what the runs say of gates; which training-free presets nobody measured.
-
-The one decision taken here: runs may differ in how many items they asked, since a difference is always of two
-cells of one regime, but not in what a name stands for: another policy, or other gates, under the same name is
-refused.
+Runs that are read as one asked the same tasks, each in regimes of its own. They may differ in how many items
+they asked, since a difference is always of two cells of one regime. The same name for another policy, or for
+other gates, is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from retain.eval.claims.claim import Condition, Conditions, Parts
+from retain.eval.config import CONTROLS, FULL
 from retain.eval.stats.comparisons import is_bound
-from retain.eval.stats.summary import Cell, Scores, heuristics, preset_of
+from retain.eval.stats.summary import SAME_BYTES, Cell, Scores, heuristics, preset_of
+from retain.registry import suggest
+
+ORACLE = "oracle"
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,134 @@ def unmeasured(scores: Scores) -> dict[str, tuple[str, ...]]:
         there = {preset_of(cell.policy) for cell in scores.judged if cell.regime == regime}
         found[regime] = tuple(name for name in heuristics() if name not in there)
     return found
+
+
+def parts_of(
+    scores: Scores,
+    manifests: Sequence[Mapping[str, Any]],
+    *,
+    policy: str,
+    gate: str,
+    oracle: str,
+    also: Sequence[str] | None = None,
+) -> Parts:
+    """Find the parts of a run, or of several that are read as one.
+
+    Args:
+        scores: Of the runs.
+        manifests: Of the runs: what their policies resolved to says which of them read gates or head classes.
+            Those that do not say so are taken to hold presets alone.
+        policy, gate, oracle: Lines of the runs.
+        also: Other lines that the policy is shown beside; None: those that take its gates and are no control.
+
+    Raises:
+        ValueError: If the run has no such line, or the three are not three. A run without the control
+            `oracle` leaves the claims about it unmeasured.
+    """
+    own = (policy, gate, oracle)
+    problems = [
+        f"{part} is {name!r}, which was not measured{suggest(name, scores.policies)}"
+        for part, name in (
+            *zip(("policy", "gate", "oracle"), own, strict=True),
+            *(("also", n) for n in also or ()),
+        )
+        if name not in scores.policies and name != ORACLE
+    ]
+    if len({*own}) < 3:
+        problems.append(f"policy, gate and oracle must be three lines, got {policy}, {gate} and {oracle}")
+    if problems:
+        raise ValueError(f"{'; '.join(problems)}. Measured: {', '.join(scores.policies)}.")
+    resolved = {name: found for one in manifests for name, found in _resolved(one).items()}
+    others = [name for name in scores.policies if name not in own]
+    beside = same_gates(manifests, policy) if also is None else also
+    return Parts(
+        *own,
+        heuristics=tuple(name for name in others if _untrained(name, resolved)),
+        also=tuple(name for name in beside if name in others),
+        unmeasured=unmeasured(scores),
+    )
+
+
+def _resolved(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = manifest.get("identity", {}).get("policies", {})
+    return found
+
+
+def _untrained(name: str, resolved: Mapping[str, Any]) -> bool:
+    """Whether a line of a run needs nothing trained or measured beforehand."""
+    if name == FULL or preset_of(name) in CONTROLS:
+        return False
+    if name not in resolved:
+        return name in heuristics()
+    beforehand = resolved[name].get("allocation", {})
+    # What a budget is shared out by may come from the gates' calibration as well.
+    return not (resolved[name]["learned"] or beforehand.get("head_classes") or beforehand.get("quotas"))
+
+
+def places_of(scores: Scores, policy: str) -> list[tuple[str, float]]:
+    """Regimes and budgets at which a policy was measured."""
+    return [
+        (regime, budget)
+        for regime in scores.regimes
+        for budget in scores.budgets
+        if Cell(regime, policy, budget) in scores.judged
+    ]
+
+
+def check_conditions(
+    scores: Scores, parts: Parts, manifests: Sequence[Mapping[str, Any]], wanted: Conditions
+) -> list[Condition]:
+    """Enough items and seeds, items that nothing was chosen on, equal bytes, one set of gates, finished runs
+    of clean code; of several runs in each of them."""
+    items = {task: scores.num_items([task]) for task in scores.families}
+    fewest = min(items, key=lambda task: items[task])
+    seeds = sorted({int(seed) for own in scores.seeds.values() for seed in own})
+    apart, where = 0.0, ""
+    for regime, budget in places_of(scores, parts.policy):
+        own = Cell(regime, parts.policy, budget)
+        for name in (*parts.heuristics, parts.gate, parts.oracle, *parts.also):
+            off = abs(scores.bytes_apart(own._replace(policy=name), own) or 0.0)
+            if off > apart:
+                apart, where = off, f" ({name}, {regime}, {budget:g})"
+    pairs = [[gates_of(one, name) for name in (parts.policy, parts.gate)] for one in manifests]
+    of_run = [{str(one.get("sha256"))[:12] for one in own.values()} for own, _ in pairs]
+    sets = min(map(len, of_run))
+    every = {str(one.get("sha256"))[:12] for pair in pairs for own in pair for one in own.values()}
+    # A run that does not say where its items begin is one of those that began at 0.
+    firsts = [(one.get("run", "unknown"), one.get("config", {}).get("first_item", 0)) for one in manifests]
+    states = [state for one in manifests for state in one.get("code_states", [])]
+    clean = all(one.get("code_states") for one in manifests) and all(state.get("clean") for state in states)
+    found: list[tuple[str, bool, str]] = [
+        (
+            f"at least {wanted.items} items a task",
+            items[fewest] >= wanted.items,
+            f"{items[fewest]} ({fewest})",
+        ),
+        (
+            f"at least {wanted.seeds} seeds, each with gates of its own",
+            min(len(seeds), sets) >= wanted.seeds,
+            f"seeds {', '.join(map(str, seeds))}; {sets} sets of gates",
+        ),
+        (
+            f"items that nothing was chosen on: from index {wanted.first_item} on",
+            all(first >= wanted.first_item for _, first in firsts),
+            ", ".join(f"{run} from {first} on" for run, first in firsts),
+        ),
+        (
+            "equal achieved bytes in every cell",
+            apart <= SAME_BYTES,
+            f"at most {100 * apart:.2f} % apart{where}",
+        ),
+        (
+            f"{parts.gate} and {parts.policy} take the same gates",
+            all(own == alone for own, alone in pairs),
+            "sha256 " + ", ".join(sorted(every)),
+        ),
+        (
+            "the run is finished",
+            all("finished" in one for one in manifests),
+            ", ".join(str(one.get("finished", "not yet")) for one in manifests),
+        ),
+        ("the code was clean", clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"),
+    ]
+    return [Condition(*one) for one in found]

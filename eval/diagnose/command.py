@@ -59,7 +59,7 @@ from retain.eval.diagnose.teacher_forced import (
     transcript,
 )
 from retain.eval.run.baselines import oracle
-from retain.eval.run.shared_prefill import first_entries
+from retain.eval.run.scoring import first_entries
 from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.hf.cache.cache import Cache
@@ -196,7 +196,7 @@ def _measure(
     if getattr(gates, "extension", None) is not None:
         asked_behind = Cache(model, policy=None, slack=0)
         asked_behind.prefill(ids_on(model, (*seen, *tail)[:observed_tokens]), evict=False)
-        observed = look_ahead(model, gates, asked_behind.read_only(), observed)
+        observed = look_ahead(model, gates, asked_behind.engine.read_only(), observed)
     keeps = _decide(teacher, observed, len(seen), number, setting, policies, gates)
     layers = read_layers(teacher, keeps, len(seen), asks, setting.aggregate)
     del whole, teacher, observed
@@ -313,8 +313,8 @@ def read_layers(
 def _kept_whole(base: Cache) -> Cache:
     """A fork that holds everything in the store that evicted caches hold theirs in."""
     fork = base.fork()
-    heads = [spec.num_kv_heads for spec in fork.specs]
-    fork.evict_with([fork.valid_BT[:, None].expand(-1, own, -1) for own in heads])
+    heads = [spec.num_kv_heads for spec in fork.state.specs]
+    fork.evict_with([fork.state.valid_BT[:, None].expand(-1, own, -1) for own in heads])
     return fork
 
 

@@ -186,7 +186,7 @@ def scores_of(
     if gates.extension is not None:
         fork = cache.fork()
         fork.crop(stop)
-        seen = list(look_ahead(model, gates, fork.read_only(), seen))
+        seen = list(look_ahead(model, gates, fork.engine.read_only(), seen))
     return [gates.score(layer).values_BHT for layer in seen]
 
 

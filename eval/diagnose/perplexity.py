@@ -125,7 +125,7 @@ def read_pieces(
         evidence = [truncate(layer, context_tokens) for layer in base.evidence]
         observed = evidence
         if getattr(gates, "extension", None) is not None:
-            observed = look_ahead(model, gates, base.fork().read_only(), observed)
+            observed = look_ahead(model, gates, base.fork().engine.read_only(), observed)
         learned = [None] * len(observed) if gates is None else [gates.score(layer) for layer in observed]
         seeds_B = [int(np.random.SeedSequence([seed, number]).generate_state(1)[0])]
         seen = sum(layer.num_heads * layer.num_seen for layer in evidence)

@@ -82,7 +82,7 @@ class Evicted:
     def add_(self, cache: Cache) -> None:
         """Count a cache that is done with."""
         total, table = cache.report().total, cache.budgets()
-        heads = sum(spec.num_kv_heads for spec in cache.specs)
+        heads = sum(spec.num_kv_heads for spec in cache.state.specs)
         seen_B = (table.seen_B * heads).tolist()
         held_B = table.held_BLH.sum((1, 2)).tolist()
         self.sequences += len(seen_B)

@@ -4,11 +4,9 @@
     retain inspect runs/gates-seed0 --model reference:0 --picture gates.png
     retain inspect results/demo --picture demo.png
 
-In: a folder with a gate artifact, a training run, one of its checkpoints, or results of a comparison; or a
-file that `cache.save` wrote. Out: lines of words on stdout, and a PNG where one was named. The one decision
-taken here: what a thing is shows in the files that it must have, in the order of `KINDS`, and whoever finds
-none of them is told all of them. Nothing is written beside what is inspected unless that is where the picture
-was asked for.
+A path is a folder with a gate artifact, a training run, one of its checkpoints, or results of a comparison;
+or a file that `cache.save` wrote. The files that it must have show what it is, in the order of `KINDS`; the
+error of a path of none of them names them all. Nothing is written but the picture.
 """
 
 import argparse
@@ -22,20 +20,21 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from retain.cache.file_format import FORMAT, read_file
 from retain.eval.diagnose.gate_cost import cost_of
-from retain.eval.inspection.budget_picture import check_png
+from retain.eval.inspection.budget_picture import budget_map
 from retain.eval.inspection.results import (
     ITEMS_FILES,
     describe_results,
     holds_results,
     read_lines,
     read_mapping,
+    score_lines,
 )
-from retain.eval.inspection.results import draw as draw_results
+from retain.eval.report.plots import COLOURS, Dot, Heat, Lines, Look, Panel, Rows, Series, check_png, save_png
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates
-from retain.hf.cache.saving import FORMAT
 from retain.process.command import status_of
-from retain.process.extras import MissingExtra, require
+from retain.process.extras import MissingExtra
 
 __all__ = ["KINDS", "Inspection", "inspect_path", "main"]
 
@@ -48,13 +47,15 @@ class Inspection:
         kind: in words.
         path: of it.
         rows: (label, what is to be said), in order.
-        draw: onto a matplotlib figure.
+        title: of its picture.
+        panels: makes what is drawn.
     """
 
     kind: str
     path: Path
     rows: tuple[tuple[str, str], ...]
-    draw: Callable[[Any], None]
+    title: str
+    panels: Callable[[], list[Panel]]
 
     def __str__(self) -> str:
         width = max((len(label) for label, _ in self.rows), default=0)
@@ -68,21 +69,14 @@ class Inspection:
             ValueError: a folder, or a name of another ending.
             MissingExtra: matplotlib is not installed.
         """
-        check_png(path)
-        require("eval", "matplotlib", what="a picture")
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9.0, 4.2), dpi=130, layout="constrained")
         try:
-            self.draw(figure)
+            panels = self.panels()
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{self.path} does not hold what a picture is made of ({type(error).__name__}: {error}): it "
                 "is damaged."
             ) from error
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        return path
+        return save_png([panels], path, title=self.title)
 
 
 def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
@@ -104,7 +98,7 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
     for kind, found, describe in KINDS.values():
         if found(path):
             try:
-                rows, draw = describe(path, model)
+                rows, title, panels = describe(path, model)
             # What is whole as a file, but says other things than retain writes there.
             except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
                 if isinstance(error, MissingExtra) or str(path) in str(error):
@@ -113,7 +107,7 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
                     f"{path} was taken for this, by its files: {kind}. It does not read as that "
                     f"({type(error).__name__}: {error}): it is damaged, or another program's."
                 ) from error
-            return Inspection(kind, path, tuple(rows), draw)
+            return Inspection(kind, path, tuple(rows), title, panels)
     wanted = "; ".join(f"{kind} ({sign})" for sign, (kind, _, _) in KINDS.items())
     inside = []
     if path.is_dir():
@@ -122,8 +116,8 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
     raise ValueError(f"{path} holds nothing that retain wrote. Looked for: {wanted}.{hint}")
 
 
-Rows = list[tuple[str, str]]
-Described = tuple[Rows, Callable[[Any], None]]
+Words = list[tuple[str, str]]
+Described = tuple[Words, str, Callable[[], list[Panel]]]
 
 
 def _gates(path: Path, model: str | None) -> Described:
@@ -138,7 +132,7 @@ def _gates(path: Path, model: str | None) -> Described:
     size = (path / WEIGHTS_FILE).stat().st_size
     base = known.get("fingerprint") or {}
     revision = f" at revision {known['base_revision']}" if known.get("base_revision") else ""
-    rows: Rows = [
+    rows: Words = [
         ("family", f"{gates.family}: reads {known.get('input_point') or ', '.join(sorted(gates.inputs))}"),
         *(("layers", f"{len(own)} ({_ranges(own)}), each {shown}") for shown, own in dims.items()),
         ("parameters", f"{parameters:,} ({size:,} bytes on disk), schema {known['schema_version']}"),
@@ -159,17 +153,11 @@ def _gates(path: Path, model: str | None) -> Described:
         rows.append(("held-out", f"at the end of {known['training'].get('steps')} steps: {_listed(held)}"))
     curve = (known.get("calibration") or {}).get("curve")
 
-    def draw(figure: Any) -> None:
-        panels = [lambda axes: _draw_weights(axes, gates)]
-        if (path / "log.jsonl").is_file():
-            panels.append(lambda axes: _draw_log(axes, path / "log.jsonl"))
-        if curve:
-            panels.append(lambda axes: _draw_curve(axes, curve))
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            panel(axes)
-        figure.suptitle(f"{path.name}: {gates.family} gates of {known.get('base_model') or 'a model'}")
+    def panels() -> list[Panel]:
+        log = [_loss_lines(path / "log.jsonl")] if (path / "log.jsonl").is_file() else []
+        return [_weight_map(gates), *log, *([_threshold_line(curve)] if curve else [])]
 
-    return rows, draw
+    return rows, f"{path.name}: {gates.family} gates of {known.get('base_model') or 'a model'}", panels
 
 
 def _run(path: Path, model: str | None) -> Described:
@@ -179,7 +167,7 @@ def _run(path: Path, model: str | None) -> Described:
     log = _log(path / "log.jsonl")
     done = max((line["step"] for line in log), default=0)
     checkpoints = sorted(each.name for each in (path / "checkpoints").glob("step-*"))
-    rows: Rows = [
+    rows: Words = [
         ("state", f"not finished: step {done} of {steps} is logged; the same command resumes it"),
         ("checkpoints", ", ".join(checkpoints) or "none yet: it would begin anew"),
         ("base model", str(config.get("model"))),
@@ -194,11 +182,7 @@ def _run(path: Path, model: str | None) -> Described:
     if held:
         rows.append(("held-out", _listed(held[-1])))
 
-    def draw(figure: Any) -> None:
-        _draw_log(figure.subplots(), path / "log.jsonl")
-        figure.suptitle(f"{path.name}: step {done} of {steps}")
-
-    return rows, draw
+    return rows, f"{path.name}: step {done} of {steps}", lambda: [_loss_lines(path / "log.jsonl")]
 
 
 def _checkpoint(path: Path, model: str | None) -> Described:
@@ -206,7 +190,7 @@ def _checkpoint(path: Path, model: str | None) -> Described:
     state, manifest = read_mapping(path / "state.json"), read_mapping(path / "manifest.json")
     shapes = _shapes(path / WEIGHTS_FILE)
     torn = [name for name, said in manifest["files"].items() if not _is_whole(path / name, said)]
-    rows: Rows = [
+    rows: Words = [
         ("state", _listed({name: value for name, value in state.items() if not isinstance(value, dict)})),
         ("tensors", f"{len(shapes)}, of {sum(map(_size, shapes.values())):,} numbers"),
         (
@@ -217,15 +201,13 @@ def _checkpoint(path: Path, model: str | None) -> Described:
         ),
     ]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        names = sorted(shapes)
-        axes.barh(range(len(names)), [_size(shapes[name]) for name in names])
-        axes.set_yticks(range(len(names)), names, fontsize=6)
-        axes.set_xlabel("numbers")
-        axes.set_title(f"{path.parent.parent.name}, {path.name}: what was saved")
+    def panels() -> list[Panel]:
+        sizes = [(name, _size(shapes[name])) for name in sorted(shapes)]
+        dots = tuple(Dot(n, size, 0, size, name, COLOURS[0]) for n, (name, size) in enumerate(sizes))
+        names = tuple((n, name) for n, (name, _) in enumerate(sizes))
+        return [Rows("what was saved", "numbers", names, dots)]
 
-    return rows, draw
+    return rows, f"{path.parent.parent.name}, {path.name}", panels
 
 
 def _is_whole(path: Path, said: Mapping[str, Any]) -> bool:
@@ -238,9 +220,8 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     import torch
 
     from retain.budget.table import BudgetTable
-    from retain.hf.cache import saving
 
-    header, tensors = saving.read_saved(path)
+    header, tensors = read_file(path)
     rule, base = header["rule"], header["fingerprint"]
     seen_B = tensors["history.valid"].sum(-1).long()
     lengths = {
@@ -260,7 +241,7 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     )
     least, most = 100 * table.share_LH.min(), 100 * table.share_LH.max()
     budget = _listed(rule.get("budget")) if rule.get("budget") else "none: everything is kept"
-    rows: Rows = [
+    rows: Words = [
         ("sequences", f"{len(seen_B)}, of {', '.join(map(str, seen_B.tolist()[:8]))} tokens seen"),
         ("entries", f"{held:,} held of {seen:,} seen ({held / max(1, seen):.1%}), {size:,} bytes"),
         ("by head", f"{least:.1f} % to {most:.1f} % of what was seen, over {len(lengths)} layers"),
@@ -271,23 +252,14 @@ def _saved_cache(path: Path, model: str | None) -> Described:
         ("file", f"{path.stat().st_size:,} bytes, sound by its sha256"),
     ]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        image = axes.imshow(100 * table.share_LH.numpy(), aspect="auto", cmap="viridis", vmin=0.0)
-        axes.set_xlabel("KV head")
-        axes.set_ylabel("layer that evicts")
-        axes.set_xticks(range(0, heads, max(1, heads // 8)))
-        axes.set_yticks(range(0, len(lengths), max(1, len(lengths) // 12)))
-        axes.set_title(f"{path.name}: entries held by {rule['name']}, % of seen")
-        figure.colorbar(image, ax=axes)
-
-    return rows, draw
+    title = f"{path.name}: entries held by {rule['name']}, % of seen"
+    return rows, "", lambda: [budget_map(table, title)]
 
 
 def _results(path: Path, model: str | None) -> Described:
     """Results of a comparison."""
     rows, scores = describe_results(path)
-    return rows, lambda figure: draw_results(figure, scores, path.name)
+    return rows, path.name, lambda: score_lines(scores)
 
 
 def _is_cache(path: Path) -> bool:
@@ -323,54 +295,40 @@ KINDS: dict[str, tuple[str, Callable[[Path], bool], Callable[[Path, str | None],
 }
 
 
-def _draw_weights(axes: Any, gates: Any) -> None:
+def _weight_map(gates: Any) -> Heat:
     """Root mean square of each tensor in each layer: dead and blown-up layers show."""
-    layers = gates.layers
-    tensors = {layer: {n: p for n, p in gates[layer].named_parameters() if p.numel()} for layer in layers}
+    tensors = {
+        layer: {n: p for n, p in gates[layer].named_parameters() if p.numel()} for layer in gates.layers
+    }
     names = sorted({name for own in tensors.values() for name in own})
-    grid = [
-        [
-            max(1e-6, float(tensors[layer][name].square().mean().sqrt()))
-            if name in tensors[layer]
-            else float("nan")
-            for layer in layers
-        ]
-        for name in names
-    ]
-    axes.set_title("weights, root mean square")
-    axes.set_xlabel("layer")
-    if not names:
-        axes.text(0.5, 0.5, "these gates have no weights of their own", ha="center", transform=axes.transAxes)
-        return
-    image = axes.imshow(grid, aspect="auto", cmap="viridis", norm="log")
-    axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.set_xticks(range(0, len(layers), max(1, len(layers) // 8)))
-    axes.set_xticklabels([layers[idx] for idx in range(0, len(layers), max(1, len(layers) // 8))])
-    axes.figure.colorbar(image, ax=axes)
+
+    def size(own: Mapping[str, Any], name: str) -> float:
+        return max(1e-6, float(own[name].square().mean().sqrt())) if name in own else float("nan")
+
+    grid = [[size(own, name) for own in tensors.values()] for name in names]
+    title = "weights, root mean square" if names else "these gates have no weights of their own"
+    return Heat(title, "layer", "", grid, tuple(map(str, gates.layers)), tuple(names), log=True)
 
 
-def _draw_log(axes: Any, path: Path) -> None:
+def _loss_lines(path: Path) -> Lines:
     """Loss by step, of training and of held-out documents."""
     lines = _log(path)
     trained = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     held = [(line["step"], line["held_out"].get("loss")) for line in lines if line.get("held_out")]
-    if trained:
-        axes.plot(*zip(*trained, strict=True), linewidth=0.8, label="training")
-    if held and all(value is not None for _, value in held):
-        axes.plot(*zip(*held, strict=True), marker="o", label="held-out")
-    axes.set_xlabel("step")
-    axes.set_title("loss")
-    if trained or held:
-        axes.legend()
+    drawn = {"training": trained, "held-out": held if all(value is not None for _, value in held) else []}
+    series = (
+        Series(name, Look(place, place, marker=place), *zip(*points, strict=True))
+        for place, (name, points) in enumerate(drawn.items())
+        if points
+    )
+    return Lines("loss", "step", "", tuple(series))
 
 
-def _draw_curve(axes: Any, curve: dict[str, Any]) -> None:
+def _threshold_line(curve: Mapping[str, Any]) -> Lines:
     """keep_ratio by threshold."""
-    axes.plot(curve["threshold"], curve["keep_ratio"], marker=".")
-    axes.set_xlabel("threshold on the score")
-    axes.set_title("keep_ratio that a threshold kept")
-    if min(curve["threshold"], default=0) > 0:
-        axes.set_xscale("log")
+    line = Series("keep_ratio", Look(0, 0), tuple(curve["threshold"]), tuple(curve["keep_ratio"]))
+    log = min(curve["threshold"], default=0) > 0
+    return Lines("keep_ratio that a threshold kept", "threshold on the score", "", (line,), log_x=log)
 
 
 def _log(path: Path) -> list[dict[str, Any]]:

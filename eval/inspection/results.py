@@ -1,9 +1,8 @@
 """What is in a folder of results: whose they are, whether they are all there, and the scores at a glance.
 
-In: a folder with `manifest.json` and rows, as `items.jsonl` (and `items-<rank>.jsonl`) or `items.parquet`.
-Out: lines of words, the means that they quote, and a picture of them. The one decision taken here: it reads
-what is there and judges nothing, so that a run in progress, a killed one and one of an older retain can all
-be looked at; verdicts are the report's.
+Rows are `items.jsonl` (and `items-<rank>.jsonl`) or `items.parquet`. It reads what is there and judges
+nothing, so that a run in progress, a killed one and one of an older retain can all be looked at; verdicts are
+the report's.
 """
 
 import json
@@ -12,17 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retain.eval.report.plots import Lines, Panel, Series, looks_of
 from retain.process.extras import require
 
 __all__ = [
     "ITEMS_FILES",
     "Scores",
     "describe_results",
-    "draw",
     "holds_results",
     "read_items",
     "read_lines",
     "read_mapping",
+    "score_lines",
 ]
 
 ITEMS_FILES = ("items.jsonl", "items.parquet")
@@ -200,35 +200,29 @@ def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Scores]:
     return lines, scores
 
 
-def draw(figure: Any, scores: Scores, name: str) -> None:
-    """Score against budget, a panel a regime, the full cache dashed."""
-    regimes = scores.regimes or ["no rows yet"]
-    panels = figure.subplots(1, len(regimes), squeeze=False, sharey=True)[0]
-    names = sorted({policy for _, policy, budget in scores.mean if budget != FULL})
-    known: dict[str, Any] = {}
-    for axes, regime in zip(panels, regimes, strict=True):
+def score_lines(scores: Scores) -> list[Panel]:
+    """Score against budget, a panel a regime, the full cache dashed; the best `SHOWN` policies of each."""
+    looks = looks_of(sorted({policy for _, policy, budget in scores.mean if budget != FULL}))
+    panels: list[Panel] = []
+    for regime in scores.regimes:
         budgets = scores.budgets(regime)
-        best = [policy for policy, _ in scores.ranked(regime, budgets[-1])] if budgets else []
-        for place, policy in enumerate(best):
-            points = [
-                (b, 100 * scores.mean[key]) for b in budgets if (key := (regime, policy, b)) in scores.mean
+        best = [policy for policy, _ in scores.ranked(regime, budgets[-1])][:SHOWN] if budgets else []
+        series = []
+        for policy in best:
+            own = [
+                (b, 100 * mean)
+                for (r, p, b), mean in sorted(scores.mean.items())
+                if (r, p) == (regime, policy) and b in budgets
             ]
-            color = f"C{names.index(policy)}" if place < SHOWN else "0.8"
-            (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color)
-            if color != "0.8":
-                known.setdefault(policy, line)
-        if (full := scores.full(regime)) is not None:
-            known["full cache"] = axes.axhline(100 * full, color="black", linestyle="--", linewidth=1)
-        axes.set_title(regime, fontsize=10)
-        axes.set_xlabel("budget (below 1: kept / seen; else tokens a head)")
-        if budgets:
-            axes.set_xscale("log")
-            axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets], minor=False)
-            axes.minorticks_off()
-    panels[0].set_ylabel("score, %")
-    if known:
-        figure.legend(known.values(), known.keys(), loc="outside right upper", fontsize=7)
-    figure.suptitle(name)
+            series.append(Series(policy, looks[policy], *zip(*own, strict=True)))
+        full = scores.full(regime)
+        rules = () if full is None else ((100 * full, "full cache"),)
+        label = "budget (below 1: kept / seen; else tokens a head)"
+        ticks = tuple(budgets)
+        panels.append(
+            Lines(regime, label, "score, %", tuple(series), ticks, log_x=bool(budgets), rules=rules)
+        )
+    return panels or [Lines("no rows yet", "", "score, %", ())]
 
 
 def _nulls(scores: Scores) -> str:

@@ -1,5 +1,5 @@
-"""The report of a run: tables, pictures, a page, and files for other tools.
+"""The report of a run: one list of sections, as `report.md` and `report.html`; files for other tools.
 
-Reading order: `markdown`, `picture`, `html_page` with `page_scores`, `page_measured`, `document_view`,
-`tabular` and `figures`; `kept` (entries kept, token by token), `exports`.
+Reading order: `blocks`, `sections` (of `tables`, `orderings_table`, `measured`, `document_view`, `commands`),
+`render`; `plots` and `picture`; `kept` (entries kept, token by token), `exports`.
 """

@@ -2,14 +2,14 @@
 
     python -m retain.eval.report.exports results/RUN
 
-In: rows, manifest, references. Out, in the run's folder: `items.parquet` (one tidy row per answer);
+In the run's folder: `items.parquet` (one tidy row per answer);
 `exports/kvpress/<dataset>__<data_dir>__<model>__<press>__<ratio>[...]/` with `predictions.csv`,
 `metrics.json` and `config.yaml`; `exports/lm-eval/<model>__<policy>.../` with `results_<time>.json` and
 `samples_<task>_<time>.jsonl`.
 
-The one decision taken here: what those layouts have no word for is added under a key of its own (`retain`),
-and what they have a word for keeps their meaning: `compression_ratio` is the share that was *removed*. The
-time in a file's name is when the run finished, so that writing an export again writes the same files.
+What those layouts have no word for stands under a key of its own (`retain`). What they have a word for keeps
+that meaning: `compression_ratio` is the share that was *removed*. The time in a file's name is when the run
+finished, so that writing an export again writes the same files.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,6 +34,7 @@ from retain.eval.run.results_store import read_manifest, read_references, read_r
 from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import Cell, Scores, gather
 from retain.eval.tasks.suite import Task
+from retain.eval.tasks.suites import tasks_of
 from retain.process.command import status_of
 from retain.process.extras import require
 from retain.process.provenance import write_text
@@ -44,6 +46,44 @@ PREDICTIONS = (
     *("task", "seed", "item", "question_index", "answer", "predicted_answer", "score", "compression_ratio"),
     *("num_generated", "null"),
 )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A run as its exports read it: the manifest, the suite's tasks, scores, and what was asked."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    tasks: Mapping[str, Task]
+    scores: Scores
+    asked: Mapping[Any, Mapping[str, Any]]
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        config = self.manifest["config"]
+        return str((config["suite"] == "text" and config.get("model")) or config["suite"])
+
+    @property
+    def device(self) -> str:
+        """That it ran on."""
+        return str(self.manifest.get("device", self.manifest["environment"]["device"]))
+
+    @property
+    def commits(self) -> list[str]:
+        """Of the code that made its rows."""
+        return [state["commit"] for state in self.manifest.get("code_states", [])]
+
+    def metric(self, task: str) -> str:
+        """What a task is judged by."""
+        named = self.manifest.get("tasks", {}).get(task, {}).get("metric")
+        return str(named or (self.tasks[task].metric if task in self.tasks else "score")).replace(" ", "_")
+
+    def right(self, row: Mapping[str, Any]) -> str:
+        """Right answers as JSON; of tasks in token ids, the ids."""
+        wanted = self.asked.get(_key(row), {})
+        right = list(wanted.get("references") or ()) or [" ".join(map(str, wanted.get("gold_ids", ())))]
+        return json.dumps(right, ensure_ascii=False)
 
 
 def write_exports(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[Path]:
@@ -61,12 +101,14 @@ def write_exports(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str,
         ValueError: If pyarrow is not installed, or the run is unfinished.
     """
     rows = [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(folder)]
-    scores = gather(rows, tasks)
     asked = {_key(one): one for one in read_references(folder)}
+    run = Exported(folder / EXPORTS, manifest, tasks, gather(rows, tasks), asked)
     made = [write_parquet(rows, folder / PARQUET, manifest)]
-    for cell, own in _by_cell(rows).items():
-        made += _kvpress(folder / EXPORTS / "kvpress", cell, own, scores, asked, manifest, tasks)
-        made.append(_lm_eval(folder / EXPORTS / "lm-eval", cell, own, scores, asked, manifest, tasks))
+    cells: dict[Cell, list[Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=_key):
+        cells.setdefault(Cell(row["regime"], row["policy"], float(row["budget"])), []).append(row)
+    for cell, own in cells.items():
+        made += [*_kvpress(run, cell, own), _lm_eval(run, cell, own)]
     return made
 
 
@@ -80,20 +122,16 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path, manifest: Mappi
     import pyarrow
     from pyarrow import parquet
 
-    kinds: dict[str, Any] = {
-        **dict.fromkeys(
-            ("run", "unit", "task", "family", "regime", "policy", "base_policy"), pyarrow.string()
-        ),
-        **dict.fromkeys(("gates", "protection", "tokens_sha", "text", "text_sha", "about"), pyarrow.string()),
-        **dict.fromkeys(("seed", "item", "question", "num_prompt", "num_generated"), pyarrow.int64()),
-        **dict.fromkeys(("kept_entries", "seen_entries", "peak_entries"), pyarrow.int64()),
-        **dict.fromkeys(("bytes_held", "bytes_full", "gate_bytes"), pyarrow.int64()),
-        **dict.fromkeys(
-            ("budget", "keep_ratio", "score", "exact", "partial", "needles_kept"), pyarrow.float64()
-        ),
-        **dict.fromkeys(("null", "ended", "trained"), pyarrow.bool_()),
-        "tokens": pyarrow.list_(pyarrow.int64()),
+    columns = {
+        pyarrow.string(): "run unit task family regime policy base_policy gates protection tokens_sha text "
+        "text_sha about",
+        pyarrow.int64(): "seed item question num_prompt num_generated kept_entries seen_entries peak_entries "
+        "bytes_held bytes_full gate_bytes",
+        pyarrow.float64(): "budget keep_ratio score exact partial needles_kept",
+        pyarrow.bool_(): "null ended trained",
+        pyarrow.list_(pyarrow.int64()): "tokens",
     }
+    kinds = {name: kind for kind, names in columns.items() for name in names.split()}
     states = manifest.get("code_states", [])
     notes = {
         "identity_sha": str(manifest.get("identity_sha", "")),
@@ -139,17 +177,9 @@ def kvpress_name(
     return "__".join(part for part in parts if part)
 
 
-def _kvpress(
-    folder: Path,
-    cell: Cell,
-    rows: Sequence[Mapping[str, Any]],
-    scores: Scores,
-    asked: Mapping[Any, Mapping[str, Any]],
-    manifest: Mapping[str, Any],
-    tasks: Mapping[str, Task],
-) -> Iterator[Path]:
+def _kvpress(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Iterator[Path]:
     """One folder for each group of tasks ("ruler" of "ruler/vt"), as for one data set there."""
-    config = manifest["config"]
+    config = run.manifest["config"]
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         group = row["task"].partition("/")[0] if "/" in row["task"] else config["suite"]
@@ -157,78 +187,55 @@ def _kvpress(
     for dataset, own in groups.items():
         kept = fmean(row["kept_entries"] / row["seen_entries"] for row in own)
         removed = round(1 - cell.budget, 12) if cell.budget <= 1 else 1 - kept
-        names = (dataset, str(config["context_tokens"]), _model(manifest), cell.policy, removed)
-        where = folder / kvpress_name(*names, regime=cell.regime, budget=cell.budget)
+        names = (dataset, str(config["context_tokens"]), run.model, cell.policy, removed)
+        where = run.folder / "kvpress" / kvpress_name(*names, regime=cell.regime, budget=cell.budget)
         where.mkdir(parents=True, exist_ok=True)
         text = io.StringIO()
-        writer = csv.DictWriter(text, PREDICTIONS, lineterminator="\n")
+        writer = csv.DictWriter(text, PREDICTIONS, lineterminator="\n", restval="", extrasaction="ignore")
         writer.writeheader()
         for row in own:
-            wanted = asked.get(_key(row), {})
-            writer.writerow(
-                {
-                    "task": row["task"],
-                    "seed": row["seed"],
-                    "item": row["item"],
-                    "question_index": row.get("question", 0),
-                    "answer": json.dumps(_right(wanted), ensure_ascii=False),
-                    "predicted_answer": _answer(row),
-                    "score": row["score"],
-                    "compression_ratio": removed,
-                    "num_generated": row.get("num_generated", ""),
-                    "null": row.get("null", ""),
-                }
-            )
+            more = {"answer": run.right(row), "predicted_answer": _answer(row), "compression_ratio": removed}
+            writer.writerow({**row, **more, "question_index": row.get("question", 0)})
         write_text(where / "predictions.csv", text.getvalue())
         metrics = {
-            task: {_metric(task, tasks, manifest): round(scores.mean(cell, [task]), 2)}
+            task: {run.metric(task): round(run.scores.mean(cell, [task]), 2)}
             for task in dict.fromkeys(row["task"] for row in own)
         }
         write_text(where / "metrics.json", json.dumps(metrics, indent=2) + "\n")
         settings = {
             "dataset": dataset,
             "data_dir": str(config["context_tokens"]),
-            "model": _model(manifest),
-            "device": manifest.get("device", manifest["environment"]["device"]),
+            "model": run.model,
+            "device": run.device,
             "press_name": "no_press" if cell.policy == FULL else cell.policy,
             "compression_ratio": removed,
             "fraction": 1.0,
             "max_context_length": config["context_tokens"],
             "query_aware": cell.regime == "query_aware",
             "seeds": list(config["seeds"]),
-            "retain": _retain(cell, own, manifest),
+            "retain": _retain(run, cell, own),
         }
         write_text(where / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         yield where
 
 
-def _lm_eval(
-    folder: Path,
-    cell: Cell,
-    rows: Sequence[Mapping[str, Any]],
-    scores: Scores,
-    asked: Mapping[Any, Mapping[str, Any]],
-    manifest: Mapping[str, Any],
-    tasks: Mapping[str, Task],
-) -> Path:
+def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Path:
     """One folder for each cell, as for one model there."""
-    model = f"{_model(manifest)}__{cell.policy}__{cell.budget:g}__{cell.regime}"
-    where = folder / file_name(model)
+    model = f"{run.model}__{cell.policy}__{cell.budget:g}__{cell.regime}"
+    where = run.folder / "lm-eval" / file_name(model)
     where.mkdir(parents=True, exist_ok=True)
-    time = str(manifest.get("finished", "unfinished"))[:19].replace(":", "-")
+    time = str(run.manifest.get("finished", "unfinished"))[:19].replace(":", "-")
     by_task: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_task.setdefault(row["task"], []).append(row)
-    metric = {task: _metric(task, tasks, manifest) for task in by_task}
-    versions = manifest.get("tasks", {})
-    version = {task: versions.get(task, {}).get("version", 1) for task in by_task}
-    commits = [state["commit"] for state in manifest.get("code_states", [])]
+    metric = {task: run.metric(task) for task in by_task}
+    version = {task: run.manifest.get("tasks", {}).get(task, {}).get("version", 1) for task in by_task}
     results: dict[str, Any] = {
         "results": {
             task: {
                 "alias": task,
-                f"{metric[task]},none": scores.mean(cell, [task]) / 100,
-                f"{metric[task]}_stderr,none": _error(scores.strata(cell, [task])),
+                f"{metric[task]},none": run.scores.mean(cell, [task]) / 100,
+                f"{metric[task]}_stderr,none": _error(run.scores.strata(cell, [task])),
             }
             for task in by_task
         },
@@ -249,19 +256,19 @@ def _lm_eval(
         "n-samples": {task: {"original": len(own), "effective": len(own)} for task, own in by_task.items()},
         "config": {
             "model": "retain",
-            "model_args": {"pretrained": _model(manifest), "policy": cell.policy, "budget": cell.budget},
-            "batch_size": manifest["config"].get("batch_items"),
-            "device": manifest.get("device", manifest["environment"]["device"]),
+            "model_args": {"pretrained": run.model, "policy": cell.policy, "budget": cell.budget},
+            "batch_size": run.manifest["config"].get("batch_items"),
+            "device": run.device,
         },
-        "git_hash": commits[-1] if commits else None,
-        "date": manifest.get("finished"),
+        "git_hash": run.commits[-1] if run.commits else None,
+        "date": run.manifest.get("finished"),
         "model_name": model,
         "model_name_sanitized": file_name(model),
-        "retain": _retain(cell, rows, manifest),
+        "retain": _retain(run, cell, rows),
     }
     write_text(where / f"results_{time}.json", json.dumps(results, indent=2) + "\n")
     for task, own in by_task.items():
-        lines = [_sample(place, row, metric[task], asked) for place, row in enumerate(own)]
+        lines = [_sample(run, place, row, metric[task]) for place, row in enumerate(own)]
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
         write_text(where / f"samples_{file_name(task)}_{time}.jsonl", text)
     return where
@@ -273,17 +280,11 @@ def _error(strata: Sequence[np.ndarray]) -> float | str:
     return error if math.isfinite(error) else "N/A"
 
 
-def _sample(
-    place: int, row: Mapping[str, Any], metric: str, asked: Mapping[Any, Mapping[str, Any]]
-) -> dict[str, Any]:
-    wanted = asked.get(_key(row), {})
-    question = " ".join(map(str, wanted.get("question_ids", ())))
-    target = json.dumps(_right(wanted), ensure_ascii=False)
-    doc = {
-        **{name: row.get(name) for name in ("seed", "item", "question", "about")},
-        "context_sha": wanted.get("context_sha", ""),
-    }
-    answer = _answer(row)
+def _sample(run: Exported, place: int, row: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    wanted = run.asked.get(_key(row), {})
+    question, context = " ".join(map(str, wanted.get("question_ids", ()))), wanted.get("context_sha", "")
+    doc = {name: row.get(name) for name in ("seed", "item", "question", "about")} | {"context_sha": context}
+    answer, target = _answer(row), run.right(row)
     return {
         "doc_id": place,
         "doc": doc,
@@ -294,15 +295,14 @@ def _sample(
         "filter": "none",
         "metrics": [metric],
         "doc_hash": _sha(json.dumps(doc, sort_keys=True)),
-        "prompt_hash": _sha(f"{wanted.get('context_sha', '')} {question}"),
+        "prompt_hash": _sha(f"{context} {question}"),
         "target_hash": _sha(target),
         metric: row["score"],
     }
 
 
-def _retain(cell: Cell, rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _retain(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What neither layout has a word for."""
-    states = manifest.get("code_states", [])
     return {
         "regime": cell.regime,
         "policy": cell.policy,
@@ -314,36 +314,14 @@ def _retain(cell: Cell, rows: Sequence[Mapping[str, Any]], manifest: Mapping[str
         "gates": sorted({row["gates"] for row in rows if row.get("gates")}),
         "trained": any(row.get("trained") for row in rows),
         "nulls": sum(bool(row.get("null")) for row in rows),
-        "identity_sha": manifest.get("identity_sha"),
-        "commits": [state["commit"] for state in states],
-        "clean": all(state["clean"] for state in states),
+        "identity_sha": run.manifest.get("identity_sha"),
+        "commits": run.commits,
+        "clean": all(state["clean"] for state in run.manifest.get("code_states", [])),
     }
-
-
-def _by_cell(rows: Sequence[Mapping[str, Any]]) -> dict[Cell, list[Mapping[str, Any]]]:
-    found: dict[Cell, list[Mapping[str, Any]]] = {}
-    for row in sorted(rows, key=_key):
-        found.setdefault(Cell(row["regime"], row["policy"], float(row["budget"])), []).append(row)
-    return found
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["seed"], row["task"], row["item"], row.get("question", 0)
-
-
-def _model(manifest: Mapping[str, Any]) -> str:
-    config = manifest["config"]
-    return str(config.get("model") or config["suite"]) if config["suite"] == "text" else str(config["suite"])
-
-
-def _metric(task: str, tasks: Mapping[str, Task], manifest: Mapping[str, Any]) -> str:
-    named = manifest.get("tasks", {}).get(task, {}).get("metric")
-    return str(named or (tasks[task].metric if task in tasks else "score")).replace(" ", "_")
-
-
-def _right(wanted: Mapping[str, Any]) -> list[str]:
-    """Right answers as text; of tasks in token ids, the ids."""
-    return list(wanted.get("references") or ()) or [" ".join(map(str, wanted.get("gold_ids", ())))]
 
 
 def _answer(row: Mapping[str, Any]) -> str:
@@ -356,8 +334,6 @@ def _sha(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the exports of a folder again."""
-    from retain.eval.report.html_page import tasks_of
-
     parser = argparse.ArgumentParser(description="Write items.parquet and the exports of a run.")
     parser.add_argument("folder", type=Path, help="results/<run>")
     given = parser.parse_args(arguments)

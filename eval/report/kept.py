@@ -2,11 +2,9 @@
 
     python -m retain.eval.report.kept --config configs/compare/report.yaml [key=value ...] [--documents 3]
 
-In: the config of a comparison. Out: `kept.json` in its folder: the tokens of the first item of a few tasks,
-and for every policy and budget how many (layer, KV head) pairs keep each, in all and by layer.
-
-The one decision taken here: scores and decisions come from the very functions that the comparison itself
-evicts with, on the same items, seeds and prefill, so that what is shown is what was measured.
+It holds the tokens of the first item of a few tasks, and for every policy and budget how many (layer, KV
+head) pairs keep each, in all and by layer. Scores and decisions come from the functions that the comparison
+itself evicts with, on the same items, seeds and prefill: what is shown is what was measured.
 """
 
 import argparse
@@ -19,25 +17,12 @@ from typing import Any
 
 import torch
 
-from retain.attention.chunked import truncate
 from retain.config import load
-from retain.eval.config import SHARED, CompareConfig, budget_of, lines_of, suite_of, with_all_tasks
-from retain.eval.run.answers import read_back
+from retain.eval.config import SHARED, CompareConfig, lines_of, suite_of, with_all_tasks
+from retain.eval.run.caches import Batch, Prefill
 from retain.eval.run.checks import check
-from retain.eval.run.evaluated_model import Subject, Unit, item_seed, load_subject
-from retain.eval.run.shared_prefill import (
-    Group,
-    extended_by,
-    future_of,
-    observed_tokens,
-    score_all,
-    seen_tokens,
-    stages_of,
-    wanted_by,
-)
+from retain.eval.run.evaluated_model import EvaluatedModel, Unit, load_evaluated
 from retain.eval.tasks.suite import Item, Suite
-from retain.hf.cache.cache import Cache
-from retain.policy import decide_layers
 from retain.process.command import status_of
 from retain.process.provenance import code_state, environment, now, write_text
 
@@ -82,9 +67,9 @@ def collect(
         task: suite.item(task, seed, first, config.context_tokens) for task in with_all_tasks(config, suite)
     }
     chosen = sorted(items, key=lambda task: not items[task].needles)[:documents]
-    subject = load_subject(config, suite, seed)
+    evaluated = load_evaluated(config, suite, seed)
     started = now()
-    made = [_document(config, suite, subject, task, items[task], regime, texts_of) for task in chosen]
+    made = [_document(config, suite, evaluated, task, items[task], regime, texts_of) for task in chosen]
     return {
         "schema": 1,
         "command": command,
@@ -94,7 +79,7 @@ def collect(
             "regime": regime,
             "layers": made[0].pop("layer_idx"),
             "code": code_state(Path(__file__).parent),
-            "environment": environment(subject.device.type, 0),
+            "environment": environment(evaluated.device.type, 0),
             "started": started,
             "finished": now(),
         },
@@ -105,42 +90,19 @@ def collect(
 def _document(
     config: CompareConfig,
     suite: Suite,
-    subject: Subject,
+    evaluated: EvaluatedModel,
     task: str,
     item: Item,
     regime: str,
     texts_of: Callable[[Sequence[int]], list[str]],
 ) -> dict[str, Any]:
-    whole = Cache(subject.model, policy=None, slack=0)
-    ids = [*item.context_ids, *item.question_ids, *read_back(item)]
-    lines = lines_of(config, regime)
-    ids_BT = torch.tensor([ids], device=subject.device)
-    whole.prefill(ids_BT, evict=False, hold_evidence=True, wanted=wanted_by(subject, lines))
-    assert whole.evidence is not None
-    num_seen, num_observed = seen_tokens(item, regime), observed_tokens(item, regime)
-    observed = [truncate(layer, num_observed) for layer in whole.evidence]
-
-    def asked_behind() -> Cache:
-        fork = whole.fork()
-        fork.crop(num_observed)
-        return fork
-
-    extended = extended_by(subject, lines, observed, asked_behind)
-    evidence = [truncate(layer, num_seen) for layer in whole.evidence]
     index = config.first_item
-    seeds = [item_seed(subject.seed, task, index)]
-    future = None
-    if any(line.policy == "oracle" for line in lines):
-        group = Group(config, suite, subject, Unit(subject.seed, task, index, index + 1), {index: item})
-        future = future_of(group, whole.evidence, num_seen, stages_of(item, regime)[0].questions, {})
-    scores = score_all(lines, subject, whole.evidence, observed, num_seen, seeds, future, extended)
+    unit = Unit(evaluated.seed, task, index, index + 1)
+    step = next(Prefill(Batch(config, suite, evaluated, unit, {index: item})).evictions(regime))
     kept = []
-    for line in lines:
+    for line in lines_of(config, regime):
         for budget in config.budgets:
-            decided = decide_layers(
-                subject.policies[line.name], evidence, budget_of(budget), scores=scores[line.name]
-            )
-            layers_LT = torch.stack([one.keep_BHT[0].sum(0).cpu() for one in decided])
+            layers_LT = torch.stack([keep_BHT[0].sum(0).cpu() for keep_BHT in step.keeps(line, budget)])
             kept.append(
                 {
                     "policy": line.name,
@@ -149,23 +111,23 @@ def _document(
                     "layers": layers_LT.tolist(),
                 }
             )
-    heads = [layer.num_heads for layer in evidence]
+    heads = [layer.num_heads for layer in step.evidence]
     asked = item.asked[0]
     right = list(asked.references) or ["".join(texts_of(asked.gold_ids)).strip()]
     return {
-        "name": f"{task}, seed {subject.seed}, item {index}, {regime}",
+        "name": f"{task}, seed {evaluated.seed}, item {index}, {regime}",
         "task": task,
-        "seed": subject.seed,
+        "seed": evaluated.seed,
         "item": index,
         "regime": regime,
-        "tokens": texts_of(ids[:num_seen]),
+        "tokens": texts_of([*item.context_ids, *item.question_ids][: step.evidence[0].num_seen]),
         "question": "".join(texts_of(asked.question_ids)).strip(),
         "references": right,
         "needles": [list(span) for span in item.needles],
         "of": sum(heads),
         "heads": heads,
         "kept": kept,
-        "layer_idx": [layer.layer_idx for layer in evidence],
+        "layer_idx": [layer.layer_idx for layer in step.evidence],
     }
 
 

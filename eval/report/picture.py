@@ -1,11 +1,8 @@
-"""The picture of a run: score against budget, one line a policy, the full cache dashed; or, of many
-policies, a ranking. Of chosen ones, for a page or a paper:
+"""Panels of a run's scores: against budget, or of many policies as a ranking, and differences as a forest.
+
+`scores.png` of chosen policies, for a page or a paper:
 
     python -m retain.eval.report.picture results/RUN --policies NAME [NAME ...] [--out FILE.png]
-
-Lines: one panel per regime and family. Ranking: one panel per regime. The one decision taken here: the ratios
-are spaced evenly on a log axis, since a cache half the size is one step whatever the size was; and where
-there are more policies than colours, their names do the telling apart.
 """
 
 import argparse
@@ -13,189 +10,140 @@ import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from retain.eval.config import FULL
-from retain.eval.inspection.budget_picture import check_png
-from retain.eval.report.html_page import tasks_of
+from retain.eval.report.plots import (
+    COLOURS,
+    UNKNOWN,
+    VERDICTS,
+    Dot,
+    Lines,
+    Look,
+    Panel,
+    Rows,
+    Series,
+    check_png,
+    looks_of,
+    save_png,
+)
+from retain.eval.report.tables import MANY, families_of, half_of
 from retain.eval.run.results_store import read_manifest, read_rows
-from retain.eval.stats.significance import standard_error
-from retain.eval.stats.summary import ALL, FAMILIES, Cell, Scores, gather, preset_of
+from retain.eval.stats.comparisons import Judged, Place, budget_name, is_bound
+from retain.eval.stats.summary import Cell, Scores, gather
+from retain.eval.tasks.suites import tasks_of
 from retain.process.command import status_of
-from retain.process.extras import deferred
 from retain.registry import suggest
 
-with deferred("eval", "matplotlib", what="a picture"):
-    import matplotlib
-
-# Learned policies stand out; heuristics are cool, controls grey. A policy under another protection looks as
-# under its own, but hollow and dashed; policies not named here take matplotlib's own.
-LOOKS: dict[str, dict[str, Any]] = {
-    "fused": {"color": "#c1272d", "linewidth": 2.4, "marker": "o"},
-    "gate": {"color": "#f28e2b", "linewidth": 2.4, "marker": "s"},
-    "snapkv": {"color": "#1f77b4", "marker": "^"},
-    "defensive": {"color": "#2ca02c", "marker": "v"},
-    "defensivekv": {"color": "#98df8a", "marker": "<"},
-    "defensive_layer": {"color": "#bcbd22", "linestyle": "--", "marker": ">"},
-    "h2o": {"color": "#17becf", "marker": "D"},
-    "keydiff": {"color": "#e377c2", "marker": "P"},
-    "cake": {"color": "#006d2c", "marker": "h"},
-    "lava": {"color": "#8c564b", "marker": "d"},
-    "recency": {"color": "#9467bd", "marker": "x"},
-    "random": {"color": "#8c6d31", "marker": "+"},
-    "token_identity": {"color": "#7f7f7f", "linestyle": ":", "marker": "."},
-    "oracle": {"color": "#444444", "linestyle": "-.", "marker": "*"},
-}
-
-DASHES = ("--", (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
+SHAPES = {"better": "^", "worse": "v", "equivalent": "s", "identical": "s"}
 
 
-def draw(scores: Scores, path: Path, *, title: str) -> None:
-    """Write `scores.png`.
+def draw(scores: Scores, path: Path, *, title: str, variants: Collection[str] = ()) -> None:
+    """Write `scores.png`: a row of panels a regime."""
+    rows = [score_panels(scores, regime, looks_of(scores.policies), variants) for regime in scores.regimes]
+    if len(scores.policies) > MANY:
+        title += "\nline: all budgets; orange: learned; grey: controls; hollow: variants; dashed: full cache"
+    save_png(rows, path, title=title)
 
-    Bands are +-1.96 standard errors of the mean over tasks, clipped to 0..100; they show how firm a line is.
-    Whether two lines differ is a paired question, answered by the tables of the report.
 
-    Args:
-        scores: Of the run.
-        path: Where to write.
-        title: Above all panels.
+def score_panels(
+    scores: Scores, regime: str, looks: Mapping[str, Look], variants: Collection[str] = ()
+) -> list[Panel]:
+    """Score against budget with bands, or of many policies a ranking; a panel a family and kind of budget.
+
+    Bands are ±1.96 standard errors of the mean over tasks: how firm one line is. Whether two lines differ is
+    a paired question, which tables answer. Shares and numbers of tokens do not share an axis.
     """
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    kinds = {
+        "keep_ratio (kept / seen)": [budget for budget in scores.budgets if budget < 1],
+        "tokens per head": [budget for budget in scores.budgets if budget > 1],
+    }
+    panels: list[Panel] = []
+    for family in families_of(scores):
+        tasks = scores.tasks(family)
+        title = f"{regime}, {family} ({len(tasks)} task{'s' * (len(tasks) > 1)})"
+        full = Cell(regime, FULL, 1.0)
+        ceiling = scores.mean(full, tasks) if full in scores.exact else None
+        for kind, budgets in kinds.items():
+            if not budgets:
+                continue
+            if len(scores.policies) > MANY:
+                middle = f"{title}, {budget_name(budgets[len(budgets) // 2])}"
+                names, dots = _ranked(scores, regime, tasks, budgets, looks, variants)
+                panels.append(Rows(middle, "score, %", names, dots, (-2.0, 102.0), ceiling))
+            else:
+                series = _series(scores, regime, tasks, budgets, looks)
+                rules = () if ceiling is None else ((ceiling, "full cache"),)
+                ticks, reach = tuple(budgets), (-3.0, 103.0)
+                panels.append(Lines(title, kind, "score, %", series, ticks, reach, log_x=True, rules=rules))
+    return panels
 
-    families = [family for family in FAMILIES if scores.tasks(family)]
-    shape = (len(scores.regimes), len(families))
-    beside = max(1.6, 0.5 + 0.075 * max(map(len, scores.policies)))  # inches for the legend
-    figure, axes = pyplot.subplots(
-        *shape, figsize=(5.2 * shape[1] + beside + 0.2, 3.6 * shape[0] + 0.6), sharey=True, squeeze=False
-    )
-    ratios = scores.budgets
-    others = [*dict.fromkeys(name.partition("+")[2] for name in scores.policies if "+" in name)]
-    for row, regime in enumerate(scores.regimes):
-        for column, family in enumerate(families):
-            axis, tasks = axes[row, column], scores.tasks(family)
-            for policy in scores.policies:
-                cells = [Cell(regime, policy, ratio) for ratio in ratios]
-                cells = [cell for cell in cells if cell in scores.exact]
-                if not cells:
-                    continue
-                means = [scores.mean(cell, tasks) for cell in cells]
-                halves = [1.96 * standard_error(scores.strata(cell, tasks)) for cell in cells]
-                places = [cell.budget for cell in cells]
-                look: dict[str, Any] = {"linewidth": 1.5, "markersize": 5, **_look(policy, others)}
-                (line,) = axis.plot(places, means, label=policy, **look)
-                low = [max(0.0, mean - half) for mean, half in zip(means, halves, strict=True)]
-                high = [min(100.0, mean + half) for mean, half in zip(means, halves, strict=True)]
-                axis.fill_between(places, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-            full = Cell(regime, "full", 1.0)
-            if full in scores.exact:
-                axis.axhline(
-                    scores.mean(full, tasks), color="black", linestyle="--", linewidth=1, label="full cache"
-                )
-            axis.set_xscale("log")
-            axis.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-            axis.minorticks_off()
-            axis.set_ylim(-3, 103)
-            axis.grid(alpha=0.25)
-            axis.set_title(
-                f"{regime}, {family} families ({len(tasks)} task{'s' * (len(tasks) > 1)})", fontsize=10
+
+def _series(
+    scores: Scores, regime: str, tasks: Sequence[str], budgets: Sequence[float], looks: Mapping[str, Look]
+) -> tuple[Series, ...]:
+    series = []
+    for name, look in looks.items():
+        cells = [cell for budget in budgets if (cell := Cell(regime, name, budget)) in scores.exact]
+        if cells:
+            means = [scores.mean(cell, tasks) for cell in cells]
+            halves = [half_of(scores, cell, tasks) for cell in cells]
+            low = tuple(max(0.0, mean - half) for mean, half in zip(means, halves, strict=True))
+            high = tuple(min(100.0, mean + half) for mean, half in zip(means, halves, strict=True))
+            series.append(Series(name, look, tuple(cell.budget for cell in cells), tuple(means), low, high))
+    return tuple(series)
+
+
+def _ranked(
+    scores: Scores,
+    regime: str,
+    tasks: Sequence[str],
+    budgets: Sequence[float],
+    looks: Mapping[str, Look],
+    variants: Collection[str],
+) -> tuple[tuple[tuple[int, str], ...], tuple[Dot, ...]]:
+    """The best first, each a named row: the middle budget with its band, and a thin line over all budgets."""
+    middle = budgets[len(budgets) // 2]
+    names = [name for name in looks if Cell(regime, name, middle) in scores.exact]
+    names.sort(key=lambda name: -scores.mean(Cell(regime, name, middle), tasks))
+    dots = []
+    for height, name in enumerate(names):
+        cell, every = Cell(regime, name, middle), (Cell(regime, name, budget) for budget in budgets)
+        means = [scores.mean(own, tasks) for own in every if own in scores.exact]
+        mean, half = scores.mean(cell, tasks), half_of(scores, cell, tasks)
+        half = 0.0 if math.isnan(half) else half
+        colour = COLOURS[1 if name in scores.learned else -1 if is_bound(name) else 0]
+        about, reach = f"{name}: {mean:.1f} ± {half:.1f}", (min(means), max(means))
+        ends = (max(0.0, mean - half), min(100.0, mean + half))
+        dots.append(Dot(height, mean, *ends, about, colour, "o", name in variants, reach))
+    return tuple(enumerate(names)), tuple(dots)
+
+
+def forest_panels(judged: Sequence[Judged], margin: float) -> list[Panel]:
+    """Differences from the best heuristic, a panel a place, all on one axis; verdicts differ in shape as well
+    as in colour."""
+    by_place: dict[Place, list[Judged]] = {}
+    for one in judged:
+        if one.policy != FULL and not one.result.interval.undefined:
+            by_place.setdefault(one.place, []).append(one)
+    drawn = [one.result.interval for lines in by_place.values() for one in lines]
+    reach = 1.04 * max([2 * margin, *(max(abs(own.low), abs(own.high)) for own in drawn)])
+    panels: list[Panel] = []
+    for place, lines in by_place.items():
+        lines.sort(key=lambda one: -one.result.estimate)
+        dots = []
+        for height, one in enumerate(lines):
+            own, word = one.result.interval, one.result.verdict
+            about = f"{one.policy}: {own.estimate:+.1f} [{own.low:+.1f}, {own.high:+.1f}], {word}"
+            colour = VERDICTS.get(word, UNKNOWN)
+            hollow = word == "inconclusive"
+            dots.append(
+                Dot(height, own.estimate, own.low, own.high, about, colour, SHAPES.get(word, "o"), hollow)
             )
-            if row == shape[0] - 1:
-                mixed = any(ratio > 1 for ratio in ratios)
-                axis.set_xlabel(
-                    "budget: keep_ratio, tokens per head" if mixed else "keep_ratio (kept / seen)"
-                )
-            if column == 0:
-                axis.set_ylabel("score, %")
-    # A control has a line only where prefills are shared: no panel alone knows all.
-    lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-    labels = [name for name in (*scores.policies, "full cache") if name in lines]
-    figure.legend([lines[name] for name in labels], labels, loc="center right", fontsize=9, frameon=False)
-    figure.suptitle(title, fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1 - beside / figure.get_figwidth(), 1))
-    _save(figure, path)
-
-
-def _look(policy: str, others: Sequence[str]) -> Mapping[str, Any]:
-    """As in `LOOKS`; dashed in a way of its own under each of the other protections."""
-    own, protection = LOOKS.get(preset_of(policy), {}), policy.partition("+")[2]
-    if not protection:
-        return own
-    return own | {"linestyle": DASHES[others.index(protection) % len(DASHES)], "markerfacecolor": "white"}
-
-
-def draw_ranking(scores: Scores, path: Path, *, title: str, variants: Collection[str] = ()) -> None:
-    """Write `scores.png` of many policies: a row each, sorted by the mean over all tasks at the middle
-    budget.
-
-    The large dot is the middle ratio with +-1.96 standard errors, the line reaches from the lowest to the
-    highest ratio. Variants are hollow.
-
-    Args:
-        scores: Of the run.
-        path: Where to write.
-        title: Above all panels.
-        variants: Names of policies that are no presets.
-    """
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    tasks, ratios = scores.tasks(ALL), scores.budgets
-    middle = ratios[len(ratios) // 2]
-    names = [name for name in scores.policies if name != "full"]
-    figure, axes = pyplot.subplots(
-        1,
-        len(scores.regimes),
-        figsize=(6.4 * len(scores.regimes), 0.19 * len(names) + 1.6),
-        squeeze=False,
-    )
-    for axis, regime in zip(axes[0], scores.regimes, strict=True):
-        own = [name for name in names if Cell(regime, name, middle) in scores.exact]
-        own.sort(key=lambda name: scores.mean(Cell(regime, name, middle), tasks))
-        for place, name in enumerate(own):
-            cells = [Cell(regime, name, ratio) for ratio in ratios]
-            means = [scores.mean(cell, tasks) for cell in cells if cell in scores.exact]
-            cell = Cell(regime, name, middle)
-            color = "#c1272d" if name in scores.learned else "#8a8a8a" if name in variants else "#1f5f99"
-            fill = "white" if name in variants else color
-            axis.plot([min(means), max(means)], [place, place], color=color, linewidth=1, alpha=0.45)
-            half = 1.96 * standard_error(scores.strata(cell, tasks))
-            half = half if math.isfinite(half) else 0.0  # nothing is known of a single item's error
-            axis.errorbar(
-                scores.mean(cell, tasks),
-                place,
-                xerr=half,
-                fmt="o",
-                color=color,
-                markerfacecolor=fill,
-                markersize=5,
-                elinewidth=2.2,
-            )
-        full = Cell(regime, "full", 1.0)
-        if full in scores.exact:
-            axis.axvline(scores.mean(full, tasks), color="black", linestyle="--", linewidth=1)
-        axis.set_yticks(range(len(own)), own, fontsize=8)
-        for label, name in zip(axis.get_yticklabels(), own, strict=True):
-            label.set_color("#777777" if name in variants else "black")
-        axis.set_ylim(-0.8, len(own) - 0.2)
-        axis.set_xlim(-2, 102)
-        axis.grid(axis="x", alpha=0.3)
-        axis.set_xlabel("score, %")
-        axis.set_title(f"{regime}, mean over {len(tasks)} tasks", fontsize=10)
-    reach = f"dot: budget {middle:g}; line: {ratios[0]:g} to {ratios[-1]:g}; dashed: full cache"
-    figure.suptitle(f"{title}\n{reach}; red: learned, hollow: variants", fontsize=10)
-    figure.tight_layout(rect=(0, 0, 1, 0.985))
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
-    beside = path.with_name(path.stem + ".new.png")
-    figure.savefig(beside, dpi=120)
-    pyplot.close(figure)
-    beside.replace(path)
+        title = f"{place.regime}, {budget_name(place.budget)}, {place.family}"
+        names = tuple(enumerate(one.policy for one in lines))
+        label = f"minus {lines[0].baseline}, points"
+        panels.append(Rows(title, label, names, tuple(dots), (-reach, reach), 0.0, margin))
+    return panels
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,12 +1,10 @@
-"""Answers: generated greedily from a cache, cut at an end token, scored, and written as rows.
+"""Generates answers greedily from a cache, and cuts them at the first end token.
 
-In: a cache that holds a context, and what is asked behind it. Out: answers, and rows. The one decision taken
-here: an answer is what comes before the first end token; one that holds nothing is a null, whose score is 0
-and which is counted. What a checkpoint says of generation (penalties, suppressed tokens, sampling) is set
-aside: the likeliest token is taken, whoever answers.
+What a checkpoint says of generation (penalties, suppressed tokens, sampling) is set aside: the likeliest
+token is taken, whichever model answers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig
 
-from retain.eval.config import CompareConfig, Line
 from retain.eval.run.evaluated_model import Unit
-from retain.eval.run.results_store import Reference, Row, tokens_sha
-from retain.eval.tasks.suite import Item, Suite
+from retain.eval.run.results_store import Reference, tokens_sha
+from retain.eval.tasks.suite import Item
 
 # Stands where a shorter context has nothing; masked, so that it matters nowhere.
 PAD = 0
@@ -46,31 +43,6 @@ class Answer:
     def num_made(self) -> int:
         """Generated tokens, one a forward; the one that ended the answer is among them."""
         return len(self.tokens) + int(self.ended)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one item holds in one cell; entries over all layers and KV heads.
-
-    Attributes:
-        before: (held, seen) before every forward of the answer, the first of which reads the question; there
-            may be more than the answer has tokens.
-        bytes_beside: As in `Row`.
-    """
-
-    kept_entries: int
-    seen_entries: int
-    peak_entries: int
-    bytes_held: int
-    bytes_full: int
-    needles_kept: float | None = None
-    before: tuple[tuple[int, int], ...] = ()
-    bytes_beside: int = 0
-
-    def attended_ratio(self, answer: Answer) -> float | None:
-        """Mean held / seen before the forwards that made an answer; None where they were not counted."""
-        shares = [held / seen for held, seen in self.before[: answer.num_made]]
-        return sum(shares) / len(shares) if shares else None
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
@@ -142,85 +114,6 @@ def cut(tokens: Sequence[int], end_ids: Sequence[int]) -> Answer:
     return Answer(tuple(tokens))
 
 
-def make_row(
-    config: CompareConfig,
-    suite: Suite,
-    unit: Unit,
-    *,
-    index: int,
-    item: Item,
-    question: int,
-    regime: str,
-    line: Line,
-    budget: float,
-    held: Held,
-    answer: Answer,
-    gate_bytes: int,
-    gates: str = "",
-    trained: bool = False,
-) -> Row:
-    """Score one answer."""
-    task, asked = suite.tasks[unit.task], item.asked[question]
-    text = "" if asked.text is None else asked.text(answer.tokens)
-    null = not answer.tokens or (asked.text is not None and not text.strip())
-    exact, partial = (0.0, 0.0) if null else map(float, asked.score(answer.tokens))
-    return Row(
-        run=config.run,
-        unit=unit.key,
-        unit_rows=0,  # not known before the unit is whole
-        seed=unit.seed,
-        task=unit.task,
-        family=task.family,
-        item=index,
-        question=question,
-        regime=regime,
-        policy=line.name,
-        base_policy=line.policy,
-        protection=line.protection,
-        budget=float(budget),
-        keep_ratio=held.kept_entries / held.seen_entries,
-        score=exact if task.primary == "exact" else partial,
-        exact=exact,
-        partial=partial,
-        null=null,
-        ended=answer.ended,
-        num_prompt=len(item.context_ids) + len(asked.question_ids),
-        num_generated=len(answer.tokens),
-        kept_entries=held.kept_entries,
-        seen_entries=held.seen_entries,
-        peak_entries=held.peak_entries,
-        bytes_held=held.bytes_held,
-        bytes_full=held.bytes_full,
-        gate_bytes=gate_bytes,
-        tokens=answer.tokens,
-        tokens_sha=tokens_sha(answer.tokens),
-        text=text,
-        about={**item.about, **asked.about},
-        needles_kept=held.needles_kept,
-        attended_ratio=held.attended_ratio(answer),
-        bytes_beside=held.bytes_beside,
-        gates=gates,
-        trained=trained,
-    )
-
-
-def needle_share(hits: Sequence[int], heads: Sequence[int], num_tokens: int) -> float:
-    """Share of a needle's entries that are held: mean over heads, then layers.
-
-    Args:
-        hits: Of each layer, entries held over its heads.
-        heads: KV heads of each layer.
-        num_tokens: Of the needle.
-    """
-    shares = [own / (H * num_tokens) for own, H in zip(hits, heads, strict=True)]
-    return sum(shares) / len(shares)
-
-
-def needle_tokens(item: Item) -> list[int]:
-    """Places in the context of the tokens that hold what is asked."""
-    return sorted({token for start, stop in item.needles for token in range(start, stop)})
-
-
 def references_of(unit: Unit, items: dict[int, Item]) -> list[Reference]:
     """What a unit's items ask."""
     return [
@@ -240,15 +133,23 @@ def references_of(unit: Unit, items: dict[int, Item]) -> list[Reference]:
     ]
 
 
-def alike(items: dict[int, Item]) -> list[dict[int, Item]]:
-    """Items that can be read together: what follows their contexts is equally long, and ends alike. Contexts
-    may differ in length, and are padded."""
+def alike(items: Mapping[int, Item], *, apart: bool = False, chunked: bool = False) -> list[dict[int, Item]]:
+    """Groups items that can be read together: what follows their contexts is equally long, and ends alike.
+    Contexts may differ in length, and are padded.
+
+    Args:
+        items: By index.
+        apart: Whether each item whose answer ends where it likes stands alone: a cache that evicts again
+            would count what a finished sequence is filled up with.
+        chunked: Whether contexts must be equally long: padding would move the borders of chunks.
+    """
     groups: dict[Any, dict[int, Item]] = {}
     for index, item in items.items():
         tails = tuple((len(one.question_ids), one.generate) for one in item.asked)
-        told = tuple(len(read_back(item, question)) for question in range(len(item.asked)))
-        key = (tails, told, item.end_ids)
-        groups.setdefault(key, {})[index] = item
+        answers = tuple(len(read_back(item, question)) for question in range(len(item.asked)))
+        alone = index if apart and item.end_ids else None
+        width = len(item.context_ids) if chunked else None
+        groups.setdefault((tails, answers, item.end_ids, alone, width), {})[index] = item
     return list(groups.values())
 
 

@@ -1,16 +1,15 @@
 """Two controls that bound what a learned score can be worth. Neither is a method.
 
 `TokenIdentity` knows what a token is and nothing else: the mean target of its id, per layer and head, over
-documents like those that gates are distilled on. What a gate gains over it is what it reads from context.
-`oracle` knows the future: the true risk under the question and the right answer, by the same definition that
-gates are trained on (`retain.future`). What a gate falls short of it is what could still be learned (up to
-the score's own faults: the largest attention is not the best score for counting words, say).
+documents like those that gates are distilled on. A gate's gain over it comes from context. `oracle` knows the
+future: the true risk under the question and the right answer, by the definition that gates are trained on
+(`retain.future`). A gate's distance to it could still be learned (up to the score's own faults: the largest
+attention is not the best score for counting words, say).
 
-The one decision taken here: both give a `Score` in units of risk and go through the policy pipeline in the
-gate's place, under the gate's protection and budget (a comparison may measure them under others too).
+Both give a `Score` in units of risk and go through the policy pipeline in the gate's place, under the gate's
+protection and budget (a comparison may measure them under others too).
 """
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float32
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from retain.eval.tasks.suite import Document
@@ -42,7 +41,7 @@ class TokenIdentity:
     mean_LHV: Float32[Tensor, "L H V"]
 
     def score(self, evidence: Evidence) -> Score:
-        """Look the token ids of one layer's entries up.
+        """Looks the token ids of one layer's entries up.
 
         Raises:
             ValueError: If the evidence holds no token ids.
@@ -55,28 +54,24 @@ class TokenIdentity:
         values_HBT = self.mean_LHV[evidence.layer_idx].to(ids_BT.device)[:, ids_BT]
         return masked_score(values_HBT.transpose(0, 1), evidence.valid_BT, "risk")
 
-    def save(self, path: Path, made_from: dict[str, Any]) -> None:
-        """Write the table beside `path`, then rename."""
-        tensors = {"mean_LHV": self.mean_LHV.contiguous()}
-        os.replace(save_beside(path, tensors, {"made_from": json.dumps(made_from)}), path)
+    def save(self, path: Path) -> None:
+        """Writes the table beside `path`, then renames."""
+        os.replace(save_beside(path, {"mean_LHV": self.mean_LHV.contiguous()}, {}), path)
 
+    @classmethod
+    def load(cls, path: Path) -> "TokenIdentity":
+        """Reads a table back.
 
-def load_token_identity(path: Path, made_from: dict[str, Any]) -> TokenIdentity | None:
-    """Read a table back; None if there is none, it is damaged, or it was made from something else."""
-    if not path.exists():
-        return None
-    try:
+        Raises:
+            SafetensorError, OSError: It is damaged, or there is none.
+        """
         with safe_open(path, framework="pt") as file:
-            if json.loads((file.metadata() or {}).get("made_from", "{}")) != made_from:
-                return None
-            return TokenIdentity(file.get_tensor("mean_LHV"))
-    except (SafetensorError, OSError, ValueError):
-        return None
+            return cls(file.get_tensor("mean_LHV"))
 
 
 @torch.no_grad()
 def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: int) -> TokenIdentity:
-    """Average each id's future risk over documents: the best guess of a risk that an id alone allows.
+    """Averages each id's future risk over documents: the best guess of a risk that an id alone allows.
 
     Args:
         model: Causal language model.
@@ -115,7 +110,7 @@ def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: in
 
 
 def oracle(teacher: Sequence[Evidence], document_tokens: int) -> list[Score]:
-    """True future risk of the first entries of a sequence under what really comes after them.
+    """Returns the true future risk of the first entries of a sequence under the tokens that really follow.
 
     Args:
         teacher: Every layer over `[document; appendix]`, nothing evicted. The appendix is what is left of the
@@ -132,7 +127,7 @@ def oracle(teacher: Sequence[Evidence], document_tokens: int) -> list[Score]:
 
 
 def largest(futures: Sequence[Sequence[Score]]) -> list[Score]:
-    """The largest risk under several futures of the same entries: `max_k risk_k[b, h, i]`.
+    """Returns the largest risk under several futures of the same entries: `max_k risk_k[b, h, i]`.
 
     Args:
         futures: Of each question, its score per layer.

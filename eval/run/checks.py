@@ -1,12 +1,10 @@
-"""Everything about a comparison that can be wrong before work starts.
+"""Finds everything about a comparison that can be wrong, before work starts, and says it at once.
 
-In: a config and its suite. Out: nothing, where names exist, gates are there, budgets hold what is protected,
-and every policy goes with every regime. The one decision taken here: all problems are found first and told at
-once.
+Names exist, gates are there and fit, budgets hold what is protected, and every policy goes with every regime.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from retain.eval.config import (
     resolve_device,
     with_all_tasks,
 )
-from retain.eval.run.by_cache import open_cache
+from retain.eval.run.caches import open_cache
 from retain.eval.run.evaluated_model import one_by_one
 from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
@@ -70,8 +68,6 @@ def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
     problems = problems_of(config) + _names(config, suite) + _numbers(config, suite, processes)
     if not problems:
         problems = _gates(config, suite) + _budgets(config, suite, notes) + _documents(config, suite)
-    if not problems:
-        problems = _caches(config, suite)
     if problems:
         raise ValueError(
             "This comparison cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems)
@@ -176,10 +172,8 @@ def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> 
                 f"{own!r}{suggest(own, presets[preset])}; it has {', '.join(presets[preset]) or 'none'}"
             )
         else:
-            try:
-                find_policy(config, name)
-            except ValueError as error:
-                problems.append(f"variant {name!r}: {error}")
+            refused = _error_of(find_policy, config, name)
+            problems += [f"variant {name!r}: {refused}"] if refused else []
     return problems
 
 
@@ -197,13 +191,10 @@ def _protections(config: CompareConfig, known: Sequence[str]) -> list[str]:
                 f"{list(changes)}; what else a policy changes belongs in a variant"
             )
         else:
-            for policy in dict.fromkeys(config.under.get(name, config.policies)):
-                if policy not in known:
-                    continue  # said elsewhere, with what it may have meant
-                try:
-                    find_policy(config, policy, name)
-                except ValueError as error:
-                    problems.append(f"protection {name!r}: {error}")
+            takers = dict.fromkeys(config.under.get(name, config.policies))
+            # Unknown ones are said elsewhere, with what they may have meant.
+            tried = [_error_of(find_policy, config, policy, name) for policy in takers if policy in known]
+            problems += [f"protection {name!r}: {refused}" for refused in tried if refused]
     for name, measured in config.under.items():
         if name not in config.protections:
             hint = suggest(name, config.protections)
@@ -268,9 +259,10 @@ def _numbers(config: CompareConfig, suite: Suite, processes: int) -> list[str]:
 
 
 def _gates(config: CompareConfig, suite: Suite) -> list[str]:
-    """Load every seed's gates against its model, as the run will, and make its controls of them; of the first
-    seed, try whether the policies can take them."""
-    if not needs_gates(config):
+    """Loads every seed's gates against its model, as the run will, and makes its controls of them; with those
+    of the first seed, tries the caches of all lines."""
+    again = any(regime not in SHARED for regime in config.regimes)
+    if not needs_gates(config) and not again:
         return []
     problems = []
     for seed in config.seeds:
@@ -284,6 +276,7 @@ def _gates(config: CompareConfig, suite: Suite) -> list[str]:
 
     def wrong(seed: int, model: Any) -> list[str]:
         said: list[str] = []
+        sets = {}
         for folder, names in _folders(config, seed).items():
             if not _is_there(folder):
                 continue
@@ -294,15 +287,14 @@ def _gates(config: CompareConfig, suite: Suite) -> list[str]:
                 continue
             for name in names:
                 try:
-                    gates = load_source(config, seed, name, model, read)
+                    sets[name] = load_source(config, seed, name, model, read)
                 except ValueError as error:
                     said.append(f"gates of seed {seed}{_of_sets([name])}: {error}")
-                    continue
-                if seed == config.seeds[0]:
-                    said += _misfits(config, model, name, gates)
-        return said
+        return said + (_misfits(config, model, sets) if seed == config.seeds[0] else [])
 
-    return problems + [one for said in one_by_one(config, suite, wrong).values() for one in said]
+    # Without gates the first seed's caches are all there is to try.
+    tried = config if needs_gates(config) else replace(config, seeds=config.seeds[:1])
+    return problems + [one for said in one_by_one(tried, suite, wrong).values() for one in said]
 
 
 def _folders(config: CompareConfig, seed: int) -> dict[str, list[str]]:
@@ -322,23 +314,26 @@ def _of_sets(names: Sequence[str]) -> str:
     return "" if [*names] == [OWN_GATES] else f" (gate_sets: {', '.join(names)})"
 
 
-def _misfits(config: CompareConfig, model: Any, name: str, gates: Any) -> list[str]:
-    """Policies that cannot take a set of gates, in the regimes that share a prefill: a unit that their fusion
-    cannot use, weights that were never fitted. What a cache says of them is said here; but not of a protected
-    window shorter than the gates were trained for, which the shared prefill measures as it is stated."""
-    takers = {policy for policy, own in gate_users(config).items() if own == name}
-    window = gates.metadata.get("protected_window") or 0
-    found = {}
-    for line in (line for regime in config.regimes if regime in SHARED for line in lines_of(config, regime)):
-        policy = find_policy(config, line.policy, line.protection)
-        if line.policy not in takers or policy.allocation.head_classes is not None:
-            continue
-        if policy.protection.recent < window:
-            policy = replace(policy, protection=replace(policy.protection, recent=window))
-        try:
-            open_cache(model, config, "context_only", policy, config.budgets[0], gates)
-        except ValueError as error:
-            found[line.name] = f"policy {line.name!r} with gates {name!r}: {error}"
+def _misfits(config: CompareConfig, model: Any, sets: Mapping[str, Any]) -> list[str]:
+    """Tries the cache of every line: a unit that its fusion cannot use, weights that were never fitted, a
+    regime that it cannot serve. In the regimes that share a prefill, a protected window shorter than the
+    gates were trained for is measured as it is stated, and no problem."""
+    users, found = gate_users(config), {}
+    for regime in config.regimes:
+        for line in lines_of(config, regime):
+            policy = find_policy(config, line.policy, line.protection)
+            name, shared = users.get(line.policy, ""), regime in SHARED
+            # A table of head classes is measured when the run begins; gates that are not there are said.
+            if policy.allocation.head_classes is not None or ((name or shared) and name not in sets):
+                continue
+            window = (sets[name].metadata.get("protected_window") or 0) if shared else 0
+            if policy.protection.recent < window:
+                policy = replace(policy, protection=replace(policy.protection, recent=window))
+            opened = "context_only" if shared else regime
+            where = f"with gates {name!r}" if shared else f"in regime {regime!r}"
+            refused = _error_of(open_cache, model, config, opened, policy, config.budgets[0], sets.get(name))
+            if refused:
+                found[line.name, where] = f"policy {line.name!r} {where}: {refused}"
     return [*found.values()]
 
 
@@ -424,9 +419,18 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]
 
 def _refused(policy: Policy, value: float, tokens: int) -> ValueError | None:
     """What a policy's protection says to a budget on a context of so many tokens."""
-    try:
+
+    def protect() -> None:
         totals = spread(budget_of(value), [tokens], [LayerShape(1, 1)])
         protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
+
+    return _error_of(protect)
+
+
+def _error_of(call: Callable[..., object], *given: Any) -> ValueError | None:
+    """What a call refuses, if it does."""
+    try:
+        call(*given)
     except ValueError as error:
         return error
     return None
@@ -434,38 +438,10 @@ def _refused(policy: Policy, value: float, tokens: int) -> ValueError | None:
 
 def _documents(config: CompareConfig, suite: Suite) -> list[str]:
     """Whether there are documents for what is fitted on them."""
-    readers = [name for name in config.policies if name == "token_identity"]
-    readers += [
-        name for name in config.policies if find_policy(config, name).allocation.head_classes is not None
+    readers = [
+        name
+        for name in config.policies
+        if name == "token_identity" or find_policy(config, name).allocation.head_classes is not None
     ]
-    if not readers:
-        return []
-    try:
-        suite.documents(config.seeds[0], 1, config.context_tokens)
-    except ValueError as error:
-        return [f"{', '.join(readers)}: {error}"]
-    return []
-
-
-def _caches(config: CompareConfig, suite: Suite) -> list[str]:
-    """Make the cache of every line in every regime that evicts again: what a policy or its gates cannot do
-    there is said when a cache is made."""
-    again = [regime for regime in config.regimes if regime not in SHARED]
-    if not again:
-        return []
-    seed = config.seeds[0]
-    model = suite.load_model(seed)
-    sets = {name: load_source(config, seed, name, model) for name in gate_names(config)}
-    users = gate_users(config)
-    problems = []
-    for regime in again:
-        for line in lines_of(config, regime):
-            policy = find_policy(config, line.policy, line.protection)
-            if policy.allocation.head_classes is not None:
-                continue  # its table is measured when the run begins
-            try:
-                gates: Any = sets[users[line.policy]] if line.policy in users else None
-                open_cache(model, config, regime, policy, config.budgets[0], gates)
-            except ValueError as error:
-                problems.append(f"policy {line.name!r} in regime {regime!r}: {error}")
-    return problems
+    refused = _error_of(suite.documents, config.seeds[0], 1, config.context_tokens) if readers else None
+    return [f"{', '.join(readers)}: {refused}"] if refused else []

@@ -1,20 +1,21 @@
-"""Who answers: a model with everything that scores it, and the units of work that it is given.
+"""Loads the model that answers, with everything that scores it, and plans the units of work.
 
-In: a config and a suite. Out: a `Subject` for each seed (model, gates, controls, policies), and `Unit`s. The
-one decision taken here: what is fitted on documents (the token-identity table, head classes) is fitted once
-for each model, and lies in the run's folder with what it was made from.
+What is fitted on documents (the token-identity table, head classes) is fitted once for each model, and lies
+in the run's folder with what it was made from.
 """
 
 import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 
 from retain.eval.config import (
     OWN_GATES,
@@ -30,7 +31,7 @@ from retain.eval.config import (
     with_all_tasks,
 )
 from retain.eval.diagnose.head_classes import measure_head_classes, write_head_classes
-from retain.eval.run.baselines import TokenIdentity, fit_token_identity, load_token_identity
+from retain.eval.run.baselines import TokenIdentity, fit_token_identity
 from retain.eval.run.gate_sources import load_source, sha_of
 from retain.eval.tasks.suite import Suite
 from retain.hf.intercept.attach import attach
@@ -63,17 +64,22 @@ class Unit:
     def key(self) -> str:
         """Name of the unit in `items.jsonl`."""
         own = f"seed{self.seed}/{self.task}/{self.start}-{self.stop}"
-        return own if self.path == SHARED_PATH else f"{own}/{self.path}"
+        return own if self.shared else f"{own}/{self.path}"
+
+    @property
+    def shared(self) -> bool:
+        """Whether its regimes share a prefill."""
+        return self.path == SHARED_PATH
 
     def regimes(self, config: CompareConfig) -> tuple[str, ...]:
         """Regimes that it measures."""
-        if self.path != SHARED_PATH:
+        if not self.shared:
             return (self.path,)
         return tuple(regime for regime in config.regimes if regime in SHARED)
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model with everything that scores it: what a unit needs besides its items.
 
     Attributes:
@@ -195,8 +201,8 @@ def one_by_one(config: CompareConfig, suite: Suite, look: Callable[[int, Any], T
     return seen
 
 
-class Subjects:
-    """The subject of one seed at a time.
+class EvaluatedModels:
+    """The model of one seed at a time.
 
     What the next seed shares (the model, where the suite's is the same for all seeds; gates of the same
     folder) is kept; any other model is let go before the next one is loaded.
@@ -209,10 +215,10 @@ class Subjects:
 
     def __init__(self, config: CompareConfig, suite: Suite, local_rank: int = 0):
         self.config, self.suite, self.local_rank = config, suite, local_rank
-        self.held: Subject | None = None
+        self.held: EvaluatedModel | None = None
 
-    def of(self, seed: int) -> Subject:
-        """The subject of a seed.
+    def of(self, seed: int) -> EvaluatedModel:
+        """The model of a seed.
 
         Raises:
             ValueError: If the gates belong to another model, or are damaged.
@@ -221,13 +227,13 @@ class Subjects:
             self.held = None
             gc.collect()  # hooks make cycles
         if self.held is None or self.held.seed != seed:
-            self.held = load_subject(self.config, self.suite, seed, self.local_rank, self.held)
+            self.held = load_evaluated(self.config, self.suite, seed, self.local_rank, self.held)
         return self.held
 
 
-def load_subject(
-    config: CompareConfig, suite: Suite, seed: int, local_rank: int = 0, before: Subject | None = None
-) -> Subject:
+def load_evaluated(
+    config: CompareConfig, suite: Suite, seed: int, local_rank: int = 0, before: EvaluatedModel | None = None
+) -> EvaluatedModel:
     """Load a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
 
     Args:
@@ -248,26 +254,18 @@ def load_subject(
             model = model.to(resolve_device(config.device, local_rank))
         attach(model)
     sets = _gate_sets(config, seed, model, before)
-    table = None
-    if "token_identity" in config.policies:
-        path = config.folder / f"token_identity-seed{seed}.safetensors"
-        made_from = {
-            "model": fingerprint(model)["sha256"],
-            "documents": config.control_documents,
-            "context_tokens": config.context_tokens,
-            "horizon": config.horizon,
-        }
-        table = load_token_identity(path, made_from)
-        if table is None:
-            documents = suite.documents(seed, config.control_documents, config.context_tokens)
-            table = fit_token_identity(model, documents, horizon=config.horizon)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            table.save(path, made_from)
-    policies = _with_head_classes(config, suite, seed, model)
-    return Subject(seed, model, sets.get(OWN_GATES), table, policies, sets, gate_users(config))
+    return EvaluatedModel(
+        seed,
+        model,
+        sets.get(OWN_GATES),
+        _token_identity(config, suite, seed, model) if "token_identity" in config.policies else None,
+        _with_head_classes(config, suite, seed, model),
+        sets,
+        gate_users(config),
+    )
 
 
-def _gate_sets(config: CompareConfig, seed: int, model: Any, before: Subject | None) -> dict[str, Any]:
+def _gate_sets(config: CompareConfig, seed: int, model: Any, before: EvaluatedModel | None) -> dict[str, Any]:
     """The gates of every set that a policy takes; a folder is read once, and what the seed before had of the
     same folder is taken over. Random weights are every seed's own."""
     read: dict[str, Any] = {}
@@ -284,6 +282,19 @@ def _gate_sets(config: CompareConfig, seed: int, model: Any, before: Subject | N
     return sets
 
 
+def _token_identity(config: CompareConfig, suite: Suite, seed: int, model: Any) -> TokenIdentity:
+    """The control's table of this model."""
+    path = config.folder / f"token_identity-seed{seed}.safetensors"
+    made_from = _documents_of(config, model) | {"horizon": config.horizon}
+    if _is_made_from(path, made_from):
+        with suppress(SafetensorError, OSError):
+            return TokenIdentity.load(path)
+    documents = suite.documents(seed, config.control_documents, config.context_tokens)
+    table = fit_token_identity(model, documents, horizon=config.horizon)
+    _replace(path, made_from, table.save)
+    return table
+
+
 def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: Any) -> dict[str, Policy]:
     """The policies; those that read head classes read a table of this model, measured once (on documents
     like those that gates train on, with sinks and recent entries of the first such policy)."""
@@ -292,31 +303,41 @@ def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: An
     if not readers:
         return policies
     protection = policies[readers[0]].protection
-    made_from = {
-        "model": fingerprint(model)["sha256"],
-        "documents": config.control_documents,
-        "context_tokens": config.context_tokens,
-        "sinks": protection.sinks,
-        "recent": protection.recent,
-    }
+    ends = {"sinks": protection.sinks, "recent": protection.recent}
     path = config.folder / f"head_classes-seed{seed}.tsv"
-    note = path.with_suffix(".json")
-    if not (path.exists() and note.exists() and _says(note, made_from)):
+    made_from = _documents_of(config, model) | ends
+    if not _is_made_from(path, made_from):
         documents = suite.documents(seed, config.control_documents, config.context_tokens)
-        table_LH = measure_head_classes(model, documents, sinks=protection.sinks, recent=protection.recent)
-        note.unlink(missing_ok=True)
-        write_head_classes(table_LH, path)
-        write_json(note, made_from)
+        table_LH = measure_head_classes(model, documents, **ends)
+        _replace(path, made_from, partial(write_head_classes, table_LH))
     for name in readers:
-        own = policies[name]
-        allocation = replace(own.allocation, head_classes=str(path))
-        policies[name] = replace(own, allocation=allocation)
+        allocation = replace(policies[name].allocation, head_classes=str(path))
+        policies[name] = replace(policies[name], allocation=allocation)
     return policies
 
 
-def _says(note: Path, made_from: Mapping[str, Any]) -> bool:
-    """Whether a file says that it was made from this; a damaged one does not."""
+def _documents_of(config: CompareConfig, model: Any) -> dict[str, Any]:
+    """What every table that is fitted on documents depends on."""
+    return {
+        "model": fingerprint(model)["sha256"],
+        "documents": config.control_documents,
+        "context_tokens": config.context_tokens,
+    }
+
+
+def _is_made_from(path: Path, made_from: Mapping[str, Any]) -> bool:
+    """Whether a table is there, and the note beside it says that it was made from this."""
     try:
-        return bool(json.loads(note.read_text(encoding="utf-8")) == made_from)
-    except (ValueError, RecursionError):
+        note = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
+    return path.exists() and bool(note == made_from)
+
+
+def _replace(path: Path, made_from: Mapping[str, Any], write: Callable[[Path], object]) -> None:
+    """Writes a table, then the note beside it; without a note a table counts for nothing."""
+    note = path.with_suffix(".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    note.unlink(missing_ok=True)
+    write(path)
+    write_json(note, dict(made_from))

@@ -1,23 +1,20 @@
-"""Whose gates score a policy: those of a folder, or a control that is made of them.
+"""Makes the gates that a policy takes: those of a folder, or a control that is made of them.
 
-In: a config's `GateSource`, a seed, the model. Out: a `GateSet`, and what identifies it. Two controls say
-what a trained gate is worth: one with random weights (what family, calibration and pipeline give by
-themselves), one that scores each layer by the next layer's gate (what a gate gives that has learned of
-importance in general, and nothing of its layer).
+Two controls say what a trained gate is worth: one with random weights (what family, calibration and pipeline
+give by themselves), and one that scores each layer by the next layer's gate (what a gate gives that has
+learned of importance in general, and nothing of its layer).
 
-The one decision taken here: a random gate keeps what is known of *heads* and loses what was learned of
-*entries*. Its weights are fresh, drawn from the run's seed and the set's name, and its extension, if it has
-one, too. It keeps the statistics of its inputs, and of the calibration each head's level: with
-`log r = curve_h(axis(s))` the artifact's curve, its own is the straight line
+A random gate keeps what is known of *heads* and loses what was learned of *entries*. Its weights are fresh,
+drawn from the run's seed and the set's name, and its extension too. It keeps the statistics of its inputs,
+and of the calibration each head's level: with `log r = curve_h(axis(s))` the artifact's curve, its own is
 
     log r = axis(s) + mean_k curve_h(knot_k)
 
 so that it is as large as observed risk, which it may be fused with, and heads share a joint budget as the
-trained gates' levels say. With the trained curve itself its scores, of another size, would lie beyond the
-knots; with none, they would outshout every observed risk, and the control would be too easy to beat. Fitted
-fusion weights and quotas are kept as they are, and so is a calibrator of kind `scale`, which is a factor and
-no level. Gates that have such factors, or no calibrators, say no levels: their random gates are as large as
-their family begins, and fused by `max` they are all that is heard.
+trained gates' levels say. Under the trained curve itself its scores would lie beyond the knots; without one
+they would exceed every observed risk, and the control would be too easy to beat. Fitted fusion weights,
+quotas and calibrators of kind `scale` (a factor, no level) are kept. Without levels, random gates are as
+large as their family begins, and under fusion by `max` nothing else counts.
 """
 
 import copy
@@ -47,7 +44,7 @@ def load_source(
     model: Any | None = None,
     read: Mapping[str, GateSet] | None = None,
 ) -> GateSet:
-    """The gates of a set, for one seed.
+    """Loads the gates of a set for one seed.
 
     Args:
         config: That names the set.
@@ -69,12 +66,12 @@ def load_source(
 
 
 def random_seed(seed: int, name: str) -> int:
-    """Seed of a random set: of the run's seed and the set's name."""
+    """Returns the seed of a random set, from the run's seed and the set's name."""
     return int.from_bytes(hashlib.sha256(f"random gates {seed}/{name}".encode()).digest()[:4], "big")
 
 
 def random_gates(gates: GateSet, seed: int) -> GateSet:
-    """The same family, sizes, input statistics and head levels, with fresh weights.
+    """Makes gates of the same family, sizes, input statistics and head levels, with fresh weights.
 
     `log r = axis(s) + level_h`, with `level_h` the mean over its knots of the trained calibrator's curve;
     without calibrators, or with factors alone, the levels are those of fresh gates.
@@ -120,8 +117,8 @@ def _levels(trained: nn.Module) -> Calibrator:
 
 
 def other_layer(gates: GateSet) -> GateSet:
-    """Each layer scored by the gate, the calibrator and the fitted fusion weights of the next layer that has
-    gates; the last one by the first one's. Calibrated quotas stay with the layer that they are a budget of.
+    """Makes gates that score each layer by the gate, the calibrator and the fitted fusion weights of the next
+    layer that has gates, and the last one by the first one's. Calibrated quotas stay with their layer.
 
     Args:
         gates: Trained; not changed.
@@ -171,7 +168,7 @@ def _named(made: GateSet, metadata: Mapping[str, Any], control: str) -> GateSet:
 
 
 def weights_sha256(gates: GateSet) -> str:
-    """sha256 of the weights as an artifact would hold them."""
+    """Returns the sha256 of the weights as an artifact would hold them."""
     ties = ties_of(gates)
     state = {name: own for name, own in gates.state_dict().items() if name not in ties}
     return hashlib.sha256(
@@ -180,7 +177,7 @@ def weights_sha256(gates: GateSet) -> str:
 
 
 def sha_of(gates: Any) -> str:
-    """First 12 hex digits of the sha256 of a set's weights; empty where nothing says it."""
+    """Returns the first 12 hex digits of the sha256 of a set's weights, if they are known."""
     return str(getattr(gates, "metadata", {}).get("sha256") or "")[:12]
 
 
@@ -203,9 +200,8 @@ def _fitted(config: CompareConfig, seed: int, name: str) -> dict[str, str]:
 
 
 def source_identity(config: CompareConfig, seed: int, name: str = OWN_GATES) -> dict[str, Any]:
-    """What of a set decides its scores: the weights, what they are read as, and what was fitted beside them
-    if a policy reads it. Where they lie and what the set is called is left out; a control says that it is
-    one."""
+    """Returns what of a set decides its scores: the weights, what they are read as, and numbers fitted beside
+    them that a policy reads. The folder and the set's name are left out; a control says that it is one."""
     identity = gates_identity(config.gates_of(seed, name)) | _fitted(config, seed, name)
     control = config.source_of(name).control
     if control == "none":

@@ -1,8 +1,7 @@
-"""Which of several processes this one is: what `accelerate launch` started, or this one alone.
+"""Tells which of several processes this one is: of those that `accelerate launch` started, or alone.
 
-In: the launcher's environment. Out: a rank, a count, and a place to wait for the others. The one decision
-taken here: processes share out work and files, never tensors, so that waiting goes over the CPU (gloo)
-wherever the models run, and a rank that is ahead may wait for days.
+Processes share out work and files, never tensors. So waiting goes over the CPU (gloo) wherever the models
+run, and a rank that is ahead may wait for days.
 """
 
 import os

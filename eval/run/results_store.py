@@ -1,12 +1,12 @@
-"""What a comparison leaves behind in a folder of its own: `items.jsonl`, `references.jsonl`, `manifest.json`.
+"""Stores what a comparison leaves in a folder of its own.
 
-`items.jsonl` holds one row per item, question, regime, policy, protection and budget. It grows by whole units
-(a few items of one task and seed), so a killed run has lost at most one unit of each process; what it
-left half-written is dropped when it is opened again. Where several processes write, each has a file of its
-own, `items-<rank>.jsonl`, which the next one to open the folder takes in. `references.jsonl` says what was
-asked. `manifest.json` says what was run: the resolved config, its hash, the code, the versions, the machine,
-the models. The one decision taken here: rows of different configurations never share a folder, and rows made
-by different code are marked as such.
+- `items.jsonl`: one row per item, question, regime, policy, protection and budget. It grows by whole units (a
+  few items of one task and seed), so a killed run has lost at most one unit of each process; a half-written
+  unit is dropped when the folder is opened again. Where several processes write, each has a file of its own,
+  `items-<rank>.jsonl`, which the next one to open the folder takes in.
+- `references.jsonl`: what was asked.
+- `manifest.json`: the resolved config, its hash, the code, the versions, the machine, the models. Rows of
+  different configurations never share a folder, and rows made by different code are marked as such.
 """
 
 import errno
@@ -220,8 +220,7 @@ def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> 
 
 def finished(folder: Path, units: Collection[str]) -> set[str]:
     """Keys of the units whose rows are all there; nothing is changed."""
-    lines, _ = _lines(folder)
-    return _whole(lines, units)
+    return _whole(_lines(folder)[0], units)
 
 
 def take_up(folder: Path, units: Collection[str]) -> set[str]:
@@ -262,8 +261,9 @@ def append_unit(
     """
     parts: tuple[tuple[str, Sequence[Any]], ...] = ((REFERENCES, references), (ITEMS, rows))
     for name, values in parts:
+        own = name if rank is None else f"{name.removesuffix('.jsonl')}-{rank}.jsonl"
         if values:
-            _append(folder / _named(name, rank), "".join(_line(asdict(value)) for value in values))
+            _append(folder / own, "".join(_line(asdict(value)) for value in values))
 
 
 def disk_error(error: OSError, folder: Path) -> str:
@@ -317,8 +317,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(
             f"{folder / ITEMS} does not exist: nothing was measured there yet. Run eval/compare.py first."
         )
-    lines, _ = _lines(folder)
-    rows = [json.loads(line) for own in lines.values() for line in own]
+    rows = [json.loads(line) for own in _lines(folder)[0].values() for line in own]
     for row in rows:
         wrong = [name for name, kind in NEEDED.items() if not isinstance(row.get(name), kind)]
         if wrong:
@@ -386,8 +385,11 @@ def _asked_as(reference: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _whole(lines: Mapping[str, Sequence[str]], units: Collection[str]) -> set[str]:
     """Units of this run that have as many rows as each of their rows says."""
-    own = {unit: lines[unit] for unit in units if unit in lines}
-    return {unit for unit, rows in own.items() if len(rows) == json.loads(rows[0]).get("unit_rows")}
+    return {
+        unit
+        for unit in {*units} & {*lines}
+        if len(lines[unit]) == json.loads(lines[unit][0]).get("unit_rows")
+    }
 
 
 def _append(path: Path, text: str) -> None:
@@ -405,17 +407,13 @@ def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":")) + "\n"
 
 
-def _named(name: str, rank: int | None) -> str:
-    """The file of one process."""
-    return name if rank is None else f"{name.removesuffix('.jsonl')}-{rank}.jsonl"
-
-
 def _shares(folder: Path, name: str) -> list[Path]:
     """Files of processes of their own."""
     return sorted(folder.glob(f"{name.removesuffix('.jsonl')}-*.jsonl"))
 
 
 def _files(folder: Path, name: str) -> list[Path]:
+    """The run's own file and those of processes, where they exist."""
     return [path for path in (folder / name, *_shares(folder, name)) if path.exists()]
 
 

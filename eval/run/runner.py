@@ -1,14 +1,12 @@
-"""The loop over units of work: what is not yet done is measured, and written unit by unit.
+"""Runs the units of a comparison that are not done yet, and writes them one by one.
 
-In: a checked config, its suite, the run's folder. Out: rows in `items.jsonl`. A unit is a few items of one
-task, for one seed, on one path: the regimes that share a prefill (`retain.eval.run.shared_prefill`), or one
-regime that needs a cache for every cell (`retain.eval.run.by_cache`). Units run in this process, in worker
-processes, or in those that `accelerate launch` started, each with a device and a file of its own.
+A unit is a few items of one task, for one seed, in all regimes that share a prefill or in one of the others.
+Units run in this process, in worker processes, or in those that `accelerate launch` started, each with a
+device and a file of its own.
 
-The one decision taken here: a unit is written whole or not at all, by the process that measured it (or, of
-workers, by this one), so that a killed run has lost at most one unit of each process and counts nothing
-twice. Whatever goes wrong in a unit stops the run and names the cell: a crash is neither an answer nor a
-zero.
+A unit is written whole or not at all, by the process that measured it (or, of workers, by this one), so that
+a killed run has lost at most one unit of each process and counts nothing twice. Whatever goes wrong in a unit
+stops the run and names the cell: a crash is neither an answer nor a zero.
 """
 
 import concurrent.futures
@@ -25,11 +23,17 @@ from tqdm import tqdm
 
 from retain.eval.config import CompareConfig, fits_tables
 from retain.eval.run.answers import references_of
-from retain.eval.run.by_cache import run_by_cache
-from retain.eval.run.evaluated_model import SHARED_PATH, Subject, Subjects, Unit, load_subject, naming, plan
+from retain.eval.run.cells import run_items
+from retain.eval.run.evaluated_model import (
+    EvaluatedModel,
+    EvaluatedModels,
+    Unit,
+    load_evaluated,
+    naming,
+    plan,
+)
 from retain.eval.run.processes import Processes
 from retain.eval.run.results_store import Asking, Reference, Row, append_unit, finished, read_rows, take_up
-from retain.eval.run.shared_prefill import run_shared
 from retain.eval.tasks.suite import Item, Suite
 
 
@@ -51,15 +55,14 @@ def items_in(config: CompareConfig, suite: Suite, unit: Unit) -> dict[int, Item]
 
 
 @torch.inference_mode()
-def run_unit(config: CompareConfig, suite: Suite, subject: Subject, unit: Unit) -> Measured:
+def run_unit(config: CompareConfig, suite: Suite, evaluated: EvaluatedModel, unit: Unit) -> Measured:
     """Measure one unit, `batch_items` of its items at a time."""
     items = items_in(config, suite, unit)
-    run = run_shared if unit.path == SHARED_PATH else run_by_cache
     seeded = suite.tasks[unit.task].seeded
     places, rows = [*items], []
     for start in range(0, len(places), config.batch_items):
         batch = {index: items[index] for index in places[start : start + config.batch_items]}
-        rows += run(config, suite, subject, unit, batch)
+        rows += run_items(config, suite, evaluated, unit, batch)
     order = {regime: place for place, regime in enumerate(unit.regimes(config))}
     rows.sort(key=lambda row: (order[row.regime], row.item, row.question))  # stable: cells stay in order
     return Measured(
@@ -67,7 +70,7 @@ def run_unit(config: CompareConfig, suite: Suite, subject: Subject, unit: Unit) 
     )
 
 
-# What a worker process keeps between units: its config, and the subject of the seed that it is at.
+# What a worker process keeps between units: its config, and the model of the seed that it is at.
 _worker: dict[str, Any] = {}
 
 # What they start with. glibc otherwise gives every large buffer back to the system and faults it in again.
@@ -83,7 +86,7 @@ _WORKER_ENVIRONMENT = {
 def _start_worker(config: CompareConfig, suite: Suite, parent: int) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _worker.update(config=config, suite=suite, subjects=Subjects(config, suite))
+    _worker.update(config=config, suite=suite, models=EvaluatedModels(config, suite))
 
 
 def _end_with(parent: int) -> None:
@@ -94,11 +97,11 @@ def _end_with(parent: int) -> None:
 
 
 def _fit_in_worker(seed: int) -> None:
-    _worker["subjects"].of(seed)
+    _worker["models"].of(seed)
 
 
 def _run_in_worker(unit: Unit) -> Measured:
-    return run_unit(_worker["config"], _worker["suite"], _worker["subjects"].of(unit.seed), unit)
+    return run_unit(_worker["config"], _worker["suite"], _worker["models"].of(unit.seed), unit)
 
 
 def mend_references(
@@ -167,7 +170,7 @@ def run_all(
     seeds = list(dict.fromkeys(unit.seed for unit in left))
     if processes.count > 1 and fits_tables(config):
         for seed in seeds[processes.rank :: processes.count]:  # no two processes fit the same tables
-            load_subject(config, suite, seed, processes.local_rank)
+            load_evaluated(config, suite, seed, processes.local_rank)
         processes.wait()
     mine = left[processes.rank :: processes.count]
     total = len(mine) if processes.count > 1 else len(units)
@@ -201,11 +204,11 @@ def _results(
     processes: Processes,
 ) -> Iterator[tuple[Unit, Measured]]:
     if config.workers == 0 or processes.count > 1:
-        subjects = Subjects(config, suite, processes.local_rank)
+        models = EvaluatedModels(config, suite, processes.local_rank)
         for unit in left:
-            if subjects.held is None or subjects.held.seed != unit.seed:
+            if models.held is None or models.held.seed != unit.seed:
                 bar.set_postfix_str(f"seed {unit.seed}: loading")
-            yield unit, run_unit(config, suite, subjects.of(unit.seed), unit)
+            yield unit, run_unit(config, suite, models.of(unit.seed), unit)
         return
     # A process that was forked after torch had started its threads may hang; environment variables reach
     # spawned ones.

@@ -1,5 +1,6 @@
-"""Benchmarks of time and memory: `python -m retain.eval.speed --what scoring|serving|decode|...`.
+"""Benchmarks of time and memory: `python -m retain.eval.speed --what WHAT`.
 
-Reading order: `scoring`, `decode`, `eviction`, `serving` with `stages` and `table`, `long` with `published`,
-`peers` with `peer` and `peer_side`, `cache_bytes`.
+Reading order: `caches` (what is compared), `scoring`, `serving` with `stages`, `long` with `published`,
+`peers` with `peer` and `peer_side`, `decode`, `eviction`. The protocol and the command are those of
+`retain.process.timing` and `retain.process.benchmark`.
 """

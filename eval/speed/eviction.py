@@ -1,64 +1,43 @@
-"""The benchmark of evicting while decoding: whole steps of a model, with and without evictions every m
-tokens.
+"""Times evicting while decoding: whole steps of a model, with and without an eviction every m tokens.
 
-    python -m retain.eval.speed.eviction [--policies adakv,defensive,h2o] [--threads 2] [--rounds 3]
+    python -m retain.eval.speed --what eviction [--policies adakv,defensive,h2o] [--threads 2] [--rounds 3]
     [--output PATH]
 
-In: the shape of a model with random weights, how much it has seen and what it holds of that. Out: for each
-policy, the time of decoding with an eviction every m tokens over that of decoding without, for both readings
-of "a step": the whole model's, and its attention over the entries held alone. Beside it, what a moment looks
-at: entries held, and columns, the tokens that any head of a layer still holds. The answer is checked first
-against a dense cache under a mask, and nothing is timed if it is wrong.
+Measured for each policy: the time of decoding with evictions over that of decoding without, for both readings
+of "a step": the whole model's, and its attention over the entries held alone. Beside it stand the entries
+held, and the columns that an eviction looks at: the tokens that any head of a layer still holds. The answer
+is checked first against a dense cache under a mask, and nothing is timed if it is wrong.
 
-The one decision taken here: the context is not read. The cache reads the context's last tokens; the entries
-before them are random, and are put where a policy might have left them: each head's own random share of the
-context, of unequal sizes where heads share a budget. So heads disagree as much as they can, which is the most
-that a moment may have to look at. Both sides then decode the same tokens from forks of one state, in turn,
-for a whole number of periods. A cut row has room for one period, so growth is paid for in neither side if
-there is one, and by the uncut side if there are more.
+The context is not read, but for its last tokens. The entries before them are random, and are put where a
+policy might have left them: each head's own random share of the context, of unequal sizes where heads share a
+budget. So heads disagree as much as they can, which is the most that an eviction may have to look at. Both
+sides then decode the same tokens from forks of one state, for a whole number of periods. A cut row has room
+for one period, so neither side pays for growth if there is one, and the uncut side does if there are more.
 """
 
-import argparse
-import gc
-import shlex
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain.cache.store import RaggedStore
-from retain.eval.speed.decode import attend_store, unequal
+from retain.eval.speed.decode import PERCENTS, attend_store, unequal
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.history import History
-from retain.hf.cache.recent_queries import Recent
+from retain.hf.cache.layer import Recent
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
+from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.presets import Policy, load_policy
-from retain.process.command import status_of
-from retain.process.stopwatch import (
-    DTYPES,
-    Started,
-    add_settings,
-    clock,
-    heading,
-    publish,
-    quiet,
-    record_of,
-    spread_of,
-    synchronise,
-    unfit,
-    whole_numbers,
-)
+from retain.process.benchmark import DTYPES, Benchmark, Column, Settings, grid, heading
+from retain.process.timing import Case, Times, interleave, quiet, spread, timed, timer
 
 MOST = 1.05
 VOCABULARY = 128
@@ -68,86 +47,54 @@ SINKS = 4
 ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One benchmark.
+@dataclass(frozen=True, kw_only=True)
+class EvictionSettings(Settings):
+    """The model, the entries that it holds, and the clock."""
 
-    Args:
-        policies: presets, separated by commas; those that take gates are left out.
-        batch: sequences.
-        hidden: E.
-        intermediate: width of the MLP.
-        heads: Q, query heads.
-        kv_heads: H.
-        width: D.
-        layers: L.
-        context: tokens seen.
-        read: the last of them, which are read; every head holds them.
-        tokens_per_head: entries held of the context.
-        spread: longest row / shortest row, where heads share a budget.
-        every: m, tokens between evictions.
-        periods: of m tokens, decoded in each round.
-        rounds: ratios measured.
-        threads: CPU threads.
-        dtype: a name in `retain.process.stopwatch.DTYPES`.
-        device: where it runs.
-        seed: of all numbers.
-    """
+    policies: Annotated[str, "presets that take no gates, separated by commas"] = "adakv,defensive,h2o"
+    batch: Annotated[int, "sequences"] = 4
+    hidden: Annotated[int, "width of the hidden state"] = 4096
+    intermediate: Annotated[int, "width of the MLP"] = 14336
+    heads: Annotated[int, "query heads"] = 32
+    kv_heads: Annotated[int, "KV heads"] = 8
+    width: Annotated[int, "width of a head"] = 128
+    layers: Annotated[int, "layers"] = 2
+    context: Annotated[int, "tokens seen"] = 4096
+    read: Annotated[int, "the last of them, which are read; every head holds them"] = 32
+    tokens_per_head: Annotated[int, "entries held of the context"] = 819
+    spread: Annotated[float, "longest row / shortest row, where heads share a budget"] = 4.0
+    every: Annotated[int, "tokens between evictions"] = 32
+    periods: Annotated[int, "of so many tokens, decoded in each round"] = 1
+    rounds: Annotated[int, "ratios measured"] = 3
 
-    policies: str = "adakv,defensive,h2o"
-    batch: int = 4
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    width: int = 128
-    layers: int = 2
-    context: int = 4096
-    read: int = 32
-    tokens_per_head: int = 819
-    spread: float = 4.0
-    every: int = 32
-    periods: int = 1
-    rounds: int = 3
-    threads: int = 2
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
+    def problems(self) -> list[str]:
         known = {preset.name: preset for preset in retain.policies()}
-        problems = [f"unknown policy {name!r}" for name in self.names if name not in known]
-        problems += [
-            f"{name!r} takes gates" for name in self.names if name in known and "gates" in known[name].needs
-        ]
-        problems += [
-            f"{name!r} gives layers or heads budgets of their own, and rows are not made for that here"
-            for name in self.names
-            if name in known and not _shares_evenly(load_policy(name))
-        ]
-        problems += [] if self.names else ["there is no policy to time; name at least one"]
-        problems += whole_numbers(self, {"seed": 0, "rounds": 2})
+        found = [] if self.names else ["there is no policy to time; name at least one"]
+        for name in self.names:
+            if name not in known:
+                found.append(f"unknown policy {name!r}")
+            elif "gates" in known[name].needs:
+                found.append(f"{name!r} takes gates")
+            elif not shares_evenly(load_policy(name)):
+                why = "gives layers or heads budgets of their own, and rows are not made for that here"
+                found.append(f"{name!r} {why}")
         if self.heads % max(1, self.kv_heads):
-            problems.append(f"heads {self.heads} are not a multiple of kv_heads {self.kv_heads}")
+            found.append(f"heads {self.heads} are not a multiple of kv_heads {self.kv_heads}")
         if self.spread < 1:
-            problems.append(f"spread is longest / shortest, at least 1, got {self.spread}")
+            found.append(f"spread is longest / shortest, at least 1, got {self.spread}")
         shortest = 2 * self.tokens_per_head / (1 + max(1.0, self.spread))
-        if self.spread * shortest > self.context:
-            problems.append(
-                f"the longest row, of {self.spread * shortest:.0f} entries, is more than the context "
-                f"{self.context}"
-            )
+        longest = self.spread * shortest
+        if longest > self.context:
+            context = f"is more than the context {self.context}"
+            found.append(f"the longest row, of {longest:.0f} entries, {context}")
         if shortest < SINKS + self.read + 1:
-            problems.append(
-                f"the shortest row, of {shortest:.0f} entries, has no room for {SINKS} first and the "
-                f"{self.read} tokens read"
-            )
-        problems += unfit(self)
-        if problems:
-            raise ValueError(f"benchmark: {'; '.join(problems)}.")
+            room = f"has no room for {SINKS} first and the {self.read} tokens read"
+            found.append(f"the shortest row, of {shortest:.0f} entries, {room}")
+        return found
 
     @property
     def names(self) -> list[str]:
+        """The policies."""
         return [name for name in self.policies.split(",") if name]
 
     @property
@@ -156,45 +103,35 @@ class Setting:
         return self.every * self.periods
 
 
-def _shares_evenly(policy: Policy) -> bool:
+def shares_evenly(policy: Policy) -> bool:
+    """Whether a policy gives every layer the same budget, and no head a class or a quota."""
     own = policy.allocation
     return own.layers == "uniform" and own.head_classes is None and own.quotas is None
 
 
-def model_of(setting: Setting) -> LlamaForCausalLM:
-    """A Llama with random weights."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=setting.hidden,
-        intermediate_size=setting.intermediate,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=setting.heads,
-        num_key_value_heads=setting.kv_heads,
-        head_dim=setting.width,
-        max_position_embeddings=2 * setting.context,
-        initializer_range=setting.hidden**-0.5,  # attention is felt in the logits, whatever the width
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
-    with torch.device(setting.device):
-        return LlamaForCausalLM(config).to(DTYPES[setting.dtype]).eval().requires_grad_(False)
+def model_of(settings: EvictionSettings) -> PreTrainedModel:
+    """A Llama with random weights, whose attention is felt in its logits whatever its width."""
+    names = ("layers", "heads", "kv_heads", "intermediate", "threads", "dtype", "device", "seed")
+    shape: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    own = {"vocab_size": VOCABULARY, "head_dim": settings.width, "initializer_range": settings.hidden**-0.5}
+    return random_llama(LlamaSettings(width=settings.hidden, **shape), 2 * settings.context, **own)
 
 
-def rows_held(setting: Setting, scope: str) -> list[Tensor]:
+def rows_held(settings: EvictionSettings, scope: str) -> list[Tensor]:
     """What each head holds of the context, of each layer a mask `[B, H, T]`: the first and the last tokens,
     and a random choice of its own of the others. Rows are equal for the scope `head`; for all others the
     heads of one sequence and layer are unequal, and hold its budget together."""
-    draw = torch.Generator().manual_seed(setting.seed)
+    draw = torch.Generator().manual_seed(settings.seed)
     masks = []
-    for _ in range(setting.layers):
-        spread = 1.0 if scope == "head" else setting.spread
+    for _ in range(settings.layers):
+        spread = 1.0 if scope == "head" else settings.spread
         lengths = [
-            unequal(setting.kv_heads, setting.tokens_per_head, spread, draw) for _ in range(setting.batch)
+            unequal(settings.kv_heads, settings.tokens_per_head, spread, draw) for _ in range(settings.batch)
         ]
-        order_BHT = torch.rand(setting.batch, setting.kv_heads, setting.context, generator=draw)
-        order_BHT[..., :SINKS] = order_BHT[..., -setting.read :] = 2.0
+        order_BHT = torch.rand(settings.batch, settings.kv_heads, settings.context, generator=draw)
+        order_BHT[..., :SINKS] = order_BHT[..., -settings.read :] = 2.0
         rank_BHT = order_BHT.argsort(-1, descending=True).argsort(-1)
-        masks.append((rank_BHT < torch.tensor(lengths)[..., None]).to(setting.device))
+        masks.append((rank_BHT < torch.tensor(lengths)[..., None]).to(settings.device))
     return masks
 
 
@@ -210,15 +147,15 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
         masks: what it will hold of them, of each layer `[B, H, T]`.
         draw: where the numbers come from, on the CPU.
     """
-    read, past = cache.num_seen, cache.history
+    read, past = cache.num_seen, cache.state.history
     assert past is not None and past.token_ids_BT is not None
     device, batch = past.valid_BT.device, past.batch_size
     ids_BT = torch.randint(VOCABULARY, (batch, context), generator=draw).to(device)
     ids_BT[:, -read:] = past.token_ids_BT
     positions_BT = torch.arange(context, device=device).expand(batch, -1)
     valid_BT = torch.ones(batch, context, dtype=torch.bool, device=device)
-    cache.history = History(valid_BT, [positions_BT], [ids_BT], positions_BT[:, -1])
-    for layer, mask_BHT in zip(cache.ragged, masks, strict=True):
+    cache.state.history = History(valid_BT, [positions_BT], [ids_BT], positions_BT[:, -1])
+    for layer, mask_BHT in zip(cache.state.ragged, masks, strict=True):
         assert layer.store is not None and bool((layer.store.lengths_R == read).all())
         row_N, token_N = mask_BHT.flatten(0, 1).nonzero(as_tuple=True)
         before_N = token_N < context - read
@@ -234,47 +171,37 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
                 factor[~before_N.cpu()] = 1.0
                 taken = taken * factor.to(taken)
             tensors[name] = taken
-        layer.store = RaggedStore.from_tensors(tensors, layer.store.num_heads, cache.slack)
+        layer.store = RaggedStore.from_tensors(tensors, layer.store.num_heads, cache.state.slack)
         layer.seen = context
         layer.recent = Recent(layer.recent.queries, layer.recent.hidden)
-    cache._prompt_B, cache._moments, cache._noted = [context] * batch, [context], context
-    cache.evicted_at = context
+    cache.state.prompt_B, cache.state.moments, cache.state.noted = [context] * batch, [context], context
+    cache.state.evicted_at = context
 
 
-def ids_of(setting: Setting, steps: int) -> Tensor:
-    """The tokens that are decoded, `[B, S]`."""
-    return torch.arange(steps, device=setting.device).expand(setting.batch, steps) % VOCABULARY
+def step(model: nn.Module, cache: Any, settings: EvictionSettings, tokens: range, **more: Any) -> Tensor:
+    """Read some of the tokens that are decoded, at once; their logits `[B, S, V]`."""
+    at_S = torch.tensor(tokens, device=settings.device)
+    ids_BS = (at_S % VOCABULARY).expand(settings.batch, -1)
+    at_BS = (settings.context + at_S).expand(settings.batch, -1)
+    given = {"input_ids": ids_BS, "position_ids": at_BS, "past_key_values": cache, "use_cache": True}
+    return model(**given, **more).logits
 
 
-def decode(
-    model: LlamaForCausalLM, cache: Cache, setting: Setting, steps: int, look: Callable[[], Any] | None = None
-) -> list[Tensor]:
-    """Decode given tokens, one at a time.
-
-    Args:
-        model: attached.
-        cache: what it has seen.
-        setting: of the benchmark.
-        steps: how many tokens.
-        look: called between steps, before each one that has an eviction behind it.
-
-    Returns:
-        the logits `[B, 1, V]` of each step.
-    """
-    seen, ids, logits = cache.num_seen, ids_of(setting, steps), []
-    mask = torch.ones(setting.batch, seen + steps, dtype=torch.long, device=setting.device)
-    positions = mask.cumsum(-1) - 1
-    for step in range(steps):
-        if look is not None and (step + 1) % setting.every == 0:
-            look()
-        output = model(
-            input_ids=ids[:, step : step + 1],
-            attention_mask=mask[:, : seen + step + 1],
-            position_ids=positions[:, seen + step : seen + step + 1],
-            past_key_values=cache,
+def decode(model: nn.Module, cache: Cache, settings: EvictionSettings, tokens: range) -> list[Tensor]:
+    """Decode tokens one at a time; the logits of each."""
+    length = settings.context + tokens.stop
+    mask_BT = torch.ones(settings.batch, length, dtype=torch.long, device=settings.device)
+    return [
+        step(
+            model, cache, settings, range(at, at + 1), attention_mask=mask_BT[:, : settings.context + at + 1]
         )
-        logits.append(output.logits)
-    return logits
+        for at in tokens
+    ]
+
+
+def stores_of(cache: Cache) -> list[RaggedStore]:
+    """The entries of each layer."""
+    return list(cache.state.stores)
 
 
 def holds(store: RaggedStore, num_seen: int) -> Tensor:
@@ -287,8 +214,7 @@ def holds(store: RaggedStore, num_seen: int) -> Tensor:
 
 def columns_held(cache: Cache) -> int:
     """Tokens that any head of a layer holds, of the sequence and layer with the most."""
-    stores = [layer.store for layer in cache.ragged if layer.store is not None]
-    return max(int(holds(store, cache.num_seen).any(1).sum(-1).max()) for store in stores)
+    return max(int(holds(store, cache.num_seen).any(1).sum(-1).max()) for store in stores_of(cache))
 
 
 @contextmanager
@@ -307,7 +233,26 @@ def masked(model: nn.Module, masks: Sequence[Tensor]) -> Iterator[None]:
             hook.remove()
 
 
-def check(model: LlamaForCausalLM, cache: Cache, setting: Setting) -> dict[str, float]:
+def seen_by(before_BHT: Tensor, after_BHT: Tensor, group: int) -> Tensor:
+    """What the tokens of a period, and one behind its eviction, see of the context and of one another.
+
+    Args:
+        before_BHT: what heads hold before the period.
+        after_BHT: what they hold of context and period behind the eviction.
+        group: query heads of a KV head.
+
+    Returns:
+        `[B, Q, S, T + S]`, True = seen.
+    """
+    new = 1 + after_BHT.shape[-1] - before_BHT.shape[-1]
+    causal_SS = torch.ones(new, new, dtype=torch.bool, device=before_BHT.device).tril()
+    before_BHST = before_BHT[:, :, None].expand(-1, -1, new, -1)
+    mask_BHST = torch.cat([before_BHST, causal_SS.expand(*before_BHT.shape[:2], -1, -1)], dim=-1)
+    mask_BHST[:, :, -1, :-1] = after_BHT
+    return mask_BHST.repeat_interleave(group, dim=1)
+
+
+def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[str, float]:
     """Decode a period, its eviction and one step more, and once again over a dense cache under masks.
 
     Nothing is ever moved in the dense cache: it has every entry where its token stood, and the masks say
@@ -315,59 +260,42 @@ def check(model: LlamaForCausalLM, cache: Cache, setting: Setting) -> dict[str, 
 
     Returns:
         the largest error of a logit, relative to the largest logit, and what is allowed; the columns that
-        the moment looked at.
+        the eviction looked at.
 
     Raises:
         RuntimeError: more than that, or another number of entries than the budget.
     """
-    seen, every = cache.num_seen, setting.every
-    group = setting.heads // setting.kv_heads
-    dense, befores = DynamicCache(config=model.config), []
-    for idx, layer in enumerate(cache.ragged):
-        assert layer.store is not None
-        keys_ND, values_ND, positions_N, rows_N = layer.store.flat()
+    own, last = cache.fork(), settings.every - 1
+    actual = decode(model, own, settings, range(last))
+    columns = 1 + columns_held(own)
+    actual += decode(model, own, settings, range(last, last + 1))
+    check_budget(cache, own, evictions=1)
+    dense, masks = DynamicCache(), []
+    for idx, (before, after) in enumerate(zip(stores_of(cache), stores_of(own), strict=True)):
+        keys_ND, values_ND, positions_N, rows_N = before.flat()
         both = [
-            side.new_zeros(layer.store.num_rows, seen, setting.width).index_put_((rows_N, positions_N), side)
+            side.new_zeros(before.num_rows, settings.context, settings.width).index_put_(
+                (rows_N, positions_N), side
+            )
             for side in (keys_ND, values_ND)
         ]
-        dense.update(*(side.unflatten(0, (setting.batch, setting.kv_heads)) for side in both), idx)
-        befores.append(holds(layer.store, seen))
-    own, columns = cache.fork(), []
-    actual = decode(model, own, setting, every, lambda: columns.append(1 + columns_held(own)))
-    _check_budget(cache, own, evictions=1)
-    afters = [holds(layer.store, own.num_seen) for layer in own.ragged if layer.store is not None]
-    actual += [_step(model, own, setting, every, every + 1)]
-
-    def per_query(past_BHT: Tensor, new: int) -> Tensor:
-        causal_SS = torch.ones(new, new, dtype=torch.bool, device=past_BHT.device).tril()
-        past_BHST = past_BHT[:, :, None].expand(-1, -1, new, -1)
-        mask_BHST = torch.cat([past_BHST, causal_SS.expand(*past_BHT.shape[:2], -1, -1)], dim=-1)
-        return mask_BHST.repeat_interleave(group, dim=1)
-
-    with masked(model, [per_query(mask_BHT, every) for mask_BHT in befores]):
-        wanted = _step(model, dense, setting, 0, every)
-    with masked(model, [per_query(mask_BHT, 1) for mask_BHT in afters]):
-        wanted = torch.cat([wanted, _step(model, dense, setting, every, every + 1)], dim=1)
-    error = float((torch.cat(actual, dim=1) - wanted).abs().max() / wanted.abs().max())
-    allowed = ALLOWED[setting.dtype]
+        dense.update(*(side.unflatten(0, (settings.batch, settings.kv_heads)) for side in both), idx)
+        held = holds(before, settings.context), holds(after, own.num_seen)
+        masks.append(seen_by(*held, settings.heads // settings.kv_heads))
+    actual += decode(model, own, settings, range(last + 1, last + 2))
+    with masked(model, masks):
+        wanted_BSV = step(model, dense, settings, range(last + 2))
+    error = float((torch.cat(actual, dim=1) - wanted_BSV).abs().max() / wanted_BSV.abs().max())
+    allowed = ALLOWED[settings.dtype]
     if not error <= allowed:
         raise RuntimeError(
-            f"decoding with {cache.rule.name} is wrong: error {error:.2e} against a dense cache under masks, "
-            f"{allowed:.2e} allowed. It was not timed: run tests/hf."
+            f"decoding with {cache.state.bound_policy.name} is wrong: error {error:.2e} against a dense "
+            f"cache under masks, {allowed:.2e} allowed. It was not timed: run tests/hf."
         )
-    return {"error": error, "allowed": allowed, "columns": columns[0]}
+    return {"error": error, "allowed": allowed, "columns": columns}
 
 
-def _step(model: LlamaForCausalLM, cache: Any, setting: Setting, start: int, stop: int) -> Tensor:
-    """Logits of some of the tokens that are decoded, read at once."""
-    at = torch.arange(setting.context + start, setting.context + stop, device=setting.device)
-    ids = ids_of(setting, stop)[:, start:]
-    return model(
-        input_ids=ids, position_ids=at.expand(setting.batch, -1), past_key_values=cache, use_cache=True
-    ).logits
-
-
-def _check_budget(before: Cache, after: Cache, evictions: int) -> None:
+def check_budget(before: Cache, after: Cache, evictions: int) -> None:
     """Refuse a cache that holds more or less than before, or has evicted more or less often.
 
     Raises:
@@ -376,27 +304,21 @@ def _check_budget(before: Cache, after: Cache, evictions: int) -> None:
     happened = after.evictions - before.evictions
     if after.entries_held != before.entries_held or happened != evictions:
         raise RuntimeError(
-            f"{before.rule.name} holds {after.entries_held:,} entries after {happened} evictions, wanted "
-            f"{before.entries_held:,} after {evictions}: its budget is not kept."
+            f"{before.state.bound_policy.name} holds {after.entries_held:,} entries after {happened} "
+            f"evictions, wanted {before.entries_held:,} after {evictions}: its budget is not kept."
         )
 
 
 @contextmanager
-def finishing(model: nn.Module, device: str) -> Iterator[list[float]]:
-    """Seconds that the cache takes behind each forward of the attached decoder: evictions are in there, and
-    next to nothing else."""
+def finishing(model: nn.Module) -> Iterator[list[float]]:
+    """Milliseconds that the cache takes behind each forward of the attached decoder: evictions, and next to
+    nothing else. Start and end of each are listed; their sum is the time."""
     spent: list[float] = []
-
-    def start(*_: Any) -> None:
-        synchronise(device)
-        spent.append(-time.perf_counter())
-
-    def stop(*_: Any) -> None:
-        synchronise(device)
-        spent[-1] += time.perf_counter()
-
     base = base_model(model)
-    hooks = [base.register_forward_hook(start, prepend=True), base.register_forward_hook(stop)]
+    hooks = [
+        base.register_forward_hook(lambda *_: spent.append(-1e3 * timer()), prepend=True),
+        base.register_forward_hook(lambda *_: spent.append(1e3 * timer())),
+    ]
     try:
         yield spent
     finally:
@@ -404,154 +326,129 @@ def finishing(model: nn.Module, device: str) -> Iterator[list[float]]:
             hook.remove()
 
 
-def attention_ms(setting: Setting, cache: Cache, seconds: Callable[[Callable[[], Any]], float]) -> float:
+def attention(settings: EvictionSettings, cache: Cache) -> Times:
     """Milliseconds of the attention of one step over what is held, all layers together."""
-    shape = (setting.batch, setting.heads, 1, setting.width)
-    queries_BQSD = torch.randn(shape, device=setting.device).to(DTYPES[setting.dtype])
-    stores = [layer.store for layer in cache.ragged if layer.store is not None]
+    shape = (settings.batch, settings.heads, 1, settings.width)
+    queries_BQSD = torch.randn(shape, device=settings.device).to(DTYPES[settings.dtype])
 
-    def once(store: RaggedStore) -> Callable[[], Tensor]:
-        return lambda: attend_store(queries_BQSD, store, store.lengths_R.to(torch.int64)[:, None])
+    def once(store: RaggedStore) -> float:
+        return timed(lambda: attend_store(queries_BQSD, store, store.lengths_R.to(torch.int64)[:, None]))[1]
 
-    return 1e3 * statistics.median(sum(seconds(once(store)) for store in stores) for _ in range(5))
+    return {"ms": statistics.median(sum(map(once, stores_of(cache))) for _ in range(5))}
 
 
-def measure(model: LlamaForCausalLM, name: str, setting: Setting) -> dict[str, Any]:
+def measure_policy(model: PreTrainedModel, name: str, settings: EvictionSettings) -> dict[str, Any]:
     """Check and time one policy, on an attached model."""
-    draw = torch.Generator().manual_seed(setting.seed)
-    kept, scope = setting.tokens_per_head, load_policy(name).scope
-    caches = {
-        "evicting": Cache(
-            model,
-            policy=name,
-            tokens_per_head=kept,
-            regime="prefill+decode",
-            every=setting.every,
-            short="raise",
-        ),
-        "appending": Cache(model, policy=name, tokens_per_head=kept, short="raise"),
-    }
-    ids = torch.randint(VOCABULARY, (setting.batch, setting.read), generator=draw).to(setting.device)
-    masks = rows_held(setting, scope)
-    for cache in caches.values():
+    draw = torch.Generator().manual_seed(settings.seed)
+    scope, ids_shape = load_policy(name).scope, (settings.batch, settings.read)
+    own: dict[str, Any] = {"tokens_per_head": settings.tokens_per_head, "short": "raise"}
+    evicting = Cache(model, name, regime="prefill+decode", every=settings.every, **own)
+    appending = Cache(model, name, **own)
+    ids = torch.randint(VOCABULARY, ids_shape, generator=draw).to(settings.device)
+    masks = rows_held(settings, scope)
+    for cache in (evicting, appending):
         cache.prefill(ids)
-        extend_(cache, setting.context, masks, torch.Generator().manual_seed(setting.seed))
-    evicting = caches["evicting"]
-    checked = check(model, evicting, setting)
-    seconds = clock(setting.device)
-    times: dict[str, list[float]] = {"appending": [], "evicting": [], "eviction": [], "attention": []}
-    for turn in range(setting.rounds):
-        for what in ("evicting", "appending") if turn % 2 else ("appending", "evicting"):
-            own = caches[what].fork()
-            gc.collect()
-            with finishing(model, setting.device) as spent:
-                taken = seconds(partial(decode, model, own, setting, setting.steps))
-            times[what].append(1e3 * taken / setting.steps)
-            if what == "evicting":
-                _check_budget(evicting, own, evictions=setting.periods)
-                times["eviction"].append(1e3 * sum(spent) / setting.steps)
-        times["attention"].append(attention_ms(setting, evicting, seconds))
-    whole = [up / down for up, down in zip(times["evicting"], times["appending"], strict=True)]
-    alone = [1 + up / down for up, down in zip(times["eviction"], times["attention"], strict=True)]
-    lengths = [
-        length for layer in evicting.ragged if layer.store for length in layer.store.lengths_R.tolist()
-    ]
+        extend_(cache, settings.context, masks, torch.Generator().manual_seed(settings.seed))
+    checked = check(model, evicting, settings)
+
+    def steps(start: Cache, evictions: int) -> Times:
+        cache = start.fork()
+        with finishing(model) as spent:
+            _, ms = timed(partial(decode, model, cache, settings, range(settings.steps)))
+        if evictions:
+            check_budget(start, cache, evictions)
+        return {"ms": ms / settings.steps, "eviction": sum(spent) / settings.steps}
+
+    uncut = Case(call=partial(steps, appending, 0))
+    cut = Case(call=partial(steps, evicting, settings.periods), beside=uncut)
+    alone = Case(call=partial(attention, settings, evicting))
+    interleave([uncut, cut, alone], rounds=settings.rounds, warmup=1)
+    evictions, attentions = cut.times("eviction"), alone.times("ms")
+    ratios = {
+        "whole step": cut.over(uncut, "ms"),
+        "attention alone": [1 + up / down for up, down in zip(evictions, attentions, strict=True)],
+    }
+    ms = {"appending": uncut.times("ms"), "evicting": cut.times("ms")}
+    lengths = [length for store in stores_of(evicting) for length in store.lengths_R.tolist()]
     return {
         "scope": scope,
         "check": {what: checked[what] for what in ("error", "allowed")},
         "held": {"mean": statistics.mean(lengths), "min": min(lengths), "max": max(lengths)},
         "columns": checked["columns"],
-        "ms_a_step": {what: {**spread_of(taken), "all": taken} for what, taken in times.items()},
+        "ms_a_step": {
+            what: spread(taken)
+            for what, taken in {**ms, "attention": attentions, "eviction": evictions}.items()
+        },
         "ratios": {
-            reading: {**spread_of(ratios), "bound": MOST, "kept": statistics.median(ratios) <= MOST}
-            for reading, ratios in (("whole step", whole), ("attention alone", alone))
+            reading: {**(spread(found) or {}), "bound": MOST, "kept": statistics.median(found) <= MOST}
+            for reading, found in ratios.items()
         },
         "bytes_held": evicting.bytes_held(),
         "bytes_allocated": evicting.bytes_allocated(),
     }
 
 
-def benchmark(setting: Setting, command: str = "") -> dict[str, Any]:
-    """Check and time every policy, and return the record.
+def measure(settings: EvictionSettings) -> dict[str, Any]:
+    """Check and time every policy.
 
     Raises:
         RuntimeError: a policy's answer is wrong, or its budget not kept.
     """
-    started = Started()
     with torch.random.fork_rng():
-        torch.manual_seed(setting.seed)
-        model = model_of(setting)
-        with attach(model), quiet(setting.threads):
-            policies = {name: measure(model, name, setting) for name in setting.names}
-    return record_of("eviction", setting, command, started, {"policies": policies})
+        torch.manual_seed(settings.seed)
+        model = model_of(settings)
+        with attach(model), quiet(settings.threads, settings.device):
+            return {"policies": {name: measure_policy(model, name, settings) for name in settings.names}}
 
 
-def table(record: dict[str, Any]) -> str:
-    """A record as the text that is printed and kept."""
-    setting = Setting(**record["setting"])
-    errors = [row["check"]["error"] for row in record["policies"].values()]
-    lines = [
+def table(record: dict[str, Any]) -> list[str]:
+    """A record as the lines that are printed and kept."""
+    settings = EvictionSettings(**{**record["setting"], "device": "cpu"})
+    rows = [{"policy": name, **row} for name, row in record["policies"].items()]
+    ratios = [
+        {"name": f"{row['policy']}, of the {reading}", **ratio}
+        for row in rows
+        for reading, ratio in row["ratios"].items()
+    ]
+    for row in ratios:
+        row["verdict"] = f"at most {row['bound']:g}: {'kept' if row['kept'] else 'NOT KEPT'}"
+    error = max(row["check"]["error"] for row in record["policies"].values())
+    return [
         *heading(
             record,
-            f"decoding with an eviction every {setting.every} tokens",
-            f"model: {setting.layers} layers of width {setting.hidden}, MLP {setting.intermediate}, "
-            f"{setting.heads} query and {setting.kv_heads} KV heads of width {setting.width}, "
-            f"{setting.dtype}, random weights",
-            f"{setting.batch} sequences of {setting.context:,} tokens seen, {setting.tokens_per_head:,} "
-            f"entries a head held ({setting.tokens_per_head / setting.context:.0%}), the last {setting.read} "
-            f"of them read, the others random; {setting.rounds} rounds of {setting.steps} tokens",
-            f"checked against a dense cache under masks: error {max(errors):.1e}, "
-            f"{ALLOWED[setting.dtype]:.1e} allowed",
+            f"decoding with an eviction every {settings.every} tokens",
+            f"model: {settings.layers} layers of width {settings.hidden}, MLP {settings.intermediate}, "
+            f"{settings.heads} query and {settings.kv_heads} KV heads of width {settings.width}, "
+            f"{settings.dtype}, random weights",
+            f"{settings.batch} sequences of {settings.context:,} tokens seen, {settings.tokens_per_head:,} "
+            f"entries a head held ({settings.tokens_per_head / settings.context:.0%}), the last "
+            f"{settings.read} of them read, the others random; {settings.rounds} rounds of {settings.steps} "
+            "tokens",
+            f"checked against a dense cache under masks: error {error:.1e}, "
+            f"{ALLOWED[settings.dtype]:.1e} allowed",
         ),
-        f"{'policy':<24} {'held a head':>16} {'columns':>8} {'appending':>10} {'evicting':>10} "
-        f"{'attention':>10} {'eviction':>10}",
-    ]
-    for name, row in record["policies"].items():
-        ms = {what: own["median"] for what, own in row["ms_a_step"].items()}
-        held = row["held"]
-        rows = f"{held['min']:,}" if held["min"] == held["max"] else f"{held['min']:,} .. {held['max']:,}"
-        lines.append(
-            f"{name:<24} {rows:>16} {row['columns']:>8,} {ms['appending']:>10.3f} {ms['evicting']:>10.3f} "
-            f"{ms['attention']:>10.3f} {ms['eviction']:>10.3f}"
-        )
-    lines += [
+        *grid(COLUMNS, rows),
         "ms a step, medians: of the model (appending, evicting), of its attention alone, and a token's share "
         "of an eviction.",
-        "columns: tokens of a sequence that a moment looks at, in the layer with the most.",
+        "columns: tokens of a sequence that an eviction looks at, in the layer with the most.",
         "",
-        f"{'what evictions cost':<42} {'20 %':>8} {'median':>8} {'80 %':>8}",
-    ]
-    for name, row in record["policies"].items():
-        for reading, ratio in row["ratios"].items():
-            verdict = "kept" if ratio["kept"] else "NOT KEPT"
-            lines.append(
-                f"{name + ', of the ' + reading:<42} {ratio['p20']:>8.3f} {ratio['median']:>8.3f} "
-                f"{ratio['p80']:>8.3f}  at most {ratio['bound']:g}: {verdict}"
-            )
-    lines += [
+        *grid(RATIOS, ratios),
         "whole step: evicting / appending, within one round; attention alone: (attention + eviction) / "
-        "attention."
+        "attention.",
     ]
-    return "\n".join([*lines, ""])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, measure, print the table and write it."""
-    parser = argparse.ArgumentParser(description="Time decoding with evictions beside decoding without.")
-    defaults = Setting()
-    add_settings(parser, defaults)
-    parser.add_argument("--output", type=Path, default=Path("results/speed/eviction.json"))
-    given = parser.parse_args(arguments)
-    typed = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        setting = Setting(**{name: getattr(given, name) for name in asdict(defaults)})
-        record = benchmark(setting, shlex.join(["python", "-m", "retain.eval.speed.eviction", *typed]))
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    publish(record, table(record), given.output)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(status_of(main))
+COLUMNS = (
+    *(
+        Column("policy", "policy"),
+        Column("held at least", "held.min", ",d"),
+        Column("at most", "held.max", ",d"),
+    ),
+    Column("columns", "columns", ",d"),
+    *(Column(what, f"ms_a_step.{what}") for what in ("appending", "evicting", "attention", "eviction")),
+)
+RATIOS = (
+    *(Column("what evictions cost", "name"), *(Column(*percent) for percent in PERCENTS)),
+    Column("", "verdict"),
+)
+BENCHMARK = Benchmark("retain.eval.speed", "eviction", EvictionSettings, measure, table)

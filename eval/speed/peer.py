@@ -1,23 +1,20 @@
-"""The field's main library (kvpress) in a process of its own: how it is started, asked and understood.
+"""Runs the field's main library (kvpress) in a process of its own: starts it, asks it, ends it.
 
-In: the interpreter of an environment where it is installed, a model, token ids. Out: what `peer_side.py`
-answers there, as dictionaries and tensors. The one decision taken here: nothing is shared with that process
-but a folder of plain files and lines of JSON, so that its pins (another transformers, another pandas) are no
-concern of ours, and its import, which wraps every attention function of transformers, happens elsewhere.
+A folder of plain files and lines of JSON are all that is shared with that process (`peer_side.py`). So its
+pins (another transformers, another pandas) are no concern of ours, and its import, which wraps every
+attention function of transformers, happens elsewhere.
 """
 
 import json
 import os
-import select
 import shutil
 import subprocess
 import tempfile
-import time
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -51,12 +48,6 @@ class Press:
 
     def __str__(self) -> str:
         return self.name if self.inner is None else f"{self.name}({self.inner})"
-
-    def asked(self) -> dict[str, Any]:
-        """As the other side reads it."""
-        inner = None if self.inner is None else self.inner.asked()
-        asked = {"class": self.name, "settings": {**self.settings}, "inner": inner}
-        return {**asked, "attentions": self.attentions}
 
 
 WINDOW = 32
@@ -140,8 +131,8 @@ class Peer:
                 f"{LIBRARY} is installed ({INSTALL})."
             )
         self.folder, self.timeout = folder, timeout
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process is
-        # Their environment is theirs: nothing of ours on its path.
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process is
+        # Nothing of ours is on the path of their environment.
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         self._process = subprocess.Popen(
             [found, str(SIDE), str(folder)],
@@ -149,20 +140,13 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**own, **(environment or {})},
-            bufsize=0,
+            text=True,
         )
-        self._unread = b""
 
     def __enter__(self) -> "Peer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process."""
+    def __exit__(self, *_: object) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(OSError):
@@ -180,12 +164,30 @@ class Peer:
         Raises:
             RuntimeError: the other side failed, ended, or takes too long; says what it said.
         """
-        assert self._process.stdin is not None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        late: list[bool] = []
+
+        def end() -> None:
+            late.append(True)
+            self._process.kill()
+
+        limit = threading.Timer(self.timeout, end)
+        limit.start()
         try:
-            self._process.stdin.write((json.dumps({"do": what, **more}) + "\n").encode())
-        except OSError as error:
-            raise RuntimeError(self._ended()) from error
-        answer: dict[str, Any] = json.loads(self._line())
+            with suppress(BrokenPipeError):
+                print(json.dumps({"do": what, **more}), file=stdin, flush=True)
+            line = stdout.readline()
+        finally:
+            limit.cancel()
+        if late:
+            raise RuntimeError(f"{LIBRARY}'s side gave no answer in {self.timeout:g} s: it was ended.")
+        if not line:
+            code = self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().strip().splitlines() or ["it said nothing"]
+            raise RuntimeError(f"{LIBRARY}'s side ended with status {code}: {said[-1]}")
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"{LIBRARY}'s side could not {what}: {answer['error']}")
         return answer
@@ -202,7 +204,7 @@ class Peer:
             ratio: theirs, of what goes.
             tokens: of each prompt, how many are read.
         """
-        answer = self.ask("kept", press=press.asked(), ratio=ratio, tokens=tokens)
+        answer = self.ask("kept", press=asdict(press), ratio=ratio, tokens=tokens)
         tensors = load_file(self.folder / answer["file"])
         layers: list[dict[str, Tensor]] = [{} for _ in range(answer["layers"])]
         for name, tensor in tensors.items():
@@ -212,26 +214,5 @@ class Peer:
 
     def life(self, press: Press | None, kept: int, batch: int, *, watch: bool = False) -> dict[str, Any]:
         """Milliseconds and bytes of one prompt and answer; without a press, of plain transformers there."""
-        asked = None if press is None else press.asked()
+        asked = None if press is None else asdict(press)
         return self.ask("life", press=asked, kept=kept, batch=batch, watch=watch)
-
-    def _line(self) -> bytes:
-        assert self._process.stdout is not None
-        until = time.monotonic() + self.timeout
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
-            if not ready:
-                self._process.kill()
-                raise RuntimeError(f"{LIBRARY}'s side gave no answer in {self.timeout:g} s: it was ended.")
-            more = os.read(self._process.stdout.fileno(), 65536)
-            if not more:
-                raise RuntimeError(self._ended())
-            self._unread += more
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
-
-    def _ended(self) -> str:
-        code = self._process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f"{LIBRARY}'s side ended with status {code}: {said[-1] if said else 'it said nothing'}"

@@ -1,20 +1,18 @@
-"""The other side of a comparison with the field's main library (kvpress): run by the interpreter of *its*
-environment.
+"""Answers for the field's main library (kvpress), run by the interpreter of *its* environment.
 
     PEER_PYTHON eval/speed/peer_side.py FOLDER
 
-In: a folder that `retain.eval.speed.peer` wrote (a model, token ids, how to run), and one JSON request a line
-on the standard input. Out: one JSON answer a line on the standard output, and larger ones as safetensors
-files in the folder. The one decision taken here: this file knows nothing of `retain` (its environment has
-other pins) and nothing of the library's insides. What a press keeps is read off the keys and values that its
-own `compress` gives back, or off the entries that it says it masks; what it costs, off the clock and the
-cache's tensors.
+The folder was written by `retain.eval.speed.peer` (a model, token ids, how to run). Each line of the standard
+input is a JSON request, each line of the standard output its JSON answer; tensors are safetensors files in
+the folder. This file knows nothing of `retain` (its environment has other pins) and nothing of the library's
+insides: what a press keeps is read off the keys and values that its own `compress` gives back, or off the
+entries that it says it masks; what it costs, off the clock and the cache's tensors.
 
     {"do": "versions"}                                      -> versions of what runs here
     {"do": "kept", "press": PRESS, "ratio": r, "tokens": n} -> a file: kept masks and scores, layer by layer
     {"do": "life", "press": PRESS or null, "kept": n, ...}  -> time and bytes of one prompt and answer
 
-PRESS is `{"class": name, "settings": {...}, "inner": PRESS or null, "attentions": whether it wants them}`.
+PRESS is `{"name": class, "settings": {...}, "inner": PRESS or null, "attentions": whether it wants them}`.
 """
 
 import contextlib
@@ -26,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ class Here:
         settings = {**asked["settings"]}
         if asked.get("inner"):
             settings["press"] = self.press(asked["inner"])
-        return getattr(self.library, asked["class"])(**settings)
+        return getattr(self.library, asked["name"])(**settings)
 
     def versions(self, _: dict[str, Any]) -> dict[str, Any]:
         """Versions of what runs here; the library's is null where it is not installed."""
@@ -168,32 +167,28 @@ class Here:
 
     def peak(self, resident: bool) -> "Callable[[], int | None]":
         """Start watching memory: a function that says the peak beyond now, and starts anew."""
-        if self.how["device"].startswith("cuda"):
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-
-            def on_device() -> int:
-                most = torch.cuda.max_memory_allocated() - before
-                torch.cuda.reset_peak_memory_stats()
-                return most
-
-            return on_device
-        if not resident:
-            return lambda: None
-        clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+        status = Path("/proc/self/status")
 
         def line(name: str) -> int:
             return 1024 * int(status.read_text().split(f"{name}:")[1].split()[0])
 
-        clear.write_text("5")
-        held = line("VmRSS")
+        if self.how["device"].startswith("cuda"):
+            forget: Callable[[], Any] = torch.cuda.reset_peak_memory_stats
+            most: Callable[[], int] = torch.cuda.max_memory_allocated
+            before = torch.cuda.memory_allocated()
+        elif resident:
+            forget = partial(Path("/proc/self/clear_refs").write_text, "5")
+            most, before = partial(line, "VmHWM"), line("VmRSS")
+        else:
+            return lambda: None
+        forget()
 
-        def in_process() -> int:
-            most = line("VmHWM") - held
-            clear.write_text("5")
-            return most
+        def beyond() -> int:
+            found = most() - before
+            forget()
+            return found
 
-        return in_process
+        return beyond
 
 
 def positions_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> "tuple[Any, dict[str, Any]] | None":

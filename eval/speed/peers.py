@@ -1,51 +1,40 @@
-"""The benchmark beside the field's main library (kvpress) and plain transformers: same model, prompt, budget.
+"""Times the field's main library (kvpress) and plain transformers beside ours: same model, prompt, budget.
 
-    python -m retain.eval.speed.peers --peer-python PEER/bin/python [--policies snapkv,adakv]
+    python -m retain.eval.speed --what peers --peer-python PEER/bin/python [--policies snapkv,adakv]
     [--keep-ratios 0.2] [--batches 1] [--tokens 2048] [--device cpu|cuda] [--output PATH]
 
-In: what `retain.eval.speed.serving` takes, of policies those that the library has too, and the interpreter
-of an environment where it is installed. Out: one table, and every single number beside it as JSON: time to
-first token and of a decoded one, peak memory, and bytes of the cache, here and there. Whether memory is freed
-or only simulated is measured, on both sides alike: by the bytes of storage behind the cache once the prompt
-is read. Without the library one line says so, and what is here is measured alone.
+The settings are those of `serving`, of policies those that the library has too, and the interpreter of an
+environment where it is installed. Measured: time to first token and of a decoded one, peak memory, and bytes
+of the cache, here and there. Whether memory is freed or only simulated is measured on both sides alike: by
+the bytes of storage behind the cache once the prompt is read. Without the library one line says so, and what
+is here is measured alone.
 
-The one decision taken here: each side is held against plain transformers *in its own process*, its neighbour
-in time, since its environment has another transformers; rounds of the two processes alternate, and `ours /
-theirs` is the median of ratios within a round. Each life stands alone: the one process waits while the
-other runs.
+Each side is held against plain transformers in its own process, its neighbour in time, since the library's
+environment has another transformers; `ours / theirs` is the median of ratios within a round. One process
+waits while the other runs.
 """
 
-import argparse
 import os
-import shlex
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from retain.eval.speed.long import PLAIN
+from retain.eval.speed import serving
+from retain.eval.speed.caches import DENSE, HELD, KEEP, PEAK, PLAIN, Entry, TimedCache, try_out
 from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, Peer, write_exchange
-from retain.eval.speed.serving import (
-    DENSE,
-    Bench,
-    Setting,
-    Side,
-    over_dense,
-    round_of,
-    watched,
-)
-from retain.eval.speed.table import show_median, show_mib, show_spread, spread_and_all
+from retain.eval.speed.serving import ServingSettings
 from retain.hf.intercept.attach import attach
 from retain.process import memory as resident
-from retain.process.command import status_of
-from retain.process.stopwatch import Started, add_settings, heading, publish, quiet, record_of
+from retain.process.benchmark import Benchmark, Column, grid, heading
+from retain.process.timing import Case, GivenUp, Times, interleave, quiet, spread
 
 OURS, TRANSFORMERS = "retain", "transformers"
 # What the sides that are transformers' own are called.
 NAMED = {PLAIN: "DynamicCache, here", DENSE: "DynamicCache of as many"}
+THERE = "DynamicCache, there"
 # Storage of so much of what all entries would take: nothing was freed to speak of.
 SIMULATED = 0.95
 # Storage of at most so much of what was asked for: freed, with room for what is decoded and for tables.
@@ -53,261 +42,227 @@ FREED = 1.25
 ABSENT = f"{LIBRARY}: not compared, "
 
 
-@dataclass
-class Foreign:
-    """One of theirs, and what was found of it.
+@dataclass(frozen=True, kw_only=True)
+class PeersSettings(ServingSettings):
+    """The settings of `serving`, and where the library is."""
+
+    peer_python: Annotated[str, "interpreter of an environment where the library is installed"] = ""
+
+    def entries(self) -> list[Entry]:
+        """The policies to time, by default all that both have."""
+        return super().entries() if self.policies else [Entry(name, name, {}) for name in PRESSES]
+
+    def problems(self) -> list[str]:
+        return super().problems() + [
+            f"policy {entry.typed!r} has no counterpart in {LIBRARY} here: take, as it ships, one of "
+            f"{', '.join(PRESSES)}"
+            for entry in self.entries()
+            if entry.policy != DENSE and (entry.policy not in PRESSES or entry.overrides)
+        ]
+
+
+@dataclass(eq=False, kw_only=True)
+class PeerCache(Case):
+    """A method of the library, in a benchmark. A run is a life there.
 
     Args:
-        policy: what we call it; `plain` for transformers without a press.
-        keep_ratio: kept / seen that was asked for.
-        name: what they call it.
-        lives: answers of the other side, by round; of `plain` none, which lives beside each of the others.
-        beside: by round, the life of their plain transformers next to it; only where there are both.
-        peak: answer of the watched life; None where memory was not watched.
-        failed: why it was given up; empty: it was not.
+        peer: the process that it runs in.
+        policy: its name here; `plain` for transformers without a press.
+        keep_ratio: kept / seen that is asked for.
+        kept: the same in entries.
+        batch: prompts read at once.
+        answers: of the lives that there were.
+        ours: the same policy here.
     """
 
+    peer: Peer
     policy: str
     keep_ratio: float
-    name: str
-    lives: dict[int, dict[str, Any]] = field(default_factory=dict)
-    beside: dict[int, dict[str, Any]] = field(default_factory=dict)
-    peak: dict[str, Any] | None = None
-    failed: str = ""
+    kept: int
+    batch: int
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    ours: TimedCache | None = None
+
+    def run(self) -> Times:
+        """One life; the answer of the other process is kept."""
+        self.answers.append(self.ask(self.peer))
+        return {"prefill_ms": self.answers[-1]["ttft_ms"], "token_ms": self.answers[-1]["token_ms"]}
+
+    def ask(self, peer: Peer, *, watch: bool = False) -> dict[str, Any]:
+        """One life in a process."""
+        try:
+            return peer.life(PRESSES.get(self.policy), self.kept, self.batch, watch=watch)
+        except RuntimeError as error:
+            raise GivenUp(str(error)) from error
 
 
-def known(setting: Setting) -> Setting:
-    """The setting with policies that both have; by default all of those.
+def absent(python: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Why there is nothing to compare with, in one line (empty: there is), and the versions there."""
+    if not python:
+        return f"{ABSENT}no --peer-python was given ({INSTALL})", {}
+    with Peer(python, folder) as peer:
+        versions = peer.versions()
+    if versions.get(LIBRARY) is None:
+        return f"{ABSENT}it is not installed in the environment of {python} ({INSTALL})", {}
+    return "", versions
+
+
+def measure(settings: PeersSettings) -> dict[str, Any]:
+    """Time both sides.
 
     Raises:
-        ValueError: a policy that the library has not.
+        ValueError: there is no such interpreter, or what `serving` refuses.
+        RuntimeError: the other process failed.
     """
-    if not setting.policies:
-        names = {own.name: getattr(setting, own.name) for own in fields(Setting)}
-        return Setting(**{**names, "policies": ",".join(PRESSES)})
-    for entry in setting.entries():
-        if entry.policy != DENSE and (entry.policy not in PRESSES or entry.overrides):
-            raise ValueError(
-                f"benchmark: policy {entry.typed!r} has no counterpart in {LIBRARY} here: take, as it ships, "
-                f"one of {', '.join(PRESSES)}."
-            )
-    return setting
+    bench, python, rows = serving.bench_of(settings), settings.peer_python, []
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        if python:
+            how: dict[str, Any] = {name: getattr(settings, name) for name in ("threads", "dtype", "device")}
+            write_exchange(folder, bench.model, bench.ids_BT, tokens=settings.tokens, **how)
+        missing, versions = absent(python, folder)
+        peer = None if missing else stack.enter_context(Peer(python, folder))
+        watches = settings.memory and not settings.on_gpu and resident.measurable()
+        stack.enter_context(attach(bench.model))
+        stack.enter_context(quiet(settings.threads, settings.device))
+        for batch in settings.sizes:
+            caches = serving.caches_of(settings, bench, batch)
+            try_out(caches)
+            theirs = [] if peer is None else peers_of(settings, peer, caches, batch)
+            interleave([*caches, *theirs], rounds=settings.rounds, warmup=settings.warmup)
+            if watches and theirs:
+                watch_peers(python, folder, theirs)
+            rows += rows_of(caches, theirs, batch)
+        if watches:
+            ours = [row for row in rows if row["library"] != LIBRARY and row["name"] != THERE]
+            serving.add_peaks(ours, *BENCHMARK.watched([settings]))
+    return {
+        "peer": {"python": python and os.path.basename(python), "versions": versions, "absent": missing},
+        "rows": rows,
+    }
 
 
-def absent(python: str | None, folder: Path) -> str:
-    """Why there is nothing to compare with, in one line; empty: there is."""
-    if python is None:
-        return f"{ABSENT}no --peer-python was given ({INSTALL})"
-    with Peer(python, folder) as peer:
-        if peer.versions().get(LIBRARY) is None:
-            return f"{ABSENT}it is not installed in the environment of {python} ({INSTALL})"
-    return ""
+def peers_of(
+    settings: PeersSettings, peer: Peer, caches: Sequence[TimedCache], batch: int
+) -> list[PeerCache]:
+    """Their plain cache, and their counterpart of each policy beside it."""
+    own: dict[str, Any] = {"peer": peer, "batch": batch}
+    plain = PeerCache(policy=PLAIN, keep_ratio=1.0, kept=settings.tokens, **own)
+    cut = [one for one in caches if one.name in PRESSES]
+    theirs = [
+        PeerCache(
+            policy=one.name,
+            keep_ratio=one.keep_ratio,
+            kept=int(one.keep_ratio * settings.tokens),
+            beside=plain,
+            ours=one,
+            **own,
+        )
+        for one in cut
+    ]
+    return [plain, *theirs] if theirs else []
 
 
-def ask_round(
-    bench: Bench, peer: Peer, plain: Foreign, foreign: Sequence[Foreign], batch: int, turn: int
-) -> None:
-    """A life of each of theirs, each with one of their plain transformers next to it, while that can."""
-    start = turn % max(1, len(foreign))
-    for one in (*foreign[start:], *foreign[:start]):
-        if one.failed:
-            continue
-        kept, found = int(one.keep_ratio * bench.setting.tokens), {}
-        for who in (one, plain) if turn % 2 else (plain, one):
-            if not who.failed:
-                try:
-                    found[who.policy] = peer.life(PRESSES.get(who.policy), kept, batch)
-                except RuntimeError as error:
-                    who.failed = str(error)
-        if turn >= 0 and one.policy in found:
-            one.lives[turn] = found[one.policy]
-            if PLAIN in found:
-                one.beside[turn] = found[PLAIN]
-
-
-def watch_theirs(bench: Bench, python: str, folder: Path, foreign: Sequence[Foreign], batch: int) -> None:
+def watch_peers(python: str, folder: Path, theirs: Sequence[PeerCache]) -> None:
     """On a CPU: the peak of each, in one more process whose allocator gives back what is freed."""
     with Peer(python, folder, environment=resident.GIVES_BACK) as peer:
-        for one in foreign:
-            if one.failed:
-                continue
-            kept, press = int(one.keep_ratio * bench.setting.tokens), PRESSES.get(one.policy)
-            peer.life(press, kept, batch)
-            one.peak = peer.life(press, kept, batch, watch=True)
+        for one in theirs:
+            if not one.failed and one.answers:
+                one.ask(peer)
+                watched = one.ask(peer, watch=True)
+                one.answers[-1] |= {name: watched[name] for name in ("prefill_peak", "decode_peak")}
 
 
-def measure(bench: Bench, python: str | None, folder: Path, *, memory: bool) -> list[dict[str, Any]]:
-    """Rows of both, at every batch size."""
-    setting, rows = bench.setting, []
-    on_gpu = setting.device.startswith("cuda")
-    watches = memory and not on_gpu and resident.measurable()
-    peaks = {(p["policy"], p["keep_ratio"], p["batch"]): p for p in watched(setting)} if watches else {}
-    with ExitStack() as stack:
-        peer = None if python is None else stack.enter_context(Peer(python, folder))
-        stack.enter_context(attach(bench.model))
-        stack.enter_context(quiet(setting.threads))
-        for batch in setting.sizes:
-            sides = bench.sides()
-            bench.try_out(sides, batch)
-            plain, *others = sides
-            theirs = Foreign(PLAIN, 1.0, "DynamicCache, there")
-            foreign = [
-                Foreign(entry.policy, ratio, str(PRESSES[entry.policy]))
-                for ratio in setting.ratios
-                for entry in setting.entries()
-                if peer is not None and entry.policy != DENSE
-            ]
-            for turn in range(-setting.warmup, setting.rounds):
-                round_of(bench, sides, batch, turn, stages=False)
-                if peer is not None:
-                    ask_round(bench, peer, theirs, foreign, batch, turn)
-            for side in sides:
-                if watches:
-                    peak = peaks[side.policy, side.keep_ratio, batch]
-                    side.prefill_peak, side.decode_peak = peak["prefill"], peak["decode"]
-            rows.append(_own_row(plain, batch))
-            if foreign and python is not None and watches:
-                watch_theirs(bench, python, folder, [theirs, *foreign], batch)
-            # What all entries take, as whichever of ours could read the prompt says.
-            full = max((side.bytes.get("full", 0) for side in sides), default=0)
-            if foreign:
-                lives = [life for one in foreign for life in one.beside.values()]
-                rows.append(_row(theirs, lives, full, batch, None))
-            rows += [_own_row(side, batch) | over_dense(side, sides) for side in others]
-            ours = {(side.policy, side.keep_ratio): side for side in others}
-            rows += [
-                _row(one, list(one.lives.values()), full, batch, ours[one.policy, one.keep_ratio])
-                for one in foreign
-            ]
-    return rows
+def rows_of(caches: Sequence[TimedCache], theirs: Sequence[PeerCache], batch: int) -> list[dict[str, Any]]:
+    """The rows of both sides at one batch size: transformers' own first, then ours, then theirs."""
+    # All entries take what plain transformers hold there, or what our caches say if those could not read.
+    full = max((one.bytes.get("full", 0) for one in caches), default=0)
+    if theirs and theirs[0].answers:
+        full = theirs[0].answers[-1]["bytes_held"]
+    ours = [our_row(one, caches, batch) for one in caches]
+    foreign = [their_row(one, full) for one in theirs]
+    return [*ours[:1], *foreign[:1], *ours[1:], *foreign[1:]]
 
 
-def memory_of(allocated: int, full: int, keep_ratio: float) -> str:
-    """What is true of a cache's memory behind the prompt: `full` (nothing was asked), `simulated` (as much
-    storage as before), `freed` (about what was asked for), or `partly freed`.
+def memory_of(allocated: int, full: int, keep_ratio: float) -> dict[str, Any]:
+    """What is true of a cache's memory behind the prompt, and the share of all entries that is allocated.
+
+    `memory` is `full` (nothing was asked), `simulated` (as much storage as before), `freed` (about what was
+    asked for), or `partly freed`.
 
     Args:
         allocated: bytes of the storage behind the cache, as it is, whatever the cache says that it holds.
         full: bytes of the keys and values of all that was seen.
         keep_ratio: that was asked for.
     """
-    if keep_ratio >= 1:
-        return "full"
-    if allocated >= SIMULATED * full:
-        return "simulated"
-    return "freed" if allocated <= FREED * keep_ratio * full else "partly freed"
+    share = allocated / full
+    said = "freed" if share <= FREED * keep_ratio else "partly freed"
+    said = "simulated" if share >= SIMULATED else said
+    return {"memory": "full" if keep_ratio >= 1 else said, "allocated_of_full": share}
 
 
-def _own_row(side: Side, batch: int) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "library": TRANSFORMERS if side.policy in NAMED else OURS,
-        "policy": side.policy,
-        "name": NAMED.get(side.policy, side.policy),
-        "keep_ratio": side.keep_ratio,
-        "batch": batch,
-        "failed": side.failed,
+def our_row(one: TimedCache, caches: Sequence[TimedCache], batch: int) -> dict[str, Any]:
+    """A row of `serving`, with its library, its name, and whether its memory is freed."""
+    row = {
+        "library": TRANSFORMERS if one.name in NAMED else OURS,
+        "name": NAMED.get(one.name, one.name),
+        **serving.serving_row(one, caches, batch),
     }
-    if side.failed:
-        return row
-    held, allocated, full = (side.bytes[name] for name in ("held", "allocated", "full"))
-    return row | {
-        "ttft_ms": spread_and_all(side.ttft_ms),
-        "token_ms": spread_and_all(side.token_ms),
-        "ttft_over_plain": spread_and_all(side.ttft_over_plain),
-        "token_over_plain": spread_and_all(side.token_over_plain),
-        "peak_bytes": {"prefill": side.prefill_peak, "decode": side.decode_peak},
-        "cache_bytes": {"held": held, "allocated": allocated, "full": full, "beside": 0},
-        "memory": "full" if side.policy in NAMED else memory_of(allocated, full, side.keep_ratio),
-    }
+    if not one.failed:
+        held = {**row["cache_bytes"], "beside": 0}
+        keep_ratio = 1.0 if one.name in NAMED else one.keep_ratio
+        row |= {"cache_bytes": held, **memory_of(held["allocated"], held["full"], keep_ratio)}
+    return row
 
 
-def _row(
-    one: Foreign, lives: Sequence[dict[str, Any]], full: int, batch: int, ours: Side | None
-) -> dict[str, Any]:
+def their_row(one: PeerCache, full: int) -> dict[str, Any]:
     """A row of theirs.
 
     Args:
         one: whose.
-        lives: of it, over all rounds.
-        full: bytes of all entries, as our side says: theirs may have no plain life that could.
-        batch: prompts read at once.
-        ours: the same policy here; None of `plain`.
+        full: bytes of all entries.
     """
-    row = {
+    row: dict[str, Any] = {
         "library": TRANSFORMERS if one.policy == PLAIN else LIBRARY,
         "policy": one.policy,
-        "name": one.name,
+        "name": THERE if one.policy == PLAIN else str(PRESSES[one.policy]),
         "keep_ratio": one.keep_ratio,
-        "batch": batch,
+        "batch": one.batch,
         "failed": one.failed,
     }
-    last = lives[-1] if lives else one.peak
-    for beside in one.beside.values():
-        full = beside["bytes_held"]
-    if one.failed:
-        return row
-    if last is None or not full:
-        return {
-            **row,
-            "failed": "never measured" if last is None else "nothing that keeps all to compare with",
-        }
-    times: dict[str, Any] = {}
-    peak = one.peak or last
-    for what in ("ttft_ms", "token_ms"):
-        ratios = [one.lives[turn][what] / plain[what] for turn, plain in one.beside.items()]
-        times[what] = spread_and_all([life[what] for life in lives])
-        times[what.replace("_ms", "_over_plain")] = spread_and_all(ratios)
-        if ours is not None and not ours.failed:
-            own = zip(ours.turns, getattr(ours, what), strict=True)
-            ratios = [taken / one.lives[turn][what] for turn, taken in own if turn in one.lives]
-            times[what.replace("_ms", "_ours_over_theirs")] = spread_and_all(ratios)
+    if one.failed or not one.answers or not full:
+        reason = "nothing that keeps all to compare with" if one.answers else "never measured"
+        return {**row, "failed": one.failed or reason}
+    for what, quantity in (("ttft", "prefill_ms"), ("token", "token_ms")):
+        row[f"{what}_ms"] = spread(one.times(quantity))
+        row[f"{what}_over_plain"] = spread(one.over(one.beside, quantity) if one.beside else [])
+        if one.ours is not None and not one.ours.failed:
+            row[f"{what}_ours_over_theirs"] = spread(one.ours.over(one, quantity))
+    last: Mapping[str, Any] = one.answers[-1]
+    names = ("held", "allocated", "beside")
     return row | {
-        **times,
-        "peak_bytes": {"prefill": peak["prefill_peak"], "decode": peak["decode_peak"]},
-        "cache_bytes": {
-            "held": last["bytes_held"],
-            "allocated": last["bytes_allocated"],
-            "full": full,
-            "beside": last["bytes_beside"],
-        },
-        "memory": memory_of(last["bytes_allocated"], full, one.keep_ratio),
+        "peak_bytes": {stage: last[f"{stage}_peak"] for stage in ("prefill", "decode")},
+        "cache_bytes": {"full": full, **{name: last[f"bytes_{name}"] for name in names}},
+        **memory_of(last["bytes_allocated"], full, one.keep_ratio),
     }
 
 
-def benchmark(
-    setting: Setting, python: str | None, command: str = "", *, memory: bool = True
-) -> dict[str, Any]:
-    """Measure both sides, and return the record.
-
-    Args:
-        setting: of the benchmark.
-        python: interpreter of the library's environment; None: there is none.
-        command: that a reader would type.
-        memory: whether to watch memory on a CPU, in processes of their own.
-
-    Raises:
-        ValueError: a policy that only we have, no such interpreter, or what `speed_serving` refuses.
-        RuntimeError: the other process failed.
-    """
-    setting, started = known(setting), Started()
-    bench = Bench.of(setting)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        how: dict[str, Any] = {"threads": setting.threads, "dtype": setting.dtype, "device": setting.device}
-        if python is not None:
-            write_exchange(folder, bench.model, bench.ids_BT, tokens=setting.tokens, **how)
-        missing = absent(python, folder)
-        there: dict[str, Any] = {}
-        if not missing and python is not None:
-            with Peer(python, folder) as peer:
-                there = peer.versions()
-        rows = measure(bench, None if missing else python, folder, memory=memory)
-    found = {"peer": {"python": python and os.path.basename(python), "versions": there, "absent": missing}}
-    return record_of("peers", setting, command, started, {**found, "rows": rows})
+COLUMNS = (
+    *(Column("library", "library"), Column("method", "name"), KEEP),
+    *(Column("first token ms", "ttft_ms", ".1f", wide=True), Column("/ plain", "ttft_over_plain")),
+    *(Column("token ms", "token_ms", ".2f", wide=True), Column("/ plain", "token_over_plain")),
+    *(Column("/ dense", "token_over_dense"), PEAK, HELD),
+    *(
+        Column("allocated", "cache_bytes.allocated", ".2f", 2**20),
+        Column("of full", "allocated_of_full", ".1%"),
+    ),
+    *(Column("memory", "memory"), Column("ours/theirs: first", "ttft_ours_over_theirs")),
+    Column("token", "token_ours_over_theirs"),
+)
 
 
-def table(record: dict[str, Any]) -> str:
-    """A record as the text that is printed and kept."""
+def table(record: dict[str, Any]) -> list[str]:
+    """A record as the lines that are printed and kept."""
     setting, peer, rows = record["setting"], record["peer"], record["rows"]
     there = ", ".join(f"{name} {version}" for name, version in peer["versions"].items())
     lines = heading(
@@ -317,17 +272,11 @@ def table(record: dict[str, Any]) -> str:
         f"decoded behind them; {setting['rounds']} rounds; {setting['dtype']}",
         f"theirs: {there}" if there else peer["absent"],
     )
-    width = max(len("method"), *(len(row["name"]) for row in rows))
-    head = (
-        f"{'library':<12} {'method':<{width}} {'keep':>5} {'first token ms':>25} {'/ plain':>8} "
-        f"{'token ms':>22} {'/ plain':>8} {'/ dense':>7} {'peak MiB':>9} {'held MiB':>9} "
-        f"{'allocated':>9} {'of full':>8} {'memory':>12} "
-        f"{'ours/theirs: first':>18} {'token':>7}"
-    )
     for batch in dict.fromkeys(row["batch"] for row in rows):
-        lines += [f"batch {batch}", head]
-        lines += [_line(row, width) for row in rows if row["batch"] == batch] + [""]
-    lines += [
+        here = [row for row in rows if row["batch"] == batch]
+        lines += [f"batch {batch}", *grid(COLUMNS, here), ""]
+    return [
+        *lines,
         "median (20 % .. 80 %) over rounds; / plain: of ratios to transformers' own cache next to it, in the "
         "same process; / dense: within a round, to transformers' own cache of as many entries, here.",
         "held: MiB of keys and values behind the prompt, as the cache counts them; allocated: of the storage",
@@ -335,47 +284,6 @@ def table(record: dict[str, Any]) -> str:
         f"stay, at least {SIMULATED:.0%} is allocated; freed: at most {FREED:g} times what was asked for",
         "(room for what is decoded, positions, tables); partly freed: something between.",
     ]
-    return "\n".join([*lines, ""])
 
 
-def _line(row: dict[str, Any], width: int) -> str:
-    start = f"{row['library']:<12} {row['name']:<{width}} {row['keep_ratio']:>5g}"
-    if row["failed"]:
-        return f"{start} failed: {row['failed']}"
-    held, allocated, full = (row["cache_bytes"][name] for name in ("held", "allocated", "full"))
-    peak = row["peak_bytes"]["prefill"]
-    return (
-        f"{start} {show_spread(row['ttft_ms'], 1):>25} {show_median(row['ttft_over_plain']):>8} "
-        f"{show_spread(row['token_ms'], 2):>22} {show_median(row['token_over_plain']):>8} "
-        f"{show_median(row.get('token_over_dense')):>7} "
-        f"{show_mib(peak):>9} {held / 2**20:>9.2f} {allocated / 2**20:>9.2f} {allocated / full:>8.1%} "
-        f"{row['memory']:>12} {show_median(row.get('ttft_ours_over_theirs')):>18} "
-        f"{show_median(row.get('token_ours_over_theirs')):>7}"
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, measure, print the table and write it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m retain.eval.speed.peers",
-        description=f"Time and weigh policies beside {LIBRARY} and plain transformers.",
-    )
-    add_settings(parser, Setting)
-    parser.add_argument("--peer-python", help=f"interpreter of an environment where {LIBRARY} is installed")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the processes that watch memory")
-    parser.add_argument("--output", type=Path, default=Path("results/speed/peers.json"))
-    given = parser.parse_args(arguments)
-    typed = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        setting = Setting(**{own.name: getattr(given, own.name) for own in fields(Setting)})
-        command = shlex.join(["python", "-m", "retain.eval.speed.peers", *typed])
-        record = benchmark(setting, given.peer_python, command, memory=not given.no_memory)
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    publish(record, table(record), given.output)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(status_of(main))
+BENCHMARK = Benchmark("retain.eval.speed", "peers", PeersSettings, measure, table, serving.watch)

@@ -1,16 +1,16 @@
-"""Published ratios of speed, held against what was measured here: lines that hold or do not.
+"""Holds published ratios of speed against a record of the benchmark `long`: lines that hold or do not.
 
-Their numbers are of A100s and A800s, of models and kernels that are not ours, and of transformers' cache as
-it was then. A line that does not hold tells that the ratio is not had here; the times beside it tell why. The
-record is of `retain.eval.speed.long`; `plain` is transformers' own cache, `full` ours that keeps everything.
+The published numbers are of A100s and A800s, of other models and kernels, and of transformers' cache as it
+was then. A line that does not hold tells that the ratio is not had here; the times beside it tell why.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PLAIN, FULL = "plain", "full"
-PREFILL, DECODE = "prefill_ms", "decode_ms"
+from retain.eval.speed.caches import FULL, PLAIN
+
+PREFILL, DECODE = "prefill", "token"
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Published:
     Args:
         source: whose it is, and on which device.
         policy: that it is of.
-        what: `prefill_ms`, over the full cache's at most `ratio`; or `decode_ms`, of which the full cache's
-            is at least `ratio` times as long.
+        what: `prefill`, whose time is at most `ratio` of the full cache's; or `token`, of which the full
+            cache's is at least `ratio` times as long.
         ratio: as published.
         tokens: length of the prompts.
         batch: prompts read at once.
@@ -46,44 +46,46 @@ PUBLISHED = (
 )
 
 
-def published(record: Mapping[str, Any]) -> list[str]:
-    """A line for each published ratio that a record is about; none if it is about none.
+def published(setting: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each published ratio that rows are about.
 
     Args:
-        record: of `retain.eval.speed.long`.
+        setting: their `batch` and `keep_ratio`.
+        rows: of the benchmark `long`.
 
     Returns:
         lines that begin with `held`, `**NOT held**` or `**not measured**`.
     """
     lines = []
     for own in PUBLISHED:
-        setting, rows = record["setting"], record["lengths"].get(str(own.tokens), {})
+        here = {row["policy"]: row for row in rows if row["tokens"] == own.tokens}
         same = own.keep_ratio is None or abs(setting["keep_ratio"] / own.keep_ratio - 1) < 0.01
-        if own.policy in rows and setting["batch"] == own.batch and same:
-            lines.append(_line(own, rows))
+        if own.policy in here and setting["batch"] == own.batch and same:
+            lines.append(_line(own, here))
     return lines
 
 
 def _line(own: Published, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    name = "time to first token" if own.what == PREFILL else "decoding"
-    wanted = f"at most {own.ratio:g} x" if own.what == PREFILL else f"at least {own.ratio:g} times as fast as"
-    at = f"{own.batch} x {own.tokens:,} tokens" if own.batch > 1 else f"{own.tokens:,} tokens"
-    claim = f"{own.source}: {name} at {at} {wanted} the full cache"
-    failed = [f"{who}: {rows[who]['failed']}" for who in (own.policy, PLAIN) if "failed" in rows[who]]
+    prefill = own.what == PREFILL
+    claim = (
+        f"{own.source}: {'time to first token' if prefill else 'decoding'} at "
+        f"{f'{own.batch} x ' * (own.batch > 1)}{own.tokens:,} tokens "
+        f"{f'at most {own.ratio:g} x' if prefill else f'at least {own.ratio:g} times as fast as'} the full "
+        "cache"
+    )
+    failed = [f"{who}: {rows[who]['failed']}" for who in (own.policy, PLAIN) if rows[who].get("failed")]
     if failed:
         return f"**not measured**: {claim}: {'; '.join(failed)}"
-    over = rows[own.policy][f"{own.what}_over_{PLAIN}"]
-    found, held = _shown(own, over), _ratio(own, over["median"])
-    good = held <= own.ratio if own.what == PREFILL else held >= own.ratio
-    beside = rows[own.policy].get(f"{own.what}_over_{FULL}")
-    also = "" if beside is None else f", {_shown(own, beside)} over our cache that keeps everything"
-    return f"{'held' if good else '**NOT held**'}: {claim}: {found} here{also}"
 
+    def ratio(over: float) -> float:
+        return over if prefill else 1 / over
 
-def _ratio(own: Published, over: float) -> float:
-    return over if own.what == PREFILL else 1 / over
+    def shown(over: Mapping[str, float]) -> str:
+        low, high = sorted((ratio(over["p20"]), ratio(over["p80"])))
+        return f"{ratio(over['median']):.3f} ({low:.3f}..{high:.3f})"
 
-
-def _shown(own: Published, over: Mapping[str, float]) -> str:
-    low, high = sorted((_ratio(own, over["p20"]), _ratio(own, over["p80"])))
-    return f"{_ratio(own, over['median']):.3f} ({low:.3f}..{high:.3f})"
+    over, beside = (rows[own.policy].get(f"{own.what}_over_{other}") for other in (PLAIN, FULL))
+    assert over is not None
+    good = ratio(over["median"]) <= own.ratio if prefill else ratio(over["median"]) >= own.ratio
+    also = "" if beside is None else f", {shown(beside)} over our cache that keeps everything"
+    return f"{'held' if good else '**NOT held**'}: {claim}: {shown(over)} here{also}"

@@ -189,7 +189,7 @@ def play(
         "answered": tuple(np.mean(right, axis=0).tolist()) if right else (),
         "tokens": cache.num_seen,
         "most_held": {unit: max(own[unit] for own in most_held) for unit in UNITS},
-        "shape": (len(cache.specs), cache.specs[0].num_kv_heads),
+        "shape": (len(cache.state.specs), cache.state.specs[0].num_kv_heads),
         "seen": tuple(row.entries_seen for row in reports),
         "held": tuple(row.entries_held for row in reports),
         "bytes_held": tuple(row.bytes_held for row in reports),
@@ -255,7 +255,7 @@ def _held_share(cache: Cache, row: int, conversation: Conversation) -> float:
     places = {first.index(conversation.key), first.index(conversation.value)}
     rows = [
         layer.store.row(row, head)[2].tolist() if layer.store is not None else range(cache.num_seen)
-        for layer, spec in zip(cache.ragged, cache.specs, strict=True)
+        for layer, spec in zip(cache.state.ragged, cache.state.specs, strict=True)
         for head in range(spec.num_kv_heads)
     ]
     return sum(places <= set(positions) for positions in rows) / len(rows)

@@ -235,7 +235,7 @@ def kept_here(model: Any, ids_BT: Tensor, policy: str, keep_ratio: float) -> lis
     with torch.no_grad(), attach(model):
         cache = Cache(model, policy, keep_ratio=keep_ratio, short="raise").prefill(ids_BT)
     masks = []
-    for layer in cache.ragged:
+    for layer in cache.state.ragged:
         store = layer.store
         assert store is not None
         B, H = store.lengths_BH.shape

@@ -32,7 +32,7 @@ from retain.eval.tasks.suite import Suite
 from retain.process.command import status_of
 from retain.process.provenance import write_json, write_text
 
-MODULE = "retain.eval.study.command"
+MODULE = "retain.eval.study"
 REPORT, NUMBERS, PICTURE, CONFIG = "study.md", "study.json", "study.png", "study.yaml"
 
 

@@ -1,13 +1,13 @@
 """Finds a suite of tasks by its name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from retain.eval.tasks.reference import reference_suite
 from retain.eval.tasks.reference_more import reference_more_suite
 from retain.eval.tasks.reference_shift import reference_shift_suite
-from retain.eval.tasks.suite import Suite
-from retain.eval.tasks.text import text_suite
+from retain.eval.tasks.suite import Suite, Task
+from retain.eval.tasks.text import cards, text_suite
 from retain.registry import lookup
 
 
@@ -31,3 +31,20 @@ def load_suite(name: str, **how: Any) -> Suite:
         "text": text_suite,
     }
     return lookup(name, suites, what="suite of tasks")(**how)
+
+
+def tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
+    """The tasks of a run's suite, without its model; a suite that only a program made has none here."""
+    suite = manifest["config"]["suite"]
+    if suite == "reference":
+        return load_suite("reference").tasks
+    known = cards() if suite == "text" else {}
+    return {
+        name: Task(
+            name,
+            about=known[name].about if name in known else "",
+            single_key=name in known and known[name].single_key,
+            **own,
+        )
+        for name, own in manifest.get("tasks", {}).items()
+    }

@@ -54,7 +54,7 @@ class CapacityError(ValueError):
 
 
 @dataclass(frozen=True)
-class CapacityGuard:
+class Guard:
     """States what happens if an eviction exceeds the limit of risk.
 
     Args:

@@ -1,5 +1,6 @@
 """The ragged cache: exactly the kept entries of each row, and attention over them.
 
 Reading order: `store` (the entries of one layer), `attend` (queries against them), `equal_rows` (the dense
-calls where rows are equally long), `dense_view` (rows side by side again, to be scored anew).
+calls where rows are equally long), `dense_view` (rows side by side again, to be scored anew), `file_format`
+(a conversation in one file).
 """

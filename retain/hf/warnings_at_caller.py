@@ -1,8 +1,4 @@
-"""What a user is warned of, at the user's own line.
-
-In: a message. Out: a warning. The one decision taken here: the line that is shown is the first one outside
-of this package and of what it is built on, whoever called whom in between.
-"""
+"""Warns a user at the user's own line: the first one outside of this package and of what it is built on."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The process that a command runs in: exit status, missing packages, locks, memory, clocks, provenance.
+"""The process of a command: exit status, missing packages, locks, memory, provenance, benchmarks.
 
-Reading order: `command`, `extras`, `provenance`, `lock`, `memory`, `stopwatch`.
+Reading order: `command`, `extras`, `provenance`, `lock`, `memory`, `timing`, `benchmark`.
 """

@@ -56,7 +56,7 @@ class Peak:
     def __init__(self, device: str) -> None:
         self.device, self._on_gpu = device, device.startswith("cuda")
         self._forget()
-        self._before = torch.cuda.memory_allocated(device) if self._on_gpu else held_now()
+        self.before = torch.cuda.memory_allocated(device) if self._on_gpu else held_now()
 
     def beyond(self) -> int:
         """Peak of bytes since creation or the last call, minus those held at creation."""
@@ -66,7 +66,7 @@ class Peak:
         else:
             most = held_at_most()
         self._forget()
-        return most - self._before
+        return most - self.before
 
     def _forget(self) -> None:
         if self._on_gpu:

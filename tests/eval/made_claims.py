@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retain.eval.claims.fused import FRESH_FROM, WANTED_AT, WANTED_IN, parts_of
-from retain.eval.claims.lines import FusedClaim, Line
+from retain.eval.claims.check import check_claim
+from retain.eval.claims.claim import CheckedClaim, Line, Parts, load_claims
+from retain.eval.claims.runs import parts_of
 from retain.eval.stats.summary import Scores, gather
 
 FAMILY = {"copy": "seen", "pair": "seen", "odd": "held-out"}
@@ -34,7 +35,9 @@ RATES: Rates = {
     ("query_aware", "oracle", 0.4): (1.0, 0.9, 0.9),
 }
 SIDES = ("fused", "gate", "oracle")
-OPTIONS = {"resamples": 500}
+FILE = load_claims()
+CLAIMS = {claim.name: claim for claim in FILE.claims}
+WANTED_IN, WANTED_AT = CLAIMS["not worse"].rows[0].regimes, CLAIMS["not worse"].rows[0].keep_ratios
 
 
 def make_rows(rates: Rates, items: int = 40, seeds: tuple[int, ...] = SEEDS) -> list[dict[str, Any]]:
@@ -67,9 +70,18 @@ def changed(
     return {cell: policies.get(cell[1], own) for cell, own in kept.items()}
 
 
-def check_of(rates: Rates, **options: Any) -> tuple[Scores, Any]:
-    scores = gather(make_rows(rates, **options), list(FAMILY))
-    return scores, parts_of(scores, [{}], policy="fused", gate="gate", oracle="oracle")
+def scores_of(rates: Rates, **options: Any) -> Scores:
+    return gather(make_rows(rates, **options), list(FAMILY))
+
+
+def named(scores: Scores, **more: Any) -> Parts:
+    manifests = more.pop("manifests", [{}])
+    return parts_of(scores, manifests, **{"policy": "fused", "gate": "gate", "oracle": "oracle"} | more)
+
+
+def checked(name: str, scores: Scores, parts: Parts | None = None) -> CheckedClaim:
+    """A claim of configs/claims/fused.yaml on a run."""
+    return check_claim(CLAIMS[name], scores, named(scores) if parts is None else parts, resamples=500)
 
 
 def complete(rates: Rates) -> Rates:
@@ -85,7 +97,7 @@ def complete(rates: Rates) -> Rates:
     return {**found, **rates}
 
 
-def line_of(claim: FusedClaim, *place: Any) -> Line:
+def line_of(claim: CheckedClaim, *place: Any) -> Line:
     """The line of a regime, budget, task family and, where there are several, opponent."""
     found = [
         line
@@ -103,7 +115,7 @@ def make_manifest(**changes: Any) -> dict[str, Any]:
     }
     return {
         "run": "made",
-        "config": {"suite": "stub", "first_item": FRESH_FROM},
+        "config": {"suite": "stub", "first_item": FILE.conditions.first_item},
         "tasks": tasks,
         "identity": {"gates": {str(seed): {"sha256": f"{seed}" * 64} for seed in SEEDS}},
         "code_states": [{"commit": "a" * 40, "clean": True}],
@@ -119,4 +131,5 @@ def write_run(folder: Path, manifest: dict[str, Any], rates: Rates, items: int) 
     return folder
 
 
-SCORES, PARTS = check_of(RATES)
+SCORES = scores_of(RATES)
+PARTS = named(SCORES)

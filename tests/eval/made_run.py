@@ -261,7 +261,7 @@ def make_speed() -> dict[str, Any]:
     return {
         "what": "serving",
         "date": "2026-01-02",
-        "command": "python -m retain.eval.speed.serving --output results/made/speed.json",
+        "command": "python -m retain.eval.speed --what serving --output results/made/speed.json",
         "model": {"name": "random", "parameters": 1_000_000},
         "peak_of": "process: resident memory beyond the weights",
         "rows": [*rows, lost],

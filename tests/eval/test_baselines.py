@@ -1,13 +1,17 @@
 """The two controls, against loops over their definitions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from retain.eval.run.baselines import fit_token_identity, load_token_identity, oracle
+from retain.eval.run import evaluated_model
+from retain.eval.run.baselines import fit_token_identity, oracle
+from retain.eval.run.evaluated_model import load_evaluated
 from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.intercept.observe import observe
-from tests.eval.stub import stub_documents, stub_model
+from tests.eval.stub import STUB, stub_config, stub_documents, stub_model
 from tests.tiny import VOCAB
 
 
@@ -41,13 +45,26 @@ def test_token_identity_knows_no_context():
     assert fitted.score(first).unit == "risk" and (a > 0).all()
 
 
-def test_a_table_is_read_back_only_for_what_it_was_made_from(tmp_path):
-    fitted = fit_token_identity(stub_model(0), stub_documents(0, 1, 60), horizon=8)
-    path = tmp_path / "table.safetensors"
-    fitted.save(path, {"model": "a", "documents": 1})
-    assert torch.equal(load_token_identity(path, {"model": "a", "documents": 1}).mean_LHV, fitted.mean_LHV)
-    assert load_token_identity(path, {"model": "b", "documents": 1}) is None
-    assert load_token_identity(tmp_path / "none", {}) is None
+def test_a_table_is_read_back_only_for_what_it_was_made_from(tmp_path, monkeypatch):
+    config = stub_config(tmp_path, policies=("token_identity",))
+    fits = []
+
+    def fit(*given, **options):
+        fits.append(options)
+        return fit_token_identity(*given, **options)
+
+    monkeypatch.setattr(evaluated_model, "fit_token_identity", fit)
+    first = load_evaluated(config, STUB, 0).token_identity
+    assert torch.equal(load_evaluated(config, STUB, 0).token_identity.mean_LHV, first.mean_LHV)
+    assert fits == [{"horizon": 32}]
+    load_evaluated(replace(config, horizon=8), STUB, 0)
+    assert fits[1:] == [{"horizon": 8}]
+    (table,) = config.folder.glob("token_identity*.safetensors")
+    table.write_bytes(b"torn")  # and one without a note
+    load_evaluated(replace(config, horizon=8), STUB, 0)
+    table.with_suffix(".json").unlink()
+    load_evaluated(replace(config, horizon=8), STUB, 0)
+    assert len(fits) == 4
 
 
 def test_no_documents():

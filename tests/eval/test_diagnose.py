@@ -22,7 +22,7 @@ from retain.eval.diagnose.teacher_forced import (
     split,
     transcript,
 )
-from retain.eval.run.shared_prefill import first_entries
+from retain.eval.run.scoring import first_entries
 from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.cache.cache import Cache

@@ -10,7 +10,7 @@ from retain.eval.config import CompareConfig
 from retain.eval.report import kept
 from retain.eval.report.document_view import view
 from retain.eval.report.kept import collect, main, token_texts
-from retain.eval.run.evaluated_model import Unit, load_subject
+from retain.eval.run.evaluated_model import Unit, load_evaluated
 from retain.eval.run.runner import run_unit
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_item
 
@@ -36,7 +36,7 @@ def test_it_is_what_the_run_kept(gated, regime, first):
     made = collect(config, MORE_STUB, words, command="typed", documents=2)
     assert json.loads(json.dumps(made)) == made and made["command"] == "typed"
     assert made["made"]["regime"] == regime and len(made["made"]["layers"]) == 3
-    subject = load_subject(config, MORE_STUB, 0)
+    evaluated = load_evaluated(config, MORE_STUB, 0)
     for document in made["documents"]:
         item = stub_item(document["task"], 0, first, 100)
         assert document["item"] == first and f"item {first}," in document["name"]
@@ -44,7 +44,7 @@ def test_it_is_what_the_run_kept(gated, regime, first):
         assert document["tokens"] == words((*item.context_ids, *item.question_ids)[:seen])
         assert document["of"] == sum(document["heads"]) == 6
         unit = Unit(0, document["task"], first, first + 1)
-        rows = run_unit(config, MORE_STUB, subject, unit).rows
+        rows = run_unit(config, MORE_STUB, evaluated, unit).rows
         measured = {(row.policy, row.budget): row for row in rows if row.question == 0}
         assert {(own["policy"], own["budget"]) for own in document["kept"]} == {
             key for key in measured if key[0] != "full"

@@ -2,20 +2,23 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from retain.eval.report.blocks import LEVELS, colours, heat, luminance, number, p_value
+from retain.eval.report.commands import commands
 from retain.eval.report.document_view import STEPS, from_diagnostics, step_of, view
-from retain.eval.report.figures import Difference, Panel, Series, draw_forest, draw_lines, look, ticks
-from retain.eval.report.html_page import PARTS, context, inert, main, tasks_of, write_page
-from retain.eval.report.page_scores import heat_maps, styles_of
-from retain.eval.report.tabular import LEVELS, colours, heat, luminance, number, p_value
+from retain.eval.report.plots import COLOURS, VARIABLES, Dot, Lines, Look, Rows, Series, as_svg, looks_of
+from retain.eval.report.render import inert, main, marked, write_report
+from retain.eval.report.tables import heat_maps
 from retain.eval.run.results_store import ITEMS
 from retain.eval.stats.comparisons import ALPHA, Place, budget_name, is_judged, judge, paragraphs, word_of
-from retain.eval.stats.summary import Cell, gather
+from retain.eval.stats.summary import gather
+from retain.eval.tasks.suites import tasks_of
 from tests.eval.made_run import (
     BUDGETS,
     HOSTILE,
@@ -74,10 +77,13 @@ def said(one):
     return "".join(one["text"])
 
 
+def page_of(folder, manifest):
+    return write_report(folder, manifest, TASKS)[0].with_name("report.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    folder = make_run(tmp_path_factory.mktemp("made"))
-    return write_page(folder, make_manifest(), TASKS).read_text(encoding="utf-8")
+    return page_of(make_run(tmp_path_factory.mktemp("made")), make_manifest())
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,7 @@ def bare(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("bare"), measured=False, clean=False)
     manifest = make_manifest(clean=False)
     del manifest["finished"]
-    return Page(write_page(folder, manifest, TASKS).read_text(encoding="utf-8"))
+    return Page(page_of(folder, manifest))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +112,10 @@ def judged(scores):
 
 
 def test_every_part_is_there_and_every_link_of_the_page_leads_somewhere(page):
-    assert [one["id"] for one in page.all("section")] == [ident for ident, _ in PARTS]
+    parts = [one["id"] for one in page.all("section")]
+    assert parts == [one["href"][1:] for one in page.inside(page.all("nav")[0], "a")]
+    wanted = "verdicts claims scores glance differences needles documents budgets coverage jaccard memory"
+    assert {*wanted.split(), "tasks", "unclear", "answers", "nulls", "made", "reading"} <= {*parts}
     idents = [one["id"] for one in page.elements if "id" in one]
     assert len(idents) == len(set(idents)) > 60
     for link in page.all("a"):
@@ -173,8 +182,8 @@ def test_every_figure_says_what_makes_it(page):
         commands = [own for own in page.inside(one, "p") if own.get("class") == "command"]
         assert commands and said(page.inside(one, "code")[0]).startswith("python ")
         assert page.inside(one, "figcaption")
-    assert "retain.eval.diagnose.command" in said(page.by_id("fig-coverage"))
-    assert "retain.eval.speed.serving" in said(page.by_id("fig-speed"))
+    assert "retain.eval.diagnose" in said(page.by_id("fig-coverage"))
+    assert "retain.eval.speed --what serving" in said(page.by_id("fig-speed"))
     assert "configs/compare/made.yaml" in said(page.by_id("fig-scores"))
     for drawing in page.all("svg", role="img"):
         assert said(page.by_id(drawing["aria-labelledby"]))
@@ -266,7 +275,7 @@ def test_what_is_missing_is_a_sentence_with_its_command(bare):
     for ident, command in (
         ("documents", "python -m retain.eval.report.kept --config configs/compare/made.yaml"),
         ("coverage", "python -m retain.eval.diagnose --model reference:0 --policies random recency snapkv"),
-        ("memory", "python -m retain.eval.speed.serving --policies random,recency,snapkv,h2o"),
+        ("memory", "python -m retain.eval.speed --what serving --policies random,recency,snapkv,h2o"),
     ):
         assert command in said(bare.by_id(ident))
     assert {one["id"] for one in bare.all("figure")} == {"fig-scores", "fig-forest", "fig-needles"}
@@ -282,7 +291,7 @@ def test_the_gates_that_are_named_are_those_that_the_policy_took(tmp_path):
     }
 
     def diagnosed():
-        return {**context(make_run(tmp_path, measured=False), manifest, TASKS)}["commands"][2][1]
+        return commands(tmp_path, manifest)["diagnostics"]
 
     assert " oracle --keep-ratio 0.2 --gates runs/mine-seed0 --out" in diagnosed()
     # A control has the gates' own folder, and nobody is asked for any whose policies take none.
@@ -294,7 +303,7 @@ def test_the_gates_that_are_named_are_those_that_the_policy_took(tmp_path):
 
 def test_an_unclean_tree_is_said_first(bare, page):
     warnings = [said(one) for one in bare.all("p", **{"class": "warning"})]
-    assert [text.split(".")[0] for text in warnings] == ["Scratch", "Unfinished"]
+    assert [text.split(":")[0] for text in warnings] == ["Scratch", "Unfinished"]
     assert page.all("p", **{"class": "warning"}) == []
 
 
@@ -321,20 +330,17 @@ def test_a_task_that_tells_nothing_is_said(tmp_path):
         if line["task"] == "pair":
             line["score"] = line["exact"] = 1.0
     (folder / ITEMS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    page = Page(write_page(folder, make_manifest(), TASKS).read_text())
+    page = Page(page_of(folder, make_manifest()))
     rows = page.inside(page.by_id("tab-ceilings"), "tr")[1:]
     flags = {said(page.inside(row, "td")[1]): said(page.inside(row, "td")[2]) for row in rows}
     assert flags == {"copy": "yes", "pair": "no", "ruler/vt": "yes", "niah/grid": "yes"}
     assert "6 of 24 places (regime, budget, task) do not tell policies apart" in said(page.by_id("verdicts"))
 
 
-def test_the_same_run_gives_the_same_page(tmp_path, written):
+def test_the_same_run_gives_the_same_page_and_the_command_writes_it_again(tmp_path, capsys, written):
     folder = make_run(tmp_path)
-    assert write_page(folder, make_manifest(), TASKS).read_text(encoding="utf-8") == written
-
-
-def test_the_command_writes_it_again(tmp_path, capsys, written):
-    folder = make_run(tmp_path)
+    assert page_of(folder, make_manifest()) == written
+    (folder / "report.html").unlink()
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
     # A suite that only a program knows: what the manifest says of its tasks.
@@ -349,7 +355,7 @@ def test_a_damaged_file_is_named(tmp_path, name):
     folder = make_run(tmp_path)
     (folder / f"{name}.json").write_text('{"documents": []')
     with pytest.raises(ValueError, match=f"{name}.json cannot be read .* Make it again, or delete it"):
-        write_page(folder, make_manifest(), TASKS)
+        write_report(folder, make_manifest(), TASKS)
 
 
 def test_documents_that_do_not_fit_their_numbers_are_refused():
@@ -368,11 +374,11 @@ def test_tokens_are_shaded_by_who_kept_them(page):
         one for one in make_kept()["documents"][0]["kept"] if (one["policy"], one["budget"]) == ("gate", 0.2)
     )
     first = made.documents[0]
-    assert [token.step for token in first.tokens] == [step_of(kept, 8) for kept in own["rows"]]
-    assert [place for place, token in enumerate(first.tokens) if token.needle] == [*range(1, 9)]
+    assert [step for _, step, _ in first.tokens] == [step_of(kept, 8) for kept in own["rows"]]
+    assert [place for place, token in enumerate(first.tokens) if token[2]] == [*range(1, 9)]
     shown = page.inside(page.all("div", **{"class": "tokens"})[0], "span")
-    assert [one["class"].split()[0] for one in shown] == [f"k{token.step}" for token in first.tokens]
-    assert "".join(map(said, shown)) == "".join(token.text for token in first.tokens)
+    assert [one["class"].split()[0] for one in shown] == [f"k{step}" for _, step, _ in first.tokens]
+    assert "".join(map(said, shown)) == "".join(text for text, _, _ in first.tokens)
     row = next(line for line in first.shares.rows if (line[0].text, line[1].value) == ("gate", 0.2))
     assert row[2].value == pytest.approx(sum(own["rows"]) / (8 * 192))
     assert row[3].value == pytest.approx(sum(own["rows"][1:9]) / 64)
@@ -386,7 +392,7 @@ def test_steps_of_shading():
 def test_the_document_of_the_diagnostics_will_do():
     made = view(from_diagnostics(make_diagnostics()))
     assert made.policies == ("snapkv", "gate") and made.layers == () and made.documents[0].name == "first"
-    assert [token.step for token in made.documents[0].tokens] == [1, 0, 3]  # the gate's: 1, 0, 3 of 4
+    assert [step for _, step, _ in made.documents[0].tokens] == [1, 0, 3]  # the gate's: 1, 0, 3 of 4
 
 
 def test_json_cannot_end_its_element():
@@ -407,7 +413,7 @@ def test_colours_are_monotone_and_readable():
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_lines_and_words_stand_out_from_the_ground(scheme):
-    css = (Path(__file__).parents[2] / "eval/report/template/page.css").read_text()
+    css = (Path(__file__).parents[2] / "eval/report/template/report.css").read_text()
     block = css.split("prefers-color-scheme: dark")[scheme == "dark"]
     values = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6})", block))
 
@@ -424,49 +430,64 @@ def test_lines_and_words_stand_out_from_the_ground(scheme):
         assert contrast(name, "ground") >= 4.5, name
     for name in (f"s{number_}" for number_ in range(8)):
         assert contrast(name, "ground") >= 3.0, name
+    # Drawings have the style sheet's colours.
+    if scheme == "light":
+        assert {name: values[name] for name in VARIABLES.values()} == {v: k for k, v in VARIABLES.items()}
     assert contrast("warn", "warn-ground") >= 4.5 and contrast("k5-ink", "k5") >= 4.5
 
 
 def test_looks_tell_policies_apart():
-    styles = styles_of(["full", *(f"p{place}" for place in range(20)), "oracle", "token_identity"])
-    assert "full" not in styles and len({look(style)[:2] for style in styles.values()}) == 22
-    assert look(styles["oracle"])[0] == look(styles["token_identity"])[0] == "s7"
+    looks = looks_of(["full", *(f"p{place}" for place in range(20)), "oracle", "token_identity"])
+    assert "full" not in looks and len({(look.colour, look.dash) for look in looks.values()}) == 22
+    assert looks["oracle"].colour == looks["token_identity"].colour == len(COLOURS) - 1
+    # Another protection: the same colour and marker, hollow, and dashed in a way of its own.
+    own = list(looks_of(["h2o", "keydiff", "keydiff+least", "keydiff+joint"]).values())[1:]
+    assert {(look.colour, look.marker) for look in own} == {(1, 1)}
+    assert [look.dash for look in own] == [0, 1, 2]
+    assert [look.hollow for look in own] == [False, True, True]
 
 
-def test_ticks_are_round():
-    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
-    assert ticks(-7, 7, 4) == [-5, 0, 5]
-    assert np.allclose(ticks(0, 0.7), [0, 0.2, 0.4, 0.6])
-    assert ticks(3, 3) == [3]
+def points_of(svg, start='<path d="M'):
+    text = svg.split("data-style=", 1)[1].split(start, 1)[1].split('"')[0]
+    return [tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)", text)]
 
 
 def test_a_line_is_drawn_where_its_numbers_are():
-    series = Series("a & b", 9, (1.0, 2.0, 4.0), (0.0, 50.0, 100.0), (0.0, 40.0, 90.0), (10.0, 60.0, 100.0))
-    text = draw_lines(Panel("one", "A <title>", "x", "y", (series,), y_range=(0.0, 100.0), log_x=True))
-    path = re.search(r'class="line" d="M([^"]+)" stroke-dasharray="6 3"', text)[1]
-    points = [tuple(map(float, point.split())) for point in path.split("L")]
+    series = Series("a & $b", Look(9, 1, 1), (1.0, 2.0, 4.0), (0.0, 50.0, 100.0))
+    svg = as_svg(Lines("A <title>", "x", "y", (series,), (1, 2, 4), (0.0, 100.0), log_x=True), "one")
+    points = points_of(svg)
     # Evenly spaced on a log axis; up is up; halfway is halfway.
     assert points[1][0] - points[0][0] == pytest.approx(points[2][0] - points[1][0], abs=0.2)
     assert points[0][1] > points[1][1] > points[2][1]
     assert points[1][1] == pytest.approx((points[0][1] + points[2][1]) / 2, abs=0.1)
-    assert "A &lt;title&gt;" in text and "a &amp; b" in text and 'class="s1"' in text
+    assert "A &lt;title&gt;" in svg and '<g data-style="9"><title>a &amp; $b</title>' in svg
+    assert "var(--s1)" in svg and "stroke-dasharray" in svg and "#" not in svg.replace('href="#', "")
+    assert 'viewBox="0 0 360 ' in svg and "://" not in svg and "url(" not in svg
+    # Bands, and lines of many points without markers.
+    band = replace(series, low=(0.0, 40.0, 90.0), high=(10.0, 60.0, 100.0))
+    assert as_svg(Lines("", "x", "y", (band,)), "two").count('data-style="9"') == 2
 
 
 def test_one_budget_is_drawn_side_by_side():
-    series = tuple(Series(name, style, (64.0,), (50.0,), (40.0,), (60.0,)) for style, name in enumerate("ab"))
-    text = draw_lines(Panel("one", "A title", "x", "y", series, y_range=(0.0, 100.0)))
-    bars = [
-        (float(x), float(a), float(b)) for x, a, b in re.findall(r'"M([\d.]+) ([\d.]+)V([\d.]+)"/>', text)
-    ]
-    assert len(bars) == 2 and bars[0][0] < bars[1][0] and bars[0][1:] == bars[1][1:]
-    assert bars[0][1] > bars[0][2]  # from low to high is up
+    series = tuple(Series(str(n), Look(n, n), (64.0,), (50.0,), (40.0,), (60.0,)) for n in range(2))
+    svg = as_svg(Lines("A title", "x", "y", series, y_range=(0.0, 100.0)), "one")
+    drawn = [part for part in re.findall(r"data-style=.*?</g>", svg) if "<use" not in part]
+    bars = [points_of(part) for part in drawn]
+    (one, two) = (bar for bar in bars if len(bar) == 2)
+    assert one[0][0] == one[1][0] < two[0][0] == two[1][0] and one[0][1] > one[1][1]  # from low to high is up
 
 
 def test_a_forest_keeps_its_marks_in_the_frame():
-    lines = [Difference("one", 3.0, 1.0, 500.0, "better"), Difference("two", -1.0, -2.0, 0.0, "inconclusive")]
-    text = draw_forest("forest", "title", lines, "points", 2.0, reach=10.0)
-    ends = [float(x) for x in re.findall(r"H([\d.]+)\"", text)]
-    assert max(ends) <= 360 and 'class="v-better"' in text and "+3.0 [+1.0, +500.0], better" in text
+    dots = (Dot(0, 3.0, 1.0, 500.0, "one: +3.0", COLOURS[0]), Dot(1, -1.0, -2.0, 0.0, "two", COLOURS[1]))
+    svg = as_svg(Rows("t", "points", ((0, "one"), (1, "two" * 20)), dots, (-10.0, 10.0), 0.0, 2.0), "forest")
+    ends = [x for x, _ in points_of(svg)]
+    assert max(ends) <= 360 and "<title>one: +3.0</title>" in svg and "two" * 20 not in svg and "…" in svg
+
+
+def test_prose_is_text_but_for_its_marks():
+    assert marked("**a** `b<c`, *d* e * f * g") == (
+        "<strong>a</strong> <code>b&lt;c</code>, <em>d</em> e * f * g"
+    )
 
 
 def test_cells():
@@ -475,4 +496,3 @@ def test_cells():
     assert [budget_name(one) for one in (1.0, 0.2, 128.0)] == [
         *("full cache", "keep_ratio 0.2", "128 tokens per head")
     ]
-    assert Cell("context_only", "full", 1.0) in gather([row.__dict__ for row in make_rows()]).exact

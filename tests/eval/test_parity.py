@@ -137,7 +137,7 @@ def test_what_is_kept_here_is_read_off_the_cache():
     kept = parity.kept_here(model, ids, "knorm:released", 0.19)
     with attach(model), torch.no_grad():
         cache = Cache(model, None).prefill(ids)
-        for mask, layer in zip(kept, cache.ragged, strict=True):
+        for mask, layer in zip(kept, cache.state.ragged, strict=True):
             for b in range(2):
                 for h in range(mask.shape[1]):
                     keys, _, _ = layer.store.row(b, h)

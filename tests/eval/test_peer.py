@@ -4,6 +4,7 @@ started, asked and given up, on processes that answer from a script."""
 import json
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_both_sides_read_the_same_model_and_tokens(here, folder):
 @pytest.mark.parametrize("kept", [1, 7, 20, 39])
 def test_what_a_press_gathers_is_found_again_in_any_order(here, kept):
     """Against the norms of the keys that a plain prefill caches."""
-    press = {"class": "KnormPress", "settings": {}, "attentions": False}
+    press = {"name": "KnormPress", "settings": {}, "attentions": False}
     peer_like = here.kept({"press": press, "ratio": here.ratio(kept), "tokens": TOKENS})
     tensors = peer_side.load_file(here.folder / peer_like["file"])
     cache = DynamicCache()
@@ -76,7 +77,7 @@ def test_what_a_press_gathers_is_found_again_in_any_order(here, kept):
 
 
 def test_what_a_press_only_masks_is_read_off_its_list(here):
-    asked = {"class": "AdaKVPress", "settings": {}, "inner": {"class": "KnormPress", "settings": {}}}
+    asked = {"name": "AdaKVPress", "settings": {}, "inner": {"name": "KnormPress", "settings": {}}}
     asked = {"press": {**asked, "attentions": False}, "ratio": here.ratio(10), "tokens": TOKENS}
     found = peer_side.load_file(here.folder / here.kept(asked)["file"])
     for idx in range(LAYERS):
@@ -125,10 +126,10 @@ def test_hooks_are_told_positions_where_transformers_tells_none():
 
 
 def test_a_life_says_what_is_freed_and_what_is_not(here):
-    knorm = {"class": "KnormPress", "settings": {}}
+    knorm = {"name": "KnormPress", "settings": {}}
     plain = here.life({"press": None, "kept": TOKENS, "batch": 1})
     freed = here.life({"press": knorm, "kept": 10, "batch": 1})
-    head_wise = {"class": "AdaKVPress", "settings": {}, "inner": knorm}
+    head_wise = {"name": "AdaKVPress", "settings": {}, "inner": knorm}
     simulated = here.life({"press": head_wise, "kept": 10, "batch": 1, "watch": True})
     entry = plain["bytes_held"] // TOKENS
     assert entry == LAYERS * 2 * HEADS * 8 * 4, "layers, keys and values, heads, width, float32"
@@ -151,8 +152,8 @@ def test_every_counterpart_is_a_preset_and_a_press_is_named_with_what_it_wraps()
     assert set(PRESSES) <= {preset.name for preset in policies()}
     assert str(PRESSES["adakv"]) == "AdaKVPress(SnapKVPress)"
     outer = Press("A", {"x": 1}, Press("B"), attentions=True)
-    inner = {"class": "B", "settings": {}, "inner": None, "attentions": False}
-    assert outer.asked() == {"class": "A", "settings": {"x": 1}, "inner": inner, "attentions": True}
+    inner = {"name": "B", "settings": {}, "inner": None, "attentions": False}
+    assert asdict(outer) == {"name": "A", "settings": {"x": 1}, "inner": inner, "attentions": True}
 
 
 def test_a_process_is_asked_line_by_line(tmp_path):
@@ -166,7 +167,7 @@ def test_a_process_is_asked_line_by_line(tmp_path):
         told = peer.ask("anything", number=1)
         assert told == {"asked": {"do": "anything", "number": 1}, "folder": str(tmp_path / "x")}
         life = peer.life(Press("B"), 3, 2, watch=True)
-    assert life["asked"]["press"] == Press("B").asked()
+    assert life["asked"]["press"] == asdict(Press("B"))
     assert (life["asked"]["kept"], life["asked"]["batch"], life["asked"]["watch"]) == (3, 2, True)
 
 

@@ -97,7 +97,7 @@ def test_a_process_leaves_its_group():
 @pytest.mark.parametrize("error", [None, ValueError("no")])
 @pytest.mark.parametrize(
     ("module", "call", "path"),
-    [("compare", "compare", "compare/demo.yaml"), ("study", "run_study", "study/again.yaml")],
+    [("compare", "compare", "compare/demo.yaml"), ("study.command", "run_study", "study/again.yaml")],
 )
 def test_a_command_of_several_leaves_them_done_or_refused(monkeypatch, error, module, call, path):
     state, own = Mock(), importlib.import_module(f"retain.eval.{module}")

@@ -8,9 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from retain.eval.claims.orderings import (
+    PROTECTION,
+    Ordering,
+    check_orderings,
+    finding_of,
+    in_words,
+    orderings_of,
+    size_of,
+    topics,
+)
 from retain.eval.config import asks_shipped
-from retain.eval.report.html_page import _limits, context
-from retain.eval.report.markdown import section, write_report
+from retain.eval.report.render import section, write_report
+from retain.eval.report.sections import Run
+from retain.eval.report.tables import comparison_table
 from retain.eval.run.results_store import ITEMS
 from retain.eval.stats.comparisons import can_reach, fewest, is_judged, judge, numbers
 from retain.eval.stats.paired_result import compare_paired, supported_verdict
@@ -26,24 +37,15 @@ from retain.eval.stats.summary import (
     heuristics,
     learned_against_each,
 )
-from retain.eval.studies.orderings import (
-    DEFENSIVE,
-    HEADS,
-    LAVA,
-    PROTECTION,
-    TEXTS,
-    VALUES,
-    Ordering,
-    check_orderings,
-    finding_of,
-    in_words,
-    orderings_of,
-    size_of,
-    topics,
-)
 from tests.eval.stub import TASKS
 
 OPTIONS = {"margin": 2.0, "resamples": 1000}
+# Headings of configs/claims/orderings.yaml.
+HEADS = "Budgets that heads share"
+VALUES = "The value's norm"
+TEXTS = "Text against released code"
+DEFENSIVE = "The ladder of DefensiveKV's README (20 %, context_only)"
+LAVA = "The ladder of LAVa's tables (query_aware)"
 # Of ten items, how many are right: (regime, policy, keep_ratio) -> copy, pair, odd.
 RIGHT = {
     ("context_only", "full", 1.0): (10, 10, 10),
@@ -107,6 +109,17 @@ def manifest(clean=True, commits=("a" * 40,)):
             "versions": {"torch": "2"},
         },
     }
+
+
+def write_run(folder, lines, known=None):
+    """A folder with these rows, and its report."""
+    (folder / ITEMS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return write_report(folder, known or manifest(), TASKS)[0]
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("fixed"), rows())
 
 
 def test_means_are_macro_and_in_points(scores):
@@ -236,18 +249,15 @@ def test_every_learned_policy_meets_every_other_once():
         ({"suite": "stub", "model": "reference:{seed}"}, False),
     ],
 )
-def test_only_shipped_models_are_said_to_be_small(scores, config, shipped):
+def test_only_shipped_models_are_said_to_be_small(config, shipped):
     assert asks_shipped(config) == shipped
-    said = _limits(scores, [], [], config)
-    assert any("about a million parameters" in line for line in said) == shipped
 
 
 def test_both_files_give_the_same_word(tmp_path):
     """Every policy at every place, judged or not: `report.md` and `report.html` say the same."""
     made = list(many_rows())
     ahead = [{**row, "policy": "snapkv_max", "exact": 1.0} for row in made if row["policy"] == "snapkv"]
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in [*made, *ahead]))
-    text = section(write_report(tmp_path, manifest(), TASKS)[0], "Against the best heuristic")
+    text = section(write_run(tmp_path, [*made, *ahead]), "Against the best heuristic")
     in_report = {}
     for line in text.splitlines():
         if line.startswith("| ") and not line.startswith(("| regime", "| ---")):
@@ -255,7 +265,7 @@ def test_both_files_give_the_same_word(tmp_path):
             in_report[policy, regime, budget, "seen"] = cells[1]
             in_report[policy, regime, budget, "held-out"] = cells[3]
     on_page = {}
-    for row in context(tmp_path, manifest(), TASKS)["comparisons"].rows:
+    for row in comparison_table(Run(tmp_path, manifest(), TASKS).judged).rows:
         regime, budget, family, policy, _, word = [cell.text for cell in row[:6]]
         on_page[policy, regime, budget, family] = word
     assert {place: word for place, word in in_report.items() if word} == on_page
@@ -347,21 +357,18 @@ def test_seeds_of_an_item_that_all_answer_are_one_cluster():
 
 def test_a_task_of_one_item_has_no_interval_in_the_report(tmp_path):
     own = [row for row in rows() if row["task"] != "odd" or row["item"] == 0]
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in own))
-    text = write_report(tmp_path, manifest(), TASKS)[0].read_text()
+    text = write_run(tmp_path, own).read_text()
     assert "-100.0 no interval | below the best heuristic |" in text
     text = text.split("## What does not tell policies apart")[0]
     assert "inf" not in text.replace("information", "") and "nan" not in text.lower()
-    made = context(tmp_path, manifest(), TASKS)
-    words = {cell.text for row in made["comparisons"].rows for cell in row}
+    made = comparison_table(Run(tmp_path, manifest(), TASKS).judged)
+    words = {cell.text for row in made.rows for cell in row}
     assert not {"inf", "-inf", "+inf", "nan"} & words
 
 
-def test_the_report_says_it(tmp_path):
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    path, _ = write_report(tmp_path, manifest(), TASKS)
-    text = path.read_text()
-    assert (tmp_path / "scores.png").stat().st_size > 10_000
+def test_the_report_says_it(fixed):
+    text = fixed.read_text()
+    assert fixed.with_name("scores.png").stat().st_size > 10_000
     assert "| 1 | full | 100.0 | 100.0 | **100.0** ±0.0 | 100.0 | **100.0** ±0.0 | 100.0 |" in text
     assert "| 0.2 | snapkv | 30.0 | 10.0 | **20.0** ±17.9 | 80.0 | **80.0** ±26.1 | 70.0 |" in text
     best = "context_only 0.2: defensive / snapkv; query_aware 0.2: snapkv / snapkv."
@@ -377,11 +384,7 @@ def test_the_report_says_it(tmp_path):
         in text
     )
     assert "Scratch" not in text and "Mixed code" not in text
-
-
-def test_a_glance_shows_the_means_of_every_cell(tmp_path):
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    glance = section(write_report(tmp_path, manifest(), TASKS)[0], "At a glance")
+    glance = section(fixed, "At a glance")
     assert "mean over tasks: seen / held-out (2 seen and 1 held-out)" in glance
     assert "| policy | context_only 0.2 | query_aware 0.2 |" in glance
     assert "| full | 100.0 / 100.0 | 100.0 / 100.0 |" in glance
@@ -391,9 +394,7 @@ def test_a_glance_shows_the_means_of_every_cell(tmp_path):
 
 
 def test_runs_that_cannot_be_trusted_say_so(tmp_path):
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    path, _ = write_report(tmp_path, manifest(clean=False, commits=("a" * 40, "b" * 40)), TASKS)
-    text = path.read_text()
+    text = write_run(tmp_path, rows(), manifest(clean=False, commits=("a" * 40, "b" * 40))).read_text()
     assert "**Scratch:**" in text and "**Mixed code:**" in text and "`bbbbbbbbbbbb` (tree not clean)" in text
 
 
@@ -516,21 +517,19 @@ def test_cells_beyond_what_was_published_are_measured_and_marked(tmp_path):
     }
     assert at[VALUES]["criticalkv", 0.2] and at[VALUES]["criticalkv", 0.4]
     assert not at[LAVA]["lava", 0.2] and at[TEXTS]["adakv", 0.4]
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in wide))
-    text = section(write_report(tmp_path, manifest(), TASKS)[0], "Published orderings")
+    text = section(write_run(tmp_path, wide), "Published orderings")
     row = next(line for line in text.splitlines() if line.startswith("| adakv > snapkv |"))
     assert row.count("] better |") == 1 and row.count("] better† |") == 1
     assert "| holds; beyond†: holds | above |" in row
 
 
 def test_protection_counts_what_is_kept_on_and_off(tmp_path):
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in many_rows()))
     made = manifest()
     made["config"]["context_tokens"] = 1000
     on = {"sinks": 4, "prefix_fraction": 0.1, "suffix_fraction": 0.1, "minimum": 4, "recent": 8}
     off = on | {"sinks": 0, "prefix_fraction": 0.0, "suffix_fraction": 0.0}
     made["identity"] = {"policies": {"snapkv": {"protection": on}, "snapkv_bare": {"protection": off}}}
-    text = section(write_report(tmp_path, made, TASKS)[0], "Published orderings")
+    text = section(write_run(tmp_path, many_rows(), made), "Published orderings")
     row = next(line for line in text.splitlines() if line.startswith("| snapkv > snapkv_bare |"))
     # A tenth of 200 entries at each end; off, the window of 8 alone.
     assert row.endswith("| 20+20 / 0+8 |") and "better†; recovers 28 %" in row
@@ -551,10 +550,9 @@ def test_findings_in_words(findings, words):
 
 
 def test_a_report_of_many_policies_is_a_ranking(tmp_path):
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in many_rows()))
     made = manifest()
     made["config"]["variants"] = {"adakv_paper": [], "snapkv_bare": []}
-    path, _ = write_report(tmp_path, made, TASKS)
+    path = write_run(tmp_path, many_rows(), made)
     text = path.read_text()
     assert (tmp_path / "scores.png").stat().st_size > 10_000 and "![ranking of policies]" in text
     glance = section(path, "At a glance")
@@ -584,8 +582,7 @@ def test_nulls_and_what_tells_nothing_are_listed(tmp_path):
     for line in lines:
         if line["task"] == "odd":
             line["exact"] = 1.0
-    (tmp_path / ITEMS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path, _ = write_report(tmp_path, manifest(), TASKS)
+    path = write_run(tmp_path, lines)
     nulls = section(path, "Nulls")
     assert "3 answers were empty and count as 0" in nulls
     assert "| context_only | random | 0.2 | copy | 0/4/0 |" in nulls
@@ -595,6 +592,5 @@ def test_nulls_and_what_tells_nothing_are_listed(tmp_path):
     assert "A test bed" not in path.read_text()
     reference = manifest()
     reference["config"]["suite"] = "reference"
-    (tmp_path / ITEMS).write_text("".join(json.dumps({**line, "null": False}) + "\n" for line in lines))
-    path, _ = write_report(tmp_path, reference, TASKS)
+    path = write_run(tmp_path, [{**line, "null": False} for line in lines], reference)
     assert "A test bed" in path.read_text() and "No answer was empty." in section(path, "Nulls")

@@ -1,7 +1,6 @@
 """Units of work on a tiny random model: equal memory, answers as of one cache at a time, resuming."""
 
 import gc
-import itertools
 import json
 import os
 import subprocess
@@ -14,31 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from retain.budget.statement import Budget
 from retain.config import load, save
 from retain.eval import cli
 from retain.eval import compare as entry
 from retain.eval.compare import compare, describe_run
-from retain.eval.config import CompareConfig, find_policy, fits_tables
+from retain.eval.config import CompareConfig, fits_tables
 from retain.eval.diagnose.head_classes import measure_head_classes
-from retain.eval.run import evaluated_model as subjects
-from retain.eval.run import runner, shared_prefill
-from retain.eval.run.answers import read_back
-from retain.eval.run.baselines import oracle
-from retain.eval.run.evaluated_model import Subjects, Unit, item_seed, load_subject, one_by_one, plan
+from retain.eval.run import evaluated_model as models
+from retain.eval.run import runner
+from retain.eval.run.evaluated_model import EvaluatedModels, Unit, load_evaluated, one_by_one, plan
 from retain.eval.run.processes import Processes
 from retain.eval.run.results_store import ITEMS, MANIFEST, REFERENCES, open_run, read_references, read_rows
 from retain.eval.run.runner import run_all
-from retain.eval.run.shared_prefill import first_entries, observed_tokens, seen_tokens
 from retain.head_classes import read_head_classes
-from retain.hf.cache.cache import Cache
-from retain.policy import decide_layers, score_entries
-from retain.scores import Score
 from tests.eval.stub import STUB, TASKS, save_stub_gates, stub_config, stub_item
 
 
-def run_unit(config, suite, subject, unit):
-    return runner.run_unit(config, suite, subject, unit).rows
+def run_unit(config, suite, evaluated, unit):
+    return runner.run_unit(config, suite, evaluated, unit).rows
 
 
 def keys(config):
@@ -49,91 +41,6 @@ def keys(config):
 def gated(tmp_path):
     save_stub_gates(tmp_path)
     return tmp_path
-
-
-def test_every_policy_holds_the_same_entries_item_by_item(gated):
-    config = stub_config(gated, regimes=("query_aware",))
-    unit = Unit(0, "odd", 0, 2)
-    subject = load_subject(config, STUB, 0)
-    rows = run_unit(config, STUB, subject, unit)
-    assert len(config.policies) == 10
-    assert len(rows) == 2 * (1 + 10 * 2) and {row.unit_rows for row in rows} == {len(rows)}
-    layers, heads = subject.model.config.num_hidden_layers, subject.model.config.num_key_value_heads
-    for item, question in ((0, 3), (1, 4)):
-        seen = 100 + question - 1
-        for ratio in config.keep_ratios:
-            held = {row.kept_entries for row in rows if (row.item, row.budget) == (item, ratio)}
-            assert held == {layers * round(ratio * seen * heads)}
-    for row in rows:
-        entry = row.bytes_full // row.seen_entries
-        assert row.bytes_held == row.kept_entries * entry and entry == 2 * 16 * 4
-        assert row.kept_entries < row.seen_entries or row.policy == "full"
-
-
-@pytest.mark.parametrize("regime", ["context_only", "query_aware"])
-@pytest.mark.parametrize("task", ["copy", "odd"])
-def test_answers_equal_one_cache_one_item_at_a_time(gated, task, regime):
-    policies = ("snapkv", "fused", "random", "defensivekv", "cake", "lava", "joint")
-    variants = {"joint": ("layer_defensivekv", "protection.sinks=0")}
-    config = stub_config(
-        gated, policies=policies, variants=variants, keep_ratios=(0.45,), max_sequences=4, regimes=(regime,)
-    )
-    subject = load_subject(config, STUB, 0)
-    rows = run_unit(config, STUB, subject, Unit(0, task, 0, 2))
-    assert len({row.tokens for row in rows}) > 1, (
-        "every answer is the same: this test would pass whatever happened"
-    )
-    for row in rows:
-        item = stub_item(task, 0, row.item, 100)
-        whole = (*item.context_ids, *item.question_ids)
-        before = whole[: seen_tokens(item, regime)]
-        options = {} if row.policy == "full" else {"keep_ratio": 0.45}
-        seeds = [item_seed(0, task, row.item)]
-        gates = subject.gates if row.policy == "fused" else None
-        policy = "full" if row.policy == "full" else find_policy(config, row.policy)
-        if regime == "context_only" or row.policy == "full":
-            cache = Cache(subject.model, policy, gates=gates, seeds=seeds, **options)
-            cache.prefill(torch.tensor([before]))
-        else:
-            cache = _evicted_after_looking(subject, policy, gates, seeds, before, whole)
-        assert cache.bytes_held() == row.bytes_held
-        ids = torch.tensor([whole])
-        with torch.no_grad():
-            out = subject.model.generate(
-                ids, past_key_values=cache, max_new_tokens=item.generate, do_sample=False
-            )
-        assert tuple(out[0, ids.shape[1] :].tolist()) == row.tokens
-
-
-def _evicted_after_looking(subject, policy, gates, seeds, before, whole):
-    """Scores observe the whole prompt in one cache; another, which never saw its last token, evicts."""
-    looking, cache = Cache(subject.model, policy=None), Cache(subject.model, policy=None)
-    looking.prefill(torch.tensor([whole]), evict=False, hold_evidence=True)
-    cache.prefill(torch.tensor([before]), evict=False, hold_evidence=True)
-    scores = []
-    for observed in looking.evidence:
-        learned = None if gates is None else gates.score(observed)
-        score = score_entries(policy, observed, learned=learned, seeds_B=seeds)
-        # Only what is evicted from competes; the window is one entry shorter, as its last is not there.
-        first_BHT = None if score.first_BHT is None else score.first_BHT[..., : len(before)]
-        window = score.window - 1 if score.window else 0
-        values_BHT = score.values_BHT[..., : len(before)]
-        keys_BHT = None if score.draw_BHT is None else score.draw_BHT[..., : len(before)]
-        scores.append(
-            Score(values_BHT, score.unit, first_BHT, window, score.layer_weight_B, draw_BHT=keys_BHT)
-        )
-    made = decide_layers(policy, cache.evidence, Budget(keep_ratio=0.45), scores=scores)
-    return cache.evict_with([one.keep_BHT for one in made])
-
-
-def test_scores_and_tokens_are_those_of_the_item(gated):
-    config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,))
-    rows = run_unit(config, STUB, load_subject(config, STUB, 0), Unit(0, "copy", 0, 2))
-    for row in rows:
-        item = stub_item("copy", 0, row.item, 100)
-        assert len(row.tokens) == item.generate == 3
-        assert (row.exact, row.partial) == item.score(row.tokens)
-        assert (row.family, row.task) == ("seen", "copy")
 
 
 def test_a_killed_run_goes_on_to_the_same_report(gated):
@@ -198,14 +105,6 @@ def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch
     assert describe_run(config, STUB)["command"].endswith(f"--config {config.folder / 'compare.yaml'}")
 
 
-def test_the_same_weights_elsewhere_are_the_same_run(gated):
-    config = stub_config(gated)
-    (gated / "gates-seed0").rename(gated / "moved")
-    moved = replace(config, gates=str(gated / "moved"))
-    save_stub_gates(gated)
-    assert describe_run(config, STUB)["identity"] == describe_run(moved, STUB)["identity"]
-
-
 def test_all_of_it_end_to_end(gated):
     config = stub_config(gated, seeds=(0, 1))
     save_stub_gates(gated, seeds=(1,))
@@ -230,20 +129,6 @@ def test_all_of_it_end_to_end(gated):
     assert {claim.outcome for claim in claims} == {"not measured"}
 
 
-def test_random_scores_do_not_depend_on_the_batch(gated):
-    rows = {}
-    for batch in (1, 3):
-        config = stub_config(
-            gated, items_per_task=3, policies=("random",), unit_items=batch, keep_ratios=(0.45,)
-        )
-        subject = load_subject(config, STUB, 0)
-        for unit in plan(config, STUB):
-            if unit.task == "pair":
-                for row in run_unit(config, STUB, subject, unit):
-                    rows.setdefault((row.item, row.regime, row.policy), []).append(row.tokens)
-    assert all(len(tokens) == 2 and tokens[0] == tokens[1] for tokens in rows.values())
-
-
 def test_two_processes_write_what_one_does(gated):
     options = {"policies": ("snapkv", "token_identity"), "keep_ratios": (0.45,), "unit_items": 1}
     for workers in (0, 2):
@@ -258,93 +143,6 @@ def test_two_processes_write_what_one_does(gated):
     assert rows(0) == rows(2) and len(rows(2)) == 6 * 2 * 3
 
 
-def test_the_last_question_token_is_read_after_the_eviction():
-    item = stub_item("odd", 0, 1, 100)
-    assert (seen_tokens(item, "context_only"), seen_tokens(item, "query_aware")) == (100, 103)
-    assert (observed_tokens(item, "context_only"), observed_tokens(item, "query_aware")) == (100, 104)
-    assert len(item.question_ids) == 4
-
-
-@pytest.mark.parametrize(("task", "generate", "size"), [("copy", 3, 2), ("pair", 2, 1), ("odd", 1, 0)])
-@pytest.mark.parametrize("regime", ["context_only", "query_aware"])
-def test_the_oracle_sees_the_queries_that_generation_makes_and_no_other(
-    gated, monkeypatch, task, generate, size, regime
-):
-    item = stub_item(task, 0, 0, 100)
-    assert (item.generate, len(item.gold_ids)) == (generate, generate + 1)
-    assert read_back(item) == item.gold_ids[:size]
-    seen = []
-
-    def watched(teacher, n):
-        seen.append((teacher, n))
-        return oracle(teacher, n)
-
-    monkeypatch.setattr(shared_prefill, "oracle", watched)
-    config = stub_config(gated, policies=("oracle",), regimes=(regime,))
-    run_unit(config, STUB, load_subject(config, STUB, 0), Unit(0, task, 0, 1))
-    ((teacher, document_tokens),) = seen
-    # Real queries: the prompt's tokens after the eviction, and each generated token but the last.
-    assert document_tokens == seen_tokens(item, regime)
-    assert teacher[0].num_seen == 100 + len(item.question_ids) + generate - 1 > document_tokens
-
-
-def test_controls_share_the_gates_protection_and_scope(tmp_path):
-    config = stub_config(tmp_path, protections={"joint": ("scope=model", "protection.recent=8")})
-    for name, kind in itertools.product(("token_identity", "oracle"), ("preset", "joint")):
-        gate, control = find_policy(config, "gate", kind), find_policy(config, name, kind)
-        assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
-        assert control.scope == ("model" if kind == "joint" else "head") and control.draw is None
-        # Nothing but the control's own score orders entries.
-        assert (control.observed, control.fusion, control.floor) == (None, "learned", None)
-
-
-def test_a_score_is_cut_with_all_that_it_says():
-    values_BHT = torch.arange(10.0).view(1, 1, 10)
-    score = Score(values_BHT, "mass", values_BHT + 100, 3, torch.tensor([7.0], dtype=torch.float64))
-    cut = first_entries(score, 8)
-    assert cut.values_BHT.tolist() == [[list(range(8))]]
-    assert cut.first_BHT.tolist() == [[[100.0 + i for i in range(8)]]]
-    # Of the window's three entries, 7, 8 and 9, one is left.
-    assert cut.window == 1 and cut.layer_weight_B.tolist() == [7.0]
-    assert first_entries(score, 6).window == 0
-    plain = first_entries(Score(values_BHT, "rank"), 8)
-    assert (plain.first_BHT, plain.window, plain.layer_weight_B) == (None, 0, None)
-
-
-def test_policies_with_one_score_score_once(gated, monkeypatch):
-    made = []
-
-    def count(policy, layer, **options):
-        made.append(policy.name)
-        return score_entries(policy, layer, **options)
-
-    monkeypatch.setattr(shared_prefill, "score_entries", count)
-    variants = {
-        "bare": ("snapkv", "protection.sinks=0"),
-        "other": ("snapkv", "observed_settings.aggregate=max"),
-        "gate_bare": ("gate", "protection.sinks=0"),
-    }
-    shared = ("snapkv", "adakv", "pyramidkv", "bare")
-    names = (*shared, "other", "gate", "gate_bare", "token_identity", "oracle", "fused", "random")
-    config = stub_config(gated, policies=names, variants=variants, regimes=("context_only",))
-    subject = load_subject(config, STUB, 0)
-    run_unit(config, STUB, subject, Unit(0, "pair", 0, 1))
-    layers = subject.model.config.num_hidden_layers
-    alone = ("snapkv", "other", "gate", "token_identity", "oracle", "fused", "random")
-    assert made == [name for name in alone for _ in range(layers)]
-
-
-def test_a_variant_differs_from_its_preset_in_what_it_changes(gated):
-    variants = {"early": ("recency", "observed=random"), "same": ("recency", "protection.sinks=4")}
-    config = stub_config(
-        gated, policies=("random", "recency", "early", "same"), variants=variants, keep_ratios=(0.45,)
-    )
-    subject = load_subject(config, STUB, 0)
-    rows = [row for task in TASKS for row in run_unit(config, STUB, subject, Unit(0, task, 0, 2))]
-    answers = {name: [row.tokens for row in rows if row.policy == name] for name in config.policies}
-    assert answers["same"] == answers["recency"] != answers["random"] == answers["early"]
-
-
 def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
     measured = []
 
@@ -352,31 +150,22 @@ def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
         measured.append((len(list(documents)), sinks, recent))
         return measure_head_classes(model, STUB.documents(0, 2, 100), sinks=sinks, recent=recent)
 
-    monkeypatch.setattr(subjects, "measure_head_classes", measure)
+    monkeypatch.setattr(models, "measure_head_classes", measure)
     variants = {"duo_bare": ("duoattention", "protection.prefix_fraction=0", "protection.recent=8")}
     config = stub_config(gated, policies=("duoattention", "duo_bare", "snapkv"), variants=variants)
-    subject = load_subject(config, STUB, 0)
+    evaluated = load_evaluated(config, STUB, 0)
     path = config.folder / "head_classes-seed0.tsv"
     assert read_head_classes(str(path)) and json.loads(path.with_suffix(".json").read_text())["recent"] == 32
     assert measured == [(2, 4, 32)]
     for name in ("duoattention", "duo_bare"):
-        assert subject.policies[name].allocation.head_classes == str(path)
-    assert subject.policies["snapkv"].allocation.head_classes is None
-    load_subject(config, STUB, 0)
+        assert evaluated.policies[name].allocation.head_classes == str(path)
+    assert evaluated.policies["snapkv"].allocation.head_classes is None
+    load_evaluated(config, STUB, 0)
     assert len(measured) == 1
-    load_subject(replace(config, control_documents=3), STUB, 0)  # made from something else
+    load_evaluated(replace(config, control_documents=3), STUB, 0)  # made from something else
     assert [count for count, *_ in measured] == [2, 3]
-    rows = run_unit(config, STUB, subject, Unit(0, "pair", 0, 2))
+    rows = run_unit(config, STUB, evaluated, Unit(0, "pair", 0, 2))
     assert len({row.kept_entries for row in rows if row.budget == 0.45}) == 2  # one a regime
-
-
-def test_a_variant_is_part_of_what_the_run_is(gated):
-    def identity(*changes, name="mine"):
-        config = stub_config(gated, policies=(name,), variants={name: ("snapkv", *changes)})
-        return describe_run(config, STUB)["identity"]
-
-    assert identity("protection.sinks=4") == identity() != identity("protection.sinks=3")
-    assert identity(name="other") != identity()
 
 
 def test_how_many_items_are_read_together_is_lowered_when_memory_runs_out(gated, monkeypatch):
@@ -387,16 +176,16 @@ def test_how_many_items_are_read_together_is_lowered_when_memory_runs_out(gated,
         "unit_items": 3,
     }
     config = stub_config(gated, batch_items=3, **options)
-    read, run_shared = [], runner.run_shared
+    read, run_items = [], runner.run_items
 
-    def run(config, suite, subject, unit, items):
+    def run(config, suite, evaluated, unit, items):
         read.append(len(items))
         if unit.task == "odd" and len(items) > 1:
-            with subjects.naming(unit, "the prefill"):
+            with models.naming(unit, "the prefill"):
                 raise torch.OutOfMemoryError("tried to allocate")
-        return run_shared(config, suite, subject, unit, items)
+        return run_items(config, suite, evaluated, unit, items)
 
-    monkeypatch.setattr(runner, "run_shared", run)
+    monkeypatch.setattr(runner, "run_items", run)
     with pytest.raises(ValueError, match=r"out of memory in seed0/odd/0-3.*Lower batch_items or"):
         compare(config, STUB)
     compare(replace(config, batch_items=1), STUB)
@@ -445,13 +234,13 @@ def test_one_model_for_all_seeds_is_kept_with_its_gates(gated, loaded):
     config = stub_config(
         gated, seeds=(0, 1, 2), gates=str(gated / "gates-seed0"), policies=("gate",), tasks=("pair",)
     )
-    held = Subjects(config, suite)
+    held = EvaluatedModels(config, suite)
     first = held.of(0)
     assert held.of(0) is first
     second = held.of(1)
     assert (second.seed, second.model, second.gates) == (1, first.model, first.gates)
     assert told["loads"] == 1
-    moved = Subjects(replace(config, gates=str(gated / "gates-seed{seed}")), suite)
+    moved = EvaluatedModels(replace(config, gates=str(gated / "gates-seed{seed}")), suite)
     own = moved.of(0).gates
     (gated / "gates-seed1").symlink_to(gated / "gates-seed0")
     assert moved.of(1).gates is not own  # of another folder
@@ -462,7 +251,7 @@ def test_nothing_is_fitted_where_nothing_is_to_be(gated, monkeypatch):
     assert not fits_tables(stub_config(gated, policies=("recency", "oracle")))
     assert fits_tables(config) and fits_tables(stub_config(gated, policies=("token_identity",)))
     launched = Processes(rank=0, count=2)
-    monkeypatch.setattr(runner, "load_subject", lambda *_: pytest.fail("loaded to be fitted"))
+    monkeypatch.setattr(runner, "load_evaluated", lambda *_: pytest.fail("loaded to be fitted"))
     plain = stub_config(gated, policies=("recency",), tasks=("pair",), keep_ratios=(0.6,))
     plain.folder.mkdir(parents=True)
     assert run_all(plain, STUB, processes=launched) == 1
@@ -474,26 +263,6 @@ def test_a_row_says_whether_its_items_are_its_seeds_own(gated):
     compare(config, replace(STUB, tasks=tasks))
     told = {(row["task"], row["seeded"]) for row in read_rows(config.folder)}
     assert told == {("copy", False), ("pair", True), ("odd", True)}
-
-
-def test_what_its_items_are_is_part_of_what_the_run_is(gated):
-    config = stub_config(gated, policies=("recency",))
-    before = describe_run(config, STUB)["identity"]
-
-    def other(**changes):
-        def item(*place):
-            return replace(stub_item(*place), **changes)
-
-        now = describe_run(config, replace(STUB, item=item))["identity"]
-        return {name for name in now if now[name] != before[name]}
-
-    assert other() == set()
-    assert other(context_ids=(5,) * 100) == other(end_ids=(3,)) == {"items"}
-    moved = {"ruler/qa_1": {"path": "there"}, "niah": {"path": "there", "length": 3}}
-    text = replace(config.text, changes=moved, device_map=None)
-    assert describe_run(replace(config, text=text), STUB)["identity"]["config"]["text"]["changes"] == {
-        "niah": {"length": 3}
-    }
 
 
 def test_where_items_begin_is_part_of_what_the_run_is(gated):
@@ -599,3 +368,32 @@ def test_a_worker_ends_with_the_run_that_started_it():
     while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
         assert time.monotonic() < until, "the worker is still there"
         time.sleep(0.2)
+
+
+def test_what_the_run_is(gated):
+    """The weights of its gates and not their folder, its variants and not their names, its items."""
+
+    def identity(suite=STUB, **changes):
+        return describe_run(stub_config(gated, **changes), suite)["identity"]
+
+    before = identity()
+    (gated / "gates-seed0").rename(gated / "moved")
+    assert identity(gates=str(gated / "moved")) == before
+    save_stub_gates(gated)
+    mine = {"policies": ("mine",), "variants": {"mine": ("snapkv",)}}
+    three, four = (mine | {"variants": {"mine": ("snapkv", f"protection.sinks={n}")}} for n in (3, 4))
+    assert identity(**four) == identity(**mine) != identity(**three)
+    assert identity(policies=("other",), variants={"other": ("snapkv",)}) != identity(**mine)
+
+    def other(**changes):
+        def item(*place):
+            return replace(stub_item(*place), **changes)
+
+        now = identity(replace(STUB, item=item))
+        return {name for name in now if now[name] != before[name]}
+
+    assert other() == set()
+    assert other(context_ids=(5,) * 100) == other(end_ids=(3,)) == {"items"}
+    changes = {"ruler/qa_1": {"path": "there"}, "niah": {"path": "there", "length": 3}}
+    text = replace(stub_config(gated).text, changes=changes, device_map=None)
+    assert identity(text=text)["config"]["text"]["changes"] == {"niah": {"length": 3}}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from retain.eval.report.html_page import write_page
+from retain.eval.report.render import write_report
 from tests.eval import made_run
 from tests.eval.made_run import TASKS, make_manifest, make_run
 
@@ -79,7 +79,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium was not found
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("made"))
-    return write_page(folder, make_manifest(clean=False), TASKS)
+    return write_report(folder, make_manifest(clean=False), TASKS)[0].with_name("report.html")
 
 
 def browse(folder: Path, text: str, width: int, scheme: str, *how: str) -> tuple[str, list[str]]:
@@ -141,7 +141,7 @@ def test_the_page_is_used(page, tmp_path, screen, scheme):
     (first, down), (second, up) = said["first"], said["second"]
     assert (first, second) == ("descending", "ascending") and len(set(down)) > 10
     assert down == sorted(down, reverse=True) and up == sorted(up)
-    assert said["hidden"] == ["false", 4, True]
+    assert said["hidden"] == ["false", 8, True]  # a line and its band, in four panels
     assert set(said["groups"]) == {"niah/grid, query_aware, keep_ratio 0.4"}
     assert len(said["groups"]) == 1 + len(made_run.SKILL)  # the full cache too
     assert said["status"].startswith("recency, keep_ratio 0.2: ")

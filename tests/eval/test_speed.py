@@ -1,184 +1,429 @@
-import gc
+"""The benchmarks of caches (scoring, serving, long): records, errors before work, and their parts."""
+
 import itertools
 import json
-import os
 import statistics
+import time
+import warnings
 
 import pytest
 import torch
 
-from retain.eval.speed import scoring as speed
-from retain.eval.speed.scoring import (
-    POLICIES,
-    Setting,
-    Timing,
-    benchmark,
-    build_model,
-    describe_row,
-    main,
-    median_interval,
-    parse_entry,
-    table,
-)
-from retain.hf.intercept.attach import attachment_of
+from retain.eval.speed import caches as speed_caches
+from retain.eval.speed import long as speed_long
+from retain.eval.speed import scoring, serving
+from retain.eval.speed import stages as speed_stages
+from retain.eval.speed.__main__ import BENCHMARKS, main
+from retain.eval.speed.caches import Bench, TimedCache, cache_bytes, parse_entries, parse_entry, waits_of
+from retain.eval.speed.stages import EVICTION, SCORING, staged
+from retain.gates.store import save_gates
+from retain.hf.cache.cache import Cache
+from retain.hf.cache.eviction_request import EvictionRequest
+from retain.hf.intercept.attach import attach, attachment_of
+from retain.hf.model import gates as hf_gates
+from retain.hf.model.decoder import fingerprint
+from retain.hf.model.random_llama import VOCABULARY, random_llama
 from retain.policy import policies
+from retain.process import memory as resident
 
-TINY = Setting(
-    tokens=48, layers=2, width=32, heads=4, kv_heads=2, intermediate=48, threads=1, pairs=3, warmup=1
-)
+SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "threads": 1}
+ENTRY = 2 * 2 * 8 * 4  # layers x (key and value) x width x float32, of a KV head
 # 48 tokens at keep_ratio 0.5 leave 24 entries a head, of which a preset's recent 32 would be protected.
 SNAPKV = "snapkv,scope=layer,protection.recent=4,observed_settings.window=4"
+TINY = {
+    "scoring": {
+        **SHAPE,
+        "tokens": 48,
+        "pairs": 3,
+        "warmup": 1,
+        "keep_ratio": 0.5,
+        "policies": (SNAPKV, "full"),
+    },
+    "serving": {
+        **{**SHAPE, "tokens": 96, "policies": "snapkv;adakv,protection.recent=32;dense", "steps": 3},
+        **{"keep_ratios": "0.5,0.75", "batches": "1,2", "rounds": 2, "memory": False},
+    },
+    "long": {
+        **{**SHAPE, "tokens": "200,260", "policies": "fused,defensivekv,lava", "steps": 3, "batch": 2},
+        **{"keep_ratio": 0.5, "rounds": 2, "warmup": 0, "dtype": "float32", "device": "cpu"},
+    },
+}
 
 
-def typed(setting, *rest):
-    """The setting as a command line."""
-    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in vars(setting).items()]
-    return ["--what", "scoring", *itertools.chain(*pairs), *rest]
+def typed(what, **more):
+    """A tiny setting as a command line."""
+    words = ["--what", what]
+    for name, value in {**TINY[what], **more}.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{flag}")
+        else:
+            words += [f"--{flag}", *(value if isinstance(value, tuple) else (str(value),))]
+    return words
 
 
-def test_a_policy_is_a_name_and_settings():
-    entry = parse_entry("snapkv,scope=layer,protection.recent=8,protection.sinks=0,floor=null")
-    assert entry.policy == "snapkv"
-    assert entry.overrides == {"scope": "layer", "protection": {"recent": 8, "sinks": 0}, "floor": None}
-    with pytest.raises(ValueError, match="'layer' is no setting; write NAME,key=value"):
-        parse_entry("snapkv,layer")
+def settings(what, **more):
+    (own,) = (one for one in BENCHMARKS if one.what == what)
+    return own.settings(**{**TINY[what], **more})
 
 
-def test_default_policies_are_presets():
-    assert {parse_entry(typed).policy for typed in POLICIES} <= {preset.name for preset in policies()}
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """The record and the table of each, as the command writes them."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    for what in TINY:
+        assert main([*typed(what), "--output", str(folder / f"{what}.json")]) == 0
+        text = (folder / f"{what}.txt").read_text()
+        found[what] = json.loads((folder / f"{what}.json").read_text()), text
+        assert f"python -m retain.eval.speed --what {what}" in text
+    return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 6, 9, 12])
+def test_scoring_has_a_ratio_and_its_interval_for_each_policy(records):
+    record, text = records["scoring"]
+    plain, cut, full = record["rows"]
+    assert plain["policy"] == "plain" and full["cache_bytes"]["held"] == full["cache_bytes"]["full"]
+    assert cut["cache_bytes"]["held"] == 24 * 2 * ENTRY and cut["cache_bytes"]["full"] == 48 * 2 * ENTRY
+    for row in (cut, full):
+        ratio = row["prefill_over_plain"]
+        assert len(ratio["all"]) == len(row["prefill_ms"]["all"]) == 3
+        assert ratio["median"] == statistics.median(ratio["all"])
+        assert row["interval"][:2] == [min(ratio["all"]), max(ratio["all"])] and row["interval"][2] == 0.75
+    assert len(plain["prefill_ms"]["all"]) == 6 and f"{24 * 2 * ENTRY:,}" in text and "(75%)" in text
+
+
+@pytest.mark.parametrize("n", [1, 5, 6, 9, 12])
 def test_the_interval_holds_the_median_as_often_as_it_says(n):
     """Every one of the 2^n ways in which n values may fall below (0) or above (1) the median."""
     values = [10.0 + i for i in range(n)]
-    low, high, covered = median_interval(values[::-1])
+    low, high, covered = scoring.median_interval(values[::-1])
     first, last = values.index(low), values.index(high)
-    assert first == n - 1 - last
-    between = 0
-    for sides in itertools.product((0, 1), repeat=n):
-        below = sides.count(0)
-        between += first < below <= last
-    assert covered == between / 2**n
-    narrower = sum(first + 1 < sides.count(0) <= last - 1 for sides in itertools.product((0, 1), repeat=n))
-    assert narrower / 2**n < 0.95, "as narrow as the confidence allows"
-    if n >= 6:
-        assert covered >= 0.95
+    assert first == n - 1 - last and (n < 6 or covered >= 0.95)
+    below = [sides.count(0) for sides in itertools.product((0, 1), repeat=n)]
+    assert covered == sum(first < count <= last for count in below) / 2**n
+    assert sum(first + 1 < count <= last - 1 for count in below) / 2**n < 0.95, "as narrow as it can be"
 
 
-def test_a_row_is_the_median_of_ratios_and_not_the_ratio_of_medians():
-    timing = Timing("x", (1.0, 2.0, 10.0), (2.0, 2.0, 11.0), 3, 4)
-    row = describe_row(timing)
-    assert timing.ratios == (2.0, 1.0, 1.1)
-    assert row["ratio"] == 1.1 and row["plain_median_ms"] == 2.0 and row["policy_median_ms"] == 2.0
-    assert row["interval"][:2] == (1.0, 2.0)
-
-
-def test_pairs_are_interleaved_and_alternate(monkeypatch):
-    """On a clock that counts calls, each pair's prefills are neighbours, and who comes first changes."""
-    order = []
-    cut, plain = speed.Cache.prefill, speed.DynamicCache
-    monkeypatch.setattr(speed.Cache, "prefill", lambda *a, **k: order.append("policy") or cut(*a, **k))
-    monkeypatch.setattr(speed, "DynamicCache", lambda **k: order.append("plain") or plain(**k))
-    (timing,) = speed.measure_scoring(TINY, [parse_entry(SNAPKV)])
-    assert order[0] == "policy"  # the one that counts bytes
-    pairs = [tuple(order[i : i + 2]) for i in range(1, len(order), 2)]
-    one, other = ("plain", "policy"), ("policy", "plain")
-    assert pairs == [one, other, one, other]
-    assert len(timing.ratios) == 3 and all(ratio > 0 for ratio in timing.ratios)
-
-
-def test_the_plain_side_runs_on_a_model_that_is_not_attached(monkeypatch):
-    """And on the same weights."""
-    seen, models, base = [], [build_model(TINY)], speed.base_model
-
-    def look(model):
-        seen.append(model)
-        assert attachment_of(models[0]) is not None and attachment_of(model) is None
-        return base(model)
-
-    monkeypatch.setattr(speed, "base_model", look)
-    monkeypatch.setattr(speed, "build_model", lambda setting: models[0])
-    speed.measure_scoring(TINY, [parse_entry(SNAPKV)])
-    assert len(seen) == 4
-    assert attachment_of(models[0]) is None, "let go in the end"
-    for own, other in zip(seen[0].parameters(), models[0].parameters(), strict=True):
-        assert own.data_ptr() == other.data_ptr()
-
-
-def test_threads_and_garbage_collection_are_put_back(monkeypatch):
-    threads = torch.get_num_threads()
-    seen, cut = [], speed.Cache.prefill
-
-    def look(*args, **kwargs):
-        seen.append((torch.get_num_threads(), gc.isenabled()))
-        return cut(*args, **kwargs)
-
-    monkeypatch.setattr(speed.Cache, "prefill", look)
-    speed.measure_scoring(Setting(**{**vars(TINY), "threads": threads + 1}), [parse_entry(SNAPKV)])
-    assert set(seen) == {(threads + 1, False)}
-    assert torch.get_num_threads() == threads and gc.isenabled()
-
-
-def test_the_tool_prints_a_table_and_writes_every_time(tmp_path, capsys):
-    output = tmp_path / "runs" / "scoring.json"
-    assert (
-        main(typed(TINY, "--keep-ratio", "0.5", "--policies", SNAPKV, "full", "--output", str(output))) == 0
-    )
-    printed = capsys.readouterr().out
-    record = json.loads(output.read_text())
-    text = output.with_suffix(".txt").read_text()
-    assert printed.startswith(text) and table(record) == text
-    for part in ("torch 2.", "commit", "cores", "1 threads", "python -m retain.eval.speed"):
+def test_serving_tells_of_every_policy_and_the_full_caches(records):
+    record, text = records["serving"]
+    rows, own = record["rows"], ["snapkv", "adakv,protection.recent=32", "dense"]
+    sides = [(row["policy"], row["keep_ratio"]) for row in rows[:8]]
+    assert sides == [("plain", 1.0), ("full", 1.0), *((name, r) for r in (0.5, 0.75) for name in own)]
+    assert [row["batch"] for row in rows] == [1] * 8 + [2] * 8
+    for row in rows:
+        held, dense, policy = row["cache_bytes"], row["policy"] == "dense", row["kind"] == "policy"
+        tokens, full = row["batch"] * 2 * 96, row["policy"] in ("plain", "full")
+        assert held["held"] == tokens * row["keep_ratio"] * ENTRY and (
+            dense or held["full"] == tokens * ENTRY
+        )
+        assert held["held_at_end"] == held["held"] + row["batch"] * 2 * 3 * ENTRY
+        assert held["allocated"] >= held["held"] and (
+            dense or row["achieved_keep_ratio"] == row["keep_ratio"]
+        )
+        for what in ("ttft_ms", "token_ms", "tokens_per_s"):
+            assert len(row[what]["all"]) == (2 * 7 if row["policy"] == "plain" else 2)
+        rate = [1e3 * row["batch"] / taken for taken in row["token_ms"]["all"]]
+        assert row["tokens_per_s"]["median"] == pytest.approx(statistics.median(rate))
+        for what in ("ttft_over_plain", "scoring_share", "eviction_share"):
+            assert (what in row) == (row["policy"] != "plain")
+        assert ("ttft_over_full" in row) == (row["policy"] != "full") and row["peak_bytes"]["prefill"] is None
+        assert ("token_over_dense" in row) == policy
+        if policy:
+            assert 0 < row["scoring_share"]["median"] < 1 and 0 < row["eviction_share"]["median"] < 1
+        elif row["policy"] == "full":
+            assert row["scoring_share"]["median"] == 0 < row["eviction_share"]["median"]
+        assert full or 0 < row["held_of_full"] <= 1
+    snapkv, _, dense = rows[2:5]
+    ratios = [a / b for a, b in zip(snapkv["token_ms"]["all"], dense["token_ms"]["all"], strict=True)]
+    assert snapkv["token_over_dense"]["all"] == ratios
+    assert record["model"] | {"parameters": 0, "weights_bytes": 0} == {
+        **{"name": "random", "kind": "LlamaForCausalLM", "layers": 2, "evicting_layers": 2, "width": 32},
+        **{"heads": 4, "kv_heads": 2, "parameters": 0, "weights_bytes": 0},
+    }
+    for part in ("batch 2", "peak: not measured", "50.0%", "75.0%"):
         assert part in text
-    cut, full = record["rows"]
-    entry = 2 * 2 * 8 * 4  # layers x (key and value) x width x float32
-    assert full["bytes_held"] == full["bytes_full"] == cut["bytes_full"] == 48 * 2 * entry
-    assert cut["bytes_held"] == 24 * 2 * entry
-    assert f"{cut['bytes_held']:,} / {cut['bytes_full']:,}" in text
+
+
+def test_long_tells_of_every_cache_at_every_length(records):
+    record, text = records["long"]
+    assert record["check"]["error"] <= record["check"]["allowed"] == 1e-4
+    names = ["plain", "full", "fused", "defensivekv", "lava"]
+    assert [(r["tokens"], r["policy"]) for r in record["rows"]] == [*itertools.product((200, 260), names)]
     for row in record["rows"]:
-        assert len(row["plain_ms"]) == len(row["policy_ms"]) == 3
-        ratios = [a / b for a, b in zip(row["policy_ms"], row["plain_ms"], strict=True)]
-        assert row["ratio"] == statistics.median(ratios)
-    assert {**vars(TINY), "keep_ratio": 0.5} == record["setting"]
+        full, new = row["kind"] == "full", speed_long.FIRST + 3
+        kept = row["tokens"] if full else row["tokens"] // 2
+        held = row["cache_bytes"]
+        assert held["held_at_end"] == 2 * 2 * (kept + new) * ENTRY <= held["allocated_at_end"]
+        for what in ("prefill", "token"):
+            assert len(row[f"{what}_ms"]["all"]) == 2
+            for other in ("plain", "full"):
+                assert (f"{what}_over_{other}" in row) == (row["policy"] != other)
+        assert row["peak_bytes"]["prefill"] is row["waits_a_token"] is None
+    for part in ("prefill of 200", "decoding behind 260", "gates: random, linear", "paths: "):
+        assert part in text
+
+
+def test_the_default_of_long_is_a_model_of_8b_at_32k_and_128k(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    own = speed_long.LongSettings()
+    assert own.lengths == [32768, 131072] and own.dtype == "bfloat16"
+    assert [entry.policy for entry in own.entries()] == ["full", "fused", "defensivekv", "lava"]
+    attention = own.width * (2 * own.width + 2 * own.kv_heads * own.width // own.heads)
+    layer = attention + 3 * own.width * own.intermediate + 2 * own.width
+    weights = own.layers * layer + 2 * VOCABULARY * own.width + own.width
+    assert 6.9e9 < weights < 7.1e9, "8B, but for a vocabulary of 128K: two matrices of half a billion each"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("what", "more", "message"),
     [
-        (["--what", "scorin"], "unknown benchmark 'scorin': did you mean 'scoring'"),
-        (["--what", "scoring", "--policies", "snapvk"], "unknown policy 'snapvk': did you mean 'snapkv'"),
-        (["--what", "scoring", "--policies", "snapkv,scop=layer"], "'scop'.*did you mean 'scope'"),
-        (["--what", "scoring", "--policies", "fused"], "needs gates"),
-        (["--what", "scoring", "--pairs", "0"], "pairs is a whole number of at least 1, got 0"),
-        (["--what", "scoring", "--kv-heads", "3"], "heads 8 are not a multiple of kv_heads 3"),
-        (["--what", "scoring", "--width", "20"], "width 20 is not 8 heads of an even width"),
-        (["--what", "scoring", "--keep-ratio", "20"], "keep_ratio is kept / seen"),
-        (["--what", "scoring", "--dtype", "int8"], "dtype is one of float32"),
-        (["--what", "scoring", "--device", "tpu"], "device is cpu or cuda, got 'tpu'"),
-        (["--what", "scoring", "--tokens", "40", "--policies", "snapkv"], "protected"),
+        ("scoring", {"policies": ("snapvk",)}, "unknown policy 'snapvk': did you mean 'snapkv'"),
+        ("scoring", {"policies": ("snapkv,scop=layer",)}, "'scop'.*did you mean 'scope'"),
+        ("scoring", {"policies": ("snapkv,layer",)}, "'layer' is no setting; write NAME,key=value"),
+        ("scoring", {"policies": ("fused",)}, "needs gates"),
+        (
+            "scoring",
+            {"policies": ("snapkv",), "tokens": 40},
+            "policy 'snapkv' at keep_ratio 0.5: .*protected",
+        ),
+        ("scoring", {"width": 20}, "width 20 is not 4 heads of an even width"),
+        ("serving", {"kv_heads": 3}, "heads 4 are not a multiple of kv_heads 3"),
+        ("serving", {"keep_ratios": "0.2,2"}, "keep_ratios are numbers above 0 and at most 1, separated by"),
+        ("serving", {"keep_ratios": "a"}, "keep_ratios are numbers above 0"),
+        (
+            "serving",
+            {"batches": "0"},
+            "batches are whole numbers of at least 1, separated by commas, got '0'",
+        ),
+        ("serving", {"warmup": 0, "rounds": 1}, "rounds .* at least 2, got 1; warmup .* at least 1, got 0"),
+        ("serving", {"policies": "fused"}, "policy 'fused' needs gates: pass --gates"),
+        ("serving", {"keep_ratios": "0.2"}, "policy 'snapkv' at keep_ratio 0.2: .*protected"),
+        ("serving", {"model": "/nowhere/at/all"}, "model '/nowhere/at/all' cannot be loaded"),
+        ("serving", {"model": "reference", "tokens": 5000}, "5000 tokens and 3 steps are more than the 4096"),
+        (
+            "long",
+            {"tokens": "32K"},
+            "tokens are whole numbers of at least 128, separated by commas, got '32K'",
+        ),
+        ("long", {"tokens": "64"}, "tokens are whole numbers of at least 128"),
+        ("long", {"policies": "snapkv,scope"}, "unknown policy 'scope'"),
+        ("long", {"device": "cuda"}, "torch sees no CUDA device; take cpu"),
     ],
 )
-def test_errors_come_before_work(arguments, message, capsys, tmp_path, monkeypatch):
-    def refuse(**kwargs):
-        raise AssertionError("work began")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(speed, "DynamicCache", refuse)
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(error)
-    assert os.listdir(tmp_path) == []
-
-
-def test_no_policy_is_an_error():
-    with pytest.raises(ValueError, match="no policy to time"):
-        benchmark("scoring", TINY, [])
-
-
-def test_a_device_that_is_not_there_is_an_error(monkeypatch):
+def test_errors_come_before_anything_is_timed(what, more, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="torch sees no CUDA device; take cpu"):
-        Setting(device="cuda")
+    monkeypatch.chdir(tmp_path)
+    for module in (scoring, serving, speed_long):
+        monkeypatch.setattr(module, "interleave", None)
+    assert main(typed(what, **more)) == 2
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_policies_are_names_and_settings():
+    own = "snapkv,scope=layer,protection.recent=8,protection.sinks=0,floor=null"
+    assert parse_entry(own).overrides == {
+        **{"scope": "layer", "protection": {"recent": 8, "sinks": 0}, "floor": None}
+    }
+    assert [one.typed for one in parse_entries("snapkv,scope=layer;lava;lava")] == [
+        "snapkv,scope=layer",
+        "lava",
+    ]
+    known = {preset.name for preset in policies()}
+    assert {parse_entry(own).policy for own in scoring.POLICIES} <= known
+    names = {entry.policy for entry in serving.ServingSettings().entries()}
+    assert not {"full", "gate", "fused", "duoattention"} & names
+    with_gates = {entry.policy for entry in serving.ServingSettings(gates="random").entries()}
+    assert with_gates - names == {"gate", "fused"} and {*with_gates, "full", "duoattention"} == known
+
+
+def bench_of(**more):
+    own = settings("serving", **{"keep_ratios": "0.5", "batches": "1", **more})
+    return own, serving.bench_of(own)
+
+
+def test_both_models_have_the_same_weights_and_only_ours_is_attached():
+    own, bench = bench_of()
+    with attach(bench.model), torch.no_grad():
+        plain, *others = serving.caches_of(own, bench, 1)
+        for one in (plain, *others):
+            assert (attachment_of(one.model) is None) == (one.name in ("plain", "dense"))
+            assert one.beside is (None if one is plain else plain)
+    for one, other in zip(bench.twin.parameters(), bench.model.parameters(), strict=True):
+        assert one.data_ptr() == other.data_ptr()
+
+
+def test_both_decode_the_same_tokens_at_the_same_positions():
+    """A cache that keeps everything gives the plain one's logits, also behind the first tokens."""
+    model = random_llama(settings("long"), 200)
+    bench = Bench(model, "", 2, 140, "cpu", 0)
+    with attach(model), torch.no_grad():
+        work = bench.workload(130, steps=10, head=False)
+        for one in (bench.plain(work), bench.cut(parse_entry("full"), 1.0, work)):
+            cache = one.read()
+            logits = torch.cat([*one.logits(cache, 130, work.following_BS)], dim=1)
+            whole = bench.twin(input_ids=bench.ids_BT).logits[:, 130:]
+            assert float((logits - whole).abs().max()) < 1e-5 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize("lost", ["plain", "full"])
+def test_a_cache_without_memory_is_said_and_the_others_go_on(lost, monkeypatch):
+    decode = TimedCache.decode
+
+    def small(self, cache, seen, ids_BS):
+        if self.name == lost:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        decode(self, cache, seen, ids_BS)
+
+    monkeypatch.setattr(TimedCache, "decode", small)
+    rows = serving.measure(settings("serving", policies="knorm", keep_ratios="0.5", batches="1"))["rows"]
+    assert {row["policy"]: row["failed"] for row in rows} == {
+        **dict.fromkeys(("plain", "full", "knorm"), ""),
+        lost: "out of memory",
+    }
+    knorm = rows[-1]
+    assert len(knorm["ttft_ms"]["all"]) == 2 and f"ttft_over_{lost}" not in knorm
+    assert ("ttft_over_plain" in knorm) == (lost == "full")
+
+
+def test_a_prefill_that_cannot_be_clocked_leaves_out_its_share(monkeypatch):
+    def shares(one):
+        if one.name == "knorm":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {SCORING: 0.5, EVICTION: 0.25}
+
+    monkeypatch.setattr(serving, "stage_shares", shares)
+    own = settings("serving", policies="knorm", keep_ratios="0.5", batches="1")
+    _, full, knorm = serving.measure(own)["rows"]
+    assert full["scoring_share"]["median"] == 0.5 and full["eviction_share"]["all"] == [0.25] * 2
+    assert knorm["scoring_share"] is None and not knorm["failed"] and knorm["ttft_over_plain"] is not None
+
+
+def test_memory_is_watched_in_a_process_of_its_own(monkeypatch):
+    """The process's part, run here."""
+    monkeypatch.setattr(resident, "reset_peak", lambda: None)
+    peaks = iter(range(1, 1000))
+    monkeypatch.setattr(resident, "held_now", lambda: 0)
+    monkeypatch.setattr(resident, "held_at_most", lambda: next(peaks))
+    own = settings("serving", policies="snapkv", keep_ratios="0.5", batches="1,2", memory=True)
+    found = serving.watch(own)
+    assert [(one["policy"], one["batch"]) for one in found] == [
+        (name, batch) for batch in (1, 2) for name in ("plain", "full", "snapkv")
+    ]
+    # Each is asked behind its prompt, before it decodes, and in the end.
+    assert [(one["prefill"], one["decode"]) for one in found][:2] == [(1, 3), (4, 6)]
+    monkeypatch.setattr(serving.Benchmark, "watched", lambda self, asked: [found] if asked == [own] else None)
+    record = serving.measure(own)
+    assert record["peak_of"].startswith("process: resident set at most")
+    assert [row["peak_bytes"]["prefill"] for row in record["rows"]] == [1, 4, 7, 10, 13, 16]
+
+
+def test_gates_are_loaded_once_and_not_in_every_life(tmp_path, monkeypatch):
+    own, drawn = bench_of(policies="gate;fused", gates="random")
+    save_gates(drawn.gates, tmp_path, fingerprint=fingerprint(drawn.model))
+    loads, load_gates = [], speed_caches.load_gates
+
+    def counted(*given, **more):
+        loads.append(given[0])
+        return load_gates(*given, **more)
+
+    monkeypatch.setattr(speed_caches, "load_gates", counted)
+    monkeypatch.setattr(hf_gates, "load_gates", counted)
+    rows = serving.measure(
+        settings("serving", policies="gate;fused", keep_ratios="0.5", gates=str(tmp_path))
+    )["rows"]
+    assert loads == [str(tmp_path)] and len(rows) == 2 * 4 and not any(row["failed"] for row in rows)
+    assert {row["achieved_keep_ratio"] for row in rows if row["kind"] == "policy"} == {0.5}
+
+
+def test_the_reference_model_and_a_folder_are_models(tmp_path):
+    _, bench = bench_of(model="reference", tokens=64)
+    assert type(bench.model).__name__ == "Qwen3ForCausalLM"
+    assert int(bench.ids_BT.max()) < bench.model.config.vocab_size
+    random_llama(settings("serving"), 99).save_pretrained(tmp_path)
+    _, own = bench_of(model=str(tmp_path))
+    assert own.model.config.hidden_size == 32 and not own.model.training
+
+
+def test_nothing_is_timed_if_our_cache_is_wrong(monkeypatch, tmp_path, capsys):
+    logits = TimedCache.logits
+
+    def off(self, cache, *args):
+        return (one * (1.01 if isinstance(cache, Cache) else 1) for one in logits(self, cache, *args))
+
+    monkeypatch.setattr(TimedCache, "logits", off)
+    monkeypatch.setattr(speed_long, "interleave", None)
+    assert main([*typed("long"), "--output", str(tmp_path / "long.json")]) == 2
+    shown = capsys.readouterr()
+    assert "keeps everything gives other logits than transformers' own: error" in shown.err and not shown.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_attention_of_a_package_that_is_installed_stands_beside(monkeypatch):
+    """On a GPU; here the device is only said to be one when caches are made."""
+    own = settings("long", policies="snapkv")
+    bench = Bench(random_llama(own, 200), "", 1, 140, "cpu", 0)
+    names = {"json": "eager", "no_such_package": "sdpa", "math": "flash_attention_2"}
+    monkeypatch.setattr(speed_long, "ATTENTIONS", names)
+    with attach(bench.model):
+        object.__setattr__(own, "device", "cuda")
+        caches = speed_long.caches_of(own, bench, bench.workload(130))
+    assert [one.name for one in caches[:3]] == ["plain", "full", "snapkv"]
+    eager, flash = caches[3:]
+    assert eager.name == "plain, eager" and eager.model.config._attn_implementation == "eager"
+    assert bench.twin.config._attn_implementation == "sdpa" and flash.failed and not eager.failed
+    assert next(eager.model.parameters()) is next(bench.twin.parameters())
+
+
+def test_waits_are_counted_where_there_is_a_device(monkeypatch):
+    modes: list[str] = []
+    assert waits_of(lambda: modes.append("ran"), on_gpu=False) is None and modes.pop() == "ran"
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def run():
+        assert modes == ["warn"]
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    assert waits_of(run, on_gpu=True) == 3 and modes == ["warn", "default"]
+
+
+def test_a_stage_is_what_it_takes_without_the_stages_inside(monkeypatch):
+    class Work:
+        def outer(self):
+            time.sleep(0.02)
+            self.inner()
+            time.sleep(0.02)
+
+        def inner(self):
+            time.sleep(0.05)
+
+    monkeypatch.setattr(speed_stages, "PARTS", ((Work, "outer", EVICTION), (Work, "inner", SCORING)))
+    before = {**vars(Work)}
+    with staged() as ms:
+        Work().outer()
+    assert 50 <= ms[SCORING] < 115 and 40 <= ms[EVICTION] < 100 and {**vars(Work)} == before
+
+
+def test_stages_are_those_of_the_pipeline_and_put_back():
+    for owner, name, _ in speed_stages.PARTS:
+        assert name in vars(owner), f"{owner} has no {name} of its own: name where it is"
+    score = EvictionRequest.score
+    with pytest.raises(RuntimeError, match="stop"), staged():
+        assert EvictionRequest.score is not score
+        raise RuntimeError("stop")
+    assert EvictionRequest.score is score
+
+
+def test_bytes_of_a_foreign_cache_are_its_tensors():
+    layer = type("Layer", (), {})()
+    layer.keys, layer.values = torch.zeros(2, 3), torch.zeros(4)[:2]
+    layer.states, layer.name = {0: torch.zeros(5)}, "x"
+    other = type("Layer", (), {})()
+    both = torch.zeros(20)  # one storage, which two views share
+    other.keys, other.values = both[:3], both[10:13]
+    cache = type("Foreign", (), {"layers": [layer, other]})()
+    held = 4 * (6 + 2 + 5 + 3 + 3)
+    assert cache_bytes(cache) == {"held": held, "allocated": 4 * (6 + 4 + 5 + 20), "full": held}

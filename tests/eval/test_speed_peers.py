@@ -1,18 +1,15 @@
 """The benchmark beside the field's main library, on a process that answers like it."""
 
-import gc
 import json
 import sys
 
 import pytest
 import torch
 
-from retain.eval.speed import peers as speed_peers
-from retain.eval.speed import scoring as speed
-from retain.eval.speed.peers import Foreign, main, memory_of, table
-from retain.eval.speed.scoring import build_model
-from retain.eval.speed.serving import Setting, Side
-from tests.eval.test_speed_serving import ENTRY, TINY
+from retain.eval.speed.__main__ import main
+from retain.eval.speed.caches import TimedCache
+from retain.eval.speed.peers import BENCHMARK, PRESSES, PeersSettings, memory_of
+from tests.eval.test_speed import ENTRY, typed
 
 # Answers like peer_side.py: everything takes as long as it is told here, and AdaKV frees nothing.
 BODY = """
@@ -26,8 +23,8 @@ for line in sys.stdin:
         print(json.dumps({"python": "3", "kvpress": VERSION}), flush=True)
         continue
     press, batch = asked["press"], asked["batch"]
-    held = how["tokens"] if press is None or press["class"] == "AdaKVPress" else asked["kept"]
-    if press is not None and press["class"] == "KnormPress":
+    held = how["tokens"] if press is None or press["name"] == "AdaKVPress" else asked["kept"]
+    if press is not None and press["name"] == "KnormPress":
         print(json.dumps({"error": "AssertionError: no"}), flush=True)
         continue
     peak = 7 if asked["watch"] else None
@@ -42,15 +39,6 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def young():
-    """As in test_speed_serving."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def peer(folder, version, *, plain_fails=False, entry=ENTRY):
     path = folder / "python"
     values = {"LOG": str(folder / "log"), "VERSION": version, "ENTRY": entry, "FAILS": plain_fails}
@@ -61,9 +49,14 @@ def peer(folder, version, *, plain_fails=False, entry=ENTRY):
 
 
 def run(tmp_path, *more, **changes):
-    values = {**TINY, "policies": "snapkv,adakv", "keep_ratios": "0.5", "batches": "2", **changes}
-    command = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return main([*command, *more, "--output", str(tmp_path / "peers.json")])
+    changes = {"policies": "snapkv,adakv", "keep_ratios": "0.5", "batches": "2", **changes}
+    words = ["--what", "peers", *typed("serving", **changes)[2:]]
+    return main([*words, *more, "--output", str(tmp_path / "peers.json")])
+
+
+def rows_of(tmp_path):
+    record = json.loads((tmp_path / "peers.json").read_text())
+    return {row["name"]: row for row in record["rows"]}
 
 
 def test_both_libraries_are_measured_at_the_same_budget(tmp_path, monkeypatch, capsys):
@@ -71,13 +64,13 @@ def test_both_libraries_are_measured_at_the_same_budget(tmp_path, monkeypatch, c
         {"policy": name, "keep_ratio": ratio, "batch": 2, "prefill": 5, "decode": 6}
         for name, ratio in (("plain", 1.0), ("full", 1.0), ("snapkv", 0.5), ("adakv", 0.5))
     ]
-    monkeypatch.setattr(speed_peers, "watched", lambda setting: peaks)
+    monkeypatch.setattr(type(BENCHMARK), "watched", lambda self, asked: [peaks] * (self is BENCHMARK))
     # Prompts so long, and heads so wide, that entries and not positions and tables are what a cache takes.
     tokens, entry = 1024, 2 * ENTRY
     python = peer(tmp_path, "9.9", entry=entry)
-    assert run(tmp_path, "--peer-python", python, tokens=tokens, width=64) == 0
+    assert run(tmp_path, "--peer-python", python, tokens=tokens, width=64, memory=True) == 0
     record, text = json.loads((tmp_path / "peers.json").read_text()), (tmp_path / "peers.txt").read_text()
-    assert table(record) == text and capsys.readouterr().out.startswith(text)
+    assert BENCHMARK.text(record) == text and capsys.readouterr().out.startswith(text)
     rows = {(row["library"], row["name"]): row for row in record["rows"]}
     assert list(rows) == [
         ("transformers", "DynamicCache, here"),
@@ -104,7 +97,7 @@ def test_both_libraries_are_measured_at_the_same_budget(tmp_path, monkeypatch, c
     ratios = [own / 3.0 for own in ours["ttft_ms"]["all"]]
     assert theirs["ttft_ours_over_theirs"]["all"] == pytest.approx(ratios)
     assert len(rows["transformers", "DynamicCache, there"]["ttft_ms"]["all"]) == 2 * 2
-    for part in ("kvpress 9.9", "simulated", "python -m retain.eval.speed.peers"):
+    for part in ("kvpress 9.9", "simulated", "python -m retain.eval.speed --what peers"):
         assert part in text
 
     asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
@@ -116,65 +109,46 @@ def test_both_libraries_are_measured_at_the_same_budget(tmp_path, monkeypatch, c
     pairs = [[one["press"] is None for one in lives[i : i + 2]] for i in range(0, 12, 2)]
     assert all(sum(pair) == 1 for pair in pairs)
     plain_first = [pair[0] for pair in pairs]
-    assert plain_first == [False, False, True, True, False, False]
+    assert plain_first == [True, True, False, False, True, True]
 
 
 def test_what_fails_there_is_said_and_the_others_go_on(tmp_path, capsys):
-    python = peer(tmp_path, "9.9")
-    assert run(tmp_path, "--no-memory", "--peer-python", python, policies="knorm,snapkv") == 0
-    rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
-    (failed,) = [row for row in rows if row["failed"]]
+    assert run(tmp_path, "--peer-python", peer(tmp_path, "9.9"), policies="knorm,snapkv") == 0
+    (failed,) = [row for row in rows_of(tmp_path).values() if row["failed"]]
     assert failed["name"] == "KnormPress" and failed["failed"].endswith("AssertionError: no")
-    assert "failed: kvpress's side could not life" in capsys.readouterr().out
+    assert "kvpress's side could not life: AssertionError: no" in capsys.readouterr().out
 
 
-def test_plain_transformers_without_memory_here_or_there_take_nothing_from_the_others(tmp_path, monkeypatch):
-    decode = Side.decode
+@pytest.mark.parametrize("there", [False, True])
+def test_plain_transformers_without_memory_take_nothing_from_the_others(there, tmp_path, monkeypatch):
+    decode = TimedCache.decode
 
     def small(self, cache, seen, ids_BS):
-        if self.policy == "plain":
+        if self.name == "plain":
             raise torch.OutOfMemoryError("CUDA out of memory")
         decode(self, cache, seen, ids_BS)
 
-    monkeypatch.setattr(Side, "decode", small)
-    for there in (False, True):
-        python = peer(tmp_path, "9.9", plain_fails=there)
-        assert run(tmp_path, "--no-memory", "--peer-python", python) == 0
-        rows = {row["name"]: row for row in json.loads((tmp_path / "peers.json").read_text())["rows"]}
-        assert rows["DynamicCache, here"]["failed"] == "out of memory"
-        assert rows["DynamicCache, there"]["failed"].endswith("OutOfMemoryError: no" if there else "")
-        assert bool(rows["DynamicCache, there"]["failed"]) == there
-        for name in ("full", "snapkv", "adakv"):
-            assert len(rows[name]["ttft_ms"]["all"]) == 2 and rows[name]["ttft_over_plain"] is None
-        for name, ours in (("SnapKVPress", "snapkv"), ("AdaKVPress(SnapKVPress)", "adakv")):
-            theirs = rows[name]
-            assert (theirs["ttft_over_plain"] is None) == there and theirs["ttft_ms"]["all"] == [3.0, 3.0]
-            ratios = [taken / 3.0 for taken in rows[ours]["ttft_ms"]["all"]]
-            assert theirs["ttft_ours_over_theirs"]["all"] == pytest.approx(ratios)
-            assert theirs["cache_bytes"]["full"] == 2 * 2 * 96 * ENTRY
-            assert theirs["memory"] == ("simulated" if "Ada" in name else "freed")
-
-
-def test_lives_are_joined_by_round():
-    """Theirs of rounds 0 and 2, ours of 0, 1 and 2, a plain one there in round 2 only."""
-    life = {"bytes_held": 5, "bytes_allocated": 5, "bytes_beside": 0, "prefill_peak": None}
-    life |= {"decode_peak": None}
-    times = {0: 2.0, 2: 8.0}
-    one = Foreign("snapkv", 0.5, "SnapKVPress")
-    one.lives = {turn: {**life, "ttft_ms": taken, "token_ms": 1.0} for turn, taken in times.items()}
-    one.beside = {2: {**life, "bytes_held": 10, "ttft_ms": 4.0, "token_ms": 1.0}}
-    model = build_model(Setting(**TINY).shape())
-    ours = Side("snapkv", 0.5, model, list, turns=[0, 1, 2], ttft_ms=[1.0, 5.0, 2.0], token_ms=[1.0] * 3)
-    row = speed_peers._row(one, [*one.lives.values()], 10, 1, ours)
-    assert row["ttft_ours_over_theirs"]["all"] == [1.0 / 2.0, 2.0 / 8.0]
-    assert row["ttft_over_plain"] is None, "one ratio is no spread"
-    assert row["memory"] == "freed" and row["cache_bytes"]["full"] == 10
+    monkeypatch.setattr(TimedCache, "decode", small)
+    assert run(tmp_path, "--peer-python", peer(tmp_path, "9.9", plain_fails=there)) == 0
+    rows = rows_of(tmp_path)
+    assert rows["DynamicCache, here"]["failed"] == "out of memory"
+    assert rows["DynamicCache, there"]["failed"].endswith("OutOfMemoryError: no" if there else "")
+    assert bool(rows["DynamicCache, there"]["failed"]) == there
+    for name in ("full", "snapkv", "adakv"):
+        assert len(rows[name]["ttft_ms"]["all"]) == 2 and "ttft_over_plain" not in rows[name]
+    for name, ours in (("SnapKVPress", "snapkv"), ("AdaKVPress(SnapKVPress)", "adakv")):
+        theirs = rows[name]
+        assert (theirs["ttft_over_plain"] is None) == there and theirs["ttft_ms"]["all"] == [3.0, 3.0]
+        ratios = [taken / 3.0 for taken in rows[ours]["ttft_ms"]["all"]]
+        assert theirs["ttft_ours_over_theirs"]["all"] == pytest.approx(ratios)
+        assert theirs["cache_bytes"]["full"] == 2 * 2 * 96 * ENTRY
+        assert theirs["memory"] == ("simulated" if "Ada" in name else "freed")
 
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_absence_is_one_line_and_no_failure(tmp_path, capsys, installed):
     more = ["--peer-python", peer(tmp_path, None)] if installed else []
-    assert run(tmp_path, "--no-memory", *more, policies="snapkv", batches="1") == 0
+    assert run(tmp_path, *more, policies="snapkv", batches="1") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "not compared" in line]
     assert len(lines) == 1
     why = "it is not installed in the environment of" if installed else "no --peer-python was given"
@@ -200,19 +174,15 @@ def test_errors(tmp_path, capsys, more, changes, message):
 
 
 def test_by_default_all_that_both_have():
-    setting = speed_peers.known(speed_peers.Setting())
-    assert [entry.policy for entry in setting.entries()] == list(speed_peers.PRESSES)
+    assert [entry.policy for entry in PeersSettings().entries()] == list(PRESSES)
 
 
-def test_memory_is_simulated_where_the_storage_stays_and_freed_where_it_is_about_what_was_asked_for():
-    assert memory_of(100, 100, 1.0) == "full"
-    assert memory_of(20, 100, 0.2) == memory_of(25, 100, 0.2) == "freed"
-    assert memory_of(26, 100, 0.2) == memory_of(94, 100, 0.2) == "partly freed"
-    assert memory_of(95, 100, 0.2) == memory_of(105, 100, 0.2) == memory_of(95, 100, 0.9) == "simulated"
-
-
-def test_it_is_reached_from_the_first_benchmark(monkeypatch):
-    seen = []
-    monkeypatch.setattr(speed_peers, "main", lambda arguments: seen.append(arguments) or 0)
-    assert speed.main(["--tokens", "96", "--what", "peers"]) == 0
-    assert seen == [["--tokens", "96"]]
+@pytest.mark.parametrize(
+    ("allocated", "keep_ratio", "said"),
+    [
+        *((100, 1.0, "full"), (20, 0.2, "freed"), (25, 0.2, "freed"), (26, 0.2, "partly freed")),
+        *((94, 0.2, "partly freed"), (95, 0.2, "simulated"), (105, 0.2, "simulated"), (95, 0.9, "simulated")),
+    ],
+)
+def test_memory_is_simulated_where_the_storage_stays(allocated, keep_ratio, said):
+    assert memory_of(allocated, 100, keep_ratio) == {"memory": said, "allocated_of_full": allocated / 100}

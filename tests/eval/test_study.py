@@ -142,10 +142,10 @@ def test_the_page_of_a_study_names_commands_that_work(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "suite_of", lambda config: STUB)
     assert kept.main(commands["retain.eval.report.kept"]) == 0 and (folder / "kept.json").is_file()
     # All its policies are variants: the winner is what is diagnosed.
-    given = diagnose.parser().parse_args(commands["retain.eval.diagnose.command"])
+    given = diagnose.parser().parse_args(commands["retain.eval.diagnose"])
     assert given.policies == ["fused,fusion=max,draw=null"] and given.gates == str(tmp_path / "gates-seed0")
     assert [diagnose.policy_of(typed).fusion for typed in given.policies] == ["max"]
-    assert commands["retain.eval.speed.serving"] == ["--output", str(folder / "speed.json")]
+    assert commands["retain.eval.speed"] == ["--what", "serving", "--output", str(folder / "speed.json")]
 
 
 def test_the_command_prints_what_trains_the_gates(tmp_path, capsys):

@@ -15,6 +15,7 @@ from tests.faults.toy import TIERS, make_toy, toy_fault
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_each_tier_catches_what_it_can_and_a_second_start_goes_on(tmp_path: Path) -> None:
     root, out = make_toy(tmp_path / "toy"), tmp_path / "out"
     before = {path: path.read_bytes() for path in root.rglob("*.py")}

@@ -23,7 +23,7 @@ def load_reference(seed: int) -> Any:
 def held_positions(cache: Any) -> list[list[list[int]]]:
     """Positions that a `retain.Cache` holds: for each evicting layer, each row (sequence, then KV head)."""
     layers = []
-    for layer in cache.ragged:
+    for layer in cache.state.ragged:
         _, _, positions_N, rows_N = layer.store.flat()
         layers.append([positions_N[rows_N == row].tolist() for row in range(layer.store.num_rows)])
     return layers
@@ -31,10 +31,10 @@ def held_positions(cache: Any) -> list[list[list[int]]]:
 
 def write_reports(folder: Path) -> None:
     """Write `report.md` and `cells.json` of a folder with the rows of a finished comparison."""
-    from retain.eval.report.html_page import tasks_of
-    from retain.eval.report.markdown import write_report
+    from retain.eval.report.render import write_report
     from retain.eval.run.results_store import read_manifest
     from retain.eval.stats.ceilings import write_cells
+    from retain.eval.tasks.suites import tasks_of
 
     manifest = read_manifest(folder)
     tasks = tasks_of(manifest)

@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import retain
+from retain.cache import file_format
 from retain.gates import build_gates, dims_for
 from retain.gates.calibrate import build_calibrator
 from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
-from retain.hf.cache.cache import Cache, saving
+from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import describe, fingerprint
 from tests.tiny import tiny_batch, tiny_model
 
@@ -284,7 +285,7 @@ def check_caches(model: Any, examples: int, folder: Path) -> None:
         model, "knorm", keep_ratio=0.7, protection=PROTECTION, regime="chunked", seeds=[1, 2], pinned=[(0, 2)]
     )
     reads(made)
-    header, tensors = saving.read_saved(made.save(folder / "whole.safetensors"))
+    header, tensors = file_format.read_file(made.save(folder / "whole.safetensors"))
     path, ran = folder / "changed.safetensors", []
 
     @rules(examples)
@@ -296,14 +297,14 @@ def check_caches(model: Any, examples: int, folder: Path) -> None:
         else:
             other = changed(header, data.draw)
         text = json.dumps(other)
-        told = {"schema_version": 1, "sha256": saving._digest(text, held.items()), "header": text}
-        save_file(held, path, {saving.FORMAT: json.dumps(told)})
+        told = {"schema_version": 1, "sha256": file_format.digest(text, held.items()), "header": text}
+        save_file(held, path, {file_format.FORMAT: json.dumps(told)})
 
         def goes_on() -> None:
             cache = Cache.load(path, model)
             ids, mask = (
                 torch.ones(2, 2, dtype=torch.int64),
-                torch.cat([cache.valid_BT.long(), torch.ones(2, 2)], 1),
+                torch.cat([cache.state.valid_BT.long(), torch.ones(2, 2)], 1),
             )
             where = (mask.long().cumsum(-1) - 1)[:, -2:]
             with torch.no_grad():

@@ -82,7 +82,7 @@ def lived(
     """Logits of each forward, and what each layer held after it, `[B, H, T]` over all tokens seen."""
     logits, history, seen = [], [], 0
     if life.prompt > 1:
-        cache.announce(sum(ids.shape[1] for ids in life.chunks[: life.prompt]))
+        cache.state.announce(sum(ids.shape[1] for ids in life.chunks[: life.prompt]))
     for number, ids in enumerate(life.chunks):
         mask = life.mask[:, : seen + ids.shape[1]]
         where = positions_of(mask)[:, seen:]
@@ -130,7 +130,7 @@ def eviction_free(model: PreTrainedModel, own: Life) -> list[Tensor]:
 def held_by(cache: Cache, mask: Tensor) -> list[Tensor]:
     """Which tokens each (layer, sequence, head) holds."""
     answer = []
-    for layer in cache.ragged:
+    for layer in cache.state.ragged:
         H = layer.store.num_heads
         held = torch.zeros(len(mask), H, mask.shape[1], dtype=torch.bool)
         positions, rows = (column.cpu() for column in layer.store.flat()[2:])

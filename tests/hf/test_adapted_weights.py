@@ -62,7 +62,7 @@ def kept(model, policy="criticalkv", **settings):
     assert 0 < cache.entries_held < cache.entries_seen
     return [
         set(zip(store.rows_N().tolist(), store.positions_C[store.index_N()].tolist(), strict=True))
-        for store in (layer.store for layer in cache.ragged)
+        for store in (layer.store for layer in cache.state.ragged)
     ]
 
 
@@ -128,7 +128,7 @@ def test_an_adapter_is_switched_off_between_two_evictions_of_one_cache():
             own.get_base_model().model(
                 IDS[:, 90:], attention_mask=MASK, position_ids=positions, past_key_values=cache
             )
-            return [layer.store.positions_C[layer.store.index_N()].tolist() for layer in cache.ragged]
+            return [layer.store.positions_C[layer.store.index_N()].tolist() for layer in cache.state.ragged]
 
         on = read(caches[0])
         with own.disable_adapter():

@@ -180,7 +180,7 @@ def test_a_cache_takes_the_adapters_gates() -> None:
                 max_new_tokens=4,
                 do_sample=False,
             )
-        held.append([layer.store.positions_C[layer.store.index_N()] for layer in cache.ragged])
+        held.append([layer.store.positions_C[layer.store.index_N()] for layer in cache.state.ragged])
         assert cache.evictions == 1
     assert all(torch.equal(one, other) for one, other in zip(*held, strict=True))
 

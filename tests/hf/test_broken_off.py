@@ -90,7 +90,7 @@ def assert_refused(model, cache, mask, tmp_path):
             use()
     assert not list(tmp_path.iterdir())
     cache.reset()
-    fresh = Cache(model, policy=policy, regime=cache.regime.name, every=4)
+    fresh = Cache(model, policy=policy, regime=cache.state.regime.name, every=4)
     ids, mask = tiny_batch(PADS, seed=8)
     for one in (cache, fresh):
         forward(model, one, ids, mask)
@@ -248,4 +248,4 @@ def test_a_policy_functions_wrong_mask_at_a_later_moment_is_found_before_any_lay
             forward(model, cache, ids, mask)
             ask(model, cache, mask)
             assert cache.evictions == 1 + (regime == "chunked")
-            assert torch.equal(cache.positions_BT[:, :40], positions_of(mask))
+            assert torch.equal(cache.state.positions_BT[:, :40], positions_of(mask))

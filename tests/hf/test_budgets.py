@@ -8,6 +8,7 @@ import retain
 from retain.budget.allocation import Allocation
 from retain.eval.inspection.budget_picture import plot_budgets
 from retain.hf.cache.cache import Cache
+from retain.hf.cache.state import State
 from retain.hf.intercept.attach import attachment_of
 from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
@@ -59,14 +60,14 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
 def test_never_more_than_the_budget_and_one_layer_is_held(name, monkeypatch):
     """Counted from the caches' own stores, before and after every layer is cut."""
     model, (ids, mask) = _model(), tiny_batch((0,), 100)
-    peaks, store = [], Cache._cut_dense
+    peaks, store = [], State.cut_dense
 
     def watched(cache, layer, *args):
         held = sum(other.store.entries_held for other in cache.layers if other.store is not None)
         peaks.append(held + 2 * 100)
         return store(cache, layer, *args)
 
-    monkeypatch.setattr(Cache, "_cut_dense", watched)
+    monkeypatch.setattr(State, "cut_dense", watched)
     with retain.attach(model):
         cache = Cache(model, CROSSING[name], keep_ratio=0.2).prefill(ids, mask)
     budget = 5 * 40
@@ -304,7 +305,7 @@ def test_what_cannot_be_is_refused_before_any_layer_runs_and_let_go():
             cache = Cache(model, policy, short="raise", **settings)
             with pytest.raises(ValueError, match=message):
                 cache.prefill(ids, mask)
-            assert not ran and cache.num_seen == 0 and cache._eviction is None
+            assert not ran and cache.num_seen == 0 and cache.engine._eviction is None
         # A score may still fail in the middle: what was filled by then is let go.
         broken = Cache(model, CROSSING["joint"], keep_ratio=0.3, observed=_fails_at_layer_3)
         with pytest.raises(RuntimeError, match="out of memory"):

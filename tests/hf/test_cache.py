@@ -134,7 +134,7 @@ def test_direct_forward_without_position_ids(batch):
                 for chunk, logits in zip(chunks, got, strict=True):
                     assert torch.equal(model(input_ids=chunk, past_key_values=no_mask).logits, logits)
     assert_same("qwen3", got, keep, chunks, whole, positions=False)
-    assert torch.equal(cache.positions_BT[:, :5], torch.arange(5).expand(batch, 5))
+    assert torch.equal(cache.state.positions_BT[:, :5], torch.arange(5).expand(batch, 5))
 
 
 @both
@@ -175,7 +175,7 @@ def test_prefill_then_generate_continues_with_true_positions(family, batch):
     # The control: eviction that changed nothing would pass the above.
     assert not torch.equal(got, model.generate(input_ids=tokens, **settings))
     last = positions_of(everything)[:, -2]
-    assert torch.equal(cache.positions_BT[:, -1], last)
+    assert torch.equal(cache.state.positions_BT[:, -1], last)
     for sequence in range(batch):
         positions = cache.layers[1].store.row(sequence, 1)[2]
         want_positions = positions_of(mask)[sequence][keep[1][sequence, 1]]
@@ -437,7 +437,7 @@ def test_selecting_and_repeating_sequences(evict_first):
         if evict_first:
             cache.evict(choose(keep))
         cache.batch_select_indices(idx)
-        assert cache.seeds == [9, 7]
+        assert cache.state.seeds == [9, 7]
         if not evict_first:
             cache.evict(choose([layer[idx] for layer in keep]))
         twice = copy.deepcopy(cache)

@@ -143,7 +143,7 @@ class CacheMachine(RuleBasedStateMachine):
     def check(self, talk: Conversation) -> None:
         """The cache holds what the model holds."""
         cache = talk.cache
-        assert cache.batch_size == len(talk.rows) and torch.equal(cache.valid_BT, talk.mask)
+        assert cache.batch_size == len(talk.rows) and torch.equal(cache.state.valid_BT, talk.mask)
         entries = 0
         for layer in range(LAYERS):
             store = cache.layers[layer].store
@@ -151,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for h in range(HEADS):
                     assert store.row(b, h)[2].tolist() == sorted(row.held[layer][h])
                     entries += len(row.held[layer][h])
-        assert cache.entries_held == entries and cache.evicted_at == talk.evicted_at
+        assert cache.entries_held == entries and cache.state.evicted_at == talk.evicted_at
 
     def pick(self, data) -> Conversation:
         return self.talks[data.draw(st.integers(0, len(self.talks) - 1))]
@@ -190,14 +190,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.forward(talk, torch.ones(len(talk.rows), 1, dtype=torch.bool), 0.3, seed + step)
         seen = talk.cache.num_seen
         length = max(1, seen - back)
-        before = talk.cache.report(), talk.cache.evicted_at
+        before = talk.cache.report(), talk.cache.state.evicted_at
         try:
             talk.cache.crop(length if data.draw(st.booleans()) else length - seen)
         except ValueError as error:
             assert "fork() the cache before it reads" in str(error)
-            again = talk.cache.regime.again
+            again = talk.cache.state.regime.again
             assert length < talk.evicted_at or again and length < talk.moment_at
-            assert (talk.cache.report(), talk.cache.evicted_at) == before
+            assert (talk.cache.report(), talk.cache.state.evicted_at) == before
             self.count("crop refused")
         else:
             assert length >= talk.evicted_at

@@ -13,8 +13,8 @@ from retain.budget.allocation import Allocation
 from retain.budget.capacity import (
     Capacity,
     CapacityError,
-    CapacityGuard,
     CapacityWarning,
+    Guard,
     capacity_of,
     ceiled,
 )
@@ -22,6 +22,7 @@ from retain.budget.cascade import keep_sets
 from retain.budget.priority_sampling import Draw
 from retain.gates.store import load_gates, save_gates
 from retain.hf.cache.cache import Cache
+from retain.hf.cache.state import State
 from retain.hf.model.decoder import fingerprint
 from retain.presets import Policy
 from tests.evictions import small
@@ -35,6 +36,10 @@ SHARED = {
     "as shipped": {"scope": "model", "fusion": "learned", "draw": Draw(0.2)},
 }
 NOTHING = Capacity(TINY, (0.0,), (0.0,), (0,), (0,), (0,))
+
+
+def guard_of(cache):
+    return cache.engine.capacity_guard.guard
 
 
 def fused(**settings) -> Policy:
@@ -70,9 +75,7 @@ def batch():
 
 def price_of(model, batch, policy, **settings) -> float:
     """The lower of the prices that two sequences pay."""
-    cache = Cache(
-        model, policy, gates=gates(model), keep_ratio=0.3, capacity=CapacityGuard("warn", HUGE), **settings
-    )
+    cache = Cache(model, policy, gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", HUGE), **settings)
     return min(cache.prefill(*batch).capacity.price_B)
 
 
@@ -80,7 +83,7 @@ def price_of(model, batch, policy, **settings) -> float:
 def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
     policy, own = fused(**SHARED[shared]), gates(model)
     plain = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None).prefill(*batch)
-    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=CapacityGuard("warn", TINY))
+    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("warn", TINY))
     with pytest.warns(
         CapacityWarning, match=r"keep_ratio=0.3: more goes than can be afforded.*\(of 2 such\)"
     ):
@@ -92,7 +95,9 @@ def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
     # Read along a cascade, it is what the scores say of all layers at once.
     held = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None)
     held.prefill(*batch, evict=False, hold_evidence=True)
-    moment = held.rule.request.moment(held.evidence, held._batch_given(batch[1].bool()))
+    moment = held.state.bound_policy.request.joint_eviction(
+        held.evidence, held.state.batch_context(batch[1].bool())
+    )
     shares, found = moment.part.shares, moment.candidates
     at_once = capacity_of(shares, found, keep_sets(shares, found), TINY)
     assert cache.capacity.price_B == pytest.approx(at_once.price_B)
@@ -103,10 +108,10 @@ def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
 def test_it_is_quiet_where_all_can_be_afforded_and_speaks_once(model, batch):
     settings = {"gates": gates(model), "keep_ratio": 0.3, "regime": "decode", "every": 2}
     with silent():
-        quiet = Cache(model, fused(), capacity=CapacityGuard("warn", HUGE), **settings)
+        quiet = Cache(model, fused(), capacity=Guard("warn", HUGE), **settings)
         model.generate(*batch[:1], attention_mask=batch[1], past_key_values=quiet, max_new_tokens=7)
     assert quiet.evictions > 1 and quiet.capacity.short_B == [False, False]
-    cache = Cache(model, fused(), capacity=CapacityGuard("warn", TINY), **settings)
+    cache = Cache(model, fused(), capacity=Guard("warn", TINY), **settings)
     with pytest.warns(CapacityWarning) as said:
         model.generate(*batch[:1], attention_mask=batch[1], past_key_values=cache, max_new_tokens=9)
     assert cache.evictions > 1 and len(said) == 1
@@ -117,13 +122,13 @@ def test_it_is_quiet_where_all_can_be_afforded_and_speaks_once(model, batch):
 def test_it_keeps_what_is_needed(model, batch, shared, how):
     policy, own = fused(**SHARED[shared]), gates(model)
     limit = price_of(model, batch, policy) * 0.6
-    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=CapacityGuard("keep", limit))
+    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("keep", limit))
     with silent():
         if how == "evict":
             cache.prefill(*batch, evict=False, hold_evidence=True).evict()
         else:
             cache.prefill(*batch, chunk_size=25 if how == "chunks" else None)
-    capacity, heads = cache.capacity, sum(spec.num_kv_heads for spec in cache.specs)
+    capacity, heads = cache.capacity, sum(spec.num_kv_heads for spec in cache.state.specs)
     assert capacity.raised and max(capacity.price_B) <= limit
     assert cache.entries_held == sum(capacity.kept_B) and cache.bytes_held() < cache.bytes_full()
     assert all(
@@ -143,7 +148,7 @@ def test_the_ratio_that_it_advises_is_one_of_what_was_seen_and_is_enough(model, 
     def run(ratio, limit):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            cache = Cache(model, fused(), keep_ratio=ratio, capacity=CapacityGuard("warn", limit), **settings)
+            cache = Cache(model, fused(), keep_ratio=ratio, capacity=Guard("warn", limit), **settings)
             if regime == "decode":
                 more = {"max_new_tokens": 9, "do_sample": False}
                 model.generate(ids, attention_mask=mask, past_key_values=cache, **more)
@@ -166,7 +171,7 @@ def test_the_ratio_that_it_advises_is_one_of_what_was_seen_and_is_enough(model, 
 
 def test_where_all_can_be_afforded_it_keeps_what_was_stated(model, batch):
     held = []
-    for capacity in (None, CapacityGuard("keep", HUGE), CapacityGuard("raise", HUGE)):
+    for capacity in (None, Guard("keep", HUGE), Guard("raise", HUGE)):
         cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=capacity).prefill(*batch)
         held.append(held_by(cache, batch[1]))
     for own in held[1:]:
@@ -175,7 +180,7 @@ def test_where_all_can_be_afforded_it_keeps_what_was_stated(model, batch):
 
 def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch):
     ids, mask = batch
-    settings = {"gates": gates(model), "keep_ratio": 0.3, "capacity": CapacityGuard("raise", TINY)}
+    settings = {"gates": gates(model), "keep_ratio": 0.3, "capacity": Guard("raise", TINY)}
     cache = Cache(model, fused(), **settings)
     with pytest.raises(CapacityError, match="Nothing was evicted: state a larger budget") as refused:
         cache.prefill(ids, mask)
@@ -184,10 +189,10 @@ def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch)
         with pytest.raises(CapacityError):
             model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3)
         # Nothing counts as seen, and nothing stays that nobody could ask for.
-        assert all(layer.keys is None and layer.store is None for layer in cache.ragged)
+        assert all(layer.keys is None and layer.store is None for layer in cache.state.ragged)
         assert cache.num_seen == cache.bytes_held() == cache.bytes_allocated() == 0
     fresh = Cache(model, fused(), **{**settings, "capacity": None})
-    cache.guard = None
+    cache.engine.capacity_guard.guard = None
     answers = [
         model.generate(ids, attention_mask=mask, past_key_values=own, max_new_tokens=3, do_sample=False)
         for own in (cache, fresh)
@@ -197,7 +202,7 @@ def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch)
     cache = Cache(model, fused(), **settings).prefill(ids, mask, evict=False, hold_evidence=True)
     with pytest.raises(CapacityError):
         cache.evict()
-    assert cache.entries_held == cache.entries_seen and cache.guard.action == "raise"
+    assert cache.entries_held == cache.entries_seen and guard_of(cache).action == "raise"
     cache.evict(fused(), keep_ratio=0.3, gates=gates(model), capacity=None)
     assert cache.entries_held < cache.entries_seen and cache.capacity is None
 
@@ -208,13 +213,13 @@ def test_what_a_cache_was_made_with_comes_back_with_a_reset(model, batch):
     given = {"gates": own, "keep_ratio": 0.3}
     cache = Cache(model, fused(), capacity="raise", **given)
     cache.prefill(*batch, evict=False, hold_evidence=True).evict(fused(), capacity=None, **given)
-    assert cache.guard is None
+    assert guard_of(cache) is None
     cache.reset()
-    assert cache.guard == CapacityGuard("raise", TINY)
+    assert guard_of(cache) == Guard("raise", TINY)
     with pytest.raises(CapacityError):
         cache.prefill(*batch)
     # Also what was changed by hand.
-    cache.guard = None
+    cache.engine.capacity_guard.guard = None
     cache.prefill(*batch)
     assert cache.entries_held < cache.entries_seen
     cache.reset()
@@ -234,16 +239,16 @@ def test_a_policy_named_later_is_under_the_guard_that_the_cache_was_made_with(mo
     with pytest.raises(CapacityError):
         held("raise").evict(fused(scope="head"), **given)
     with silent():
-        assert held(None).evict(fused(scope="layer"), **given).guard is None
+        assert guard_of(held(None).evict(fused(scope="layer"), **given)) is None
         # It means nothing there, and the caller is told how to go on.
         with pytest.raises(
             ValueError, match="capacity='raise'.*what it observes is past.*pass capacity=None"
         ):
             held("raise").evict("snapkv", keep_ratio=0.9)
-        assert held("auto").evict("snapkv", keep_ratio=0.9).guard is None
+        assert guard_of(held("auto").evict("snapkv", keep_ratio=0.9)) is None
     for capacity, also in (("auto", {}), (None, {"capacity": "auto"}), ("raise", {"capacity": "warn"})):
         with pytest.warns(CapacityWarning):
-            assert held(capacity).evict(fused(), **given, **also).guard == CapacityGuard("warn", TINY)
+            assert guard_of(held(capacity).evict(fused(), **given, **also)) == Guard("warn", TINY)
 
 
 @pytest.mark.parametrize("action", ["warn", "raise", "keep"])
@@ -255,8 +260,8 @@ def test_keys_in_another_precision_than_the_weights_are_guarded_all_the_same(
     is known when the first keys come."""
     # Entries of 2 x 16 numbers; 360 of sequence 0, 330 of sequence 1.
     fits = 32 * 8 * (360 if guessed == 16 else 150)
-    monkeypatch.setattr(Cache, "_element_size", guessed)
-    cache = Cache(model, fused(), gates=gates(model), bytes=fits, capacity=CapacityGuard(action, TINY))
+    monkeypatch.setattr(State, "element_size", guessed)
+    cache = Cache(model, fused(), gates=gates(model), bytes=fits, capacity=Guard(action, TINY))
     if guessed == 16:
         with silent():
             cache.prefill(*batch)
@@ -274,13 +279,13 @@ def test_keys_in_another_precision_than_the_weights_are_guarded_all_the_same(
 
 
 def test_a_warning_points_at_the_users_line(model, batch):
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=CapacityGuard("warn", TINY))
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
     with pytest.warns(CapacityWarning) as said:
         cache.prefill(*batch)
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=CapacityGuard("warn", TINY))
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
     with pytest.warns(CapacityWarning) as also:
         model.generate(batch[0], attention_mask=batch[1], past_key_values=cache, max_new_tokens=2)
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=CapacityGuard("warn", TINY))
+    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
     with pytest.warns(CapacityWarning) as later:
         cache.prefill(*batch, evict=False, hold_evidence=True).evict()
     assert {one.filename for own in (said, also, later) for one in own} == {__file__}
@@ -291,18 +296,18 @@ def test_a_later_eviction_that_is_refused_leaves_the_cache_whole(model, batch):
     ids, mask = batch
     policy = fused()
     settings = {"gates": gates(model), "keep_ratio": 0.3, "regime": "chunked"}
-    cache = Cache(model, policy, capacity=CapacityGuard("raise", HUGE), **settings).prefill(ids, mask)
+    cache = Cache(model, policy, capacity=Guard("raise", HUGE), **settings).prefill(ids, mask)
     held = cache.entries_held
-    cache.guard = CapacityGuard("raise", TINY)
+    cache.engine.capacity_guard.guard = Guard("raise", TINY)
     turn, both = ids[:, -9:], torch.cat([mask, torch.ones_like(ids[:, -9:])], 1)
     positions = (both.cumsum(-1) - 1)[:, -9:]
     given = {"attention_mask": both, "position_ids": positions, "past_key_values": cache}
     with torch.no_grad(), pytest.raises(CapacityError):
         model(input_ids=turn, **given)
-    heads = sum(spec.num_kv_heads for spec in cache.specs)
+    heads = sum(spec.num_kv_heads for spec in cache.state.specs)
     assert cache.entries_held == held + 2 * 9 * heads
     assert cache.num_seen == 69 and cache.evictions == 1
-    cache.check_whole()
+    cache.state.check_whole()
 
 
 def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tmp_path):
@@ -310,40 +315,36 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
     own.metadata["calibration"]["capacity"] = {"limit": 0.25}
     save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model))
     own = load_gates(tmp_path / "gates")
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3).guard == CapacityGuard("warn", 0.25)
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None).guard is None
-    assert Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep").guard == CapacityGuard(
-        "keep", 0.25
-    )
+    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3)) == Guard("warn", 0.25)
+    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None)) is None
+    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep")) == Guard("keep", 0.25)
     # On its own scale, where all heads share one budget: what that limit was read off for.
     for own_scale in ({"fusion": "learned"}, {"fusion": "sum"}, {"draw": Draw(0.3)}):
-        assert Cache(model, fused(**own_scale), gates=own, keep_ratio=0.3).guard == CapacityGuard(
-            "warn", 0.25
-        )
+        assert guard_of(Cache(model, fused(**own_scale), gates=own, keep_ratio=0.3)) == Guard("warn", 0.25)
     others = [{"scope": "head"}, {"scope": "layer"}, {"fusion": "prior"}, {"fusion": "log_linear"}]
     others += [{"fusion": "veto"}, {"allocation": Allocation(normalise="head")}]
     for settings in others:
         made = {"gates": own, "keep_ratio": 0.3}
-        assert Cache(model, fused(**settings), **made).guard is None
-        assert Cache(model, fused(**settings), capacity="raise", **made).guard == CapacityGuard("raise", 0.25)
-    assert Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3).guard is None
-    assert Cache(model, fused(), gates=own, threshold=2.0).guard is None
-    assert Cache(model, fused(), gates=gates(model), keep_ratio=0.3).guard is None
-    assert Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6).guard is None
+        assert guard_of(Cache(model, fused(**settings), **made)) is None
+        assert guard_of(Cache(model, fused(**settings), capacity="raise", **made)) == Guard("raise", 0.25)
+    assert guard_of(Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3)) is None
+    assert guard_of(Cache(model, fused(), gates=own, threshold=2.0)) is None
+    assert guard_of(Cache(model, fused(), gates=gates(model), keep_ratio=0.3)) is None
+    assert guard_of(Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6)) is None
     other = {"policy": "snapkv", "keep_ratio": 0.9, "observed_settings": {"window": 4}}
-    for capacity in (None, "keep", "auto", CapacityGuard("warn", HUGE)):
+    for capacity in (None, "keep", "auto", Guard("warn", HUGE)):
         cache = Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=capacity)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CapacityWarning)
             cache.prefill(*batch, evict=False, hold_evidence=True).evict()
         again = Cache.load(cache.save(tmp_path / "cache.safetensors"), model, gates=own)
-        assert again.guard == cache.guard
+        assert guard_of(again) == guard_of(cache)
         # What was stated comes back too, for policies that are named later.
         for one in (cache, again):
             one.reset()
             one.prefill(*batch, evict=False, hold_evidence=True)
             if capacity in (None, "auto"):
-                assert one.evict(**other).guard is None
+                assert guard_of(one.evict(**other)) is None
             else:
                 with pytest.raises(ValueError, match="what it observes is past"):
                     one.evict(**other)
@@ -355,9 +356,9 @@ def test_what_no_limit_means_anything_for_is_refused(model):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="warn")
     with pytest.raises(ValueError, match=r"did you mean 'keep'"):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="kepe")
-    with pytest.raises(ValueError, match="a retain.budget.capacity.CapacityGuard or None; got 3"):
+    with pytest.raises(ValueError, match="a retain.budget.capacity.Guard or None; got 3"):
         Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=3)
-    guard = CapacityGuard("warn", 1.0)
+    guard = Guard("warn", 1.0)
     with pytest.raises(ValueError, match="what it observes is past"):
         Cache(model, "snapkv", keep_ratio=0.6, capacity=guard)
     with pytest.raises(ValueError, match="fusion 'rank_blend'.*is not in risk"):

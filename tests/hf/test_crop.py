@@ -38,7 +38,7 @@ def steps(number, seed):
 
 def same_entries(one, other):
     """Every layer holds the same entries, and what stands beside them."""
-    for a, b in zip(one.ragged, other.ragged, strict=True):
+    for a, b in zip(one.state.ragged, other.state.ragged, strict=True):
         left, right = a.store.tensors(), b.store.tensors()
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) for name in left)
@@ -139,7 +139,7 @@ def test_a_fork_and_the_original_go_separate_ways(family, regime):
                 got[one] = forward(model, own, ids_s, masks[one])
     for a, b in zip(got, alone, strict=True):
         assert torch.equal(a, b)
-    assert torch.equal(cache.positions_BT[:, :42], positions_of(whole))
+    assert torch.equal(cache.state.positions_BT[:, :42], positions_of(whole))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -219,10 +219,10 @@ def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():
         for cache in caches:
             forward(model, cache, ids, mask)
             whole = fed(model, cache, mask, steps(6, 5))[1]
-        assert [(cache.evicted_at, cache.evictions) for cache in caches] == [(0, 0), (40, 1), (44, 2)]
+        assert [(cache.state.evicted_at, cache.evictions) for cache in caches] == [(0, 0), (40, 1), (44, 2)]
         for chosen, at, count in (([0, 1], 40, 1), ([0, 1, 2], 44, 2), ([2, 0], 44, 2), ([0, 0], 0, 0)):
             both = Cache.concat([caches[number] for number in chosen])
-            assert (both.evicted_at, both.evictions, both.report().evictions) == (at, count, count)
+            assert (both.state.evicted_at, both.evictions, both.report().evictions) == (at, count, count)
             before = both.fork()
             if at:
                 with pytest.raises(ValueError, match=rf"evicted when it had seen {at}, and those are gone"):

@@ -51,8 +51,8 @@ def test_what_a_prompt_holds_is_no_end(way, pads):
         assert torch.equal(run(cache), want)
     turns = 2 if way == "turn" else 1
     assert cache.num_seen == 40 + turns * NEW - 1
-    assert bool(cache.valid_BT[:, 40:].all()) and torch.equal(cache.valid_BT[:, :40], mask.bool())
-    assert cache.entries_held == cache.entries_seen == int(cache.valid_BT.sum()) * 2 * 3
+    assert bool(cache.state.valid_BT[:, 40:].all()) and torch.equal(cache.state.valid_BT[:, :40], mask.bool())
+    assert cache.entries_held == cache.entries_seen == int(cache.state.valid_BT.sum()) * 2 * 3
 
 
 def without_full_masks(module, args, kwargs):
@@ -94,13 +94,13 @@ def test_what_is_put_behind_an_end_is_not_stored(masks, pads, ended_by):
     with retain.attach(model):
         cache = Cache(model, policy=None)
         assert torch.equal(model.generate(ids, past_key_values=cache, **how), want)
-        assert torch.equal(cache.valid_BT, real)
+        assert torch.equal(cache.state.valid_BT, real)
         assert cache.entries_held == cache.entries_seen == int(real.sum()) * 2 * 3
         small = {"tokens_per_head": 14, "protection": {"recent": 4}, "regime": "prefill+decode", "every": 4}
         cache = Cache(model, policy="recency", **small)
         model.generate(ids, past_key_values=cache, **how)
-        assert torch.equal(cache.valid_BT, real) and cache.evictions >= 3
-    for store in cache._stores():
+        assert torch.equal(cache.state.valid_BT, real) and cache.evictions >= 3
+    for store in cache.state.stores:
         for row, end in enumerate((44 - pads[0], 47 - pads[1])):
             assert store.row(row, 0)[2].tolist() == [0, 1, 2, 3, *range(end - 10, end)]
 
@@ -125,7 +125,7 @@ def test_where_generate_fills_nothing_all_is_stored(way):
         cache = Cache(model, policy=None)
         got = model.generate(ids, past_key_values=cache, **how)
     assert torch.equal(got, want) and cache.num_seen == full.get_seq_length()
-    assert bool(cache.valid_BT[:, 40:].all())
+    assert bool(cache.state.valid_BT[:, 40:].all())
 
 
 def test_a_next_turn_says_what_was_fill():

@@ -198,7 +198,7 @@ def test_what_was_drawn_is_drawn_by_a_loaded_cache_too(seeds, tmp_path):
     with retain.attach(model):
         cache = Cache(model, drawn(), **settings).prefill(ids, mask)
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, gates=gates)
-        assert again.rule.request.policy == drawn()
+        assert again.state.bound_policy.request.policy == drawn()
         logits = [answer(model, own, mask, question, 9) for own in (cache, again)]
         whole = torch.cat([mask, mask.new_ones(2, 14)], 1)
         held = [held_by(own, whole) for own in (cache, again)]
@@ -221,7 +221,7 @@ def test_a_share_to_be_drawn_is_stated_for_a_cache():
     model = tiny_model("llama")
     given = {"gates": gates_of(model), "keep_ratio": 0.5}
     made_by_name = Cache(model, "fused", draw={"share": 0.3}, **given)
-    assert made_by_name.rule.request.policy.draw == Draw(0.3)
+    assert made_by_name.state.bound_policy.request.policy.draw == Draw(0.3)
     with pytest.raises(ValueError, match="draw shares out a budget that heads share, and scope 'head'"):
         Cache(model, "fused", draw={"share": 0.3}, scope="head", **given)
     with pytest.raises(ValueError, match="share: .* at most 1, got 3.0"):
@@ -239,6 +239,6 @@ def test_layers_left_alone_are_not_scored_and_hold_all():
     with retain.attach(model):
         cache = Cache(model, fused("prior"), gates=gates, keep_ratio=0.3).prefill(ids, mask)
         full = Cache(model, None).prefill(ids, mask)
-    assert len(cache.ragged) == 4 - len(sliding)
+    assert len(cache.state.ragged) == 4 - len(sliding)
     for idx in sliding:
         assert torch.equal(cache.layers[idx].keys, full.layers[idx].keys)

@@ -120,10 +120,12 @@ def test_turns_of_different_lengths_through_generate(family):
             got = turns(cache)
             assert torch.equal(got.sequences, want.sequences)
             assert_close(got.logits[-1], want.logits[-1], dtype=torch.float32, ops=MODEL)
-        assert cache.entries_seen == int(cache.valid_BT.sum()) * 2 * len(cache.specs)
+        assert cache.entries_seen == int(cache.state.valid_BT.sum()) * 2 * len(cache.state.specs)
         # The mask says who is real; a mask that ends in padding behind tokens is still refused.
         with pytest.raises(ValueError, match="right padding: a row of the attention mask ends in 0"):
-            right = torch.cat([whole := cache.valid_BT.long(), whole.new_tensor([[1, 1], [1, 0], [1, 1]])], 1)
+            right = torch.cat(
+                [whole := cache.state.valid_BT.long(), whole.new_tensor([[1, 1], [1, 0], [1, 1]])], 1
+            )
             model(
                 input_ids=turn[:, :2],
                 attention_mask=right,
@@ -144,7 +146,7 @@ def test_prompt_tuning_with_a_padded_batch():
         with retain.attach(tuned):
             cache = Cache(tuned, "snapkv", keep_ratio=1.0, regime="chunked+decode", every=3)
             got = tuned.generate(past_key_values=cache, **given)
-            assert torch.equal(got, want) and torch.equal(cache.valid_BT[:, :45], behind(mask).bool())
+            assert torch.equal(got, want) and torch.equal(cache.state.valid_BT[:, :45], behind(mask).bool())
             cache = Cache(tuned, chosen)
             got = tuned.generate(past_key_values=cache, **given)
             assert cache.evictions == 1 and not torch.equal(got, want)

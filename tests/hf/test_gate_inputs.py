@@ -283,7 +283,7 @@ def test_a_held_evidence_has_the_stream_for_its_own_gates():
         held.prefill(ids, mask, evict=False, hold_evidence=True)
         held.evict()
         once = Cache(model, policy(), gates=gates, keep_ratio=0.4).prefill(ids, mask)
-    for one, two in zip(held.ragged, once.ragged, strict=True):
+    for one, two in zip(held.state.ragged, once.state.ragged, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.store.flat(), two.store.flat(), strict=True))
 
 

@@ -37,7 +37,7 @@ def test_gates_of_another_model_are_refused(artifact: Path) -> None:
 def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> None:
     model = tiny_model("qwen3", seed=0)
     gates = retain.load_gates(artifact)
-    assert Cache(model, "gate", keep_ratio=0.5, gates=gates).rule.name == "gate"
+    assert Cache(model, "gate", keep_ratio=0.5, gates=gates).state.bound_policy.name == "gate"
     with pytest.raises(ValueError, match="GateSet given were trained on another model .*sha256"):
         Cache(tiny_model("qwen3", seed=1), "gate", keep_ratio=0.5, gates=gates)
     sizes = {layer: {"E": 48, "H": 2} for layer in range(3)}

@@ -80,7 +80,7 @@ def compare(model, way, regime):
     )
     if model.config.model_type != "mistral":  # a window lets go of more
         assert cache.entries_held == held + later
-    assert cache.evictions == full.evictions and cache._width is None
+    assert cache.evictions == full.evictions and cache.state.width is None
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -239,7 +239,7 @@ CANNOT = {
 
 
 def untouched(cache, forwards):
-    return cache.num_seen == 0 and cache.history is None and not forwards
+    return cache.num_seen == 0 and cache.state.history is None and not forwards
 
 
 @pytest.fixture
@@ -471,5 +471,5 @@ def test_a_fork_that_is_made_inside_generate_is_not_being_generated_on():
                 where = mask.sum(1, keepdim=True) + 1 + number
                 given = {"attention_mask": whole_mask(mask, 2 + number), "position_ids": where}
                 model(input_ids=torch.tensor([[95], [7]]), past_key_values=other, **given)
-        assert other.num_seen == 45 and bool(other.valid_BT[:, 40:].all())
+        assert other.num_seen == 45 and bool(other.state.valid_BT[:, 40:].all())
         assert torch.equal(model.generate(want[:, :43], past_key_values=fork, **how), want)

@@ -83,7 +83,7 @@ def conversation(model, cache, order: str, **settings) -> tuple[list, Cache]:
 
 def assert_nothing_frozen(cache) -> None:
     """Whatever the cache changes in place can be changed under any mode."""
-    for layer in cache.ragged:
+    for layer in cache.state.ragged:
         store = layer.store
         columns = (store.keys_CD, store.values_CD, store.positions_C, *store.beside.values())
         assert not any(x.is_inference() for x in (*columns, store.offsets_R1, store.lengths_R))

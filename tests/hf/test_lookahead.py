@@ -12,8 +12,8 @@ from torch import nn
 import retain
 from retain.gates import GateSet, inputs_of
 from retain.gates.store import save_gates
-from retain.hf.cache.batch_context import Given
-from retain.hf.cache.bound_policy import make_rule
+from retain.hf.cache.batch_context import BatchContext
+from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
 from retain.hf.intercept.observe import observe, observe_ahead
@@ -126,15 +126,15 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
         "gates": gates,
         "overrides": {**PROTECTION, **OBSERVED[policy]},
     }
-    rule = make_rule(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
-    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), Given())
+    rule = bind_policy(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
+    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), BatchContext())
     before, weights = snapshot(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with retain.attach(model):
         cache = Cache(model, policy, keep_ratio=0.4, gates=gates, **settings["overrides"])
         cache.prefill(input_ids, mask)
-        assert all(layer.keys is None and layer.values is None for layer in cache.ragged)
-        positions_BT = cache.positions_BT
-        for layer, keep_BHT in zip(cache.ragged, wanted, strict=True):
+        assert all(layer.keys is None and layer.values is None for layer in cache.state.ragged)
+        positions_BT = cache.state.positions_BT
+        for layer, keep_BHT in zip(cache.state.ragged, wanted, strict=True):
             store = layer.store
             for row in range(store.num_rows):
                 b, h = divmod(row, store.num_heads)
@@ -192,14 +192,14 @@ def test_layers_left_alone_are_as_after_a_plain_prefill() -> None:
             ahead = Cache(model, "gate", keep_ratio=0.5, gates=trained(model), **PROTECTION).prefill(
                 input_ids, mask
             )
-        for one, other in zip(plain._foreign, ahead._foreign, strict=True):
-            for name, tensor in retain.hf.cache.pass_through_layers.tensors_of(one).items():
-                assert torch.equal(tensor, retain.hf.cache.pass_through_layers.tensors_of(other)[name])
+        for one, other in zip(plain.state.pass_through, ahead.state.pass_through, strict=True):
+            for name, tensor in retain.hf.model.pass_through_layers.tensors_of(one).items():
+                assert torch.equal(tensor, retain.hf.model.pass_through_layers.tensors_of(other)[name])
 
 
 def test_nothing_is_asked_where_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr("retain.hf.intercept.lookahead_pass.ReadCache.attention", _no_memory)
+    monkeypatch.setattr("retain.hf.intercept.lookahead_pass.QueryRecorder.attention", _no_memory)
     with retain.attach(model):
         cache = Cache(model, "gate", tokens_per_head=60, gates=trained(model), **PROTECTION)
         cache.prefill(*tiny_batch((0, 7)))
@@ -214,7 +214,7 @@ def test_a_sequence_decides_as_it_would_alone() -> None:
         # The second sequence has 15 tokens, which its budget holds: it is not scored, and loses nothing.
         both = Cache(model, "gate", tokens_per_head=20, gates=gates, **PROTECTION).prefill(input_ids, mask)
         alone = Cache(model, "gate", tokens_per_head=20, gates=gates, **PROTECTION).prefill(input_ids[:1])
-    for one, other in zip(both.ragged, alone.ragged, strict=True):
+    for one, other in zip(both.state.ragged, alone.state.ragged, strict=True):
         positions, index = one.store.positions_C, one.store.index_N()
         first = one.store.rows_N() < one.store.num_heads
         assert torch.equal(positions[index[first]], other.store.positions_C[other.store.index_N()])
@@ -295,7 +295,7 @@ def test_held_evidence_may_be_evicted_by_lookahead_gates_later() -> None:
         at_once = Cache(model, "gate", keep_ratio=0.4, gates=gates, **PROTECTION).prefill(input_ids, mask)
         later = Cache(model, policy=None).prefill(input_ids, mask, evict=False, hold_evidence=True)
         later.evict("gate", keep_ratio=0.4, gates=gates, **PROTECTION)
-    for one, other in zip(at_once.ragged, later.ragged, strict=True):
+    for one, other in zip(at_once.state.ragged, later.state.ragged, strict=True):
         assert torch.equal(
             one.store.positions_C[one.store.index_N()], other.store.positions_C[other.store.index_N()]
         )
@@ -344,7 +344,7 @@ def test_what_is_left_of_a_prompt_is_refused() -> None:
         pytest.raises(ValueError, match="shows what is left of one: ask before the first"),
     ):
         whole = Cache(model, policy=None).prefill(input_ids, mask, evict=False)
-        look_ahead(model, gates, whole.read_only(), layers)
+        look_ahead(model, gates, whole.engine.read_only(), layers)
 
 
 def test_a_broken_pass_leaves_model_and_cache_usable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def test_a_broken_pass_leaves_model_and_cache_usable(monkeypatch: pytest.MonkeyP
         before = snapshot(model)
         cache = Cache(model, "gate", keep_ratio=0.5, gates=trained(model), **PROTECTION)
         with monkeypatch.context() as broken:
-            broken.setattr("retain.hf.intercept.lookahead_pass.ReadCache.attention", _no_memory)
+            broken.setattr("retain.hf.intercept.lookahead_pass.QueryRecorder.attention", _no_memory)
             with pytest.raises(RuntimeError, match="no memory left"):
                 cache.prefill(input_ids, mask)
         assert snapshot(model) == before

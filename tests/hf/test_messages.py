@@ -82,7 +82,7 @@ def test_a_budget_is_any_number(name):
     assert (
         len({cache.entries_held for cache in caches}) == 1 < caches[0].entries_held < caches[0].entries_seen
     )
-    budgets = [cache.rule.request.budget for cache in caches]
+    budgets = [cache.state.bound_policy.request.budget for cache in caches]
     assert len({repr(budget) for budget in budgets}) == 1  # which a file can hold
 
 
@@ -97,8 +97,8 @@ def test_settings_of_a_policy_are_any_numbers():
         Cache(model, "snapkv", keep_ratio=0.5, regime="decode", every=every, **one)
         for every, one in ((8, plain), (np.int16(8), other))
     ]
-    assert rules[0].rule.request.policy == rules[1].rule.request.policy
-    assert rules[0].regime == rules[1].regime and type(rules[1].regime.every) is int
+    assert rules[0].state.bound_policy.request.policy == rules[1].state.bound_policy.request.policy
+    assert rules[0].state.regime == rules[1].state.regime and type(rules[1].state.regime.every) is int
     for wrong in (True, "4", 4.5):
         with pytest.raises(ValueError, match="recent: expected int"):
             Cache(model, "snapkv", keep_ratio=0.5, protection={"recent": wrong})

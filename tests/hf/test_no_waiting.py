@@ -3,7 +3,7 @@
 On a CPU nothing waits, so what would is looked for: operators whose result's size or value the host must
 know, methods that bring a tensor to the host, and tensors made of Python numbers, called from the project's
 own code, while kernels run (in Triton's interpreter where there is no GPU; what the interpreter looks at is
-its own business, as is what transformers asks of its masks). Exempt is `Doubt.settle` alone, which reads
+its own business, as is what transformers asks of its masks). Exempt is `MaskCheck.settle` alone, which reads
 answers that have arrived.
 
 What this does not show: a copy between host and device by `.to` or `copy_`, which on a CPU is none, and what
@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retain
 from retain.hf.cache import engine
-from retain.hf.cache import mask_checks as doubt
 from retain.hf.cache.cache import Cache
+from retain.hf.intercept import mask_checks
 from retain.hf.intercept.observe import observe
 from retain.kernels import backend
 from tests.evictions import PRESETS, small
@@ -35,7 +35,7 @@ from tests.tiny import tiny_batch, tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 OURS = (ROOT / "retain", ROOT / "kernels")
 # The one function that reads what came: answers that were sent for, and have arrived.
-ARRIVED = (Path(doubt.__file__), doubt.Doubt.settle.__name__)
+ARRIVED = (Path(mask_checks.__file__), mask_checks.MaskCheck.settle.__name__)
 SIZES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal")
 VALUES = ("_local_scalar_dense", "item", "is_nonzero")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
@@ -109,10 +109,10 @@ def steps(
     for number in range(num_tokens):
         mask, where = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), where + 1
         given = {"position_ids": where} | ({"attention_mask": mask} if mask_given else {})
-        evictions, pages = cache.evictions, [store.pages for store in cache._stores()]
+        evictions, pages = cache.evictions, [store.pages for store in cache.state.stores]
         with backend.using("triton"), Watch() as watch:
             next_B1 = model(input_ids=next_B1, past_key_values=cache, **given).logits.argmax(-1)
-        grown = any(own is not store.pages for own, store in zip(pages, cache._stores(), strict=True))
+        grown = any(own is not store.pages for own, store in zip(pages, cache.state.stores, strict=True))
         kind = (
             "first"
             if not number
@@ -173,7 +173,7 @@ def test_no_family_waits(family, mask_given, heads_file):
 def test_generate_waits_for_nothing_of_ours(monkeypatch, ends, heads_file):
     """`generate` itself looks at each token; the cache looks at prompt and first step only."""
     model, found = tiny_model("qwen2"), []
-    begin, finish = Cache.begin, Cache.finish
+    begin, finish = engine.Engine.begin, engine.Engine.finish
     ids, mask = tiny_batch((0, 3))
 
     def watched(method):
@@ -185,10 +185,8 @@ def test_generate_waits_for_nothing_of_ours(monkeypatch, ends, heads_file):
         return run
 
     with retain.attach(model), backend.using("triton"):
-        from retain.hf.intercept import attach
-
-        monkeypatch.setitem(attach.OUTSIDE, "finish", watched(finish))
-        monkeypatch.setattr(Cache, "begin", watched(begin))
+        monkeypatch.setattr(engine.Engine, "finish", watched(finish))
+        monkeypatch.setattr(engine.Engine, "begin", watched(begin))
         cache = cache_of(model, "snapkv", heads_file)
         how = {"eos_token_id": ends, "pad_token_id": 0, "do_sample": False}
         model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, **how)
@@ -238,7 +236,7 @@ def test_what_is_wrong_with_a_step_is_noticed_after_it(family, change, text, hea
         with pytest.raises(ValueError, match="an earlier forward or change broke off"):
             step(mask, last + 1)
         cache.reset()
-        assert not cache._doubts
+        assert not cache.state.mask_checks
 
 
 @torch.no_grad()
@@ -249,7 +247,7 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
     ids, mask = tiny_batch((0, 3))
     waited = []
 
-    class Late(doubt.Doubt):
+    class Late(mask_checks.MaskCheck):
         arrived = property(lambda self: False)
 
         def settle(self):
@@ -258,14 +256,14 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
 
     from retain.hf.intercept import forward_call as call
 
-    monkeypatch.setattr(call, "Doubt", Late)
+    monkeypatch.setattr(call, "MaskCheck", Late)
     with retain.attach(model), backend.using("triton"):
         cache = cache_of(model, "snapkv", heads_file)
         if look == "generate":
             how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
             model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
             assert len(waited) == 4  # two of its six tokens came of the prompt and of the first step
-            assert not cache._doubts
+            assert not cache.state.mask_checks
             return
         where = positions_of(mask)
         model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)
@@ -273,9 +271,9 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
             mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
             given = {"attention_mask": mask, "position_ids": where[:, -1:] + number}
             model(input_ids=ids[:, :1], past_key_values=cache, **given)
-        assert len(cache._doubts) == 3 and not waited
+        assert len(cache.state.mask_checks) == 3 and not waited
         if look == "fork":
-            assert cache.fork()._doubts is not cache._doubts
+            assert cache.fork().state.mask_checks is not cache.state.mask_checks
         elif look == "crop":
             cache.crop(-1)
         elif look in ("report", "budgets"):
@@ -284,7 +282,7 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
             mask = torch.cat([mask, mask.new_ones(2, 2)], dim=1)
             given = {"attention_mask": mask, "position_ids": where[:, -1:] + torch.tensor([5, 6])}
             model(input_ids=ids[:, :2], past_key_values=cache, **given)
-        assert len(waited) == 3 and not cache._doubts
+        assert len(waited) == 3 and not cache.state.mask_checks
 
 
 def decoded(model, cache, wrong: int, *, forgets: int = 20, steps: int = 6) -> tuple[int, Tensor]:
@@ -321,10 +319,10 @@ def test_no_eviction_goes_by_a_mask_that_nobody_looked_at(monkeypatch, name, wro
     """A step that forgets a row's last tokens, at which entries are due to go; the device is far behind."""
     from retain.hf.intercept import forward_call as call
 
-    class Late(doubt.Doubt):
+    class Late(mask_checks.MaskCheck):
         arrived = property(lambda self: False)
 
-    monkeypatch.setattr(call, "Doubt", Late)
+    monkeypatch.setattr(call, "MaskCheck", Late)
     model = tiny_model("qwen3")
     with retain.attach(model), backend.using("triton"):
         cache = cache_of(model, name, heads_file, regime="prefill+decode", every=4)
@@ -357,7 +355,7 @@ def test_that_the_last_step_was_wrong_is_said_where_somebody_looks(look, heads_f
         decoded(model, cache, 3)
         if look in ("reset", "crop"):
             cache.reset() if look == "reset" else cache.crop(0)
-            assert not cache._doubts and not cache._broken and cache.num_seen == 0
+            assert not cache.state.mask_checks and not cache.state.broken and cache.num_seen == 0
             decoded(model, cache, 0)
             assert cache.report().total.entries_held > 0
         else:
@@ -380,7 +378,7 @@ def test_which_steps_may_take_tokens_back_is_the_same_everywhere(path, heads_fil
             decoded(model, cache, 2)
             cache.report()
         # Where it was looked at before it ran, nothing has changed.
-        assert cache._broken == (path == "triton")
+        assert cache.state.broken == (path == "triton")
         assert cache.num_seen == (42 if path == "triton" else 41)
 
 
@@ -402,7 +400,7 @@ def test_where_no_kernel_runs_each_step_is_looked_at_before_it_runs(heads_file):
                     model(input_ids=ids[:, :1], **given)
             else:
                 model(input_ids=ids[:, :1], **given)
-        assert not cache._doubts and not cache._broken
+        assert not cache.state.mask_checks and not cache.state.broken
 
 
 @pytest.mark.parametrize("mask_given", [True, False])
@@ -414,7 +412,7 @@ def test_with_kernels_and_without_the_same_is_held(mask_given, heads_file):
         with retain.attach(model), backend.using(path):
             cache = cache_of(model, "snapkv", heads_file)
             steps(model, cache, 3, mask_given=mask_given, pads=(0, 3) if mask_given else (0, 0))
-            held.append([store.flat() for store in cache._stores()])
+            held.append([store.flat() for store in cache.state.stores])
     for one, other in zip(*held, strict=True):
         assert torch.equal(one[2], other[2]) and torch.equal(one[3], other[3])
         torch.testing.assert_close(one[0], other[0], atol=1e-5, rtol=1e-5)
@@ -466,9 +464,6 @@ def test_on_a_gpu_no_step_waits(monkeypatch, family, heads_file):
     for name in ("begin", "attention", "expect", "finish"):
         monkeypatch.setattr(engine.Engine, name, alarmed(getattr(engine.Engine, name)))
     with retain.attach(model):
-        from retain.hf.intercept import attach
-
-        monkeypatch.setitem(attach.OUTSIDE, "finish", alarmed(Cache.finish))
         cache = Cache(model, small("snapkv", heads_file), tokens_per_head=12)
         where = positions_of(mask)
         model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)

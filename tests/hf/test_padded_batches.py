@@ -93,7 +93,7 @@ def test_padding_that_layers_left_alone_would_take_for_tokens_is_refused(family,
         # And it goes on as if nothing had been asked.
         got, want = (forward(model, one, turn, grown(mask, 6)) for one in (cache, before))
         assert torch.equal(got, want)
-        assert torch.equal(parts[0].positions_BT[0], cache.positions_BT[0])
+        assert torch.equal(parts[0].state.positions_BT[0], cache.state.positions_BT[0])
         assert_close(
             forward(model, parts[0], turn[[0, 2], :1], grown(mask, 7)[[0, 2]]),
             forward(model, cache, turn[:, :1], grown(mask, 7))[[0, 2]],

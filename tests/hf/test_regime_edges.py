@@ -10,7 +10,7 @@ import torch
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.recent_queries import MARKS
+from retain.hf.cache.layer import MARKS
 from retain.hf.intercept.press import press_score
 from retain.protection import Protection
 from retain.turns import turn_markers
@@ -205,9 +205,9 @@ def test_queries_that_are_held_for_a_later_moment_are_few(name, exact, heads_fil
     gates = gates_of(exact) if policy.learned else None
     cache = Cache(exact, policy, tokens_per_head=12, gates=gates, regime="chunked+decode", every=3)
     own = life(1, tokens=64, chunk=8, steps=(6, 0), turn=0)
-    lived(exact, cache, own, lambda number: queries.append(cache.ragged[0].recent.num_queries))
+    lived(exact, cache, own, lambda number: queries.append(cache.state.ragged[0].recent.num_queries))
     assert max(queries) <= 8 + 4
-    assert all(layer.recent.hidden == [] for layer in cache.ragged)
+    assert all(layer.recent.hidden == [] for layer in cache.state.ragged)
 
 
 @pytest.mark.parametrize("budget", [{"tokens_per_head": 9}, {"keep_ratio": 0.12}, {"bytes": 9 * 6 * 256}])
@@ -280,7 +280,7 @@ def test_policies_that_look_at_no_queries_hold_none(name, exact):
     cache = Cache(exact, name, tokens_per_head=12, protection=FEW, regime="chunked+decode", every=7)
 
     def look(number):
-        counts.extend(layer.recent.num_queries + layer.recent.num_bytes for layer in cache.ragged)
+        counts.extend(layer.recent.num_queries + layer.recent.num_bytes for layer in cache.state.ragged)
 
     lived(exact, cache, own, look)
     look(-1)
@@ -309,12 +309,15 @@ def test_queries_stay_few_while_a_sequence_has_nothing_to_say(name, wakes, exact
     cache = Cache(exact, policy, **settings)
 
     def look(number):
-        queries.append(max(layer.recent.num_queries for layer in cache.ragged))
-        held_bytes.append(max(layer.recent.num_bytes for layer in cache.ragged))
+        queries.append(max(layer.recent.num_queries for layer in cache.state.ragged))
+        held_bytes.append(max(layer.recent.num_bytes for layer in cache.state.ragged))
 
     got, held = lived(exact, cache, own, look)
     look(-1)
-    window, column = cache.rule.wants.queries, 2 * 6 * 16 * 8  # of float64 queries, 6 heads of 16
+    window, column = (
+        cache.state.bound_policy.wants.queries,
+        2 * 6 * 16 * 8,
+    )  # of float64 queries, 6 heads of 16
     after_reads = [queries[number + 1] for number, ids in enumerate(own.chunks) if ids.shape[1] > 1]
     assert max(after_reads) <= window + 8 and max(queries) <= window + 8 + 8
     assert max(held_bytes) <= (1 + MARKS) * column * (window + 8 + 8)
@@ -361,7 +364,7 @@ def test_marks_are_few_and_none_is_made_inside_a_first_prompt(tokens_per_head, e
 
 
 def _marks(cache: Cache) -> list[int]:
-    marks = [sorted(layer.recent.marks) for layer in cache.ragged]
+    marks = [sorted(layer.recent.marks) for layer in cache.state.ragged]
     assert all(own == marks[0] for own in marks)
     return marks[0]
 
@@ -383,14 +386,14 @@ def test_what_is_known_of_a_prompt_that_is_still_to_come_follows_its_sequences(h
 
     cache, fresh = (Cache(exact, small("adakv", heads_file), **settings) for _ in range(2))
     every = torch.arange(3)
-    cache.announce(40, mask)
+    cache.state.announce(40, mask)
     read(cache, every, 0, 8)
     read(cache, every, 8, 16)
     if how == "repeat":
         cache.batch_repeat_interleave(2)
     else:
         getattr(cache, how)(rows)
-    fresh.announce(40, mask[rows])
+    fresh.state.announce(40, mask[rows])
     for start in range(0, 40, 8):
         read(fresh, rows, start, start + 8)
         if start >= 16:
@@ -400,4 +403,4 @@ def test_what_is_known_of_a_prompt_that_is_still_to_come_follows_its_sequences(h
     counts = cache.budgets().held_BLH.sum(-1)
     lengths = mask.sum(-1)[rows]
     assert torch.equal(counts, (0.4 * 2 * lengths + 0.5).long()[:, None].expand(-1, 3))
-    assert cache._announced_BT is None and cache.evictions == fresh.evictions > 2
+    assert cache.state.announced_BT is None and cache.evictions == fresh.evictions > 2

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import retain
+from retain.cache import file_format
 from retain.gates.store import save_gates
 from retain.hf.cache.cache import Cache, saving
 from retain.hf.cache.regime import NAMES
@@ -51,7 +52,7 @@ def grown(mask, more):
 def continued(model, cache, mask, steps=9):
     """Logits of a turn (padded, where no layer takes padding for tokens) and of steps after it, through
     further moments."""
-    turn, own = tiny_batch((0, 0, 0) if cache.layout.alone else (2, 0, 1), 6, seed=7)
+    turn, own = tiny_batch((0, 0, 0) if cache.state.layout.alone else (2, 0, 1), 6, seed=7)
     turn, own = turn[: mask.shape[0]], own[: mask.shape[0]]
     mask = grown(mask, own)
     logits = [forward(model, cache, turn, mask)[:, -1:]]
@@ -125,8 +126,8 @@ def test_policies_by_name_are_in_the_file(name, regime, tmp_path):
         path = cache.save(tmp_path / "context.safetensors")
         again = Cache.load(path, model, gates=gates)
         assert_same_state(again, cache)
-        assert again.rule.request.policy == cache.rule.request.policy
-        assert again.rule.request.budget == cache.rule.request.budget
+        assert again.state.bound_policy.request.policy == cache.state.bound_policy.request.policy
+        assert again.state.bound_policy.request.budget == cache.state.bound_policy.request.budget
         assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
         assert_same_state(again, cache)
         assert cache.entries_evicted > 0
@@ -146,7 +147,7 @@ def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
         stacked = Cache.concat(forks)
         for cache in (Cache(model, policy=None).prefill(ids, mask), forks[0], stacked):
             again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
-            assert again.rule.name == cache.rule.name
+            assert again.state.bound_policy.name == cache.state.bound_policy.name
             assert_same_state(again, cache)
             turn, own = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
             whole = grown(mask.repeat(cache.batch_size // 3, 1), own)
@@ -174,7 +175,7 @@ def test_embeddings_leave_no_token_ids_and_pads_behind_rows_are_kept(tmp_path):
             inputs_embeds=embeds, attention_mask=mask, position_ids=positions_of(mask), past_key_values=cache
         )
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
-        assert again.token_ids_BT is None
+        assert again.state.history.token_ids_BT is None
         assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
 
 
@@ -184,13 +185,13 @@ def test_a_prompt_that_is_being_read_in_chunks_goes_on(tmp_path):
     ids, mask = tiny_batch((0, 3))
     with retain.attach(model):
         cache = Cache(model, "knorm", keep_ratio=0.4, protection=SMALL, regime="prefill")
-        cache.announce(40)
+        cache.state.announce(40)
         forward(model, cache, ids[:, :25], mask[:, :25])
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
         want = forward(model, cache, ids[:, 25:], mask)
         assert torch.equal(forward(model, again, ids[:, 25:], mask), want)
         assert_same_state(again, cache)
-        assert cache.evictions == 1 and cache._prompt_B == [40, 37]
+        assert cache.evictions == 1 and cache.state.prompt_B == [40, 37]
 
 
 @pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
@@ -203,9 +204,9 @@ def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
         forward(model, cache, ids[:, :1], grown(mask, 1))
     size, report = os.path.getsize(cache.save(tmp_path / "context.safetensors")), cache.report()
     beside = 4 * cache.entries_held  # positions; this policy keeps nothing else
-    rows = sum(4 * 3 * spec.num_kv_heads for spec in cache.specs)
+    rows = sum(4 * 3 * spec.num_kv_heads for spec in cache.state.specs)
     alone = sum(layer.bytes_held + 8 for layer in report.alone)
-    recent = sum(layer.recent.num_bytes for layer in cache.ragged)
+    recent = sum(layer.recent.num_bytes for layer in cache.state.ragged)
     exact = cache.bytes_held() + beside + rows + alone + recent + 3 * (17 * 901 + 8)
     assert exact <= size <= exact + 1024 * len(cache.layers) + 8192
     assert size < cache.bytes_allocated() + alone + 3 * 18 * 901  # no slack
@@ -261,13 +262,13 @@ def test_a_kill_while_it_is_written_leaves_the_old_file(tmp_path):
     before = path.read_bytes()
     code = f"""
         import os, signal, torch, retain
-        from retain.hf import saving
+        from retain.cache import file_format
         from retain.hf.cache.cache import Cache
         from tests.tiny import tiny_batch, tiny_model
         model = tiny_model("qwen3")
         with retain.attach(model):
             cache = Cache(model, policy=None).prefill(*tiny_batch())
-        saving.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        file_format.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
         cache.save({str(path)!r})
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)])
@@ -313,7 +314,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="was not written by cache.save"):
         Cache.load(path, model)
     newer = json.dumps({"schema_version": 2, "header": {"unknown": 1}})
-    save_file({"weight": torch.ones(3)}, path, {"retain.cache.store": newer})
+    save_file({"weight": torch.ones(3)}, path, {file_format.FORMAT: newer})
     with pytest.raises(ValueError, match="schema version 2, this retain reads up to 1: upgrade retain"):
         Cache.load(path, model)
 

@@ -43,7 +43,7 @@ def test_a_short_row_does_not_sink_its_batch(name, budget, regime, chunk, whole)
             mask = torch.cat([mask, mask.new_ones(3, 2)], dim=1)
             out = model.generate(new, attention_mask=mask, past_key_values=cache, **how)
             mask = torch.cat([mask, mask.new_ones(3, 8)], dim=1)
-        assert cache.held_whole == whole == list(cache.report().held_whole)
+        assert cache.state.held_whole == whole == list(cache.report().held_whole)
         assert ("held whole, more than their budget: 1, 2" in str(cache.report())) == (whole == [1, 2])
         held = rows_held(cache, mask)
         assert all(bool(own.all()) for row in whole for own in held[row])
@@ -68,15 +68,17 @@ def test_what_short_is_and_what_is_done_about_it(tmp_path):
             with pytest.raises(ValueError, match="sequence 0 has a budget of 20"):
                 cache.prefill(ids, mask, chunk_size=30)  # of which no chunk alone is too long
         cache = Cache(model, "snapkv", **given, short_tokens=100).prefill(ids, mask)
-        assert cache.held_whole == [0, 1] and cache.evictions == 0
+        assert cache.state.held_whole == [0, 1] and cache.evictions == 0
         again = Cache.load(cache.save(tmp_path / "short.safetensors"), model)
-        assert again.held_whole == [0, 1] and again._given_short == ("keep", 100)
+        assert again.state.held_whole == [0, 1] and again._given_short == ("keep", 100)
         again.batch_select_indices(torch.tensor([1, 0, 1]))
         one = Cache(model, "snapkv", tokens_per_head=40).prefill(ids, mask)
-        assert one.held_whole == [] and Cache.concat([one, again, again.fork()]).held_whole == [*range(2, 8)]
+        assert one.state.held_whole == [] and Cache.concat([one, again, again.fork()]).state.held_whole == [
+            *range(2, 8)
+        ]
         # A turn may be too long for what was whole; a longer one has a budget that holds what is protected.
         new, more = tiny_batch((0, 0, 0), 100, seed=3)
-        whole = torch.cat([again.valid_BT.long(), more], dim=1)
+        whole = torch.cat([again.state.valid_BT.long(), more], dim=1)
 
         def read(cache, new, whole):
             where = (whole.cumsum(-1) - 1)[:, cache.num_seen :]
@@ -89,13 +91,13 @@ def test_what_short_is_and_what_is_done_about_it(tmp_path):
         assert again.num_seen == 100  # nothing was read
         twice = torch.cat([new, new], dim=1)
         read(again, twice, torch.cat([whole, more], dim=1))
-        assert again.held_whole == [] and again.evictions == 1
+        assert again.state.held_whole == [] and again.evictions == 1
         # By held evidence it is as the cache was told.
         held = Cache(model, None, short="raise").prefill(ids, mask, evict=False, hold_evidence=True)
         with pytest.raises(ValueError, match="sequence 0 has a budget of 20"):
             held.evict("snapkv", keep_ratio=0.2)
         held = Cache(model, None).prefill(ids, mask, evict=False, hold_evidence=True)
-        assert held.evict("snapkv", keep_ratio=0.2).held_whole == [0, 1]
+        assert held.evict("snapkv", keep_ratio=0.2).state.held_whole == [0, 1]
         assert held.entries_held == held.entries_seen
     with pytest.raises(ValueError, match="did you mean 'keep'"):
         Cache(model, "snapkv", keep_ratio=0.2, short="kept")
@@ -112,7 +114,7 @@ def test_a_sequence_that_grows_too_long_to_be_held_whole_is_an_error_that_breaks
         with pytest.raises(ValueError, match="sequence 0 has a budget of 16 .* 20 fewer than the 36"):
             model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
         assert cache.num_seen == 42 and cache.entries_held == cache.entries_seen == 2 * 42 * HEADS
-        assert cache.fork().held_whole == [0, 1]  # a broken one refuses to be copied
+        assert cache.fork().state.held_whole == [0, 1]  # a broken one refuses to be copied
 
 
 def test_what_is_too_short_for_anything():
@@ -124,7 +126,7 @@ def test_what_is_too_short_for_anything():
             name = "snapkv" if settings else "knorm"
             asked = {"keep_ratio": 0.7 if settings else 0.1, **few, **settings}
             cache = Cache(model, name, **asked).prefill(ids, mask)
-            assert cache.held_whole == [1] and cache.evictions == 1
+            assert cache.state.held_whole == [1] and cache.evictions == 1
             with pytest.raises(ValueError, match="sequence 1 of (2 has 3 tokens, which is shorter|3 tokens)"):
                 Cache(model, name, short="raise", **asked).prefill(ids, mask)
 

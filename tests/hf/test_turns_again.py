@@ -76,7 +76,7 @@ def test_a_prompt_in_chunks_that_is_evicted_once_equals_the_prompt_at_once(name,
     free, _ = ask(exact, Cache(exact, policy=None).prefill(ids, mask), mask)
     assert float((got - free).abs().max()) > 1e-2
     # Nothing that only a later eviction would read is held for one that does not come.
-    assert all(layer.recent.num_bytes == 0 and not layer.store.beside for layer in chunks.ragged)
+    assert all(layer.recent.num_bytes == 0 and not layer.store.beside for layer in chunks.state.ragged)
     same_stores(chunks, once, whole)
 
 
@@ -98,8 +98,8 @@ def test_a_budget_that_holds_after_every_chunk(name, chunk_size, exact, heads_fi
     chunks = list(ids.split(chunk_size, dim=1))
     naive.run(chunks, mask, len(chunks))
     cache, peaks = named(exact, policy, regime="chunked"), []
-    evict = cache._evict_again
-    cache._evict_again = lambda **how: (peaks.append(cache.entries_held), evict(**how))
+    evict = cache.engine._evict_again
+    cache.engine._evict_again = lambda **how: (peaks.append(cache.entries_held), evict(**how))
     cache.prefill(ids, mask, chunk_size=chunk_size)
     for a, b in zip(held_by(cache, mask), naive.history[-1], strict=True):
         assert torch.equal(a, b)
@@ -221,7 +221,7 @@ def test_ten_turns_keep_their_markers_in_constant_memory():
     settings = {"regime": "chunked+decode", "every": 2}
     budget = {"tokens_per_head": 110}
     cache = Cache(model, policy, tokenizer=tokenizer, **budget, **settings)
-    naive = Naive(model, policy, budget, markers=cache.rule.request.markers, **settings)
+    naive = Naive(model, policy, budget, markers=cache.state.bound_policy.request.markers, **settings)
     want = naive.run(chunks, own.mask, 1)
     with retain.attach(model):
         got, held = lived(model, cache, own)
@@ -281,7 +281,7 @@ def test_two_conversations_and_a_foreign_one_do_not_disturb_each_other(exact, he
 def _stepwise(model, cache, own):
     """`lived`, a forward at a time."""
     seen = 0
-    cache.announce(sum(ids.shape[1] for ids in own.chunks[: own.prompt]))
+    cache.state.announce(sum(ids.shape[1] for ids in own.chunks[: own.prompt]))
     for ids in own.chunks:
         mask = own.mask[:, : seen + ids.shape[1]]
         given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}

@@ -20,6 +20,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def accelerator() -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="session")
 def documents_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
     rows = [

@@ -1,11 +1,10 @@
-"""A training run that is killed again and again, at random moments, and started again each time.
+"""Kills a training run again and again, at random moments, and starts it again each time.
 
     python tests/train/killed.py FOLDER KILLS CONFIG
 
-In: a folder for the runs, and a training config. Out: `kills.json`: what was found after each kill. The
-imports are done once: each run is a fork of this process, killed from outside with SIGKILL at a random
-moment: while it starts, or a while after its first sign of life in the log, so short that all kills come
-before the end.
+Writes `kills.json` into the folder: the state of the run after each kill. The imports are done once: each run
+is a fork of this process, killed from outside with SIGKILL at a random moment: while it starts, or a while
+after its first sign of life in the log, so short that all kills come before the end.
 """
 
 import json

@@ -1,10 +1,7 @@
 """What comes after training: it may fail, be stopped and be asked for otherwise, and costs no training; and
 processes share it and agree."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +18,8 @@ from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
 from retain.train.run import artifact
 from retain.train.run.checkpoint import latest, read_log
-from retain.train.run.signals import StopRequested
-from tests.launch import launch_environment
+from tests.train.runs import ROOT, TWO_PROCESSES, python, same_gates, stopped_by, terminate
 
-ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., Any]
 
 
@@ -35,11 +30,6 @@ def small(make_config: Make, **changes: Any) -> DistillConfig:
 
 def no_steps(*arguments: Any) -> None:
     raise AssertionError("trained again")
-
-
-def states_alike(one: Path, two: Path) -> bool:
-    first, second = (retain.load_gates(folder).state_dict() for folder in (one, two))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_calibration_that_fails_costs_no_training(
@@ -70,7 +60,7 @@ def test_a_calibration_that_fails_costs_no_training(
         assert distill(corrected) == folder
         assert read_log(folder) == before and latest(folder) is None
         assert load(folder / "config.yaml", DistillConfig) == corrected, "what it went on with"
-        assert states_alike(folder, whole)
+        assert same_gates(folder, whole)
         gates = retain.load_gates(folder)
         assert gates.metadata["calibration"]["settings"]["kind"] == "shared"
         assert gates.metadata["config"]["calibration"]["knots"] == 5
@@ -96,19 +86,9 @@ def test_sigterm_in_this_phase_keeps_the_last_checkpoint(
     make_config: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = small(make_config)
-    looked = []
-    look = artifact._look
-
-    def told(*arguments: Any) -> Any:
-        looked.append(arguments[-1].key)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return look(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(artifact, "_look", told)
-        with pytest.raises(StopRequested) as raised:
-            distill(config)
-    assert raised.value.code == 143 and len(looked) == 1, "after the document in hand"
+    with stopped_by(terminate, artifact, "_look") as looked:
+        distill(config)
+    assert len(looked) == 1, "after the document in hand"
     said = capfd.readouterr().err
     assert "training is over, and its last checkpoint is on disk" in said
     assert "stopped on request after step 2" in said and "The same command goes on from there" in said
@@ -126,18 +106,8 @@ def test_the_no_op_report_hears_a_signal_and_is_asked_of_a_document_at_a_time(
 ) -> None:
     soft = {"protected": 4, "checkpointing": False}
     config = small(make_config, stage="end_to_end", soft=soft)
-    looked = []
-    ask = artifact.asked
-
-    def told(*arguments: Any) -> Any:
-        looked.append(arguments[2].key)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return ask(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(artifact, "asked", told)
-        with pytest.raises(StopRequested):
-            distill(config)
+    with stopped_by(terminate, artifact, "noop_numbers") as looked:
+        distill(config)
     assert len(looked) == 1, "after the document in hand"
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step_", no_steps)
@@ -150,19 +120,8 @@ def test_two_processes_share_the_documents_and_agree(make_config: Make, tmp_path
     config = small(make_config, **{"data.held_out": 3})
     save(config, tmp_path / "c.yaml")
     script = [str(ROOT / "tests/train/two_looks.py"), str(tmp_path / "c.yaml"), str(tmp_path)]
-    for count in (1, 2):
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if count > 1 else []
-        )
-        done = subprocess.run(
-            [sys.executable, *launcher, *script],
-            env=launch_environment(ACCELERATE_USE_CPU="true"),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+    for launcher in ((), TWO_PROCESSES):
+        python(*launcher, *script, ACCELERATE_USE_CPU="true")
     alone = torch.load(tmp_path / "0-of-1.pt", weights_only=True)
     pair = [torch.load(tmp_path / f"{process}-of-2.pt", weights_only=True) for process in range(2)]
     keys = alone["shared"]["looked"]

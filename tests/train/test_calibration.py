@@ -30,6 +30,7 @@ from retain.train.calibration.fit import (
 from tests.close import assert_close
 
 H, T, LAYERS = 2, 200, (1, 3)
+FITS = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}
 # How heads lie about each other: a factor and a power.
 WRONG = {
     (layer, head): (3.0 - 2.0 * number, 0.5 + 0.4 * number)
@@ -229,8 +230,7 @@ def test_a_head_whose_scores_reach_far_down_keeps_its_level(kind, lowest):
         score[2, ::100] = 0.0
     elif lowest is not None:
         score[2, 5] = 0.0 if lowest == 0.0 else float(torch.tensor(lowest).exp())
-    fit = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}[kind]
-    made = fit({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](score[None])[0]
+    made = FITS[kind]({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](score[None])[0]
     levels = made.double().mean(1) / target.double().mean(1)
     assert bool((levels.log().abs() < 0.08).all()), levels
     kept, honest = (
@@ -244,8 +244,7 @@ def test_a_head_that_knows_nothing_keeps_its_level_over_a_wide_range(kind):
     draw, N = torch.Generator().manual_seed(0), 4000
     score = (torch.randn(2, N, generator=draw) * 10).exp()
     target = torch.rand(2, N, generator=draw) * 0.02
-    fit = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}[kind]
-    made = fit({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](score[None])[0]
+    made = FITS[kind]({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](score[None])[0]
     assert bool((made.log() - target.mean(1).log()[:, None]).abs().max() < 0.35)
     assert bool(((made.mean(1) / target.mean(1)).log().abs() < 0.05).all())
 
@@ -301,8 +300,7 @@ def test_what_ages_keeps_its_order_where_it_is_kept(kind):
     log_beta = -torch.where(good, hardly, torch.rand(N, generator=draw) + 0.01)
     score = log_beta * (N - 1 - torch.arange(N))
     target = torch.where(good, 1.0, 0.01) * torch.rand(N, generator=draw)
-    fit = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}[kind]
-    made = fit({0: [score]}, {0: [target]}, K=16, space="asinh", unit="risk")[0](score[None, None])[0]
+    made = FITS[kind]({0: [score]}, {0: [target]}, K=16, space="asinh", unit="risk")[0](score[None, None])[0]
     for count in (20, 100, 400):
         assert torch.equal(order_entries(made)[0, :count], order_entries(score[None])[0, :count])
 
@@ -395,7 +393,7 @@ def test_long_documents_are_looked_at_in_an_even_drawn_sample(monkeypatch):
 
 
 def test_the_report_is_made_of_kept_shares_and_overlaps(monkeypatch):
-    made = looks(2, seed=12, length=70)
+    made = [{layer: sampled(own, 0) for layer, own in look.items()} for look in looks(2, seed=12, length=70)]
     after = [{layer: own.score_HT[:, own.counted_T].square() for layer, own in look.items()} for look in made]
     ratios = (0.1, 0.35)
     found = report(made, after, ratios, "risk", "rank")

@@ -88,14 +88,7 @@ METADATA: dict[str, Any] = {
     },
     "noop": {
         "term": "kl_forward",
-        "soft": {
-            "trained": 0.25,
-            "open": 0.5,
-            "alike": 0.75,
-            "shuffled": 1.0,
-            "random": 2e-5,
-            "budget": 0.5,
-        },
+        "soft": {"trained": 0.25, "open": 0.5, "alike": 0.75, "shuffled": 1.0, "random": 2e-5, "budget": 0.5},
         "hard": {"gate": 0.125, "recency": 0.5, "random": 0.5, "wins": 1.0, "documents": 8},
         "useful": True,
         "verdict": "The gates choose: shuffled ones lose more.",
@@ -301,7 +294,3 @@ def test_smoothing_is_a_mean_of_what_came_before() -> None:
         window = values[max(0, i - 4) : i + 1]
         assert value == pytest.approx(sum(window) / len(window))
     assert smoothed([3.0]) == [3.0]
-
-
-def test_only_sections_that_exist_are_named() -> None:
-    assert card._section("Empty", "") == ""

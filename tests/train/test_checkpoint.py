@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +37,11 @@ from retain.train.run.checkpoint import (
     save_checkpoint,
 )
 from retain.train.run.parallel import Synchroniser
-from tests.launch import launch_environment
+from tests.train.runs import python
 from tests.train.two_processes import state_of, toy_gates, toy_synchroniser, train_toy
-
-ROOT = Path(__file__).resolve().parents[2]
 
 INPUTS = {"base model": "abc", "documents": "def"}
 CONFIG = {"seed": 0, "training": {"lr": 1e-5, "betas": (0.9, 0.99)}, "overwrite": False, "resume": True}
-
-
-@pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
 
 
 def write_checkpoint(folder: Path, step: int, **extra: Any) -> Synchroniser:
@@ -361,14 +352,7 @@ def test_a_limit_on_file_sizes_is_named(tmp_path: Path, what: str) -> None:
     write_checkpoint(tmp_path, 1)
     append_log(tmp_path, {"step": 1, "loss": 0.125})
     before = files_of(tmp_path / CHECKPOINTS)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path), "500", what],
-        cwd=ROOT,
-        env=launch_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-c", LIMITED, str(tmp_path), "500", what, fine=False)
     assert done.returncode == 1, done.stderr
     assert "File too large. Next step: raise the limit on file sizes (ulimit -f)" in done.stderr
     assert "step-000001, is untouched" in done.stderr and "Traceback" not in done.stderr

@@ -281,10 +281,7 @@ def test_settings_that_contradict_each_other_are_named_together() -> None:
         ({"separator": ""}, "data.separator is for data.source=text, not jsonl"),
         ({"source": "text", "separator": "\n\n"}, 'must be within a line; "" splits at blank lines'),
         ({"source": "text", "columns": {"text": "a"}}, "a text file has no columns"),
-        (
-            {"source": "reference", "streaming": True, "path": None},
-            "data.streaming means nothing",
-        ),
+        ({"source": "reference", "streaming": True, "path": None}, "data.streaming means nothing"),
         ({"source": "reference", "documents": 0, "path": None}, "documents=0: the generator needs to know"),
         ({"revision": "abc"}, "data.revision are for data.source=hub, not jsonl"),
         ({"streaming": True, "documents": 9}, r"set data.documents=0 \(got 9\)"),

@@ -6,31 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import retain
-from retain.train import loop
 from retain.train.distill import distill, main
 from retain.train.run.checkpoint import latest, read_log
-from tests.train.test_distill import write
+from tests.train.runs import killed_at, same_gates, written
 
 Make = Callable[..., Any]
 STREAM = {"data.streaming": True, "data.shuffle_rows": 6, "data.pack_tokens": 130}
-
-
-def killed_at(step: int) -> Callable[..., dict[str, Any]]:
-    step_ = loop.take_step_
-
-    def until_killed(*arguments: Any) -> dict[str, Any]:
-        if arguments[3] == step:
-            raise KeyboardInterrupt
-        return step_(*arguments)
-
-    return until_killed
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return retain.load_gates(folder).state_dict()
 
 
 def comparable(folder: Path) -> list[dict[str, Any]]:
@@ -42,14 +24,11 @@ def test_a_killed_run_on_a_stream_resumes_to_the_same_numbers(
 ) -> None:
     whole = distill(make_config(output=str(tmp_path / "whole"), **STREAM))
     killed = make_config(output=str(tmp_path / "killed"), **STREAM)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "take_step_", killed_at(6))
-        with pytest.raises(KeyboardInterrupt):
-            distill(killed)
+    with killed_at(6):
+        distill(killed)
     resumed = distill(killed)
     assert comparable(resumed) == comparable(whole), "losses, documents, learning rates: all digits"
-    one, two = weights(whole), weights(resumed)
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    assert same_gates(whole, resumed)
     documents = [record["documents"][0] for record in read_log(whole) if "loss" in record]
     assert len(documents) == 8 and len({key for keys in documents for key in keys}) > 10
     made = json.loads((whole / "gates.json").read_text())["training"]
@@ -89,10 +68,8 @@ def test_bad_data_leaves_the_last_checkpoint_whole(
     columns = {"context_ids": "context_ids", "appendix_ids": "appendix_ids"}
     stream = STREAM if streaming else {}
     config = make_config(**{"data.path": str(folder), "data.columns": columns, **stream})
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "take_step_", killed_at(6))
-        with pytest.raises(KeyboardInterrupt):
-            distill(config)
+    with killed_at(6):
+        distill(config)
     run = Path(config.output)
     kept = latest(run)
     assert kept is not None and kept[0] == 4
@@ -101,7 +78,7 @@ def test_bad_data_leaves_the_last_checkpoint_whole(
     for damage, message in DAMAGED.items():
         (folder / "z.jsonl").write_bytes(damage)
         with pytest.raises(SystemExit, match=f"error: .*{message}"):
-            main(["--config", write(tmp_path / "c.yaml", config)])
+            main(["--config", written(config, tmp_path / "c.yaml")])
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     (folder / "z.jsonl").write_bytes(good)
     assert (distill(config) / "gates.json").is_file()
@@ -116,7 +93,7 @@ def test_damage_that_a_stream_meets_on_its_way_leaves_the_last_checkpoint_whole(
     path.write_bytes(rows + b"\0" * 40 + b"\n")
     config = make_config(**{"data.path": str(path), "training.checkpoint_every": 2, **STREAM})
     with pytest.raises(SystemExit, match="error: .*rows.jsonl line 21 is not text: .*binary"):
-        main(["--config", write(tmp_path / "c.yaml", config)])
+        main(["--config", written(config, tmp_path / "c.yaml")])
     run = Path(config.output)
     kept = latest(run)
     assert kept is not None and kept[0] >= 2 and not (run / "gates.json").exists()
@@ -128,7 +105,7 @@ def test_damage_that_a_stream_meets_on_its_way_leaves_the_last_checkpoint_whole(
 def test_a_hub_that_cannot_be_reached_ends_a_run_before_it_begins(make_config: Make, tmp_path: Path) -> None:
     config = make_config(**{"data.source": "hub", "data.path": "no/such-data-set"})
     with pytest.raises(SystemExit, match="error: the hub data set 'no/such-data-set' cannot be reached"):
-        main(["--config", write(tmp_path / "c.yaml", config)])
+        main(["--config", written(config, tmp_path / "c.yaml")])
     assert not (tmp_path / "run").exists()
 
 
@@ -139,10 +116,8 @@ def test_a_stream_that_begins_otherwise_is_another_stream(
     rows = documents_path.read_text()
     path.write_text(rows)
     config = make_config(**{"data.path": str(path), **STREAM})
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "take_step_", killed_at(6))
-        with pytest.raises(KeyboardInterrupt):
-            distill(config)
+    with killed_at(6):
+        distill(config)
     path.write_text(rows.replace("[1, ", "[3, ", 1))
     with pytest.raises(ValueError, match="run of this config on another model or other documents"):
         distill(config)

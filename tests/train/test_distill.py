@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,20 +15,18 @@ import torch
 import yaml
 
 import retain
-from retain.config import load, save
+from retain.config import load
 from retain.gates import GATES
 from retain.hf.intercept.observe import observe
 from retain.policy import load_policy
 from retain.train import local_stage as local
-from retain.train import loop
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig, check
 from retain.train.run.checkpoint import latest, read_log
 from retain.train.teacher import load_frozen
-from tests.launch import launch_environment
 from tests.tiny import tiny_model
+from tests.train.runs import LAUNCH, ROOT, killed_at, python, same_gates, written
 
-ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., Any]
 
 
@@ -72,25 +69,15 @@ def test_a_killed_run_resumes_to_the_same_numbers(
 ) -> None:
     whole = distill(make_config(output=str(tmp_path / "whole")))
     killed = make_config(output=str(tmp_path / "killed"))
-    step_ = loop.take_step_
-
-    def until_killed(*arguments: Any) -> dict[str, Any]:
-        if arguments[3] == 6:  # two steps after the checkpoint: their log lines must go
-            raise KeyboardInterrupt
-        return step_(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "take_step_", until_killed)
-        with pytest.raises(KeyboardInterrupt):
-            distill(killed)
+    with killed_at(6):  # two steps after the checkpoint: their log lines must go
+        distill(killed)
     found = latest(Path(killed.output))
     assert found is not None and found[0] == 4
     assert not (Path(killed.output) / "gates.json").exists()
     torch.rand(100)  # whatever else happened to the global generator must not matter
     resumed = distill(killed)
     assert read_log(resumed) == read_log(whole), "losses, documents, learning rates: all digits"
-    first, second = (retain.load_gates(folder).state_dict() for folder in (whole, resumed))
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert same_gates(whole, resumed)
 
 
 def test_a_run_killed_after_its_last_step_still_reports_the_held_out_documents(
@@ -202,13 +189,8 @@ def test_a_tracker_that_is_not_installed(make_config: Make, monkeypatch: pytest.
         distill(make_config(tracker="wandb"))
 
 
-def write(path: Path, config: DistillConfig) -> str:
-    save(config, path)
-    return str(path)
-
-
 def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", make_config())
+    path = written(make_config(), tmp_path / "c.yaml")
     with pytest.raises(SystemExit, match=r"(?s)error: .*2 problems.*loss.bandd' .did you mean.*stpes"):
         main(["--config", path, "training.stpes=3", "loss.bandd=1"])
     with pytest.raises(SystemExit, match="missing.yaml"):
@@ -234,11 +216,7 @@ def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_pa
     ],
 )
 def test_bad_requests_end_before_work_starts(
-    make_config: Make,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    message: str,
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
 ) -> None:
     """And before weights are read, which may take long."""
 
@@ -246,7 +224,7 @@ def test_bad_requests_end_before_work_starts(
         raise AssertionError("read the weights")
 
     monkeypatch.setattr("retain.train.distill.load_frozen", load_frozen)
-    path = write(tmp_path / "c.yaml", make_config())
+    path = written(make_config(), tmp_path / "c.yaml")
     with pytest.raises(SystemExit, match=message):
         main(["--config", path, *overrides])
     assert not (tmp_path / "run").exists()
@@ -320,34 +298,13 @@ def test_the_reference_config_trains_the_gates_that_are_compared(name: str) -> N
     assert config.output == compared["gates"].format(seed=config.seed)
 
 
-def launch(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += [
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        "0",
-    ]
-    return subprocess.run(
-        [*command, "train/distill.py", *arguments],
-        cwd=ROOT,
-        env=launch_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_two_processes_train_together_and_equal_one(make_config: Make, tmp_path: Path) -> None:
     changes = {"training.steps": 3, "training.micro_batch": 1}
     alone = distill(make_config(output=str(tmp_path / "alone"), **changes))
-    path = write(tmp_path / "c.yaml", make_config(output=str(tmp_path / "both"), **changes))
-    done = launch(["--config", path], ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr[-3000:]
+    path = written(make_config(output=str(tmp_path / "both"), **changes), tmp_path / "c.yaml")
+    together = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    together += ["--dynamo_backend", "no", "--main_process_port", "0"]
+    python(*LAUNCH, *together, "train/distill.py", "--config", path, ACCELERATE_USE_CPU="true")
     both = tmp_path / "both"
     made = json.loads((both / "gates.json").read_text())["training"]
     assert made["num_processes"] == 2 and made["documents_of_process"] == [6, 6]

@@ -11,14 +11,7 @@ from safetensors import safe_open
 
 from retain.gates import GateInputs
 from retain.train.data.document import Document
-from retain.train.data.features import (
-    RECIPE_FILE,
-    CachedExamples,
-    Example,
-    FeatureSettings,
-    fill_,
-    recipe_of,
-)
+from retain.train.data.features import RECIPE_FILE, CachedExamples, Example, FeatureSettings, fill_, recipe_of
 
 LAYERS = (1, 3)
 DOCUMENTS = [Document(tuple(range(2, 20 + 3 * i)), tuple(range(5, 5 + i))) for i in range(7)]

@@ -16,11 +16,6 @@ from retain.train.run.lock import locked
 from retain.train.run.signals import STOP_FILE
 
 
-@pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
-
-
 def held(folder: Path, **changes: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOCK_FILE).write_text(json.dumps({**me(), **changes}))
@@ -91,10 +86,7 @@ def test_what_cannot_be_seen_from_here_is_not_taken_over(
     ids=["dead", "another process of that number", "before the machine started", "requeued", "half-written"],
 )
 def test_a_holder_that_is_gone_is_replaced(
-    tmp_path: Path,
-    accelerator: Accelerator,
-    changes: dict[str, Any] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, accelerator: Accelerator, changes: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

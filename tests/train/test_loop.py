@@ -22,6 +22,7 @@ from retain.train.objectives.case import LossSettings, target_for_loss
 from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.recipe import check_lockstep
 from retain.train.run.parallel import Synchroniser
+from retain.train.stage import Stage
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
 from tests.tiny import tiny_model
@@ -161,7 +162,7 @@ def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> N
         assert frozen.forward_of == wanted[kind]
         objective = Lockstepped(frozen, config.target)
         lesson = Lesson(
-            MagicMock(),
+            MagicMock(spec=Stage),
             None,
             replace(config.training, micro_batch=2),
             lockstep=True,
@@ -187,7 +188,7 @@ def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> N
 def test_the_tokens_of_a_step_are_those_of_its_rows(config: Any, tmp_path: Path) -> None:
     """Branches too: an appendix only where it is read, a repetition that no document brings along."""
     documents = [Document(tuple(range(2, 22 + number)), (5, 6)) for number in range(4)]
-    objective = MagicMock(fields=("loss",))
+    objective = MagicMock(spec=Stage, fields=("loss",))
     objective.accumulate_ = lambda pack, step, scale: [{"loss": 1.0}] * len(pack)
     accelerator, synchroniser = Accelerator(cpu=True), MagicMock(spec=Synchroniser)
     synchroniser.step_.return_value = 1.0

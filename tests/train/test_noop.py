@@ -15,7 +15,7 @@ from retain.hf.model.decoder import describe
 from retain.train.calibration import noop_controls as module
 from retain.train.calibration.noop_controls import Control, noop_report
 from retain.train.data.document import Document
-from retain.train.objectives.soft_threshold import Moment, Opening
+from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep
 from retain.train.soft_stage import SoftSettings
 from retain.train.teacher import Frozen, load_frozen
 
@@ -216,12 +216,12 @@ def test_no_documents_are_refused(frozen: Frozen, useful: GateSet) -> None:
 
 def test_controls_are_as_open_and_choose_nothing() -> None:
     gates = build_gates("linear", {0: {"E": 4, "H": 3}, 1: {"E": 4, "H": 3}})
-    opening = Opening(gates)
-    opening.moment = Moment(torch.ones(1, 50, dtype=torch.bool), (7,), 0, False)
+    soft_threshold = SoftThreshold(gates)
+    soft_threshold.current = SoftThresholdStep(torch.ones(1, 50, dtype=torch.bool), (7,), 0, False)
     torch.manual_seed(0)
     output = torch.randn(1, 3, 50) + torch.tensor([[-2.0], [0.0], [2.0]])
     made = {
-        (how, layer): Control(opening, how, sinks=5, seed=1)(output, gates[layer])
+        (how, layer): Control(soft_threshold, how, sinks=5, seed=1)(output, gates[layer])
         for how in ("trained", "alike", "shuffled", "random")
         for layer in (0, 1)
     }

@@ -2,8 +2,6 @@
 
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +25,8 @@ from retain.train.run.parallel import (
     zero_stage,
 )
 from retain.train.teacher import load_frozen
-from tests.launch import launch_environment
 from tests.tiny import tiny_model
+from tests.train.runs import LAUNCH, TWO_PROCESSES, python
 from tests.train.two_processes import (
     CLIP,
     FAMILIES,
@@ -40,7 +38,6 @@ from tests.train.two_processes import (
     train_toy,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 ALWAYS = ("plain", "elastic", "spoilt", "full_disk", "told", "fsdp_frozen", "loaded", "rewound", "held")
 # DeepSpeed is an extra. Where it is installed, what follows is asserted; where it is not, it cannot run.
 DEEPSPEED = ("deepspeed_gates", "zero3_frozen", "zero3_peak")
@@ -50,17 +47,8 @@ needs_deepspeed = pytest.mark.skipif(
 Results = Callable[[str], list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
-
-
 def launched(folder: Path, arguments: list[str], **environment: str) -> Results:
-    env = launch_environment(**environment)
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    python(*arguments, **environment)
 
     def results(job: str) -> list[dict[str, Any]]:
         return [torch.load(path, weights_only=False) for path in sorted(folder.glob(f"{job}-*.pt"))]
@@ -90,7 +78,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, accelerator: Accelerator) -> t
     script = ["tests/train/two_processes.py", str(folder), *jobs]
     results = launched(
         folder,
-        ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script],
+        [*TWO_PROCESSES, *script],
         ACCELERATE_USE_CPU="true",
         DS_ACCELERATOR="cpu",
     )
@@ -327,7 +315,7 @@ def test_the_shipped_deepspeed_configs_run_through_accelerate(
     results = launched(
         tmp_path,
         [
-            "accelerate.commands.launch",
+            *LAUNCH,
             "--config_file",
             config,
             "--num_processes",

@@ -20,12 +20,7 @@ from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import DistillConfig
 from retain.train.run import device
 from retain.train.run.device import GIB, Device, PlanSettings, device_here, measured_tflops
-from retain.train.run.model_shape import (
-    ModelShape,
-    lookahead_on_meta,
-    meta_model,
-    model_shape,
-)
+from retain.train.run.model_shape import ModelShape, lookahead_on_meta, meta_model, model_shape
 from retain.train.run.plan import beside_of, feature_bytes, flops_of, plan_of
 from retain.train.run.schedule import TrainingSettings
 from retain.train.run.workload import Work, work_of
@@ -427,9 +422,9 @@ def test_the_planned_peak_is_that_of_a_process_that_was_watched() -> None:
     Above by how much: 26 % at 1K tokens, 18 at 2K, 15 at 4K, the same to one percent whenever it is measured;
     the slack of 10 % for an allocator that keeps what is freed is part of it, and this one gives it back.
     """
-    from retain.train.speed import Setting, watched
+    from retain.train.speed import TrainingSpeedSettings, watched
 
-    rows = watched(Setting(threads=1), (1024, 2048, 4096))
+    rows = watched(TrainingSpeedSettings(threads=1), (1024, 2048, 4096))
     assert [row["tokens"] for row in rows] == [1024, 2048, 4096]
     for row, most in zip(rows, (1.3, 1.22, 1.2), strict=True):
         assert row["bytes"] < row["planned"] < most * row["bytes"], row

@@ -25,30 +25,29 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from retain.config import save
 from retain.gates import store
 from retain.train import distill as distill_module
 from retain.train import loop
 from retain.train.distill import distill, main
-from retain.train.recipe import DistillConfig
 from retain.train.run import checkpoint
 from retain.train.run.checkpoint import DiskError, latest, read_log
 from retain.train.run.signals import STOP_FILE, StopRequested
 from tests.launch import launch_environment
+from tests.train.runs import (
+    LAUNCH,
+    ROOT,
+    TWO_PROCESSES,
+    after_step,
+    python,
+    same_gates,
+    stopped_by,
+    terminate,
+    written,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 LAUNCH_FILES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 Make = Callable[..., Any]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", *arguments]
-
-
-def written(config: DistillConfig, path: Path) -> Path:
-    save(config, path)
-    return path
 
 
 def test_all_launch_files_are_there() -> None:
@@ -107,13 +106,6 @@ def test_deepspeed_on_two_machines_is_started_by_each_of_them(name: str) -> None
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "one:20007")
 
 
-def test_accelerate_would_refuse_an_unknown_key(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text((CONFIGS / "accelerate" / "cpu.yaml").read_text() + "num_procesess: 2\n")
-    with pytest.raises(ValueError, match="num_procesess"):
-        load_config_from_file(str(path))
-
-
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain[deepspeed]'")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_reads_its_file(stage: int) -> None:
@@ -127,14 +119,8 @@ def test_deepspeed_reads_its_file(stage: int) -> None:
         "print('stage', config.zero_config.stage)\n"
     )
     path = CONFIGS / "deepspeed" / f"zero{stage}.json"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        env=launch_environment(DS_ACCELERATOR="cpu"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0 and f"stage {stage}" in done.stdout, done.stderr[-2000:]
+    done = python("-c", code, str(path), DS_ACCELERATOR="cpu")
+    assert f"stage {stage}" in done.stdout
     assert json.loads(path.read_text()).keys() == {
         "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps",
@@ -214,16 +200,8 @@ def test_the_slurm_script_launches_every_node_and_stops_in_time(
 
 def test_the_cpu_launch_file_runs_a_distillation(make_config: Make, tmp_path: Path) -> None:
     path = written(make_config(output=str(tmp_path / "run")), tmp_path / "c.yaml")
-    arguments = ["--config_file", "configs/accelerate/cpu.yaml", "train/distill.py", "--config", str(path)]
-    done = subprocess.run(
-        command("accelerate.commands.launch", *arguments, "training.steps=2"),
-        cwd=ROOT,
-        env=launch_environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = ["--config_file", "configs/accelerate/cpu.yaml", "train/distill.py", "--config", path]
+    python(*LAUNCH, *arguments, "training.steps=2")
     assert [record["step"] for record in read_log(tmp_path / "run") if "loss" in record] == [1, 2]
     assert (tmp_path / "run" / "gates.safetensors").is_file()
 
@@ -237,15 +215,7 @@ def test_two_processes_distil_from_a_model_in_parts_what_one_does_from_a_whole_o
     whole = distill(config)
     ways = ("fsdp2", "zero3") if find_spec("deepspeed") else ("fsdp2",)
     script = ["tests/train/two_processes.py", str(tmp_path), *(f"distill_{way}" for way in ways)]
-    done = subprocess.run(
-        command("torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script),
-        cwd=ROOT,
-        env=launch_environment(ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    python(*TWO_PROCESSES, *script, ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu")
     wanted = load_file(whole / "gates.safetensors")
     for way in ways:
         for process in range(2):
@@ -272,16 +242,8 @@ def test_the_deepspeed_launch_files_run_a_distillation(make_config: Make, tmp_pa
     launch |= {"num_processes": 1}
     launch["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "zero.json")
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(launch))
-    arguments = ["--config_file", str(tmp_path / "launch.yaml"), "train/distill.py", "--config", str(path)]
-    done = subprocess.run(
-        command("accelerate.commands.launch", *arguments),
-        cwd=ROOT,
-        env=launch_environment(DS_ACCELERATOR="cpu"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = ["--config_file", str(tmp_path / "launch.yaml"), "train/distill.py", "--config", path]
+    python(*LAUNCH, *arguments, DS_ACCELERATOR="cpu")
     whole = distill(make_config(output=str(tmp_path / "whole"), **{"training.steps": 2}))
     one, two = (load_file(folder / "gates.safetensors") for folder in (whole, tmp_path / "run"))
     for name, tensor in one.items():
@@ -295,22 +257,11 @@ def test_asked_to_stop_a_run_saves_and_goes_on_to_the_same_gates(
 ) -> None:
     whole = distill(make_config(output=str(tmp_path / "whole"), **{"training.checkpoint_every": 0}))
     config = make_config(output=str(tmp_path / "asked"), **{"training.checkpoint_every": 0})
-    append = checkpoint.append_log
-
-    def asking(folder: Path, record: Any) -> None:
-        append(folder, record)
-        if record.get("step") == 3 and "loss" in record:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("retain.train.loop.append_log", asking)
-        with pytest.raises(StopRequested) as raised:
-            distill(config)
+    with after_step(3, terminate), pytest.raises(StopRequested) as raised:
+        distill(config)
     assert raised.value.code == 143 and "after step 3" in capsys.readouterr().err
     assert (latest(tmp_path / "asked") or (0,))[0] == 3 and not (tmp_path / "asked" / "gates.json").exists()
-    asked = distill(config)
-    one, two = (load_file(folder / "gates.safetensors") for folder in (whole, asked))
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    assert same_gates(whole, distill(config))
 
 
 def test_done_or_stopped_a_run_leaves_its_process_group(
@@ -320,23 +271,14 @@ def test_done_or_stopped_a_run_leaves_its_process_group(
     left: list[str] = []
     monkeypatch.setattr(Accelerator, "end_training", lambda self: left.append("left"))
     config = make_config(output=str(tmp_path / "run"))
-    append = checkpoint.append_log
-
-    def asking(folder: Path, record: Any) -> None:
-        append(folder, record)
-        if record.get("step") == 3 and "loss" in record:
-            (folder / STOP_FILE).touch()
-
-    with monkeypatch.context() as patch:
-        patch.setattr("retain.train.loop.append_log", asking)
-        with pytest.raises(StopRequested):
-            distill(config)
+    with after_step(3, lambda folder: (folder / STOP_FILE).touch()), pytest.raises(StopRequested):
+        distill(config)
     assert len(left) == 1, "stopped"
     distill(config)
     assert len(left) == 2, "trained"
     distill(config)
     assert len(left) == 3, "nothing to do"
-    main(["--config", str(written(config, tmp_path / "c.yaml")), "--plan"])
+    main(["--config", written(config, tmp_path / "c.yaml"), "--plan"])
     assert len(left) == 4, "planned"
 
 
@@ -349,7 +291,7 @@ def test_refused_or_broken_off_a_run_leaves_its_process_group(
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     for _ in range(2):  # with a group, and without
         with pytest.raises(SystemExit, match=f"error: {error}"):
-            main(["--config", str(path)])
+            main(["--config", path])
         assert not torch.distributed.is_initialized()
 
 
@@ -357,12 +299,10 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
     changes = {"training.steps": 30, "training.held_out_every": 0, "training.checkpoint_every": 0}
     config = make_config(output=str(tmp_path / "run"), **changes)
     output, path = tmp_path / "run", written(config, tmp_path / "c.yaml")
-    launch = command("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    launch = [sys.executable, *TWO_PROCESSES]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     env = launch_environment(ACCELERATE_USE_CPU="true")
-    with subprocess.Popen(
-        [*launch, "train/distill.py", "--config", str(path)], cwd=ROOT, env=env, **pipes
-    ) as run:
+    with subprocess.Popen([*launch, "train/distill.py", "--config", path], cwd=ROOT, env=env, **pipes) as run:
         while run.poll() is None and len(read_log(output)) < 4:
             time.sleep(0.01)
         (output / STOP_FILE).touch()
@@ -423,9 +363,7 @@ def fill_(patch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...], *, aft
 
 
 @pytest.mark.parametrize(
-    ("names", "after"),
-    [(("optimizer.safetensors",), 1), (("log.jsonl",), 5)],
-    ids=["checkpoint", "log"],
+    ("names", "after"), [(("optimizer.safetensors",), 1), (("log.jsonl",), 5)], ids=["checkpoint", "log"]
 )
 def test_a_full_disk_ends_a_run_with_what_to_do(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], after: int
@@ -440,7 +378,7 @@ def test_a_full_disk_ends_a_run_with_what_to_do(
             match=rf"(?s)error: .*cannot write .*{names[0]}.*No space left.*free some.*step-00000\d, is "
             "untouched, and the same command without overwrite=true goes on from it",
         ):
-            main(["--config", str(path)])
+            main(["--config", path])
     found = latest(output)
     assert found is not None and found[0] in (2, 4)
     assert not (output / "gates.json").exists() and not (output / "LOCK").exists()
@@ -480,18 +418,15 @@ def test_a_disk_that_is_full_when_a_run_goes_on(
 
 def test_what_is_not_ours_beside_checkpoints_is_kept(make_config: Make, tmp_path: Path) -> None:
     config = make_config(output=str(tmp_path / "run"), **{"training.checkpoint_every": 1})
-    folder, append = tmp_path / "run", checkpoint.append_log
+    folder = tmp_path / "run"
 
-    def copying(folder: Path, record: Any) -> None:
-        append(folder, record)
+    def copy(folder: Path) -> None:
         places = folder / "checkpoints"
-        if record.get("step") == 2 and "loss" in record:
-            (places / ".DS_Store").write_text("view")
-            shutil.copytree(places / "step-000001", places / "step-000001-good")
-            (places / "step-000000.new").mkdir()
+        (places / ".DS_Store").write_text("view")
+        shutil.copytree(places / "step-000001", places / "step-000001-good")
+        (places / "step-000000.new").mkdir()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retain.train.loop.append_log", copying)
+    with after_step(2, copy):
         distill(config)
     assert not (folder / "checkpoints").exists() and not (folder / "checkpoints.deleted").exists()
     assert sorted(path.name for path in (folder / "checkpoints.others").iterdir()) == [
@@ -510,28 +445,18 @@ def test_asked_to_stop_before_the_first_step(
     config = make_config(output=str(tmp_path / "asked"), **changes)
     (tmp_path / "asked").mkdir()
     (tmp_path / "asked" / STOP_FILE).touch()
-    name = "distill.load_corpus" if when == "loading" else "loop.held_out_record"
-    inner = distill_module.load_corpus if when == "loading" else loop.held_out_record
 
-    def asking(*arguments: Any, **settings: Any) -> Any:
-        if when == "loading":
-            assert not (tmp_path / "asked" / STOP_FILE).exists(), "of an earlier run"
-            (tmp_path / "asked" / STOP_FILE).touch()
-        else:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return inner(*arguments, **settings)
+    def ask() -> None:
+        assert not (tmp_path / "asked" / STOP_FILE).exists(), "of an earlier run"
+        (tmp_path / "asked" / STOP_FILE).touch()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(f"retain.train.{name}", asking)
-        with pytest.raises(StopRequested):
-            distill(config)
+    loading = when == "loading"
+    place, name = (distill_module, "load_corpus") if loading else (loop, "held_out_record")
+    with stopped_by(ask if loading else terminate, place, name):
+        distill(config)
     records = read_log(tmp_path / "asked")
     assert [record["step"] for record in records] == [0, 1] and "held_out" not in records[1], (
         "no look at the end"
     )
     # It is made up for: the log is that of a run that nobody stopped.
     assert read_log(distill(config)) == read_log(whole)
-
-
-def test_the_disk_error_is_an_os_error() -> None:
-    assert issubclass(DiskError, OSError)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from retain.train.run.launcher import LAUNCHER_GONE
 from retain.train.run.signals import (
     EXIT_CODE,
+    LAUNCHER_GONE,
     NUMBERS,
     STOP_FILE,
     Signals,
@@ -20,11 +20,7 @@ from retain.train.run.signals import (
     forget_,
 )
 from tests.launch import launch_environment
-
-
-@pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
-    return Accelerator(cpu=True)
+from tests.train.runs import python
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
@@ -76,13 +72,7 @@ def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:
         "    os.kill(os.getpid(), signal.SIGTERM); print('still here', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM); print('too late', flush=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env=launch_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-c", code, str(tmp_path), fine=False)
     assert done.returncode == -signal.SIGTERM and done.stdout == "still here\n"
 
 
@@ -104,7 +94,7 @@ def test_a_run_does_not_outlive_its_launcher() -> None:
     """`accelerate launch` of one process ends at SIGTERM without a word to the process that it started."""
     # Blocked, the signal waits until it is asked for: `pause` would sleep for ever if it came just before.
     trainer = (
-        "import signal; from retain.train.run.launcher import LAUNCHER_GONE, follow_launcher_\n"
+        "import signal; from retain.train.run.signals import LAUNCHER_GONE, follow_launcher_\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [LAUNCHER_GONE])\n"
         "follow_launcher_()\n"
         "print('training', flush=True)\n"

@@ -194,11 +194,7 @@ GOOD = b'{"text": "good"}\n'
         ("d.jsonl", GOOD + b"[1, 2]\n", r"line 2: wanted an object, got list.*jq -c '\.\[\]' d.jsonl"),
         ("d.jsonl", b'[\n{"text": "a"}\n]\n', r"line 1 is not JSON: .*Is the file one array\?"),
         ("d.jsonl", GOOD + b'"text"\n', "line 2: wanted an object, got str"),
-        (
-            "d.jsonl",
-            GOOD + b'{"text": "\xe9t\xe9"}\n',
-            "line 2 is not text: byte 10 .*, 0xe9, is no UTF-8",
-        ),
+        ("d.jsonl", GOOD + b'{"text": "\xe9t\xe9"}\n', "line 2 is not text: byte 10 .*, 0xe9, is no UTF-8"),
         ("d.jsonl", GOOD + b"\0\1\2\n", "line 2 is not text: byte 0 of the line is zero.*binary"),
         ("d.jsonl", b"PAR1\x15\x04\0\0", "it is a parquet file: set data.source=parquet"),
         ("d.jsonl", gzip.compress(GOOD), "it is compressed: give it a name that ends in .gz"),
@@ -409,8 +405,7 @@ def test_a_hub_that_breaks_off(monkeypatch: pytest.MonkeyPatch, online: None) ->
 
     fake_hub(monkeypatch, lambda *arguments, **settings: rows())
     with pytest.raises(
-        ValueError,
-        match=r"'o/n' broke off after 3 rows \(ConnectionError: reset.*from its last checkpoint",
+        ValueError, match=r"'o/n' broke off after 3 rows \(ConnectionError: reset.*from its last checkpoint"
     ):
         load(HUB)
 

@@ -66,10 +66,7 @@ def test_an_unreachable_hub_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPat
 
 def test_a_quantisation_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    for quantization, cause in (
-        ({"quant_method": "nonsense"}, "nonsense"),
-        ({"bits": 4}, "quant_method"),
-    ):
+    for quantization, cause in (({"quant_method": "nonsense"}, "nonsense"), ({"bits": 4}, "quant_method")):
         with pytest.raises(ValueError, match=f"cannot be loaded with quantization={{'.*{cause}"):
             load_frozen(str(tmp_path), quantization=quantization)
 

@@ -1,9 +1,10 @@
-"""What every process of a launched test of calibration does; the launching test compares the results.
+"""Calibrates on every process of a launched test; the launching test compares the results.
 
     torchrun --nproc_per_node 2 tests/train/two_looks.py CONFIG FOLDER
 
-In: a training config. Out: `PROCESS-of-PROCESSES.pt` in the folder: what each looked at and ended with, with
-a model that is whole, and with one that is taken for sharded; and what each said when one of them failed.
+Writes `PROCESS-of-PROCESSES.pt` into the folder: the documents that each process looked at and the gates that
+it ended with, for a model that is whole and one that is taken for sharded; and the errors that each reported
+when one of them failed.
 """
 
 import json

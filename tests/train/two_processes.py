@@ -1,8 +1,8 @@
-"""What every process of a launched test does; the launching test reads the results and compares them.
+"""Runs the jobs of a launched test on every process; the launching test compares the results.
 
     torchrun --nproc_per_node 2 tests/train/two_processes.py FOLDER JOB [JOB ...]
 
-In: a folder with what the test prepared. Out: `JOB-<process>.pt` in it, from every process.
+Every process writes `JOB-<process>.pt` into the folder that the test prepared.
 """
 
 import errno
@@ -27,20 +27,14 @@ from retain.train.run import checkpoint
 from retain.train.run.checkpoint import (
     DiskError,
     begin_,
-    by_the_first,
     latest,
     load_checkpoint,
+    on_main_process,
     rewind_log_,
     save_checkpoint,
 )
 from retain.train.run.lock import locked
-from retain.train.run.parallel import (
-    Synchroniser,
-    check_alike,
-    is_sharded,
-    shard_frozen_,
-    sharding_of,
-)
+from retain.train.run.parallel import Synchroniser, check_alike, is_sharded, shard_frozen_, sharding_of
 from retain.train.run.signals import Signals
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
@@ -187,7 +181,7 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     write, checkpoint.write_beside = checkpoint.write_beside, full
     said = ""
     try:
-        by_the_first(accelerator, lambda: rewind_log_(folder / "full_disk", 1))
+        on_main_process(accelerator, lambda: rewind_log_(folder / "full_disk", 1))
     except DiskError as error:
         said = str(error)
     checkpoint.write_beside = write

@@ -1,14 +1,10 @@
-"""Calibration after training: what makes scores comparable across heads, thresholds, and weights of fusion.
+"""Calibrates trained gates: comparable scores across heads, thresholds, quotas, weights of fusion.
 
-In: for held-out documents, each layer's scores, targets and observed risk (`LayerLook`). Out: calibrators in
-the gate set, and a record for the artifact: dimensions of the calibrators, weights of fusion per head, a
-curve from keep_ratio to threshold, quotas of a budget per head, and a report. The one decision taken here:
-everything is fitted on every second held-out document and reported on the others, so that the report is of
-documents that nothing was fitted to.
-
-`calibrate_` needs no model: arrays are enough. Of a document, at most `MOST_ENTRIES` entries are looked at (a
-drawn one of each of as many stretches of equal length), whatever its length: memory and time are those of
-`L H MOST_ENTRIES` numbers a document.
+Everything is fitted on every second held-out document and reported on the others. `calibrate_` needs no
+model: it takes scores, targets and observed risk of each layer (`LayerLook`), puts calibrators into the gate
+set and returns a record for the artifact. At most `MOST_ENTRIES` entries of a document are used (one drawn
+from each of as many stretches of equal length), so memory and time are those of `L H MOST_ENTRIES` numbers a
+document.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +43,7 @@ FITS: dict[str, Callable[..., dict[int, Any]]] = {
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What is fitted after training.
+    """Settings of the calibration after training.
 
     Args:
         kind: `remap`: a monotone curve for every head; `shared`: one curve, with four numbers a head;
@@ -82,7 +78,7 @@ class CalibrationSettings:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to fit."""
+        """True where there is anything to fit."""
         return self.kind != "none" or self.fusion_weights or self.curve or self.quotas
 
 
@@ -190,6 +186,7 @@ def calibrate_(
         gates.metadata.pop("calibration", None)
         return {}
     _check(gates, looks, settings, unit)
+    # From here on every entry of a look counts.
     looks = [
         {layer: sampled(own, number) for layer, own in look.items()} for number, look in enumerate(looks)
     ]
@@ -225,7 +222,7 @@ def calibrate_(
         if settings.capacity and (limit := limit_record(curve, score_unit)) is not None:
             record["capacity"] = limit
     if settings.quotas:
-        targets = [{layer: own.target_HT[:, own.counted_T] for layer, own in look.items()} for look in looks]
+        targets = [{layer: own.target_HT for layer, own in look.items()} for look in looks]
         record["quotas"] = fit_quotas(targets[0::2])
         record["report"]["quotas"] = report_quotas(
             targets[1::2], scores[1::2], record["quotas"], settings.keep_ratios
@@ -278,7 +275,7 @@ def _calibrators(
     scores, targets = (
         {
             layer: [
-                torch.cat([getattr(look[layer], name)[head, look[layer].counted_T] for look in looks])
+                torch.cat([getattr(look[layer], name)[head] for look in looks])
                 for head in range(looks[0][layer].score_HT.shape[0])
             ]
             for layer in gates.layers
@@ -291,13 +288,9 @@ def _calibrators(
 
 def _calibrated(look: Look, calibrators: Mapping[int, Calibrator]) -> dict[int, Tensor]:
     """The scores as they will be, `[H, counted]` a layer."""
-    made = {}
-    for layer, own in look.items():
-        score_HT = own.score_HT[:, own.counted_T]
-        if layer in calibrators:
-            device = calibrators[layer].scale_H.device
-            score_HT = calibrators[layer](score_HT[None].to(device))[0].cpu()
-        made[layer] = score_HT
+    made = {layer: own.score_HT for layer, own in look.items()}
+    for layer, calibrator in calibrators.items():
+        made[layer] = calibrator(made[layer][None].to(calibrator.scale_H.device))[0].cpu()
     return made
 
 
@@ -370,10 +363,9 @@ def _kept_by_head(
 ) -> Float[Tensor, "ratios H"]:
     """Share of each head's target that its first entries by the fused score have."""
     assert look.observed_HT is not None
-    observed = Score(look.observed_HT[None, :, look.counted_T], "risk")
-    learned = Score(score_HT[None].float(), unit)
+    observed, learned = Score(look.observed_HT[None], "risk"), Score(score_HT[None].float(), unit)
     fused = fuse(observed, learned, how, weight=weight).values_BHT[0]
-    return kept_shares(fused, look.target_HT[:, look.counted_T], settings.keep_ratios)
+    return kept_shares(fused, look.target_HT, settings.keep_ratios)
 
 
 def kept_shares(
@@ -419,10 +411,10 @@ def report(
     raw_unit: str,
     unit: str,
 ) -> dict[str, Any]:
-    """What calibration changes, on documents that it was not fitted to.
+    """Compare scores before and after calibration, on documents that it was not fitted to.
 
     Args:
-        looks: with the scores before.
+        looks: with the scores before, of entries that count.
         scores: the scores after, `[H, counted]` a layer.
         keep_ratios: at which sets are compared.
         raw_unit, unit: of the scores before and after.
@@ -433,46 +425,34 @@ def report(
         the target's own choice; and `r2`, of log targets, in the mean over documents (None where scores are
         in a unit of their own). Inside a head the order is the same, so `head` is too.
     """
-    kept: dict[str, dict[str, list[Tensor]]] = {"before": {}, "after": {}}
-    overlaps: dict[str, dict[str, list[Tensor]]] = {"before": {}, "after": {}}
-    fits: dict[str, list[float]] = {"before": [], "after": []}
-    for look, calibrated in zip(looks, scores, strict=True):
-        raw = {layer: own.score_HT[:, own.counted_T] for layer, own in look.items()}
-        target = {layer: own.target_HT[:, own.counted_T] for layer, own in look.items()}
-        given = (("before", raw, raw_unit), ("after", calibrated, unit))
+    raw = [{layer: own.score_HT for layer, own in look.items()} for look in looks]
+    targets = [{layer: own.target_HT for layer, own in look.items()} for look in looks]
+    found: dict[str, Any] = {}
+    for name, of_documents, own_unit in (("before", raw, raw_unit), ("after", scores, unit)):
+        pairs = list(zip(of_documents, targets, strict=True))
+        keep: dict[str, dict[str, Any]] = {f"{ratio:g}": {} for ratio in keep_ratios}
         for scope in ("head", "layer", "model"):
-            targets = _rows(target, scope)
-            # One sort a row and a scope, whatever the number of keep_ratios.
-            ranks = [rank_entries(target_RT) for target_RT in targets]
-            for name, score, _ in given:
-                orders = [order_entries(score_RT) for score_RT in _rows(score, scope)]
-                shares = [_kept_in_order(*pair, keep_ratios) for pair in zip(orders, targets, strict=True)]
-                found = [_overlaps_in_order(*pair, keep_ratios) for pair in zip(orders, ranks, strict=True)]
-                kept[name].setdefault(scope, []).append(torch.cat(shares, dim=1).mean(1))
-                overlaps[name].setdefault(scope, []).append(torch.cat(found, dim=1).mean(1))
-        for name, score, own_unit in given:
-            if own_unit != "rank":
-                fits[name].append(_log_r2(score, target))
-    return {
-        name: {
-            "keep": {
-                f"{ratio:g}": {
-                    scope: {
-                        "kept": float(torch.stack(kept[name][scope])[:, number].mean()),
-                        "overlap": float(torch.stack(overlaps[name][scope])[:, number].mean()),
-                    }
-                    for scope in kept[name]
-                }
-                for number, ratio in enumerate(keep_ratios)
-            },
-            "r2": sum(fits[name]) / len(fits[name]) if fits[name] else None,
-        }
-        for name in kept
-    }
+            shares = [_compared(_rows(score, scope), _rows(own, scope), keep_ratios) for score, own in pairs]
+            for of_ratio, both_D2 in zip(keep.values(), torch.stack(shares).unbind(-1), strict=True):
+                kept, overlap = (float(share_D.mean()) for share_D in both_D2.unbind(1))
+                of_ratio[scope] = {"kept": kept, "overlap": overlap}
+        fits = [] if own_unit == "rank" else [_log_r2(*pair) for pair in pairs]
+        found[name] = {"keep": keep, "r2": sum(fits) / len(fits) if fits else None}
+    return found
+
+
+def _compared(scores: Sequence[Tensor], targets: Sequence[Tensor], keep_ratios: Sequence[float]) -> Tensor:
+    """Kept share and overlap at each keep_ratio, `[2, ratios]`, the mean over all rows. Each row is
+    sorted once, whatever the number of keep_ratios."""
+    orders = [order_entries(score_RT) for score_RT in scores]
+    kept = [_kept_in_order(*pair, keep_ratios) for pair in zip(orders, targets, strict=True)]
+    ranks = [rank_entries(target_RT) for target_RT in targets]
+    same = [_overlaps_in_order(*pair, keep_ratios) for pair in zip(orders, ranks, strict=True)]
+    return torch.stack([torch.cat(parts, dim=1).mean(1) for parts in (kept, same)])
 
 
 def _rows(values: Mapping[int, Tensor], scope: str) -> list[Tensor]:
-    """One row for whoever shares a budget: a head, a layer, or the whole model."""
+    """One row for each group that shares a budget: a head, a layer, or the whole model."""
     if scope == "head":
         return list(values.values())
     flat = [values_HT.flatten()[None] for values_HT in values.values()]
@@ -506,14 +486,13 @@ def threshold_curve(
         (standard deviation) of the share that they keep at it.
     """
     ratios = [number / 50 for number in range(1, 50)]
-    pooled = [_all(score) for score in fitted]
+    pooled, others = ([_rows(score, "model")[0][0] for score in part] for part in (fitted, reported))
     value_N = torch.cat(pooled)
     weight_N = torch.cat([torch.full_like(own, 1 / (len(own) * len(pooled))).double() for own in pooled])
     order_N = value_N.sort(descending=True).indices
     reached_N = weight_N[order_N].cumsum(0)
     idx = torch.searchsorted(reached_N, torch.tensor(ratios, dtype=torch.float64) * (1 - 1e-12))
     thresholds = value_N[order_N][idx.clamp_max(len(value_N) - 1)]
-    others = [_all(score) for score in reported]
     share_DR = torch.stack(
         [torch.stack([(own >= threshold).double().mean() for threshold in thresholds]) for own in others]
     )
@@ -525,8 +504,3 @@ def threshold_curve(
         "most": share_DR.amax(0).tolist(),
         "spread": share_DR.std(0, correction=0).tolist(),
     }
-
-
-def _all(score: Mapping[int, Tensor]) -> Tensor:
-    """All scores of a document, of all layers and heads."""
-    return torch.cat([own.flatten() for own in score.values()])

@@ -1,11 +1,9 @@
-"""Curves from a gate's score to risk, fitted on held-out documents: monotone, one per head or one for all; or
-one factor a layer.
+"""Fits curves from a gate's score to risk: monotone, one per head or one for all; or one factor a layer.
 
-In: scores and targets of the entries of each head. Out: the calibrators of `retain.gates.calibrate`, filled.
-The one decision taken here: a curve is the *mean* target of entries with about that score, made monotone by
-isotonic regression (pool adjacent violators). The mean, because a joint budget that takes the largest
-expected risks keeps the most risk; the logarithm is only the axis on which it is drawn. A factor alone
-(`fit_scales`) cannot follow a mean, and is fitted where the gates themselves were: in log-risk.
+A curve is the *mean* target of entries with about that score, made monotone by isotonic regression (pool
+adjacent violators): a joint budget that takes the largest expected risks keeps the most risk. The logarithm
+is only the axis on which it is drawn. A factor alone (`fit_scales`) cannot follow a mean, and is fitted in
+log-risk, like the gates themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,7 +92,7 @@ class Steps:
 
 
 def knots_of(x_N: Float64[Tensor, " N"], K: int) -> Float64[Tensor, " K"]:
-    """Where the knots lie: at quantiles `logistic(-5 .. 5)` of the scores, ends at their ends, strictly
+    """Positions of the knots: at quantiles `logistic(-5 .. 5)` of the scores, ends at their ends, strictly
     rising."""
     place_K = torch.linspace(-REACH_OF_KNOTS, REACH_OF_KNOTS, K, dtype=torch.float64).sigmoid()
     share_K = (place_K - place_K[0]) / (place_K[-1] - place_K[0])

@@ -1,13 +1,12 @@
-"""Whether gates that were trained end to end do anything: controls on documents that they never saw.
+"""Tests whether gates that were trained end to end do anything, on documents that they never saw.
 
-In: gates, the frozen model, held-out documents, the settings of the stage. Out: numbers and a verdict, for
-the training card. The one decision taken here: trained gates are compared with gates that are just as open
-but choose nothing (closed alike, shuffled among the entries, drawn at random), under the very loss that they
-were trained on; and then by what they are for, an eviction through the real cache.
+Trained gates are compared with gates that are just as open but choose nothing (closed alike, shuffled among
+the entries, drawn at random), under the loss that they were trained on; then by an eviction through the real
+cache.
 
 Softmax does not see a constant added to all logits, so that a soft stage can end with a small loss, a
 satisfied capacity, and gates that say nothing (IndexMem, arXiv 2605.25475, saw it happen). Settings that
-invite it are refused by `retain.train.soft_stage.check_loophole`; this looks at what came out.
+invite it are refused by `retain.train.soft_stage.check_loophole`; this looks at the result.
 """
 
 import math
@@ -27,11 +26,12 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.corpora import Document
-from retain.train.local_stage import HELD_OUT_STEP
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.soft_losses import VOCABULARY
-from retain.train.objectives.soft_threshold import Opening
+from retain.train.objectives.soft_threshold import SoftThreshold
+from retain.train.rules import broken
 from retain.train.soft_stage import BUDGETED, EndToEnd, SoftSettings
+from retain.train.stage import HELD_OUT_STEP
 from retain.train.teacher import Frozen
 
 How = Literal["trained", "alike", "shuffled", "random"]
@@ -54,7 +54,7 @@ class Control:
     open.
 
     Args:
-        opening: of the trained gates.
+        soft_threshold: of the trained gates.
         how: `trained` (as they are), `alike` (every entry of a head as open as its mean), `shuffled` (the
             numbers of a head dealt anew among its entries), `random` (every entry draws one of its layer's
             numbers, of whichever head).
@@ -62,18 +62,18 @@ class Control:
         seed: of the draws.
     """
 
-    def __init__(self, opening: Opening, how: How, *, sinks: int, seed: int):
-        self.opening, self.how, self.sinks, self.seed = opening, how, sinks, seed
+    def __init__(self, soft_threshold: SoftThreshold, how: How, *, sinks: int, seed: int):
+        self.soft_threshold, self.how, self.sinks, self.seed = soft_threshold, how, sinks, seed
 
     def __call__(self, output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
-        log_gate_BHT = self.opening(output_BHT, gate)
+        log_gate_BHT = self.soft_threshold(output_BHT, gate)
         if self.how == "trained":
             return log_gate_BHT
-        moment = self.opening.moment
-        assert moment is not None and bool(moment.valid_BT.all()), "one document at a time, without padding"
+        current = self.soft_threshold.current
+        assert current is not None and bool(current.valid_BT.all()), "one document at a time, without padding"
         B, H, T = log_gate_BHT.shape
         own_BHN = log_gate_BHT[..., self.sinks :]
-        key = (self.seed, moment.keys[0], self.opening.layer_of[id(gate)])
+        key = (self.seed, current.keys[0], self.soft_threshold.layer_of[id(gate)])
         draws = keyed_generator(key)
         if self.how == "alike":
             other_BHN = own_BHN.exp().mean(-1, keepdim=True).log().expand_as(own_BHN)
@@ -122,14 +122,16 @@ def noop_report(
     Raises:
         ValueError: no documents.
     """
-    return judged([asked(gates, frozen, document, soft, seed=seed) for document in documents], soft)
+    return noop_summary(
+        [noop_numbers(gates, frozen, document, soft, seed=seed) for document in documents], soft
+    )
 
 
 @torch.no_grad()
-def asked(
+def noop_numbers(
     gates: GateSet, frozen: Frozen, document: Document, soft: SoftSettings, *, seed: int = 0
 ) -> dict[str, dict[str, float]]:
-    """What `noop_report` finds of one document, whichever others there are: processes may share them.
+    """The numbers of one document for `noop_report`, independent of others: processes may share them.
 
     Returns:
         `soft` and `hard` of the document, as in the report; `hard` is empty where its context fits into the
@@ -140,7 +142,7 @@ def asked(
     objective = EndToEnd(gates, frozen, looking, seed=seed)
     found: dict[str, float] = {}
     for how in get_args(How):
-        control = Control(objective.opening, how, sinks=soft.sinks, seed=seed)
+        control = Control(objective.soft_threshold, how, sinks=soft.sinks, seed=seed)
         gated = SoftGated(objective.base, gates, protected=soft.protected, to_log_gate=control)
         with closing(gated):
             objective.gated = gated
@@ -154,8 +156,8 @@ def asked(
     return {"soft": found, "hard": _evicted(gates, frozen, document, share, soft, seed)}
 
 
-def judged(rows: Sequence[Mapping[str, Mapping[str, float]]], soft: SoftSettings) -> dict[str, Any]:
-    """The report of `noop_report`, made of what was found of each document (`asked`).
+def noop_summary(rows: Sequence[Mapping[str, Mapping[str, float]]], soft: SoftSettings) -> dict[str, Any]:
+    """The report of `noop_report`, made of what was found of each document (`noop_numbers`).
 
     Raises:
         ValueError: no documents.
@@ -185,7 +187,7 @@ def _fidelity(soft: SoftSettings) -> str:
 
 
 def _budgeted(soft: SoftSettings) -> bool:
-    """Whether a term that was trained states how much may stay open."""
+    """True where a trained term states how much may stay open."""
     return any(weight for name, weight in soft.terms.items() if name in BUDGETED)
 
 
@@ -196,49 +198,45 @@ def _share(num_tokens: int, soft: SoftSettings) -> float:
 
 
 def _problems(means: dict[str, float], hard: dict[str, float]) -> list[str]:
-    problems = []
-    if "budget" in means and means["open"] > OVER_BUDGET * means["budget"]:
-        problems.append(
-            f"The gates are open ({means['open']:.0%} of the entries, and the budget is "
-            f"{means['budget']:.0%}): train longer, or weigh the capacity more."
-        )
-    elif "budget" not in means and means["open"] > OPEN_SHARE:
-        problems.append(
-            f"The gates are open ({means['open']:.0%} of the entries): train longer, or weigh its cost more."
-        )
-    if not (means["trained"] < MARGIN * means["shuffled"] and means["trained"] < means["random"]):
-        problems.append(
-            f"The gates do not choose: they lose {means['trained']:.3g} a token, their own numbers dealt "
+    trained, opened, stated = means["trained"], means["open"], "budget" in means
+    against = f", and the budget is {means['budget']:.0%}" if stated else ""
+    return broken(
+        (
+            opened > (OVER_BUDGET * means["budget"] if stated else OPEN_SHARE),
+            f"The gates are open ({opened:.0%} of the entries{against}): train longer, or weigh "
+            f"{'the capacity' if stated else 'its cost'} more.",
+        ),
+        (
+            not (trained < MARGIN * means["shuffled"] and trained < means["random"]),
+            f"The gates do not choose: they lose {trained:.3g} a token, their own numbers dealt "
             f"anew {means['shuffled']:.3g}, and drawn at random {means['random']:.3g}. This is the no-op "
-            "loophole: protect more, or set soft.anchor."
-        )
-    if hard["documents"] and not (hard["gate"] < MARGIN * hard["random"] and hard["gate"] < hard["recency"]):
-        problems.append(
+            "loophole: protect more, or set soft.anchor.",
+        ),
+        (
+            hard["documents"]
+            and not (hard["gate"] < MARGIN * hard["random"] and hard["gate"] < hard["recency"]),
             f"Evicting by the gates loses {hard['gate']:.3g} a token, at random {hard['random']:.3g} (they "
             f"beat {hard['wins']:.0%} of the draws), and all but the most recent {hard['recency']:.3g}: they "
-            "must lose less than 0.9 of the one, and less than the other."
-        )
-    return problems
+            "must lose less than 0.9 of the one, and less than the other.",
+        ),
+    )
 
 
 def _praise(means: dict[str, float], hard: dict[str, float]) -> str:
-    text = (
-        f"The gates choose: they lose {means['trained']:.3g} a token, shuffled {means['shuffled']:.3g}, at "
-        f"random {means['random']:.3g}"
-    )
+    evicted = "; no document is long enough for an eviction at this budget."
     if hard["documents"]:
-        text += (
+        evicted = (
             f"; evicting by them loses {hard['gate']:.3g}, at random {hard['random']:.3g}, and all but the "
             f"most recent {hard['recency']:.3g}."
         )
-    else:
-        text += "; no document is long enough for an eviction at this budget."
-    if means["alike"] <= means["trained"]:
-        text += (
-            f" Closed alike they would lose {means['alike']:.3g}: gates this soft do not feel the budget, so "
-            "judge them by evictions, or train with soft.hard."
-        )
-    return text
+    alike = (
+        f" Closed alike they would lose {means['alike']:.3g}: gates this soft do not feel the budget, so "
+        "judge them by evictions, or train with soft.hard."
+    )
+    return (
+        f"The gates choose: they lose {means['trained']:.3g} a token, shuffled {means['shuffled']:.3g}, at "
+        f"random {means['random']:.3g}{evicted}{alike if means['alike'] <= means['trained'] else ''}"
+    )
 
 
 def _evicted(
@@ -283,7 +281,7 @@ def _seeds(document: Document, seed: int) -> list[int]:
 
 
 def _split(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What is evicted from, and what is read afterwards."""
+    """The tokens that are evicted from, and those that are read afterwards."""
     if document.appendix_ids:
         return document.context_ids, document.appendix_ids
     count = min(LONGEST, int(CONTINUATION * len(document.context_ids)))

@@ -1,9 +1,7 @@
-"""Quotas of a budget, fitted on held-out documents: what each head took where all competed by true risk.
+"""Fits quotas of a budget on held-out documents: the share of each head where all compete by true risk.
 
-In: targets of the entries of every layer and head, a mapping a document. Out: the record that is stored with
-gates (`retain.budget.quotas` reads it), and what those quotas keep on other documents. The decision taken
-here: quotas follow the targets alone, and no gate's score: they say what heads need, and a gate (any, or
-none) says which entries of a head those are.
+The record is stored with gates (`retain.budget.quotas` reads it). Quotas follow the targets alone, and no
+gate's score: they state what heads need, and a gate (any, or none) says which entries of a head those are.
 """
 
 import math
@@ -123,7 +121,7 @@ def _so_far(score_HT: Tensor, target_HT: Tensor) -> Float64[Tensor, "H counts"]:
 
 
 def _won(rows: Rows, total: int) -> list[int]:
-    """How many of each head's entries are among the first of all."""
+    """Number of each head's entries among the first of all."""
     chosen_N = torch.zeros(sum(own.numel() for own in rows.values()), dtype=torch.bool)
     chosen_N[order_entries(_flat(rows)[None])[0, :total]] = True
     pieces = chosen_N.split([own.numel() for own in rows.values()])

@@ -1,8 +1,6 @@
-"""What is read after a document, so that its queries stand for the future: each branch on its own.
+"""Appends to a document the texts whose queries stand for the future, each on its own branch.
 
-In: documents, and which future is asked for. Out: `Reading`s: a document and its branches, as token ids. The
-one decision taken here: a branch sees the document and itself, and no other branch; so a document is read
-once for all of them, and what one asks changes nothing for the next.
+A branch sees the document and itself, and no other branch; so a document is read once for all of them.
 
 - `appendix`: the question and answer that came with the document.
 - `repeat`: the document once more, a chunk at a time, each after a prompt that asks for it (KVzip, arXiv
@@ -148,7 +146,7 @@ def repeats(document: Document, settings: "TargetSettings", frozen: "Frozen") ->
 
 
 def continue_greedily(frozen: "Frozen", documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
-    """What the frozen model writes after each document, greedily, up to its end token (left out).
+    """Greedy continuations of the documents by the frozen model, up to its end token (left out).
 
     Each document is continued alone, without a mask, and what was written is remembered: it is the same to
     the last token whatever was asked for before, in whichever company, also after a resume.

@@ -1,11 +1,10 @@
-"""Conversations as documents: the tokenizer's own template turns messages into a context and an appendix.
+"""Encodes conversations with the tokenizer's own chat template: a context and an appendix.
 
-In: a tokenizer and a list of messages. Out: the tokens before the last assistant turn (with the template's
-generation prompt), and the tokens of that turn. The one decision taken here: the two parts are encoded apart,
-cut where the prompt ends, since that is what the model reads when it is used: a prompt, then its own tokens.
+The context is what precedes the last assistant turn (with the template's generation prompt), the appendix is
+that turn. Each is encoded apart, as when the model is used: a prompt, then its own tokens.
 
-A template that writes today's date (Llama 3, gpt-oss) is told that it is `TODAY`: documents, the split by
-their hash and what a run can go on from would all change overnight.
+A template that writes today's date (Llama 3, gpt-oss) is given `TODAY`: otherwise documents, the split by
+their hash, and what a run can go on from would change overnight.
 """
 
 import json
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
 
-# The date that Llama 3's template writes where it is told none.
+# The date that Llama 3's template writes where it is given none.
 TODAY = datetime(2024, 7, 26)
 
 
@@ -58,11 +57,11 @@ def turns(messages: Any) -> list[dict[str, Any]]:
         ValueError: it is no list of messages in either form.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"wanted a list of messages, got {_shown(messages)}")
+        raise ValueError(f"wanted a list of messages, got {shown(messages)}")
     made = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"message {number} is {_shown(message)}; wanted {{role, content}}")
+            raise ValueError(f"message {number} is {shown(message)}; wanted {{role, content}}")
         fields = _without_none(message)
         if "from" in fields and "role" not in fields:
             speaker = fields.pop("from")
@@ -96,11 +95,11 @@ def tools_of(value: Any) -> list[Any]:
         try:
             found = json.loads(value) if value.strip() else []
         except ValueError as error:
-            raise ValueError(f"tools is no JSON ({error}), got {_shown(value)}") from error
+            raise ValueError(f"tools is no JSON ({error}), got {shown(value)}") from error
     if found is None:
         return []
     if not isinstance(found, list | tuple) or not all(isinstance(tool, Mapping) for tool in found):
-        raise ValueError(f"wanted tools as a list of descriptions (or its JSON text), got {_shown(value)}")
+        raise ValueError(f"wanted tools as a list of descriptions (or its JSON text), got {shown(value)}")
     if (half := half_character(found)) is not None:
         raise ValueError(f"tools holds {half}")
     return [_without_none(tool) for tool in found]
@@ -134,10 +133,7 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
         return []
     return [
-        {
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call.get("arguments") or {}},
-        }
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
         for call in calls
     ]
 
@@ -186,7 +182,8 @@ def chat_of(tokenizer: Any) -> Chat:
         # Templates are programs: jinja's own errors, and TypeError, KeyError from inside them.
         except Exception as error:
             raise ValueError(
-                f"the tokenizer's chat template refuses this conversation ({_what(error)}): {_advice(error)}"
+                f"the tokenizer's chat template refuses this conversation ({type(error).__name__}: "
+                f"{error}): {_advice(error)}"
             ) from error
 
     def chat(
@@ -225,7 +222,7 @@ def chat_of(tokenizer: Any) -> Chat:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about a template's error, by its kind."""
+    """Advice on a template's error, by its kind."""
     from jinja2 import TemplateError, UndefinedError
 
     if isinstance(error, UndefinedError):
@@ -245,10 +242,9 @@ def _advice(error: Exception) -> str:
     )
 
 
-def _what(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The beginning of a value, and its type, for errors."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return f"an integer of {value.bit_length()} bits"  # Python writes no more than 4300 digits
     text = repr(value)
     return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

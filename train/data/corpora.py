@@ -1,22 +1,15 @@
-"""Documents to learn from: where they come from, which of them are held out, and in which order they are
-read.
+"""Loads the documents of a run as a corpus: in memory or streaming, split into trained-on and held-out.
 
-In: settings (`data:` of a run's YAML) and the model's tokenizer. Out: a corpus, in memory or streaming, of
-tokenised `Document`s. The one decision taken here: which side of the split a document falls on depends on its
-context's tokens alone.
+A document's side of the split depends on its context's tokens alone. With a given `data.held_out_share` > 0
+and `data.held_out` > 0, no context is on both sides, and a held-out context stays so in any order of the
+data, when data is added or removed, for other seeds, and for any number of processes. (A set too small for
+that share to hold out `data.held_out` documents holds out more; when data is added they may be trained on.)
+Two contexts that differ in one token are two contexts: after another tokenizer, template, `max_tokens` or
+`lengths` the sides are drawn anew, one conversation's first turns may be on the other side than the whole of
+it, and documents of the reference generator take their filler from windows of one text, which can overlap.
 
-What is guaranteed of the split, with a given `data.held_out_share` > 0 and `data.held_out` > 0: no context is
-on both sides, so the same context with another question or answer is on the same side; and a held-out context
-stays so in any order of the data, when data is added or taken away, for other seeds, and for any number of
-processes. (In a set too small for that share to hold out `data.held_out` documents more are held out, and
-when data is added they may be trained on.) What is not: two contexts that differ in one token are two
-contexts. So after another tokenizer, template, `max_tokens` or `lengths` the sides are drawn anew; one
-conversation's first turns may be on the other side than the whole of it; and documents of the reference
-generator take their filler from windows of one stream of text, which can overlap.
-
-The pieces: `documents` (what a document is), `sources` (rows), `rows` and `chat` (from a row to a document),
-`corpus` and `streaming` (the order), `packing` (which process, which forward pass). This module is where
-they are put together, and where others import them from.
+This module puts `document`, `sources`, `rows`, `chat`, `corpus` and `packing` together; others import them
+from here.
 """
 
 import math
@@ -29,12 +22,12 @@ from tqdm import tqdm
 
 from retain.config import Count, Positive, ProperShare, Range, Tokens, Whole
 from retain.train.data.chat import Chat, chat_of
-from retain.train.data.corpus import Corpus
+from retain.train.data.corpus import Corpus, StreamingCorpus
 from retain.train.data.document import Batch, Document, Encode, collate, held_out_fraction
 from retain.train.data.packing import num_packs, packs, share_of
 from retain.train.data.rows import Reader, check_columns
 from retain.train.data.sources import Hub, LocalFiles, Source
-from retain.train.data.streaming import StreamingCorpus
+from retain.train.rules import broken, refuse
 
 __all__ = [
     "AnyCorpus",
@@ -61,7 +54,7 @@ Check = Callable[[Document], None]
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where documents come from.
+    """The source of documents, their split and their lengths.
 
     Args:
         source: `reference` (generated, seen families only), `jsonl`, `parquet` or `text` (local files), or
@@ -124,60 +117,74 @@ def check_data(settings: DataSettings) -> None:
     Raises:
         ValueError: with all problems.
     """
-    local = settings.source in ("jsonl", "parquet", "text")
-    problems = check_columns(settings.columns, settings.appendix)
-    if settings.source != "reference" and not settings.path:
-        problems.append(
-            f"data.source={settings.source} needs data.path (a local file, folder or pattern, or a hub data "
-            "set's name)"
-        )
-    if settings.source == "reference":
-        if settings.documents < 1:
-            problems.append(
-                f"data.documents={settings.documents}: the generator needs to know how many, at least 1"
-            )
-        for name in ("streaming", "columns", "path"):
-            if getattr(settings, name):
-                problems.append(
-                    f"data.{name} means nothing for generated documents: set data.source "
-                    "(jsonl, parquet, text, hub), or leave it out"
-                )
-    if settings.separator is not None and settings.source != "text":
-        problems.append(f"data.separator is for data.source=text, not {settings.source}")
-    if settings.separator and "\n" in settings.separator:
-        problems.append('data.separator must be within a line; "" splits at blank lines')
-    if settings.source == "text" and settings.columns:
-        problems.append("data.columns means nothing for data.source=text: a text file has no columns")
-    if local and (settings.subset or settings.revision):
-        problems.append(f"data.subset and data.revision are for data.source=hub, not {settings.source}")
-    if settings.streaming and settings.documents:
-        problems.append(
-            f"data.streaming reads as many documents as the steps need: set data.documents=0 (got "
-            f"{settings.documents})"
-        )
-    if settings.min_tokens > settings.max_tokens:
-        problems.append(
-            f"data.min_tokens={settings.min_tokens} must be at most data.max_tokens={settings.max_tokens}"
-        )
+    reference, local = settings.source == "reference", settings.source in ("jsonl", "parquet", "text")
     outside = [n for n in settings.lengths if not settings.min_tokens <= n <= settings.max_tokens]
-    if outside:
-        problems.append(
-            f"data.lengths has {outside[0]}; all must be between data.min_tokens={settings.min_tokens} and "
-            f"data.max_tokens={settings.max_tokens}"
+    weights, wanted = settings.length_weights, settings.documents + settings.held_out
+    refuse(
+        check_columns(settings.columns, settings.appendix)
+        + broken(
+            (
+                not reference and not settings.path,
+                f"data.source={settings.source} needs data.path (a local file, folder or pattern, or a hub "
+                "data set's name)",
+            ),
+            (
+                reference and settings.documents < 1,
+                f"data.documents={settings.documents}: the generator needs to know how many, at least 1",
+            ),
+            *(
+                (
+                    reference and getattr(settings, name),
+                    f"data.{name} means nothing for generated documents: set data.source "
+                    "(jsonl, parquet, text, hub), or leave it out",
+                )
+                for name in ("streaming", "columns", "path")
+            ),
+            (
+                settings.separator is not None and settings.source != "text",
+                f"data.separator is for data.source=text, not {settings.source}",
+            ),
+            (
+                "\n" in (settings.separator or ""),
+                'data.separator must be within a line; "" splits at blank lines',
+            ),
+            (
+                settings.source == "text" and settings.columns,
+                "data.columns means nothing for data.source=text: a text file has no columns",
+            ),
+            (
+                local and (settings.subset or settings.revision),
+                f"data.subset and data.revision are for data.source=hub, not {settings.source}",
+            ),
+            (
+                settings.streaming and settings.documents,
+                "data.streaming reads as many documents as the steps need: set data.documents=0 (got "
+                f"{settings.documents})",
+            ),
+            (
+                settings.min_tokens > settings.max_tokens,
+                f"data.min_tokens={settings.min_tokens} must be at most "
+                f"data.max_tokens={settings.max_tokens}",
+            ),
+            (
+                outside,
+                f"data.lengths has {', '.join(map(str, outside[:1]))}; all must be between "
+                f"data.min_tokens={settings.min_tokens} "
+                f"and data.max_tokens={settings.max_tokens}",
+            ),
+            (
+                weights and len(weights) != len(settings.lengths),
+                f"data.length_weights has {len(weights)} numbers and data.lengths has "
+                f"{len(settings.lengths)}",
+            ),
+            (
+                reference and _documents_needed(settings) > MOST_GENERATED * wanted,
+                f"data.held_out_share={settings.held_out_share:g}: too many documents would have to be "
+                f"generated for data.held_out={settings.held_out} and data.documents={settings.documents}: "
+                "take 0.05",
+            ),
         )
-    weights = settings.length_weights
-    if weights and len(weights) != len(settings.lengths):
-        problems.append(
-            f"data.length_weights has {len(weights)} numbers and data.lengths has {len(settings.lengths)}"
-        )
-    wanted = settings.documents + settings.held_out
-    if settings.source == "reference" and _documents_needed(settings) > MOST_GENERATED * wanted:
-        problems.append(
-            f"data.held_out_share={settings.held_out_share:g}: too many documents would have to be generated "
-            f"for data.held_out={settings.held_out} and data.documents={settings.documents}: take 0.05"
-        )
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+    )
 
 
 def check_lengths(settings: DataSettings, horizon: int) -> None:
@@ -207,7 +214,7 @@ MOST_GENERATED = 100
 
 
 def _documents_needed(settings: DataSettings) -> float:
-    """How many generated documents fill both sides of the split, as it is expected."""
+    """Expected number of generated documents that fill both sides of the split."""
     if not settings.held_out:
         return float(settings.documents)
     share = settings.held_out_share

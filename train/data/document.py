@@ -1,9 +1,7 @@
-"""What is learned from: a context, what is appended after it, and the hash by which it is known.
+"""Defines a document, a padded batch of documents, and the hashes by which a document is known.
 
-In: token ids. Out: `Document`, a padded `Batch` of them, and the number by which the split is made. The one
-decision taken here: a document is known by its tokens alone, not by its place in a file; so what is drawn for
-it, and the side of the split on which it falls, are the same in any order, beside any other documents, for
-any seed and any number of processes.
+A document is known by its tokens alone, not by its place in a file; so its draws and its side of the split
+are the same in any order, beside any other documents, for any seed and any number of processes.
 """
 
 import hashlib
@@ -44,7 +42,7 @@ class Document:
 
     @cached_property
     def name(self) -> str:
-        """What it is called on disk: 96 bits of its tokens, so that no order or split matters."""
+        """Its name on disk: 96 bits of its tokens, so that no order or split matters."""
         return _digest(b"features", self.context_ids, self.appendix_ids)[:12].hex()
 
 

@@ -1,19 +1,20 @@
-"""What gates learn from, kept on disk: many epochs over one extraction.
-
-In: a source of examples (the teacher), documents. Out: a folder of safetensors from which the same examples
-come without the teacher. The one decision taken here: each shard is whole in itself and names its documents
-in its own header, and one small file says what all of them were made from; so extraction goes on wherever it
-was stopped, in any number of processes, and features of another recipe are never read.
+"""Keeps the teacher's inputs and targets on disk, for many epochs over one extraction.
 
     features.json              the recipe: model, targets, inputs, precision (`recipe_of`)
     shard-KEYS.safetensors     a few documents: `DOCUMENT/LAYER/FIELD`, written beside and renamed
+
+Each shard names its documents in its own header, and one small file states what all of them were made from;
+so extraction resumes wherever it was stopped, in any number of processes, and features of another recipe are
+never read.
 """
 
 import hashlib
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -35,7 +36,7 @@ _HEADER = "documents"
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """Whether examples are kept on disk.
+    """Settings of examples that are kept on disk.
 
     Args:
         folder: where; None: every step asks the teacher. Losses that look at more of a layer than a gate's
@@ -63,7 +64,7 @@ def check_features(settings: FeatureSettings) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """What the gate of one layer learns from one document.
+    """Inputs and target of one layer's gate on one document.
 
     Args:
         layer_idx: of the layer in the model.
@@ -86,7 +87,7 @@ class Example:
 
 @runtime_checkable
 class Examples(Protocol):
-    """Where examples come from."""
+    """A source of examples."""
 
     def of(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
         """Call `visit` with the examples of one layer at a time, layers ascending: of all the documents at
@@ -96,7 +97,7 @@ class Examples(Protocol):
 def recipe_of(
     config: Mapping[str, Any], *, model_sha256: str, layers: Iterable[int], gate_inputs: Iterable[str]
 ) -> dict[str, Any]:
-    """What decides features: two runs that agree in it may share them.
+    """The settings that decide features: two runs that agree in them may share features.
 
     Args:
         config: the resolved config; of it `dtype`, `target`, `seed` and `features.target_dtype` count. Which
@@ -154,19 +155,22 @@ def fill_(
     mine = missing[process::num_processes]
     if not missing:
         say(f"features: all {len(documents)} documents are in {folder}")
-        return
-    told = False
     for start in range(0, len(mine), settings.shard_documents):
         chunk = mine[start : start + settings.shard_documents]
         tensors = _extract(chunk, source, settings)
-        if not told:
-            _check_room(folder, chunk, tensors, missing, len(documents), say if process == 0 else _silent)
-            told = True
-        _write_shard(folder, chunk, tensors)
-
-
-def _silent(text: str) -> None:
-    """Say nothing."""
+        if start == 0:
+            size, fits = _size(folder, chunk, tensors, missing, len(documents))
+            if process == 0:
+                say(size)
+            if fits is not None:
+                raise ValueError(
+                    f"{size}: they do not fit. Set features.folder on a larger disk, data.documents to about "
+                    f"{fits}, or leave features.folder unset: then every step asks the teacher."
+                )
+        names = [document.name for document in chunk]
+        name = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
+        final = folder / f"shard-{name}.safetensors"
+        os.replace(save_beside(final, tensors, {_HEADER: json.dumps(names)}), final)
 
 
 def _extract(documents: Sequence[Document], source: Examples, settings: FeatureSettings) -> dict[str, Tensor]:
@@ -181,21 +185,21 @@ def _extract(documents: Sequence[Document], source: Examples, settings: FeatureS
             for part in fields(GateInputs):
                 value = getattr(example.inputs, part.name)
                 if value is not None:
-                    tensors[f"{prefix}/{part.name}"] = _own(value)
+                    tensors[f"{prefix}/{part.name}"] = _copy(value)
             target_HT = example.target_HT.detach()
             if dtype == torch.float16 and float(target_HT.abs().max()) > torch.finfo(dtype).max:
                 raise ValueError(
                     f"a target of {float(target_HT.abs().max()):.3g} (layer {example.layer_idx}) is beyond "
                     "float16: set features.target_dtype=float32."
                 )
-            tensors[f"{prefix}/target_HT"] = _own(target_HT.to(dtype))
-            tensors[f"{prefix}/reached_HT"] = _own(example.reached_HT)
+            tensors[f"{prefix}/target_HT"] = _copy(target_HT.to(dtype))
+            tensors[f"{prefix}/reached_HT"] = _copy(example.reached_HT)
 
     source.of(documents, take)
     return tensors
 
 
-def _own(value: Tensor | float) -> Tensor:
+def _copy(value: Tensor | float) -> Tensor:
     """A copy that shares nothing: views of one packed row would be written whole, or refused. A number is
     kept in full precision, without axes."""
     if not isinstance(value, Tensor):
@@ -203,19 +207,20 @@ def _own(value: Tensor | float) -> Tensor:
     return value.detach().to("cpu", copy=True).contiguous().clone()
 
 
-def _back(tensor: Tensor, device: torch.device) -> Any:
-    """What `_own` was given."""
+def _restore(tensor: Tensor, device: torch.device) -> Any:
+    """The inverse of `_copy`."""
     return tensor.to(device) if tensor.dim() else tensor.item()
 
 
-def _check_room(
+def _size(
     folder: Path,
     chunk: Sequence[Document],
     tensors: Mapping[str, Tensor],
     missing: Sequence[Document],
     total: int,
-    say: Callable[[str], None],
-) -> None:
+) -> tuple[str, int | None]:
+    """The size of the features, in words; and how many documents the disk has room for, if not for
+    all."""
     per_token = sum(tensor.nbytes for tensor in tensors.values()) / sum(len(d.context_ids) for d in chunk)
     size = per_token * sum(len(document.context_ids) for document in missing)
     free = shutil.disk_usage(folder).free
@@ -223,20 +228,7 @@ def _check_room(
         f"features of {len(missing)} documents (of {total}; the others are there): {size / 2**30:.2f} GiB "
         f"({per_token / 1024:.1f} KiB a token) to {folder}, {free / 2**30:.1f} GiB free"
     )
-    say(text)
-    if size > free:
-        fit = int(len(missing) * free / size)
-        raise ValueError(
-            f"{text}: they do not fit. Set features.folder on a larger disk, data.documents to about {fit}, "
-            "or leave features.folder unset: then every step asks the teacher."
-        )
-
-
-def _write_shard(folder: Path, documents: Sequence[Document], tensors: Mapping[str, Tensor]) -> None:
-    names = [document.name for document in documents]
-    name = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
-    final = folder / f"shard-{name}.safetensors"
-    os.replace(save_beside(final, tensors, {_HEADER: json.dumps(names)}), final)
+    return text, int(len(missing) * free / size) if size > free else None
 
 
 def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:
@@ -280,15 +272,6 @@ def _documents_in(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _fields_of(keys: Iterable[str]) -> dict[str, list[str]]:
-    """`DOCUMENT/LAYER` -> the fields that a shard holds of it."""
-    found: dict[str, list[str]] = {}
-    for key in keys:
-        prefix, _, field = key.rpartition("/")
-        found.setdefault(prefix, []).append(field)
-    return found
-
-
 class CachedExamples:
     """Examples from disk, one layer of one document at a time.
 
@@ -325,24 +308,24 @@ class CachedExamples:
                 f"is number {absent[0]}): extract them with the same data settings (`fill_`)."
             )
         # Opened once a call: what is mapped into memory is read where it is needed.
-        files = {path: safe_open(path, framework="pt") for path in {self.shards[name] for name in names}}
-        try:
-            opened = {path: file.__enter__() for path, file in files.items()}
-            for path, file in opened.items():
-                if path not in self._fields:
-                    self._fields[path] = _fields_of(file.keys())
+        with ExitStack() as stack:
+            opened = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in {self.shards[name] for name in names}
+            }
+            for path in opened.keys() - self._fields.keys():
+                self._fields[path] = defaultdict(list)
+                for prefix, _, field in (key.rpartition("/") for key in opened[path].keys()):  # noqa: SIM118
+                    self._fields[path][prefix].append(field)
             for layer in self.layers:
                 examples = []
-                for row, (name, document) in enumerate(zip(names, documents, strict=True)):
-                    path, prefix = self.shards[name], f"{name}/{layer}"
+                for row, document in enumerate(documents):
+                    path, prefix = self.shards[document.name], f"{document.name}/{layer}"
                     own: dict[str, Any] = {
-                        field: _back(opened[path].get_tensor(f"{prefix}/{field}"), self.device)
+                        field: _restore(opened[path].get_tensor(f"{prefix}/{field}"), self.device)
                         for field in self._fields[path][prefix]
                     }
                     target_HT, reached_HT = own.pop("target_HT").float(), own.pop("reached_HT")
                     inputs = GateInputs(**own)
                     examples.append(Example(layer, row, document.key, inputs, target_HT, reached_HT))
                 visit(examples)
-        finally:
-            for file in files.values():
-                file.__exit__(None, None, None)

@@ -1,10 +1,7 @@
-"""Which process reads which documents of a step, and which of them share a forward pass.
+"""Assigns a step's documents to processes, and to packs that share a forward pass.
 
-In: the documents of a step, over all processes. Out: the share of one process, and its packs. The one
-decision taken here: both are functions of the documents' sizes alone, so every process knows what all
-others do, and nothing is exchanged.
-
-A pack is walked as one row without padding, in which every document attends to itself alone
+Both depend on the documents' sizes alone, so every process knows what all others do, and nothing is
+exchanged. A pack is one row without padding, in which every document attends to itself alone
 (`retain.train.teacher.walk`); so packing changes speed and memory, and numbers only by rounding.
 """
 
@@ -55,11 +52,7 @@ def _shares(documents: Sequence[Document], num_processes: int, size_of: Size) ->
 
 
 def packs(
-    documents: Sequence[Document],
-    *,
-    micro_batch: int,
-    tokens_per_pack: int = 0,
-    size_of: Size = plain_size,
+    documents: Sequence[Document], *, micro_batch: int, tokens_per_pack: int = 0, size_of: Size = plain_size
 ) -> list[list[Document]]:
     """Documents that share a forward pass: first-fit decreasing.
 

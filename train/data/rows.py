@@ -1,9 +1,8 @@
-"""From a row of a data set to a document: which columns are read, how they are encoded, what is cut.
+"""Turns a row of a data set into a document: reads its columns, encodes them, cuts them.
 
-In: a row with `text`, or `context` + `question` + `answer`, or `messages` (+ `tools`), or `context_ids` (+
-`appendix_ids`), under these names or under those that `data.columns` gives. Out: a `Document`, or None for
-one that is too long and to be skipped. The one decision taken here: nothing is guessed. A row that could be
-read in two ways, lacks a column, or holds something else in it is an error that names the row.
+A row has `text`, or `context` + `question` + `answer`, or `messages` (+ `tools`), or `context_ids` (+
+`appendix_ids`), under these names or those of `data.columns`. Nothing is guessed: a row that can be read in
+two ways, lacks a column, or holds something else in it is an error that names the row.
 """
 
 import string
@@ -14,9 +13,10 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from retain.registry import nearest, suggest
-from retain.train.data.chat import Chat, half_character, tools_of, turns
+from retain.train.data.chat import Chat, half_character, shown, tools_of, turns
 from retain.train.data.document import Document, Encode, fraction_of
 from retain.train.data.sources import Row
+from retain.train.rules import broken
 
 ROLES = ("text", "context", "question", "answer", "messages", "tools", "context_ids", "appendix_ids")
 # How a row can be read: the column that holds the context, and those that may go with it.
@@ -190,39 +190,38 @@ def template_fields(template: str) -> list[str]:
 
 
 def check_columns(columns: Mapping[str, str], appendix: str) -> list[str]:
-    """What is wrong with `data.columns` and `data.appendix`, as a list of problems."""
-    problems = []
+    """Problems of `data.columns` and `data.appendix`."""
     try:
         fields = template_fields(appendix)
     except ValueError as error:
         return [f"data.appendix={appendix!r} is no template ({error}): write braces twice to have them"]
     strange = sorted(set(fields) - {"question", "answer"})
-    if strange:
-        problems.append(f"data.appendix has {{{strange[0]}}}; it knows {{question}} and {{answer}}")
-    if not columns:
-        return problems
     unknown = [role for role in columns if role not in ROLES]
-    problems += [
-        f"data.columns.{role}: unknown{suggest(role, ROLES)}; known: {', '.join(ROLES)}" for role in unknown
-    ]
     forms = [form for form in FORMS if form in columns]
-    if len(forms) != 1 and not unknown:
-        problems.append(
-            f"data.columns names {forms or 'no context'}: wanted exactly one of {', '.join(FORMS)} in it"
-        )
-    elif len(forms) == 1:
-        form = forms[0]
-        loose = [role for role in columns if role in ROLES and role not in (form, *FORMS[form])]
-        if loose:
-            problems.append(f"data.columns.{loose[0]} does not go with data.columns.{form}")
-        if "question" in columns and "answer" not in columns:
-            problems.append("data.columns.question needs data.columns.answer beside it")
-        if "answer" in columns and "question" in fields and "question" not in columns:
-            problems.append(
-                "data.columns.answer without data.columns.question needs a data.appendix without {question}, "
-                'such as "\\n{answer}"'
-            )
-    return problems
+    known = (forms[0], *FORMS[forms[0]]) if len(forms) == 1 else ROLES
+    loose = [role for role in columns if role in ROLES and role not in known]
+    one = len(forms) == 1
+    return broken(
+        (strange, f"data.appendix has {{{', '.join(strange[:1])}}}; it knows {{question}} and {{answer}}"),
+        *(
+            (True, f"data.columns.{role}: unknown{suggest(role, ROLES)}; known: {', '.join(ROLES)}")
+            for role in unknown
+        ),
+        (
+            columns and not one and not unknown,
+            f"data.columns names {forms or 'no context'}: wanted exactly one of {', '.join(FORMS)} in it",
+        ),
+        (loose, f"data.columns.{', '.join(loose[:1])} does not go with data.columns.{', '.join(forms)}"),
+        (
+            one and "question" in columns and "answer" not in columns,
+            "data.columns.question needs data.columns.answer beside it",
+        ),
+        (
+            one and "answer" in columns and "question" in fields and "question" not in columns,
+            "data.columns.answer without data.columns.question needs a data.appendix without {question}, "
+            'such as "\\n{answer}"',
+        ),
+    )
 
 
 def _encoded(encode: Encode, text: str, special: bool, wanted: int) -> tuple[int, ...]:
@@ -247,11 +246,11 @@ def _ids(row: Row, role: str, value: Any) -> tuple[int, ...]:
         largest = max(value, default=0)
         if largest > LARGEST_ID:
             raise ValueError(
-                f"{row.where}: {role} holds {_shown(largest)}, which is no token id: they fit into 63 bits. "
+                f"{row.where}: {role} holds {shown(largest)}, which is no token id: they fit into 63 bits. "
                 "Name another column in data.columns, or encode the data again."
             )
         return tuple(value)
-    raise ValueError(f"{row.where}: {role} must be a list of token ids from 0, got {_shown(value)}.")
+    raise ValueError(f"{row.where}: {role} must be a list of token ids from 0, got {shown(value)}.")
 
 
 def _text(row: Row, role: str, value: Any) -> str:
@@ -264,13 +263,6 @@ def _text(row: Row, role: str, value: Any) -> str:
             raise ValueError(f"{row.where}: {role} holds {half}.")
         return value
     raise ValueError(
-        f"{row.where}: {role} must be text, got {_shown(value)}. Name another column in data.columns, or "
+        f"{row.where}: {role} must be text, got {shown(value)}. Name another column in data.columns, or "
         "write the data again with text in it."
     )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, int) and abs(value) >= 2**64:
-        return f"an integer of {value.bit_length()} bits"  # Python writes no more than 4300 digits
-    text = repr(value)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

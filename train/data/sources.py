@@ -1,11 +1,8 @@
-"""Where rows come from: local jsonl, parquet and text, and data sets of the hub; each from any position on.
+"""Reads rows from local jsonl, parquet and text files and from data sets of the hub, from any position on.
 
-In: a path or a name, and optionally the state of a reading that stopped. Out: rows, one after another, each
-with the place that an error about it names, and at any time a small JSON state from which reading goes on.
-The one decision taken here: a source is read in one fixed order (files by name, rows as they lie), so a
-position is a number of rows; shuffling is somebody else's.
-
-jsonl and text need no package; parquet needs pyarrow and the hub needs datasets, imported when they are used.
+A source is read in one fixed order (files by name, rows as they lie), so a position is a number of rows, and
+a small JSON state is enough to go on from. A row knows its file and line, for errors. jsonl and text need no
+package; parquet needs pyarrow and the hub needs datasets, imported when they are used.
 """
 
 import glob
@@ -15,6 +12,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, runtime_checkable
 
@@ -64,7 +62,7 @@ class Cursor(Protocol):
     def __next__(self) -> Row: ...
 
     def state(self) -> dict[str, Any]:
-        """Where the next row is, for JSON; `rows` in it counts those that were read."""
+        """The position of the next row, for JSON; `rows` in it counts those that were read."""
 
 
 @runtime_checkable
@@ -75,7 +73,7 @@ class Source(Protocol):
         """Begin at the first row, or where a cursor's `state` says."""
 
     def describe(self) -> dict[str, Any]:
-        """What tells this source from another one, for JSON."""
+        """The identity of this source, for JSON."""
 
 
 class LocalFiles:
@@ -135,11 +133,10 @@ class LocalFiles:
 
 
 class LocalCursor:
-    """A place in local files: the number of rows before it."""
+    """A place in a source: the number of rows before it."""
 
     def __init__(self, rows: Iterator[Row], read: int) -> None:
-        self._rows = rows
-        self._read = read
+        self._rows, self._read = rows, read
 
     def __iter__(self) -> Iterator[Row]:
         return self
@@ -188,7 +185,7 @@ def local_paths(path: str, kind: Kind) -> list[Path]:
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
-    """Whether a file, or a folder on the way to it (.git, .ipynb_checkpoints, .cache), is hidden."""
+    """True where a file, or a folder on the way to it (.git, .ipynb_checkpoints, .cache), is hidden."""
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
@@ -231,23 +228,18 @@ def _decoded(path: Path, number: int, line: bytes) -> str:
         reason = f"byte {zero} of the line is zero"
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} of the line, 0x{line[error.start]:02x}, is no UTF-8"
-    guess = next((hint for magic, hint in MAGIC if _head(path).startswith(magic)), None)
     packed = path.suffix == ".gz"
-    convert = (
-        f"gunzip -c {path.name} | iconv -f latin1 -t UTF-8 | gzip" if packed else "iconv -f latin1 -t UTF-8"
+    convert = "gunzip -c {} | iconv -f latin1 -t UTF-8 | gzip" if packed else "iconv -f latin1 -t UTF-8"
+    advice = (
+        "Is the file binary, or in another encoding? Give a UTF-8 file "
+        f"({convert.format(path.name)} converts one), or leave it out."
     )
-    raise ValueError(
-        f"{path} line {number} is not text: {reason}. "
-        + (f"By its first bytes {'inside ' * packed}{guess}." if guess else "")
-        + ("" if guess else "Is the file binary, or in another encoding? ")
-        + ("" if guess else f"Give a UTF-8 file ({convert} converts one), or leave it out.")
-    )
-
-
-def _head(path: Path) -> bytes:
-    """The first bytes, of what is inside where the file is packed."""
     with _opened(path) as file:
-        return file.read(4)
+        head = file.read(4)  # of what is inside, where the file is packed
+    for magic, hint in MAGIC:
+        if head.startswith(magic):
+            advice = f"By its first bytes {'inside ' * packed}{hint}."
+    raise ValueError(f"{path} line {number} is not text: {reason}. {advice}")
 
 
 def _jsonl_rows(path: Path, skip: int) -> Iterator[Row | None]:
@@ -266,21 +258,18 @@ def _jsonl_rows(path: Path, skip: int) -> Iterator[Row | None]:
             raise ValueError(
                 f"{where} gives the key {error} twice, and one value would be lost: leave out one of them."
             ) from None
-        except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits, too
-            array = text.lstrip().startswith("[")
-            if not isinstance(error, json.JSONDecodeError | RecursionError):
-                raise ValueError(
-                    f"{where} holds a number that cannot be read ({error}): write it as text, in quotation "
-                    "marks, or leave the row out."
-                ) from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            hint = (
+                f"Is the file one array? `jq -c '.[]' {path.name}` writes one object a line."
+                if text.lstrip().startswith("[")
+                else "Wanted one object a line; a last line that is cut short was written by a job that was "
+                "stopped."
+            )
+            raise ValueError(f"{where} is not JSON: {error}. {hint}") from None
+        except ValueError as error:  # an integer of thousands of digits
             raise ValueError(
-                f"{where} is not JSON: {error}. "
-                + (
-                    f"Is the file one array? `jq -c '.[]' {path.name}` writes one object a line."
-                    if array
-                    else "Wanted one object a line; a last line that is cut short was written by a job that "
-                    "was stopped."
-                )
+                f"{where} holds a number that cannot be read ({error}): write it as text, in quotation "
+                "marks, or leave the row out."
             ) from None
         if not isinstance(values, dict):
             raise ValueError(
@@ -318,24 +307,22 @@ def _text_rows(path: Path, skip: int, separator: str | None) -> Iterator[Row | N
 
 
 def _pieces(path: Path, separator: str | None) -> Iterator[str]:
-    parts: list[str] = []
-    for number, raw in _lines(path):
-        line = _decoded(path, number, raw).replace("\r\n", "\n")
-        if separator == "":
-            if line.strip():
-                parts.append(line)
-                continue
-            ended = ["".join(parts)]
-            parts = []
-        elif separator and separator in line:
+    lines = (_decoded(path, number, raw).replace("\r\n", "\n") for number, raw in _lines(path))
+    if separator is None:
+        yield "".join(lines)
+    elif separator == "":
+        for has_text, group in groupby(lines, key=lambda line: bool(line.strip())):
+            if has_text:
+                yield "".join(group)
+    else:
+        parts: list[str] = []
+        for line in lines:
             first, *ended = line.split(separator)
-            ended = ["".join((*parts, first)), *ended]
-            parts = [ended.pop()]
-        else:
-            parts.append(line)
-            continue
-        yield from ended
-    yield "".join(parts)
+            parts.append(first)
+            for piece in ended:
+                yield "".join(parts)
+                parts = [piece]
+        yield "".join(parts)
 
 
 def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row | None]:
@@ -407,7 +394,7 @@ class Hub:
         return {"hub": self.path, "subset": self.subset, "split": self.split, "revision": self.revision}
 
     def failure(self, error: Exception, rows: int) -> str:
-        """What went wrong, and what to do about it."""
+        """The text of an error, with the next step."""
         name = f"the hub data set {self.path!r}"
         what = f"{type(error).__name__}: {_first_line(error)}"
         if rows:
@@ -435,41 +422,32 @@ class Hub:
         )
 
 
-class HubCursor:
+class HubCursor(LocalCursor):
     """A place in a hub data set: datasets' own state where it keeps one, else a number of rows."""
 
     def __init__(self, source: Hub, dataset: Any, state: Mapping[str, Any] | None) -> None:
-        self._source = source
-        self._read = state["rows"] if state else 0
-        if state and "datasets" in state:
-            dataset.load_state_dict(state["datasets"])
+        self._start: dict[str, Any] = {**(state or {"rows": 0})}
+        super().__init__(self._named(), self._start["rows"])
+        if "datasets" in self._start:
+            dataset.load_state_dict(self._start["datasets"])
         elif self._read:
             dataset = dataset.skip(self._read)
-        self._dataset = dataset
-        self._start: dict[str, Any] = {**state} if state else {"rows": 0}
-        self._rows = iter(dataset)
+        self._source, self._dataset = source, dataset
 
-    def __iter__(self) -> Iterator[Row]:
-        return self
-
-    def __next__(self) -> Row:
+    def _named(self) -> Iterator[Row]:
         try:
-            values = next(self._rows)
-        except StopIteration:
-            raise
+            for values in self._dataset:
+                yield Row(f"{self._source.path!r} row {self._read + 1}", values, tuple(values))
         # As above: a connection that is lost in the middle shows as errors of many packages.
         except Exception as error:
             raise ValueError(self._source.failure(error, self._read)) from error
-        self._read += 1
-        return Row(f"{self._source.path!r} row {self._read}", values, tuple(values))
 
     def state(self) -> dict[str, Any]:
         # datasets' state means something only once a row was read.
         if self._read == self._start["rows"]:
             return self._start
-        if not hasattr(self._dataset, "state_dict"):
-            return {"rows": self._read}
-        return {"rows": self._read, "datasets": self._dataset.state_dict()}
+        own = {"datasets": self._dataset.state_dict()} if hasattr(self._dataset, "state_dict") else {}
+        return {"rows": self._read, **own}
 
 
 def _first_line(error: BaseException) -> str:

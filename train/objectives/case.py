@@ -1,4 +1,4 @@
-"""What the terms of a loss look at: one layer's predictions and targets of a document, and their settings."""
+"""Defines a loss term's input: one layer's predictions and targets of a document, and the settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from retain.gates import Gate
 
 @runtime_checkable
 class Shown(Protocol):
-    """What a layer showed of one document (`retain.train.teacher.View`): over the document, and over
+    """A layer's evidence of one document (`retain.train.teacher.View`): over the document, and over
     `[document; branch]` with the branch's queries."""
 
     @property
@@ -90,7 +90,8 @@ class Case:
 
 
 def boundary_of(count_BH1: Tensor, ratio: float) -> Tensor:
-    """How many of `n` entries a budget keeps: `round(ratio n)`, at least one, and at least one is evicted."""
+    """Number of `n` entries that a budget keeps: `round(ratio n)`, at least one, and at least one is
+    evicted."""
     return torch.round(ratio * count_BH1).long().clamp_min(1).minimum((count_BH1 - 1).clamp_min(0))
 
 

@@ -1,9 +1,8 @@
-"""What one layer's output loses when entries fade: the layer-local loss that needs no target.
+"""Measures how far a layer's attention output moves when entries fade: a layer-local loss without a target.
 
-In: the evidence of a layer, and what its gate said. Out: how far the layer's attention output moves under a
-soft keep-mask, with a gradient to the gate. The one decision taken here: the mask goes into the attention as
-a logarithm added to the logits, so that what is left is renormalised as it is after an eviction, and no row
-of attention is held; or, as a bound, the loss is made linear in the mask, with one coefficient an entry.
+The keep-mask enters the attention as a logarithm added to the logits, so that what is left is renormalised as
+it is after an eviction, and no row of attention is held. As a bound, the loss is linear in the mask, with one
+coefficient an entry.
 
 The loss is LAVa's (arXiv 2509.09754) and CriticalKV's (arXiv 2502.03805), who minimise it by hand-made
 scores.
@@ -31,7 +30,8 @@ BISECTIONS = 50
 
 
 def layer_output_loss(case: Case) -> Float[Tensor, ""]:
-    """How much of the layer's output is lost, mean over `keep_ratios` and over the document and its branches.
+    """The share of the layer's output that is lost, mean over `keep_ratios` and over the document and its
+    branches.
 
     With the soft keep-mask `m_hi = sigmoid((s_hi - threshold_h) / temperature)` on reached entries (1 on all
     others; the threshold is that of `budget_threshold`, so that as much is kept whatever the gate says, and a
@@ -180,7 +180,7 @@ def _stretch(
 def layer_output(
     evidence: Evidence, log_keep_BHT: Float[Tensor, "B H T"] | None, horizon: int
 ) -> Float[Tensor, "B S E"]:
-    """What the layer's attention adds to the residual stream at the held queries, biases left out:
+    """The output that attention adds to the residual stream at the held queries, biases left out:
     `y_j = sum_q (sum_i a'_qji v_i) W_O^q`, with `a'` the softmax over logits to which the logarithm of the
     mask is added at distances of `horizon` or more.
 

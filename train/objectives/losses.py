@@ -1,9 +1,8 @@
-"""What training minimises, and the overlap by which it is judged.
+"""Computes the losses of layer-local training, and the overlap by which gates are judged.
 
-In: of one layer and document, what the gate said of each entry and what it should have said. Out: one number
-per term, so that the mean over documents is the same however they are spread over micro-batches and
-processes. The one decision taken here: a loss is a weighted sum of named terms (`loss.terms`), each of them a
-function of the same `Case`; so every published gate loss is a row of one table, and they mix.
+A loss is a weighted sum of named terms (`loss.terms`), each a function of one `Case`; so every published gate
+loss is a row of one table, and they mix. A term is one number a document, so that the mean over documents is
+the same however they are spread over micro-batches and processes.
 
 The ranking matters only where the budget cuts. So besides the regression, by default, pairs are drawn from
 just above and just below each head's boundary and must come out in the right order. (ForesightKV, arXiv
@@ -21,9 +20,9 @@ from torch.nn import functional
 
 from retain.gates import Gate
 from retain.ranking import rank_entries
-from retain.registry import lookup
 from retain.train.objectives.case import Case, LossSettings, Shown, boundary_of, keyed_generator
 from retain.train.objectives.layer_output import layer_output_loss
+from retain.train.rules import broken, refuse, unknown
 
 # A probability is kept this far from 0 and 1 before its logarithm is taken; the gradient is the one there.
 CLAMP = 1e-6
@@ -37,21 +36,24 @@ def check_losses(settings: LossSettings) -> None:
     Raises:
         ValueError: with all of them.
     """
-    problems = []
-    for name in settings.terms:
-        try:
-            lookup(name, TERMS, what="loss term")
-        except ValueError as error:
-            problems.append(f"loss.terms: {error}")
-    if not any(settings.terms.values()):
-        problems.append(f"loss.terms={settings.terms} trains on nothing: give a term a positive weight")
-    ranked = sorted(BUDGETED & settings.terms.keys())
-    if ranked and not settings.keep_ratios:
-        problems.append(f"loss.terms {', '.join(ranked)} need at least one of loss.keep_ratios")
-    if PAIRED & settings.terms.keys() and settings.pairs < 1:
-        problems.append(f"loss.pairs={settings.pairs}: {', '.join(sorted(PAIRED))} need at least 1")
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+    ranked, paired = (sorted(terms & settings.terms.keys()) for terms in (BUDGETED, PAIRED))
+    refuse(
+        unknown(settings.terms, TERMS, what="loss term", key="loss.terms")
+        + broken(
+            (
+                not any(settings.terms.values()),
+                f"loss.terms={settings.terms} trains on nothing: give a term a positive weight",
+            ),
+            (
+                ranked and not settings.keep_ratios,
+                f"loss.terms {', '.join(ranked)} need at least one of loss.keep_ratios",
+            ),
+            (
+                paired and settings.pairs < 1,
+                f"loss.pairs={settings.pairs}: {', '.join(sorted(PAIRED))} need at least 1",
+            ),
+        )
+    )
 
 
 def check_fit(settings: LossSettings, gate: Gate | type[Gate]) -> None:
@@ -64,20 +66,25 @@ def check_fit(settings: LossSettings, gate: Gate | type[Gate]) -> None:
     Raises:
         ValueError: with all of them.
     """
-    problems = []
-    if gate.ages:
-        problems.append(
-            f"gates of family {gate.family!r} say a decay per token, for which no layer-local target exists: "
-            "train them with stage `end_to_end`"
+    instead = "mse or huber" if gate.unit == "log_risk" else "mse"
+    refuse(
+        broken(
+            (
+                gate.ages,
+                f"gates of family {gate.family!r} say a decay per token, for which no layer-local target "
+                "exists: train them with stage `end_to_end`",
+            ),
+            *(
+                (
+                    name in settings.terms and gate.unit not in units,
+                    f"loss.terms.{name} is for gates whose output is {' or '.join(units)}, and that of "
+                    "family "
+                    f"{gate.family!r} is {gate.unit}: use {instead}",
+                )
+                for name, units in UNITS_OF.items()
+            ),
         )
-    for name, units in UNITS_OF.items():
-        if name in settings.terms and gate.unit not in units:
-            problems.append(
-                f"loss.terms.{name} is for gates whose output is {' or '.join(units)}, and that of family "
-                f"{gate.family!r} is {gate.unit}: use {'mse or huber' if gate.unit == 'log_risk' else 'mse'}"
-            )
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+    )
 
 
 def local_losses(
@@ -144,7 +151,7 @@ def mse_loss(
     reached_BHT: Bool[Tensor, "B H T"],
 ) -> Float[Tensor, " B"]:
     """`(predicted - target)^2`, mean over a head's reached entries, then over heads."""
-    return mean_over_reached(_difference(predicted_BHT, target_BHT, reached_BHT).square(), reached_BHT)
+    return _regression(functional.mse_loss, predicted_BHT, target_BHT, reached_BHT)
 
 
 def huber_loss(
@@ -155,10 +162,7 @@ def huber_loss(
 ) -> Float[Tensor, " B"]:
     """`d^2 / 2` up to `|d| = delta` and `delta (|d| - delta / 2)` beyond, `d = predicted - target`; means as
     in `mse_loss`."""
-    difference_BHT = _difference(predicted_BHT, target_BHT, reached_BHT)
-    zeros_BHT = torch.zeros_like(difference_BHT)
-    each_BHT = functional.huber_loss(difference_BHT, zeros_BHT, reduction="none", delta=delta)
-    return mean_over_reached(each_BHT, reached_BHT)
+    return _regression(functional.huber_loss, predicted_BHT, target_BHT, reached_BHT, delta=delta)
 
 
 def smooth_l1_loss(
@@ -171,10 +175,19 @@ def smooth_l1_loss(
 
     Locret, arXiv 2410.01805: beside it stands `.0025` of `smoothness`.
     """
-    difference_BHT = _difference(predicted_BHT, target_BHT, reached_BHT)
-    zeros_BHT = torch.zeros_like(difference_BHT)
-    each_BHT = functional.smooth_l1_loss(difference_BHT, zeros_BHT, reduction="none", beta=beta)
-    return mean_over_reached(each_BHT, reached_BHT)
+    return _regression(functional.smooth_l1_loss, predicted_BHT, target_BHT, reached_BHT, beta=beta)
+
+
+def _regression(
+    loss: Callable[..., Tensor],
+    predicted_BHT: Tensor,
+    target_BHT: Tensor,
+    reached_BHT: Tensor,
+    **given: float,
+) -> Tensor:
+    """Masked before anything is taken of it: what is not reached may hold anything."""
+    known_BHT, wanted_BHT = (each.masked_fill(~reached_BHT, 0.0) for each in (predicted_BHT, target_BHT))
+    return mean_over_reached(loss(known_BHT, wanted_BHT, reduction="none", **given), reached_BHT)
 
 
 def bce_loss(
@@ -208,11 +221,6 @@ def smoothness(
     both_BHT = reached_BHT[..., 1:] & reached_BHT[..., :-1]
     step_BHT = (predicted_BHT[..., 1:] - predicted_BHT[..., :-1]).masked_fill(~both_BHT, 0.0)
     return mean_over_reached(step_BHT.square(), both_BHT)
-
-
-def _difference(predicted_BHT: Tensor, target_BHT: Tensor, reached_BHT: Tensor) -> Tensor:
-    """Masked before anything is taken of it: what is not reached may hold anything."""
-    return predicted_BHT.masked_fill(~reached_BHT, 0.0) - target_BHT.masked_fill(~reached_BHT, 0.0)
 
 
 @dataclass(frozen=True)
@@ -440,7 +448,8 @@ def pair_draws(key: tuple[int, ...], *, num_heads: int, settings: LossSettings) 
 def head_overlaps(
     output_HT: Float[Tensor, "H T"], target_HT: Float[Tensor, "H T"], reached_HT: Bool[Tensor, "H T"]
 ) -> Float[Tensor, " H"]:
-    """How much of the target's top fifth of each head's reached entries the output finds. Chance: a fifth."""
+    """Share of the target's top fifth of each head's reached entries that the output finds. Chance: a
+    fifth."""
     size_BH1 = torch.round(OVERLAP_SHARE * reached_HT.sum(-1, keepdim=True)).long().clamp_min(1)[None]
     both_BHT = top_entries(output_HT[None], reached_HT[None], size_BH1) & top_entries(
         target_HT[None], reached_HT[None], size_BH1

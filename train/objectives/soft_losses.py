@@ -1,13 +1,12 @@
-"""What end-to-end training minimises: how far the gated model strays from the full one, and what it costs.
+"""Computes the terms of end-to-end training: distance of the gated from the full model, and cost of openness.
 
-In: hidden states of both, or the log-gates of the layers. Out: a number a token or a document, as a term by
-itself; `retain.train.soft_stage` weighs them. The one decision taken here: nothing is ever as large as tokens
-x vocabulary or tokens x tokens. Logits exist for a chunk of tokens at a time and are made again for the
-gradient; so are the terms of a sum over pairs of entries.
+Nothing is ever as large as tokens x vocabulary or tokens x tokens: logits exist for a chunk of tokens at a
+time and are made again for the gradient, and so are the terms of a sum over pairs of entries.
+`retain.train.soft_stage` weighs the terms.
 
-Divergences are named after what they average over: `kl_forward` is KL(full || gated), which punishes the
-gated model where the full one is sure (TRIM-KV's `fwkl`); `kl_reverse` is KL(gated || full) (IndexMem). DMS's
-released code says "forward KL" and computes the latter.
+Divergences are named after the distribution that they average over: `kl_forward` is KL(full || gated), which
+punishes the gated model where the full one is sure (TRIM-KV's `fwkl`); `kl_reverse` is KL(gated || full)
+(IndexMem). DMS's released code says "forward KL" and computes the latter.
 """
 
 from collections.abc import Collection, Sequence
@@ -202,7 +201,7 @@ def open_entries(
     protected: int,
     ages: bool,
 ) -> Float[Tensor, "B H R"]:
-    """How many entries are open to the query at entry t: `S_t = sum_{i <= t} w_ti`, with `w_ti = 1` where
+    """Number of entries open to the query at entry t: `S_t = sum_{i <= t} w_ti`, with `w_ti = 1` where
     `t - i < protected`, and beyond `exp(phi_i)`, or with `ages` `exp((t - i) phi_i)`.
 
     Time and memory are linear in T for gates; for decays the time is R x T, and the memory that of T and of

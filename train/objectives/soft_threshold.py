@@ -1,10 +1,8 @@
-"""From what a gate says to how far its entries are open: soft, hard, or relative to what came before.
+"""Turns a gate's output into log-gates: soft, hard, or relative to earlier entries.
 
-In: a gate's output over a batch, in its own unit. Out: log-gates, as `retain.hf.training.soft_attention` adds
-them to the logits. The one decision taken here: a hard decision passes its gradient in openness, not in its
-logarithm. A closed entry is open by a millionth, and the straight-through gradient is that of the openness
-itself, which is as large for closed entries as for open ones; in the logarithm it would be a millionth of it,
-and what is closed would stay closed.
+`retain.hf.training.soft_attention` adds them to the logits. A hard decision passes its gradient in openness,
+not in its logarithm: a closed entry is open by a millionth, the straight-through gradient of the openness is
+as large for closed entries as for open ones, and in the logarithm closed entries would stay closed.
 """
 
 import math
@@ -29,8 +27,8 @@ NOWHERE = -1e4
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is gated now.
+class SoftThresholdStep:
+    """The batch that is gated now, at one step.
 
     Args:
         valid_BT: False on padding.
@@ -45,7 +43,7 @@ class Moment:
     noisy: bool
 
 
-class Opening:
+class SoftThreshold:
     """`to_log_gate` of an end-to-end stage: called by `SoftGated`, once a layer, and again where a layer is
     computed again for the gradient (then it gives the same).
 
@@ -68,23 +66,23 @@ class Opening:
     ):
         self.layer_of = {id(gates[layer]): layer for layer in gates.layers}
         self.hard, self.temperature, self.anchor, self.seed = hard, temperature, anchor, seed
-        self.moment: Moment | None = None
+        self.current: SoftThresholdStep | None = None
 
     def __call__(self, output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
-        assert self.moment is not None, "nobody said what is gated"
-        moment = self.moment
+        assert self.current is not None, "set `current` first"
+        current = self.current
         if self.anchor:
-            log_gate_BHT = relative(output_BHT, gate, moment.valid_BT, self.anchor)
+            log_gate_BHT = relative(output_BHT, gate, current.valid_BT, self.anchor)
         else:
             log_gate_BHT = own_form(output_BHT, gate)
         if self.hard == "none":
             return log_gate_BHT
         noise_BHT = None
-        if self.hard == "gumbel" and moment.noisy:
+        if self.hard == "gumbel" and current.noisy:
             noise_BHT = logistic_noise(
-                [(self.seed, moment.step, key, self.layer_of[id(gate)]) for key in moment.keys],
+                [(self.seed, current.step, key, self.layer_of[id(gate)]) for key in current.keys],
                 log_gate_BHT,
-                moment.valid_BT,
+                current.valid_BT,
             )
         temperature = self.temperature if self.hard == "gumbel" else 1.0
         return decided(log_gate_BHT, noise_BHT, temperature)
@@ -165,7 +163,7 @@ def relative(
 
 
 def regressed(gates: GateSet, stage: str | None) -> bool:
-    """Whether gates that a run begins with learned a risk, so that nothing says how far they are open.
+    """True for initial gates that learned a risk: their output says nothing of how far they are open.
 
     Args:
         gates: of an earlier artifact.

@@ -1,10 +1,8 @@
-"""What the gates are asked to predict: how much the future makes of each of a document's entries.
+"""Composes the targets of gates: how much future queries use each entry of a document.
 
-In: what one layer showed of a document and of the branches behind it. Out: a number per KV head and entry,
-and which of them count. The one decision taken here: which queries stand for the future (the document's own,
-at the distance from which an entry can have been evicted; a question and its answer; the document repeated;
-the model's own continuation), and with which weight each. What is made of their attention is said in one
-place only, `retain/future.py`.
+The settings say which queries stand for the future (the document's own, from the distance at which an entry
+can have been evicted; a question and its answer; the document repeated; the model's continuation), and with
+which weight. `retain/future.py` computes what their attention makes of an entry.
 """
 
 from collections.abc import Sequence
@@ -18,12 +16,12 @@ from torch import Tensor
 from retain.config import Count, Positive, Tokens
 from retain.evidence import Evidence
 from retain.future import SOURCES, future_use
-from retain.registry import lookup
 from retain.scores import value_norm_l1
 from retain.train.data.branches import Reading
 from retain.train.data.features import Example
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.losses import head_overlaps
+from retain.train.rules import broken, unknown
 from retain.train.teacher import Frozen, View, walk
 
 Granularity = Literal["head", "layer", "token"]
@@ -77,14 +75,9 @@ def check_targets(settings: TargetSettings) -> None:
     Raises:
         ValueError: with all of them.
     """
-    problems = []
-    if not settings.sources:
-        problems.append(f"target.sources is empty: name some of {', '.join(SOURCES)}.")
-    for source in settings.sources:
-        try:
-            lookup(source, SOURCES, what="target.sources")
-        except ValueError as error:
-            problems.append(str(error))
+    problems = broken(
+        (not settings.sources, f"target.sources is empty: name some of {', '.join(SOURCES)}.")
+    ) + unknown(settings.sources, SOURCES, what="target.sources")
     if problems:
         raise ValueError(" ".join(problems))
 
@@ -127,7 +120,8 @@ def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, 
 
 
 def joined_for(settings: TargetSettings) -> tuple[str, ...]:
-    """What `layer_target` looks at of a branch beside queries, keys and values (`joined` of `walk`)."""
+    """The evidence of a branch that `layer_target` needs beside queries, keys, values (`joined` of
+    `walk`)."""
     return ("hidden",) if settings.weight == "value_norm_over_hidden" else ()
 
 

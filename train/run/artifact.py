@@ -1,14 +1,11 @@
-"""What a finished run says of itself: what was fitted after training, and how it all came about.
+"""Completes a finished run: calibrates the gates, tests them, and collects the artifact's metadata.
 
-In: trained gates, the frozen model, held-out documents. Out: calibrators in the gate set, and plain values
-for the artifact's JSON. The one decision taken here: nothing of this is done on a document that was trained
-on; half of the held-out ones are fitted to, and what is reported is found on the other half.
+Only held-out documents are used: half of them are fitted to, and the report is of the other half. The last
+step's checkpoint stays until all of this is saved, so a signal, an error or a full disk in this phase costs
+no training: the same command resumes here, also with another `calibration`.
 
-The last step's checkpoint stays until all of this is done and saved. So whatever ends this phase (a signal,
-an error, a full disk) costs no training: the same command goes on here, and with another `calibration` too.
-
-Processes share the documents; where the frozen model is sharded, which takes all of them in step, all look at
-each. One process fits, and all get what it fitted, to the last bit.
+Processes share the documents; where the frozen model is sharded, all look at each. One process fits, and all
+get what it fitted, to the last bit.
 """
 
 import copy
@@ -32,7 +29,7 @@ from retain.hf.intercept.observe import observe_ahead
 from retain.process.extras import deferred
 from retain.process.provenance import code_state, environment
 from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at
-from retain.train.calibration.noop_controls import asked, judged
+from retain.train.calibration.noop_controls import noop_numbers, noop_summary
 from retain.train.data.branches import readings_of
 from retain.train.data.corpora import Document
 from retain.train.objectives.targets import TargetSettings, layer_target, target_unit
@@ -53,7 +50,7 @@ Found = TypeVar("Found")
 def reports_of(
     config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """What is fitted and asked once training is over; every process calls it, and gets the same gates.
+    """Calibrate and test the gates once training is over; every process calls it, and gets the same gates.
 
     Args:
         config: of the run; its last step's checkpoint is on disk.
@@ -77,9 +74,9 @@ def reports_of(
         each = partial(_of_each, config, is_sharded(frozen.model), accelerator, signals)
         if config.stage == "end_to_end":
             chosen = corpus.held_out[:NOOP_DOCUMENTS]
-            rows = each("no-op", chosen, lambda document: asked(gates, frozen, document, config.soft))
+            rows = each("no-op", chosen, lambda document: noop_numbers(gates, frozen, document, config.soft))
             if accelerator.is_main_process:
-                reports["noop"] = judged(rows, config.soft)
+                reports["noop"] = noop_summary(rows, config.soft)
         if config.calibration.wanted:
             looks = each(
                 "calibration", corpus.held_out, lambda document: _look(config, gates, frozen, document)
@@ -94,7 +91,7 @@ def reports_of(
 @contextmanager
 def _not_lost(config: DistillConfig) -> Iterator[None]:
     """Inside, an error also says that the run need not be trained again."""
-    told = (
+    note = (
         f"Training is over: all {config.training.steps} steps are in the last checkpoint of {config.output}, "
         "and the same command, also with other calibration.* (kind=none leaves it out), goes on from there "
         "without training again."
@@ -102,9 +99,9 @@ def _not_lost(config: DistillConfig) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error} {told}") from error
+        raise ValueError(f"{error} {note}") from error
     except Exception as error:
-        error.add_note(told)
+        error.add_note(note)
         raise
 
 
@@ -117,7 +114,7 @@ def _of_each(
     documents: Sequence[Document],
     ask: Callable[[Document], Found],
 ) -> list[Found]:
-    """What is found of each document, in order, on the first process; elsewhere nothing is kept.
+    """The finding of each document, in order, on the first process; elsewhere nothing is kept.
 
     A document a process and round (or, `together`, all of them the same one); after each round the processes
     compare notes on signals and errors.
@@ -149,7 +146,7 @@ def _of_each(
 
 
 def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Document) -> Look:
-    """What every layer shows of one document.
+    """Each layer's look at one document.
 
     The unit is risk, whatever the gates learned: their own target where it is one, else the default's.
     """
@@ -207,7 +204,7 @@ def _fitted(
 def metadata_of(
     config: DistillConfig, summary: dict[str, Any], corpus: Any, gates: GateSet
 ) -> dict[str, Any]:
-    """What the artifact says about its making."""
+    """The artifact's record of its making."""
     mapping = to_mapping(config)
     used = corpus.num_documents
     return {
@@ -244,5 +241,5 @@ def _provenance() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """How this process was started, as one types it."""
+    """The command that started this process, as one types it."""
     return "accelerate launch " + shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])

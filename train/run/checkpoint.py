@@ -1,7 +1,4 @@
-"""A run's folder: what is in it, whether it may be written to, and how a killed run finds its place again.
-
-In: a folder, the resolved config, and what model and documents it led to. Out: whether the run is fresh, to
-be resumed, or finished; checkpoints; the log.
+"""Manages a run's folder: decides fresh, resume or finished; writes checkpoints and the log.
 
     run.json                hashes of the base model and of the documents, written before the config
     config.yaml             the resolved config, written before the first step
@@ -14,15 +11,14 @@ be resumed, or finished; checkpoints; the log.
         manifest.json           bytes and sha256 of the other three, written last
     gates.safetensors, gates.json    the artifact; there only once a run has finished
 
-The one decision taken here: a run is known by its config (by what of it is trained, not by what is planned or
-fitted afterwards), and by the model and the documents that the config named when it began. The same run goes
-on where it stopped, or has nothing left to do; another one never touches the folder unless `overwrite=true`
-is said.
+A run is known by its config (by what of it is trained, not by what is planned or fitted afterwards), and by
+the model and the documents that the config named when it began. The same run resumes or has nothing left to
+do; another one never touches the folder unless `overwrite=true`.
 
-A checkpoint says nothing about processes: state is saved whole, documents and draws are functions of the
-step, so that a run may go on with another number of processes, under DDP, FSDP or DeepSpeed alike. Nothing in
-it is pickled. It is written beside, synced, and renamed; what does not match its manifest is not a
-checkpoint, and the one before it is taken.
+A checkpoint is independent of the number of processes: state is saved whole, and documents and draws are
+functions of the step, so that a run may resume with another number of processes, under DDP, FSDP or DeepSpeed
+alike. (accelerate's own `save_state` depends on all of these, and pickles.) A checkpoint is written beside,
+synced, and renamed; one that does not match its manifest is skipped for the one before it.
 """
 
 import errno
@@ -39,7 +35,6 @@ from typing import Any, Literal
 import yaml
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor
 
 from retain.config import leaves, read_mapping
 from retain.gates.store import METADATA_FILE, write_beside
@@ -88,8 +83,8 @@ State = Literal["fresh", "resume", "finished"]
 
 
 def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, resume: bool) -> State:
-    """What starting this config in this folder would mean; changes nothing. Model and documents are for
-    `check_inputs`, once they are loaded.
+    """Decide how a run of this config would start in this folder; changes nothing. Model and documents are
+    for `check_inputs`, once they are loaded.
 
     An unfinished run goes on under another `calibration` (one that failed after hours of training can be
     corrected), and any run under another `plan` and, once its folder was moved, another `output`; `adopt_`
@@ -146,7 +141,7 @@ def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str])
 
 
 def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
-    """What a run is trained on, as hashes.
+    """Hashes of the model and the documents that a run is trained on.
 
     Args:
         model_sha256: of the base model's fingerprint.
@@ -185,15 +180,12 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
 
 def _read_inputs(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        found = error
-    if not isinstance(found, dict):
+        return dict(read_mapping(path))
+    except ValueError as error:
         raise ValueError(
-            f"{path} is damaged ({found}), and says on which model and documents the run was trained: "
-            "restore it, choose another `output`, or pass overwrite=true to train anew."
-        )
-    return found
+            f"{path} is damaged ({' '.join(str(error).split())}), and says on which model and documents the "
+            "run was trained: restore it, choose another `output`, or pass overwrite=true to train anew."
+        ) from error
 
 
 def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
@@ -278,8 +270,8 @@ def disk_errors(folder: Path, *, key: str = "output") -> Iterator[None]:
 
 
 def same_command(folder: Path) -> str:
-    """What goes on with the folder's run, in words: with overwrite=true, the command that began it would
-    throw it away."""
+    """The command that resumes the folder's run, in words: with overwrite=true, the command that began it
+    would throw it away."""
     try:
         config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -294,7 +286,7 @@ def latest(folder: Path) -> tuple[int, Path] | None:
 
 
 def _named(folder: Path) -> list[tuple[int, Path]]:
-    """What has the name of a checkpoint, newest first."""
+    """Folders with the name of a checkpoint, newest first."""
     named = [
         (int(path.name.removeprefix("step-")), path)
         for path in (folder / CHECKPOINTS).glob("step-*")
@@ -304,7 +296,7 @@ def _named(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a checkpoint's files are those that its manifest was written for."""
+    """True where a checkpoint's files are those that its manifest was written for."""
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         return manifest["files"].keys() == {GATES_FILE, OPTIMIZER_FILE, STATE_FILE} and all(
@@ -320,11 +312,7 @@ def _described(payload: bytes) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    accelerator: Accelerator,
-    folder: Path,
-    step: int,
-    synchroniser: Synchroniser,
-    extra: Mapping[str, Any],
+    accelerator: Accelerator, folder: Path, step: int, synchroniser: Synchroniser, extra: Mapping[str, Any]
 ) -> Path:
     """Write the state beside, rename it, and only then remove all but the last `KEPT`; on every process.
 
@@ -346,7 +334,7 @@ def save_checkpoint(
     final = folder / CHECKPOINTS / f"step-{step:06d}"
 
     def write() -> None:
-        gates = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _state_of(synchroniser)}
+        gates = synchroniser.gates.state_dict()
         state = {
             "checkpoint_version": CHECKPOINT_VERSION,
             "step": step,
@@ -355,8 +343,12 @@ def save_checkpoint(
             "extra": dict(extra.items()),
         }
         files = {
-            GATES_FILE: save_tensors({name: tensor.contiguous() for name, tensor in gates.items()}),
-            OPTIMIZER_FILE: save_tensors({name: tensor.contiguous() for name, tensor in optimizer.items()}),
+            **{
+                file: save_tensors(
+                    {name: own.detach().to("cpu", copy=True).contiguous() for name, own in tensors.items()}
+                )
+                for file, tensors in ((GATES_FILE, gates), (OPTIMIZER_FILE, optimizer))
+            },
             STATE_FILE: (json.dumps(state, indent=2) + "\n").encode(),
         }
         manifest = {"files": {name: _described(payload) for name, payload in files.items()}}
@@ -383,7 +375,7 @@ def save_checkpoint(
             if OURS.fullmatch(path.name) and path not in kept:
                 _drop(path)
 
-    by_the_first(accelerator, write)
+    on_main_process(accelerator, write)
     return final
 
 
@@ -394,7 +386,7 @@ def _drop(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def by_the_first(accelerator: Accelerator, write: Callable[[], None]) -> None:
+def on_main_process(accelerator: Accelerator, write: Callable[[], None]) -> None:
     """Let the first process write, and all of them fail if it does: none waits for one that has gone."""
     error: OSError | None = None
     if accelerator.is_main_process:
@@ -409,10 +401,6 @@ def by_the_first(accelerator: Accelerator, write: Callable[[], None]) -> None:
         raise DiskError(*said)
 
 
-def _state_of(synchroniser: Synchroniser) -> list[tuple[str, Tensor]]:
-    return list(synchroniser.gates.state_dict().items())
-
-
 def _write_synced(path: Path, payload: bytes) -> None:
     try:
         with open(path, "wb") as file:
@@ -425,7 +413,7 @@ def _write_synced(path: Path, payload: bytes) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """What was renamed in a folder is on disk once the folder is."""
+    """Sync a folder, so that renames in it are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -466,7 +454,7 @@ def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[s
             f"{CHECKPOINT_VERSION}: upgrade retain to go on with it."
         )
     gates, optimizer = (load_tensors((path / name).read_bytes()) for name in (GATES_FILE, OPTIMIZER_FILE))
-    wanted = {name: tuple(tensor.shape) for name, tensor in _state_of(synchroniser)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in synchroniser.gates.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in gates.items()}
     names = {name.partition("/")[2] for name in optimizer}
     if wanted != found or names != synchroniser.parameters.keys():

@@ -1,12 +1,11 @@
-"""Pictures of a training run: how the loss and the overlap went, and where in the model the gates are good.
+"""Draws a training run: loss and overlap over the steps, and held-out overlap of every head.
 
-In: the records of `log.jsonl`, the held-out overlap of each head. Out: PNG files, or the sentence that says
-why there are none. The one decision taken here: held-out overlap is drawn beside what costs no training
-(random, recency, value norm) and on a fixed scale from 0 to 1, so that two runs' pictures can be compared at
-a glance.
+Overlap is drawn beside scores that cost no training (random, recency, value norm) and on a fixed scale from 0
+to 1, so that two runs' pictures can be compared at a glance.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,8 @@ def draw_all(
 def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
     """Mean of the last `share` of the run at each step, at least of one value."""
     width = max(1, round(share * len(values)))
-    return [
-        sum(values[max(0, i + 1 - width) : i + 1]) / len(values[max(0, i + 1 - width) : i + 1])
-        for i in range(len(values))
-    ]
+    windows = (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
 
 
 def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -67,63 +64,49 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         records: of `log.jsonl`: one a step, and one for each look at the held-out documents.
         path: of the PNG.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.lines import Line2D
-
     steps = [record for record in records if "loss" in record]
     looks = [record for record in records if "held_out" in record]
     at = [record["step"] for record in steps]
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.2))
-    terms = [
-        name
+    found = {
+        name: [float(record.get(name, "nan")) for record in steps]
         for name, value in steps[0].items()
-        if name not in _NOT_TERMS and isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    terms = [name for name in terms if any(record.get(name) for record in steps)]
-    loss = [record["loss"] for record in steps]
-    left.plot(at, loss, color="#c1272d", alpha=0.25, linewidth=0.8)
-    left.plot(at, smoothed(loss), color="#c1272d", linewidth=1.8, label="loss (mean of 5 % of the run)")
-    if len(terms) > 1:
-        for name in terms:
-            left.plot(
-                at, smoothed([record.get(name, float("nan")) for record in steps]), linewidth=1, label=name
-            )
-    seen = [(record["step"], record["held_out"]["loss"]) for record in looks if "loss" in record["held_out"]]
-    if seen:
-        left.plot(*zip(*seen, strict=True), color="black", marker="o", markersize=4, label="held out")
-    left.set(xlabel="step", title="loss")
-    if all("overlap" in record for record in steps):
-        overlap = [record["overlap"] for record in steps]
-        middle.plot(at, overlap, color="#f28e2b", alpha=0.25, linewidth=0.8)
-        middle.plot(at, smoothed(overlap), color="#f28e2b", linewidth=1.8, label="training")
-    seen = [(r["step"], r["held_out"]["overlap"]) for r in looks if "overlap" in r["held_out"]]
-    if seen:
-        middle.plot(*zip(*seen, strict=True), color="black", marker="o", markersize=4, label="held out")
-    for key, (label, color) in BASELINES.items():
-        if looks and key in looks[0]["held_out"]:
-            middle.axhline(looks[0]["held_out"][key], color=color, linestyle="--", linewidth=1, label=label)
-    middle.set(xlabel="step", ylim=(0, 1), title="overlap with the target's top fifth")
-    rates = [float(record["lr"]) for record in steps if "lr" in record]
-    norms = [float(record["grad_norm"]) for record in steps if "grad_norm" in record]
-    if len(norms) == len(steps):
-        right.plot(at, norms, color="#1f77b4", linewidth=0.9, label="gradient norm, before clipping")
-        if max(norms) > 0:
-            right.set_yscale("log")
-    right.set(xlabel="step", title="gradient norm and learning rate")
-    if len(rates) == len(steps):
+        if isinstance(value, int | float) and any(record.get(name) for record in steps)
+    }
+    terms = [name for name in found if name not in _NOT_TERMS]
+    with _figure(path, 1, 3, figsize=(15, 4.2)) as (left, middle, right):
+        for axis, name, color, label in (
+            (left, "loss", "#c1272d", "loss (mean of 5 % of the run)"),
+            (middle, "overlap", "#f28e2b", "training"),
+        ):
+            if name in found:
+                axis.plot(at, found[name], color=color, alpha=0.25, linewidth=0.8)
+                axis.plot(at, smoothed(found[name]), color=color, linewidth=1.8, label=label)
+            seen = [(look["step"], look["held_out"][name]) for look in looks if name in look["held_out"]]
+            if seen:
+                axis.plot(*zip(*seen, strict=True), color="black", marker="o", markersize=4, label="held out")
+        for name in terms if len(terms) > 1 else ():
+            left.plot(at, smoothed(found[name]), linewidth=1, label=name)
+        for key, (label, color) in BASELINES.items():
+            if looks and key in looks[0]["held_out"]:
+                height = looks[0]["held_out"][key]
+                middle.axhline(height, color=color, linestyle="--", linewidth=1, label=label)
         twin = right.twinx()
-        (line,) = twin.plot(at, rates, color="#2ca02c", linewidth=1.2, label="learning rate")
+        for axis, name, color, label in (
+            (right, "grad_norm", "#1f77b4", "gradient norm, before clipping"),
+            (twin, "lr", "#2ca02c", "learning rate (right axis)"),
+        ):
+            if name in found:
+                axis.plot(at, found[name], color=color, linewidth=1, label=label)
+        if max(found.get("grad_norm", [0.0])) > 0:
+            right.set_yscale("log")
+        left.set(xlabel="step", title="loss")
+        middle.set(xlabel="step", ylim=(0, 1), title="overlap with the target's top fifth")
+        right.set(xlabel="step", title="gradient norm and learning rate")
         twin.set_ylim(bottom=0)
-        right.add_line(Line2D([], [], color=line.get_color(), label="learning rate (right axis)"))
-    for axis in (left, middle, right):
-        axis.grid(alpha=0.25)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    _save(figure, path)
+        for axis, place in ((left, "best"), (middle, "best"), (right, "upper left"), (twin, "upper right")):
+            axis.grid(alpha=0.25)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(fontsize=8, frameon=False, loc=place)
 
 
 def draw_heads(overlap_of: Mapping[str, Sequence[float]], path: Path) -> None:
@@ -133,33 +116,34 @@ def draw_heads(overlap_of: Mapping[str, Sequence[float]], path: Path) -> None:
         overlap_of: layer -> overlap of each head.
         path: of the PNG.
     """
+    layers = sorted(overlap_of, key=int)
+    heads = max(len(overlap_of[layer]) for layer in layers)
+    rows = [[*overlap_of[layer], *[float("nan")] * (heads - len(overlap_of[layer]))] for layer in layers]
+    size = (min(14, 3.2 + 0.55 * heads), min(16, 1.8 + 0.34 * len(layers)))
+    with _figure(path, figsize=size) as axis:
+        image = axis.imshow(rows, aspect="auto", vmin=0, vmax=1, cmap="viridis")
+        axis.figure.colorbar(image, ax=axis)
+        shown = len(layers) * heads <= 400
+        for row, layer in enumerate(layers if shown else ()):
+            for column, value in enumerate(overlap_of[layer]):
+                color = "white" if value < 0.6 else "black"
+                axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
+        axis.set_yticks(range(len(layers)), layers, fontsize=8)
+        axis.set_xticks(range(heads), [str(head) for head in range(heads)], fontsize=8)
+        axis.set(xlabel="KV head", ylabel="layer", title="held-out overlap")
+
+
+@contextmanager
+def _figure(path: Path, *grid: int, **options: Any) -> Iterator[Any]:
+    """The axes of a new figure, which is written beside its path and renamed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    layers = sorted(overlap_of, key=int)
-    heads = max(len(overlap_of[layer]) for layer in layers)
-    rows = [[*overlap_of[layer], *[float("nan")] * (heads - len(overlap_of[layer]))] for layer in layers]
-    figure, axis = pyplot.subplots(figsize=(min(14, 3.2 + 0.55 * heads), min(16, 1.8 + 0.34 * len(layers))))
-    image = axis.imshow(rows, aspect="auto", vmin=0, vmax=1, cmap="viridis")
-    if len(layers) * heads <= 400:
-        for row, own in enumerate(rows):
-            for column, value in enumerate(own):
-                if value == value:
-                    color = "white" if value < 0.6 else "black"
-                    axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
-    axis.set_yticks(range(len(layers)), layers, fontsize=8)
-    axis.set_xticks(range(heads), [str(head) for head in range(heads)], fontsize=8)
-    axis.set(xlabel="KV head", ylabel="layer", title="held-out overlap")
-    figure.colorbar(image, ax=axis)
+    figure, axes = pyplot.subplots(*grid, **options)
+    yield axes
     figure.tight_layout()
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
     beside = path.with_name(path.stem + ".new.png")
     figure.savefig(beside, dpi=110)
     pyplot.close(figure)

@@ -1,12 +1,8 @@
-"""The device that a run is planned for: its memory and its rate, at hand or stated.
+"""Measures the device that a run is planned for: its free memory and its rate.
 
-In: a torch device, or numbers of another one. Out: a `Device`. The one decision taken here: nothing is looked
-up in a table of products; memory is asked for, and a rate is measured for a moment or stated by whoever
-plans.
+Nothing is looked up in a table of products; the rate is measured for a moment, or stated in the config.
 """
 
-import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +10,10 @@ from typing import Annotated
 import torch
 
 from retain.config import PositiveShare, Range
+from retain.process.extras import deferred
+
+with deferred("train", "psutil", what="training"):
+    import psutil
 
 GIB = 2**30
 
@@ -42,7 +42,7 @@ HALF_FLAGS = {
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device has instructions for matrix products in a precision; a CPU that does not say so has
+    """True where a device has instructions for matrix products in a precision; a CPU that reports none has
     none in half precision."""
     if device.type != "cpu" or dtype not in HALF_FLAGS:
         return True
@@ -61,7 +61,7 @@ class Device:
         kind: `cpu` or `cuda`.
         name: for the table.
         memory_bytes: that can be used.
-        tflops: dense matrix rate, 10^12 operations a second; None: nobody said.
+        tflops: dense matrix rate, 10^12 operations a second; None: unknown.
         efficiency: share of it that training reaches.
         rate_from: where the rate comes from, in words.
         float32_tflops: its rate in float32, where the model is in half precision and that was measured.
@@ -109,33 +109,19 @@ def _memory(device: torch.device) -> float:
     """Bytes that can be used: what the GPU has, or what the machine and its control group leave free."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = min(free, 1024.0 * int(line.split()[1]))
-    if limit.is_file() and (most := limit.read_text().strip()).isdigit():
-        free = min(free, float(most))
-    return free
+    limit = Path("/sys/fs/cgroup/memory.max")
+    stated = limit.read_text().strip() if limit.is_file() else "max"
+    free = float(psutil.virtual_memory().available)
+    return min(free, float(stated)) if stated.isdigit() else free
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
     """Rate of a square matrix product, for about this long."""
+    from torch.utils.benchmark import Timer  # which imports setuptools, for code that is compiled
+
     size = 4096 if device.type == "cuda" else 768
     # Not of equal numbers, which some devices multiply faster.
     draw = torch.Generator(device).manual_seed(0)
     left = torch.randn(size, size, device=device, generator=draw).to(dtype)
-    left @ left
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    wait()
-    done, start = 0, time.perf_counter()
-    while done < 2 or time.perf_counter() - start < seconds:
-        left @ left
-        wait()
-        done += 1
-    return done * 2.0 * size**3 / (time.perf_counter() - start) / 1e12
+    timer = Timer("left @ left", globals={"left": left}, num_threads=torch.get_num_threads())
+    return 2.0 * size**3 / timer.blocked_autorange(min_run_time=seconds).mean / 1e12

@@ -1,8 +1,4 @@
-"""One run in a folder at a time, over all of its processes: `retain.process.lock` with accelerate.
-
-In: a run's folder. Out: a context inside which no other run changes it. The one decision taken here: the
-first process holds the lock, and what it was told is what every process is told.
-"""
+"""Locks a run's folder over all of its processes: `retain.process.lock` with accelerate."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,7 @@
-"""What of a model decides how much memory and time it takes, counted without loading its weights.
+"""Counts the parameters and dimensions of a model without loading its weights.
 
-In: a model, loaded or not, or the name of one. Out: its `ModelShape`. The one decision taken here: parameters
-are counted on a model that transformers makes on the meta device, never from a formula of ours, so that
-biases, norms, experts and tied weights are those of the architecture at hand.
+Parameters are counted on a model that transformers makes on the meta device, never from a formula of ours, so
+that biases, norms, experts and tied weights are those of the architecture at hand.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides memory and time.
+    """The dimensions of a model that decide memory and time.
 
     Args:
         name: as the config has it.
@@ -104,11 +103,7 @@ def model_shape(model: nn.Module, name: str) -> ModelShape:
 
 
 def meta_model(
-    name: str,
-    *,
-    dtype: Precision = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    name: str, *, dtype: Precision = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> nn.Module:
     """A model that is not loaded: its config is read, its weights are not, and take no memory.
 
@@ -154,7 +149,7 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
 
 
 def precision_of(config: Any) -> torch.dtype:
-    """What "auto" makes of a model's weights when they are read."""
+    """The precision that "auto" gives a model's weights when they are read."""
     return getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 

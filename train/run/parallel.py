@@ -1,10 +1,8 @@
-"""Several processes: gradients agreed on once a step, and a frozen model too large for one of them.
+"""Synchronises gates over processes once a step, and shards a frozen model too large for one device.
 
-In: gates whose `p.grad` each process has filled from its own documents; a frozen model. Out: the same gates,
-stepped alike on every process; the model on its devices, whole or sharded. The one decision taken here: gates
-are small and whole on every process, and they meet once a step, in one all-reduce of one flat buffer. The
-backward passes before it, many and small, talk to nobody; whatever the backend, the mean gradient is looked
-at, clipped and found finite before anything is touched.
+Gates are small and whole on every process, and they meet once a step, in one all-reduce of one flat buffer.
+The backward passes before it, many and small, communicate nothing; whatever the backend, the mean gradient is
+looked at, clipped and found finite before anything is touched.
 
 | accelerate says | gates' gradients | optimiser | frozen model |
 | --- | --- | --- | --- |
@@ -45,7 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Surrogate(nn.Module):
-    """A copy of all of the gates' parameters, end to end, and a loss whose gradient is whatever it is told.
+    """A copy of all of the gates' parameters, end to end, and a loss with any given gradient.
 
     `forward(g) = <p, g>`, so `d forward / dp = g` exactly: one forward and backward of it hands a ready
     gradient to an engine that insists on running the backward pass itself (DeepSpeed). The engine may
@@ -192,7 +190,7 @@ class Synchroniser:
 
     @torch.no_grad()
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """What AdamW remembers, whole and on the CPU, as `<moment>/<parameter>`; on every process."""
+        """The moments of AdamW, whole and on the CPU, as `<moment>/<parameter>`; on every process."""
         tensors: dict[str, Tensor] = {}
         for moment in MOMENTS:
             values: Iterable[Tensor]
@@ -278,13 +276,14 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the user's DeepSpeed settings the gates' engine is given.
+    """The user's DeepSpeed settings that the gates' engine is given.
 
     Only where things lie is theirs to say (`zero_optimization`, and logging). Batch sizes, precision,
     clipping, optimiser and schedule belong to the training config: an engine that knew them too would scale,
     cast or clip a second time. Values of "auto" are left to DeepSpeed's defaults.
     """
     zero = {k: v for k, v in config.get("zero_optimization", {}).items() if v != "auto"}
+    every = config.get("steps_per_print", "auto")
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -293,9 +292,7 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         # Our AdamW, not the one that DeepSpeed compiles: where the state lies is all that offloading changes.
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": config.get("steps_per_print", 2**31)
-        if config.get("steps_per_print") != "auto"
-        else 2**31,
+        "steps_per_print": 2**31 if every == "auto" else every,
         "wall_clock_breakdown": bool(config.get("wall_clock_breakdown", False)),
     }
 
@@ -376,7 +373,7 @@ def _deepspeed_engine(module: nn.Module, optimizer: Any, config: Mapping[str, An
 
 
 def sharding_of(accelerator: Accelerator) -> Sharding:
-    """How the launcher wants the frozen model to lie."""
+    """The placement of the frozen model that the launcher asks for."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return "fsdp2"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -438,7 +435,7 @@ def shard_frozen_(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether every process has to take part in each forward of this model."""
+    """True where every process has to take part in each forward of this model."""
     return model in _SHARDED
 
 

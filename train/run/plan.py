@@ -1,10 +1,8 @@
-"""What a run will need: memory at its peak, disk, and time, told before anything is loaded or trained.
+"""Estimates a run's peak memory, disk and time before anything is loaded or trained.
 
-In: the shape of the frozen model, the lengths of the documents, a device. Out: a `Plan`, a table with a
-verdict and, where it does not fit, what to change. The one decision taken here: a formula per phase of a
-layer, of which only the largest counts beside what is held all along, since the walk holds one layer at a
+Of the phases of a layer only the largest counts beside what is held all along, since one layer is held at a
 time. The formulas are upper estimates of transformers' own decoder layers (`tests/train/test_plan.py`
-compares with a process that was watched); what is not modelled is in the row `process and slack`.
+compares them with a process that was watched); what is not modelled is in the row `process and slack`.
 
 Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads of width D, b bytes a number:
 
@@ -15,9 +13,9 @@ Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads
     gate              N b (E + Q D + 2 H D) + 4 T (4 E + 6 F)   float32, forward and backward of one document
     feed-forward      N b 2 E + 3 b min(N, chunk) I
 
-and, where they are asked for: what the lookahead tokens pay, the loss term `layer_output`, a document's KV
-cache while its continuation is written, the entries that the first statistics are made of, and (in the host's
-memory) those that are calibrated on.
+and, where they are asked for: the lookahead tokens' attention, the loss term `layer_output`, a document's KV
+cache while its continuation is written, the entries of the first statistics, and (in the host's memory) those
+of calibration.
 """
 
 import math
@@ -54,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs.
+    """Memory, disk and time that a run needs.
 
     Args:
         shape: of the model.
@@ -111,53 +109,54 @@ class Plan:
 
     def text(self) -> str:
         """The table that is printed before a run."""
-        work, device = self.work, self.device
-        largest = self.phase
+        work, device, largest = self.work, self.device, self.phase
         where = f"each of {work.num_processes} devices" if work.num_processes > 1 else device.name
+        disk = f"of {_size(self.disk_free)} free: {_fits(self.disk_bytes <= self.disk_free)}"
+        host = (
+            f"of the host's memory, first process: {work.held_out} documents, up to {MOST_ENTRIES:,} entries "
+            "of a head each"
+        )
+        peak = f"of {_size(device.memory_bytes)} on {device.name}: {_fits(self.fits_memory)}"
+        parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in self.flops_per_token.items())
+        shares = ", ".join(
+            f"{name} {value / self.flops:.1%}" for name, value in self.beside.items() if self.flops
+        )
+        time = "unknown (state plan.tflops, the device's dense rate, for an estimate)"
+        if self.seconds is not None:
+            time = (
+                f"about {_duration(self.seconds)}, if {device.efficiency:.0%} of {device.tflops:.3g} "
+                "TFLOP/s are "
+                f"reached ({device.rate_from}); the progress bar's own estimate is measured"
+            )
         rows = [
             f"plan: {self.shape.name} ({self.shape.parameters / 1e9:.3g} B parameters), stage {work.stage}, "
             f"{work.steps} steps of {work.batch_documents} documents, rows of up to {work.row_tokens:,} "
-            f"tokens, on {where}"
+            f"tokens, on {where}",
+            *(_row(line.name, line.num_bytes, line.about) for line in self.lines if line.always),
+            "  and, one at a time:",
+            *(
+                _row(line.name, line.num_bytes, line.about + " <- the largest" * (line is largest), indent=4)
+                for line in self.lines
+                if not line.always
+            ),
+            _row("slack of the allocator", self.slack, f"{SLACK:.0%} of activations"),
+            _row("peak", self.peak_bytes, peak),
+            _row("features on disk", self.disk_bytes, disk) if self.disk_bytes else "",
+            _row("calibration, after training", self.host_bytes, host) if self.host_bytes else "",
+            f"  GFLOP a token: {parts}; {self.flops / 1e15:,.3f} PFLOP in all",
+            f"  of which beside the steps: {shares}" if shares else "",
+            f"  time: {time}",
+            *(f"  to change: {advice}" for advice in self.advice),
         ]
-        for line in self.lines:
-            if line.always:
-                rows.append(f"  {line.name:<42}{_size(line.num_bytes):>12}  {line.about}")
-        rows.append("  and, one at a time:")
-        for line in self.lines:
-            if not line.always:
-                mark = " <- the largest" if line is largest else ""
-                rows.append(f"    {line.name:<40}{_size(line.num_bytes):>12}  {line.about}{mark}")
-        rows.append(f"  {'slack of the allocator':<42}{_size(self.slack):>12}  {SLACK:.0%} of activations")
-        verdict = "fits" if self.fits_memory else "DOES NOT FIT"
-        rows.append(
-            f"  {'peak':<42}{_size(self.peak_bytes):>12}  of {_size(device.memory_bytes)} on {device.name}: "
-            f"{verdict}"
-        )
-        if self.disk_bytes:
-            enough = "fits" if self.disk_bytes <= self.disk_free else "DOES NOT FIT"
-            rows.append(
-                f"  {'features on disk':<42}{_size(self.disk_bytes):>12}  of {_size(self.disk_free)} free: "
-                f"{enough}"
-            )
-        if self.host_bytes:
-            rows.append(
-                f"  {'calibration, after training':<42}{_size(self.host_bytes):>12}  of the host's memory, "
-                f"first process: {work.held_out} documents, up to {MOST_ENTRIES:,} entries of a head each"
-            )
-        parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in self.flops_per_token.items())
-        rows.append(f"  GFLOP a token: {parts}; {self.flops / 1e15:,.3f} PFLOP in all")
-        if self.beside and self.flops:
-            shares = ", ".join(f"{name} {value / self.flops:.1%}" for name, value in self.beside.items())
-            rows.append(f"  of which beside the steps: {shares}")
-        if self.seconds is None:
-            rows.append("  time: unknown (state plan.tflops, the device's dense rate, for an estimate)")
-        else:
-            rows.append(
-                f"  time: about {_duration(self.seconds)}, if {device.efficiency:.0%} of {device.tflops:.3g} "
-                f"TFLOP/s are reached ({device.rate_from}); the progress bar's own estimate is measured"
-            )
-        rows += [f"  to change: {advice}" for advice in self.advice]
-        return "\n".join(rows)
+        return "\n".join(row for row in rows if row)
+
+
+def _row(name: str, num_bytes: float, about: str, *, indent: int = 2) -> str:
+    return f"{' ' * indent}{name:<{44 - indent}}{_size(num_bytes):>12}  {about}"
+
+
+def _fits(enough: bool) -> str:
+    return "fits" if enough else "DOES NOT FIT"
 
 
 def feature_bytes(shape: ModelShape, work: Work) -> float:
@@ -178,8 +177,8 @@ def input_bytes(shape: ModelShape, work: Work) -> int:
 
 
 def calibration_bytes(shape: ModelShape, work: Work) -> float:
-    """What calibration holds of held-out documents: score, target and observed risk in float32, once as they
-    are and once more as they are fitted."""
+    """Bytes that calibration holds of held-out documents: score, target and observed risk in float32, once as
+    they are and once more as they are fitted."""
     entries = min(work.document_tokens, MOST_ENTRIES) * shape.gated * shape.H
     return 2.0 * 3 * 4 * entries * work.held_out if work.calibrated else 0.0
 
@@ -195,88 +194,96 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
     b, E, F, V = shape.dtype_bytes, shape.E, shape.F, shape.V
     queries, entries = shape.Q * shape.D, shape.H * shape.D
     N, T = work.row_tokens, work.document_tokens
-    shards = 1 if work.sharding == "replicated" else work.num_processes
-    weights, how = float(shape.parameters * b), f"{8 * b} bits a weight"
-    if work.weight_bits is not None:
-        # Embeddings and head are left as they are.
-        whole = min(2 * E * V, shape.parameters)
-        weights = whole * b + (shape.parameters - whole) * work.weight_bits / 8
-        how = f"{work.weight_bits} bits a weight, embeddings and head {8 * b}"
-    weights /= shards
-    how += f", a share of {shards} ({work.sharding})" if shards > 1 else ""
-    always = [Line("frozen weights", weights, how, True)]
-    if shards > 1 and work.sharding != "device_map":
-        gathered = 2.0 * shape.largest_layer * b
-        always.append(Line("gathered layers", gathered, "the one at work and the next", True))
+    chunk = N if work.chunk is None else min(N, work.chunk)
+    seen = N * b * (E + queries + 2 * entries)
+    gate = seen + 4.0 * T * (4 * E + 6 * work.gate_hidden)
     # A parameter, its gradient and AdamW's two moments; and the all-reduce's copy of the gradient.
     states = 4 + (1 if work.num_processes > 1 else 0)
-    always += [
-        Line(
+    always = [
+        *_weight_lines(shape, work),
+        _held(
             "gates, gradients, optimiser",
             4.0 * states * work.gate_parameters,
             f"{work.gate_parameters:,} parameters, {states} float32 numbers each",
-            True,
         ),
-        Line("process", PROCESS_BYTES[kind], "libraries, device context", True),
+        _held("process", PROCESS_BYTES[kind], "libraries, device context"),
     ]
-    seen = N * b * (E + queries + 2 * entries)
-    gate = 4.0 * T * (4 * E + 6 * work.gate_hidden)
-    chunk = N if work.chunk is None else min(N, work.chunk)
-    stream = Line("residual stream", 2.0 * N * E * b, f"{N:,} x {E}, and the embeddings", True)
-    mlp = f"{chunk:,} tokens at a time" if chunk < N else "all tokens at once"
     phases = [
-        Line("input norm", 8.0 * N * E, "float32", False),
-        Line("attention", float(N * b * (E + 4 * queries + 4 * entries)), "q, k, v, RoPE, output", False),
-        Line(
-            "targets", seen + 16.0 * T * shape.Q + WORKSPACE[kind], "statistics of attention, no rows", False
+        _phase("input norm", 8.0 * N * E, "float32"),
+        _phase("attention", float(N * b * (E + 4 * queries + 4 * entries)), "q, k, v, RoPE, output"),
+        _phase("targets", seen + 16.0 * T * shape.Q + WORKSPACE[kind], "statistics of attention, no rows"),
+        _phase(
+            "feed-forward",
+            N * b * 2.0 * E + 3.0 * b * chunk * F,
+            f"{chunk:,} tokens at a time" if chunk < N else "all tokens at once",
         ),
-        Line("feed-forward", N * b * 2.0 * E + 3.0 * b * chunk * F, mlp, False),
     ]
-    walking = max(phase.num_bytes for phase in phases)
+    attention, walking = phases[1].num_bytes, max(phase.num_bytes for phase in phases)
     if work.stage == "lookahead":
-        paid = 3 * 4.0 * work.lookahead_tokens * T * shape.Q
+        rows = 3 * 4.0 * work.lookahead_tokens * T * shape.Q
         about = f"rows of {work.lookahead_tokens} tokens, forward and backward, one layer"
-        phases.append(Line("what the lookahead tokens pay", seen + paid, about, False))
+        phases.append(_phase("what the lookahead tokens pay", seen + rows, about))
+        # The lookahead tokens are few: what they attend to is what is held.
+        kept, how = 2.0 * N * b * entries * shape.num_layers, "keys and values of every layer"
     else:
-        phases.append(Line("gate, forward and backward", seen + gate, "float32, one document", False))
+        phases.append(_phase("gate, forward and backward", gate, "float32, one document"))
     if work.output_queries is not None:
         whole = max(document + max(branches, default=0) for document, *branches in work.lengths)
         S = min(work.output_queries or whole, whole)
         copied = 4.0 * (2 * whole * entries + queries * E + 4 * S * (queries + E)) + WORKSPACE[kind]
         about = f"keys and values in float32, {S:,} queries at a time"
-        phases.append(Line("loss term layer_output", seen + gate + copied, about, False))
+        phases.append(_phase("loss term layer_output", gate + copied, about))
     if work.continuation:
-        cache = 2.0 * (T + work.continuation) * b * entries * shape.num_layers
-        cache *= work.stage != "lookahead"  # which holds one all along
+        # The lookahead stage holds such a cache all along.
+        cache = 2.0 * (T + work.continuation) * b * entries * shape.num_layers * (work.stage != "lookahead")
         about = "KV cache of one document, all layers"
-        phases.append(Line("writing the continuation", phases[1].num_bytes + cache, about, False))
+        phases.append(_phase("writing the continuation", attention + cache, about))
     if work.prepared:
         first = sum(document for document, *_ in work.lengths[: work.batch_documents])
-        kept = float(shape.gated * min(first, PREPARED_ENTRIES) * (input_bytes(shape, work) + 4 * shape.H))
-        about = (
-            f"{min(first, PREPARED_ENTRIES):,} entries of every layer, beside a walk; before the first step"
-        )
-        phases.append(Line("first statistics of the gates", walking + kept, about, False))
-    if work.stage == "lookahead":
-        # The lookahead tokens are few: what they attend to is what is held.
-        kept = 2.0 * N * b * entries * shape.num_layers
-        always.append(Line("kept for the backward pass", kept, "keys and values of every layer", True))
-    elif work.stage == "end_to_end":
+        first = min(first, PREPARED_ENTRIES)
+        statistics = float(shape.gated * first * (input_bytes(shape, work) + 4 * shape.H))
+        about = f"{first:,} entries of every layer, beside a walk; before the first step"
+        phases.append(_phase("first statistics of the gates", walking + statistics, about))
+    if work.stage == "end_to_end":
         # What the backward pass of one layer needs of it, the layer's own gradients included.
         one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
-        kept, how = (
-            (N * E * b * float(shape.num_layers) + one, "inputs of every layer, and one layer again")
-            if work.checkpointing
-            else (one * float(shape.num_layers), "every layer")
-        )
-        always.append(Line("kept for the backward pass", kept, how, True))
-    if work.stage == "end_to_end":
-        logits = 4.0 * 4 * min(N, work.logits_chunk) * V
-        phases.append(Line("logits", logits + 2.0 * N * E * b, f"{work.logits_chunk:,} at once", False))
-    lines = (*always, stream, *phases)
-    largest = max(line.num_bytes for line in phases)
-    held = stream.num_bytes + (always[-1].num_bytes if work.stage != "local" else 0.0)
-    return lines, SLACK * (largest + held)
+        kept, how = one * float(shape.num_layers), "every layer"
+        if work.checkpointing:
+            kept = N * E * b * float(shape.num_layers) + one
+            how = "inputs of every layer, and one layer again"
+        logits = 4.0 * 4 * min(N, work.logits_chunk) * V + 2.0 * N * E * b
+        phases.append(_phase("logits", logits, f"{work.logits_chunk:,} at once"))
+    if work.stage != "local":
+        always.append(_held("kept for the backward pass", kept, how))
+    stream = _held("residual stream", 2.0 * N * E * b, f"{N:,} x {E}, and the embeddings")
+    activations = max(line.num_bytes for line in phases) + stream.num_bytes
+    activations += always[-1].num_bytes if work.stage != "local" else 0.0
+    return (*always, stream, *phases), SLACK * activations
+
+
+def _held(name: str, num_bytes: float, about: str) -> Line:
+    return Line(name, num_bytes, about, True)
+
+
+def _phase(name: str, num_bytes: float, about: str) -> Line:
+    return Line(name, num_bytes, about, False)
+
+
+def _weight_lines(shape: ModelShape, work: Work) -> list[Line]:
+    """The frozen weights of one process, and the layers that it puts together where they are sharded."""
+    b, shards = shape.dtype_bytes, 1 if work.sharding == "replicated" else work.num_processes
+    weights, how = float(shape.parameters * b), f"{8 * b} bits a weight"
+    if work.weight_bits is not None:
+        # Embeddings and head are left as they are.
+        whole = min(2 * shape.E * shape.V, shape.parameters)
+        weights = whole * b + (shape.parameters - whole) * work.weight_bits / 8
+        how = f"{work.weight_bits} bits a weight, embeddings and head {8 * b}"
+    how += f", a share of {shards} ({work.sharding})" if shards > 1 else ""
+    lines = [_held("frozen weights", weights / shards, how)]
+    if shards > 1 and work.sharding != "device_map":
+        gathered = 2.0 * shape.largest_layer * b
+        lines.append(_held("gathered layers", gathered, "the one at work and the next"))
+    return lines
 
 
 def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
@@ -385,7 +392,7 @@ def _bare(shape: ModelShape, work: Work, device: Device) -> Plan:
 
 
 def _advice(plan: Plan) -> list[str]:
-    """What would make it fit, cheapest first; each was planned, and says what it comes to."""
+    """Changes that make it fit, cheapest first; each was planned, with its peak."""
     shape, work, device = plan.shape, plan.work, plan.device
     found = _shorter(shape, work)
     if device.float32_tflops and device.tflops and device.float32_tflops > 2 * device.tflops:
@@ -405,43 +412,43 @@ def _advice(plan: Plan) -> list[str]:
         other = _bare(shape, replace(work, **changes), device)
         return other if other.fits_memory else None
 
-    if work.micro_batch > 1 and (one := fits(micro_batch=1)):
-        found.append(f"training.micro_batch=1: {_size(one.peak_bytes)}")
-    if work.stage == "end_to_end" and not work.checkpointing and (one := fits(checkpointing=True)):
-        found.append(f"soft.checkpointing=true: {_size(one.peak_bytes)}")
-    if work.chunk is None and (one := fits(micro_batch=1, chunk=4096)):
-        found.append(f"teacher chunk of 4096 tokens: {_size(one.peak_bytes)}")
-    weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
     smallest: dict[str, Any] = {"micro_batch": 1, "chunk": min(4096, work.chunk or 4096)}
     longest = _longest(plan, smallest)
+    for asked, changes, text in (
+        (work.micro_batch > 1, {"micro_batch": 1}, "training.micro_batch=1: {}"),
+        (
+            work.stage == "end_to_end" and not work.checkpointing,
+            {"checkpointing": True},
+            "soft.checkpointing=true: {}",
+        ),
+        (work.chunk is None, {"micro_batch": 1, "chunk": 4096}, "teacher chunk of 4096 tokens: {}"),
+    ):
+        if asked and (one := fits(**changes)):
+            found.append(text.format(_size(one.peak_bytes)))
     if longest:
         found.append(f"data.max_tokens={longest} (with micro_batch=1 and a teacher chunk of 4096 tokens)")
     if shape.dtype_bytes == 4 and work.weight_bits is None:
         half = _bare(replace(shape, dtype_bytes=2), replace(work, **smallest), device)
-        if half.fits_memory:
-            found.append(f"dtype=bfloat16: {_size(half.peak_bytes)}")
-    if device.kind == "cuda":
-        if work.weight_bits is None and (one := fits(**smallest, weight_bits=4)):
-            found.append(f"weights of 4 bits (quantised): {_size(one.peak_bytes)}")
-        if work.sharding == "replicated":
-            for devices in (2, 4, 8, 16, 32, 64):
-                if one := fits(**smallest, sharding="fsdp2", num_processes=devices):
-                    found.append(
-                        f"weights sharded over {devices} devices (fsdp2 or zero3, configs/accelerate and "
-                        f"configs/deepspeed): {_size(one.peak_bytes)} each; or device_map=auto over them"
-                    )
-                    break
-    if not found:
-        found.append(
-            f"a smaller model: its weights alone take {_size(weights)}, and no change of lengths, chunks or "
-            "sharding over up to 64 devices fits"
-        )
-    return found
+        found += [f"dtype=bfloat16: {_size(half.peak_bytes)}"] if half.fits_memory else []
+    if device.kind == "cuda" and work.weight_bits is None and (one := fits(**smallest, weight_bits=4)):
+        found.append(f"weights of 4 bits (quantised): {_size(one.peak_bytes)}")
+    for devices in (2, 4, 8, 16, 32, 64) if device.kind == "cuda" and work.sharding == "replicated" else ():
+        if one := fits(**smallest, sharding="fsdp2", num_processes=devices):
+            found.append(
+                f"weights sharded over {devices} devices (fsdp2 or zero3, configs/accelerate and "
+                f"configs/deepspeed): {_size(one.peak_bytes)} each; or device_map=auto over them"
+            )
+            break
+    weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
+    return found or [
+        f"a smaller model: its weights alone take {_size(weights)}, and no change of lengths, chunks or "
+        "sharding over up to 64 devices fits"
+    ]
 
 
 def _shorter(shape: ModelShape, work: Work) -> list[str]:
-    """What to lower where a document with its longest branch is longer than the model takes; a run would be
-    refused at the first such document."""
+    """The key to lower where a document with its longest branch is longer than the model takes; a run would
+    be refused at the first such document."""
     if shape.positions is None:
         return []
     needed, branch = max(

@@ -1,17 +1,14 @@
-"""What is seen while a run goes on: one bar, and a tracker for whoever wants one.
+"""Shows a run's progress: one bar, and one of accelerate's trackers if it was asked for.
 
-In: what each step did. Out: a bar with tokens a second, loss, held-out overlap and the time that is left; the
-options that accelerate takes for a tracker. The one decision taken here: a rate is that of this process's
-last steps, not of the whole run, so that a run that goes on from a checkpoint does not count what another
-process did; and nothing is tracked anywhere unless it was asked for.
+The rate is that of this process's last steps, so that a resumed run does not count what another process did.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -29,7 +26,7 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 _STEPS = 20
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """The bar of a run.
 
     Args:
@@ -64,15 +61,7 @@ class Progress:
             total=total_steps, initial=start, desc="distill", unit="step", disable=not show, **options
         )
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     @property
@@ -121,7 +110,7 @@ def check_tracker(name: str) -> None:
 
 
 def tracker_options(name: str, folder: Path) -> dict[str, Any]:
-    """What `accelerate.Accelerator` is made with.
+    """Arguments of `accelerate.Accelerator` for a tracker.
 
     wandb reads its own environment: with `WANDB_MODE=offline` it writes below its folder and sends nothing.
 

@@ -1,7 +1,7 @@
-"""How long training lasts, how fast it goes, and how often it looks up.
+"""Computes the learning rate of a step.
 
-In: settings. Out: the learning rate of a step. The one decision taken here: the schedule is a function of the
-step, not an object with a state, so that resuming and several processes need nothing from it.
+The schedule is a function of the step, not an object with a state: resuming and several processes need
+nothing from it.
 """
 
 import math
@@ -19,7 +19,7 @@ Beta = Annotated[float, Range(least=0, below=1)]
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How long, how fast, how often.
+    """Settings of steps, batches, AdamW, and how often the run looks and saves.
 
     Args:
         steps: optimiser steps.

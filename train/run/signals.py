@@ -1,36 +1,57 @@
-"""Being asked to stop: the step in hand is finished, a checkpoint written, and the run says how to go on.
+"""Stops a run on request: it finishes the step, writes a checkpoint, and says how to go on.
 
-In: SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (what a scheduler sends before the end), the end of the launcher
-(`retain.train.run.launcher`), or a file `STOP` in the run's folder. Out: one answer per step, the same on
-every process. The one decision taken here: a signal only leaves a note, and the processes compare notes once
-a step, at the same place; so all of them stop after the same step, whichever of them was told.
+A request is SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (which schedulers send before the end), the end of the launcher
+(which `accelerate launch` does not report to a single process), or a file `STOP` in the run's folder. A
+signal only sets a flag, and the processes compare flags once a step, at the same place; so all of them stop
+after the same step.
 
-The file is for runs of many processes on many machines: launchers do not hand every signal on (torchrun's
-agent dies of SIGUSR1, and kills its workers 30 seconds after a SIGTERM), but every machine sees the folder.
+The file is for runs on many machines: launchers do not hand every signal on (torchrun's agent dies of
+SIGUSR1, and kills its workers 30 seconds after a SIGTERM), but every machine sees the folder.
 """
 
+import ctypes
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
 from retain.process.extras import deferred
 from retain.train.run.checkpoint import same_command
-from retain.train.run.launcher import LAUNCHER_GONE
 
 with deferred("train", "accelerate", what="training"):
     from accelerate import Accelerator
 
+# A signal of its own: it may come beside one that all processes were sent, and is no second request.
+LAUNCHER_GONE = signal.SIGUSR2
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 STOP_FILE = "STOP"
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # 128 + SIGTERM, as shells and schedulers read it: ended on request, whichever way it was made.
 EXIT_CODE = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def follow_launcher_() -> None:
+    """Be asked to stop when the `accelerate launch` that started this process ends. Nothing happens
+    where the system is not Linux or another program started it: a run that a shell started in the background
+    outlives the shell, as its user may have meant."""
+    launcher = os.getppid()
+    try:
+        started_by = Path(f"/proc/{launcher}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return
+    if not any(b"accelerate" in part for part in started_by) or not any(
+        b"launch" in part for part in started_by
+    ):
+        return
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(LAUNCHER_GONE))
+    if os.getppid() != launcher:  # it ended before the system was asked
+        os.kill(os.getpid(), LAUNCHER_GONE)
 
 
 class StopRequested(SystemExit):
@@ -56,10 +77,7 @@ class Signals:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        folder: Path,
-        promise: str = "finishing this step, then a checkpoint",
+        self, accelerator: Accelerator, folder: Path, promise: str = "finishing this step, then a checkpoint"
     ):
         self.accelerator, self.file, self.promise = accelerator, Path(folder) / STOP_FILE, promise
         self.received: str | None = None
@@ -71,12 +89,7 @@ class Signals:
             self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             # None: a handler that was not set from Python, which Python cannot put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -96,7 +109,7 @@ class Signals:
 
     @property
     def requested(self) -> bool:
-        """Whether any process was asked to stop. Collective: every process asks after the same step."""
+        """True once any process was asked to stop. Collective: every process asks after the same step."""
         mine = self.received is not None or (self.accelerator.is_main_process and self.file.exists())
         if self.accelerator.num_processes == 1:
             return mine

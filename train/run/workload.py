@@ -1,8 +1,6 @@
-"""What a run asks of the model, in the numbers that decide its memory and time.
+"""States the workload of a run in the numbers that decide its memory and time.
 
-In: a distillation config, its gates, and how long its documents are. Out: a `Work`, which
-`retain.train.run.plan.plan_of` makes a plan of. The one decision taken here: every branch of a document
-counts by its own length, since branches do not see each other.
+Every branch of a document counts by its own length, since branches do not see each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ Stage = Literal["local", "end_to_end", "lookahead"]
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of the model.
+    """The workload of a run.
 
     Args:
         stage: `local`, `end_to_end` or `lookahead`.
@@ -53,7 +51,7 @@ class Work:
         looks: how often that is, over the run.
         calibrated: whether they are calibrated on afterwards.
         pack_tokens: most tokens of a packed row of several documents; 0: any.
-        sampled: whether there are more training documents than `lengths` has, nobody knows how many.
+        sampled: whether there are more training documents than `lengths` has, in unknown number.
     """
 
     stage: Stage
@@ -134,7 +132,7 @@ def work_of(
     sharding: Sharding = "replicated",
     sampled: bool = False,
 ) -> Work:
-    """What a distillation config asks for.
+    """The workload of a distillation config.
 
     Args:
         config: of the run.
@@ -144,7 +142,7 @@ def work_of(
         inputs: what the gates look at.
         chunk: tokens of the teacher's feed-forward part at a time.
         sharding: of the frozen weights.
-        sampled: whether there are more documents, nobody knows how many.
+        sampled: whether there are more documents, in unknown number.
     """
     trained = [parameter for parameter in gates.parameters() if parameter.requires_grad]
     # The widest output of a weight matrix of one gate: what its activations are counted by.

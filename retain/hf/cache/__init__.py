@@ -1,7 +1,7 @@
 """`retain.Cache`: the cache of transformers' `generate` that evicts while it is filled.
 
-Reading order: `cache` (the public class), `state` (what it has seen and holds), `engine` (append, attend,
-evict), `regime` (when), `bound_policy` (what is kept), `eviction_request` (the policy at work), `layer`,
-`history`, `recent_queries`, `batch_context`, `later_evidence`, `capacity_guard`, `pass_through_layers`,
-`mask_checks`, `report`, `saving`.
+Reading order: `cache` (the public class), `state` (what it has seen and holds), `changes` (crop, select,
+stack), `engine` (append, attend, evict), `regime` (when), `bound_policy` (what is kept), `eviction_request`
+(the policy at work), `layer`, `history`, `batch_context`, `later_evidence`, `capacity_guard`, `generation`,
+`report`, `saving`.
 """

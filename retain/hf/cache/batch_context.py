@@ -1,8 +1,8 @@
-"""What a batch brings to an eviction besides its evidence: seeds, pinned spans, what is known of a prefill.
+"""Checks what a user passes for a batch: prompts, seeds, pinned spans, slack.
 
-In: what a user stated once, for prompts. Out: the same for sequences. The one decision taken here: `generate`
-repeats a prompt for beams and for several returned sequences, and what belongs to the prompt is repeated with
-it. What is passed by hand is checked here before anything is allocated for it.
+What a user stated once for prompts is turned into the same for sequences: `generate` repeats a prompt for
+beams and for several returned sequences, and what belongs to the prompt is repeated with it. All is checked
+before anything is allocated for it.
 """
 
 import operator
@@ -16,19 +16,16 @@ from torch import Tensor
 
 from retain.budget.statement import Stock
 from retain.gates.base import INPUTS
+from retain.hf.intercept.forward_call import MASK_VALUES
 from retain.protection import pinned_mask, spans_by_sequence
 from retain.registry import lookup
 
-MASK_VALUES = (
-    "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
-    "and 0 on padding."
-)
 # Most free entries per row that may be asked for: all of them are allocated.
 MOST_SLACK = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class BatchContext:
     """What a batch brings to a rule besides its evidence.
 
     Args:
@@ -39,10 +36,10 @@ class Given:
     seeds_B: Sequence[int] | None = None
     pinned_BT: Bool[Tensor, "B T"] | None = None
 
-    def select_batch(self, rows: list[int]) -> "Given":
+    def select_batch(self, rows: list[int]) -> "BatchContext":
         """Of some of the sequences."""
         seeds = None if self.seeds_B is None else [self.seeds_B[row] for row in rows]
-        return Given(seeds, None if self.pinned_BT is None else self.pinned_BT[rows])
+        return BatchContext(seeds, None if self.pinned_BT is None else self.pinned_BT[rows])
 
 
 @dataclass(frozen=True, eq=False)

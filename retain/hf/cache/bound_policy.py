@@ -1,9 +1,6 @@
-"""What a cache keeps: the policy, the budget and the gates that a user named, resolved once into one
-function.
+"""Binds a policy, a budget and gates, as a user named them, to a model: one object that decides what is kept.
 
-In: names and numbers as typed. Out: a `Rule`, which decides for all layers at once or layer by layer. The one
-decision taken here: everything that can be wrong about the request is found when the cache is made,
-before any token is read.
+Everything that can be wrong about the request is found when the cache is made, before any token is read.
 """
 
 import dataclasses
@@ -19,13 +16,13 @@ from retain.budget.statement import Budget, Stock
 from retain.evidence import Evidence
 from retain.fusion import CALIBRATED, IN_RISK
 from retain.head_classes import check_shape
-from retain.hf.cache.batch_context import Arriving, Given
+from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.cache.eviction_request import (
-    Again,
+    EvictionRequest,
+    JointReEviction,
     Keep,
     LayerByLayer,
     OneByOne,
-    Request,
     Scorer,
     Wants,
     unit_of,
@@ -67,11 +64,11 @@ SHORT = {"keep": "it is held whole", "raise": "it is refused, as a longer one is
 
 # Who decides layer by layer while a model first reads, and who decides about all layers at once.
 Eviction = LayerByLayer | OneByOne
-Moment = Again | OneByOne
+EvictionStep = JointReEviction | OneByOne
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class BoundPolicy:
     """How the evidence of layers becomes keep masks: by a policy, by a function, or not at all.
 
     Args:
@@ -81,7 +78,7 @@ class Rule:
     """
 
     name: str
-    request: Request | None = None
+    request: EvictionRequest | None = None
     function: Callable[[Evidence], Keep] | None = None
 
     @property
@@ -152,21 +149,21 @@ class Rule:
                 "look at one entry at a time."
             )
 
-    def begin(self, given: Given, call: Arriving) -> Eviction | None:
+    def begin(self, given: BatchContext, call: Arriving) -> Eviction | None:
         """Start an eviction layer by layer, and refuse what cannot be; None keeps everything."""
         if self.request is not None:
             return LayerByLayer(self.request, given, call)
         return None if self.function is None else OneByOne(self.function)
 
     def again(
-        self, given: Given, call: Arriving, stock: Stock, spared: Collection[int] = ()
-    ) -> Moment | None:
+        self, given: BatchContext, call: Arriving, stock: Stock, spared: Collection[int] = ()
+    ) -> EvictionStep | None:
         """Start an eviction of all layers at once, which spares some sequences; None keeps everything."""
         if self.request is not None:
-            return Again(self.request, given, call, stock, spared)
+            return JointReEviction(self.request, given, call, stock, spared)
         return None if self.function is None else OneByOne(self.function)
 
-    def decide(self, evidence: Sequence[Evidence], given: Given) -> Sequence[Tensor | None] | None:
+    def decide(self, evidence: Sequence[Evidence], given: BatchContext) -> Sequence[Tensor | None] | None:
         """Keep masks of all layers at once, of evidence that shows everything; None keeps it."""
         if self.request is not None:
             return self.request.decide(evidence, given)
@@ -196,7 +193,7 @@ def short_limit(short: str, short_tokens: int) -> int:
     return short_tokens if short == "keep" else 0
 
 
-def make_rule(
+def bind_policy(
     model: nn.Module,
     policy: Any,
     *,
@@ -207,7 +204,7 @@ def make_rule(
     pinned: Any = None,
     overrides: dict[str, Any] | None = None,
     short_tokens: int = 0,
-) -> Rule:
+) -> BoundPolicy:
     """Resolve a request.
 
     Args:
@@ -235,25 +232,7 @@ def make_rule(
         isinstance(policy, str | os.PathLike) or dataclasses.is_dataclass(policy)
     )
     if not from_policies:
-        name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
-        if stated or overrides:
-            extra = ", ".join([*stated, *overrides])
-            raise ValueError(
-                f"{extra} can only be given with a named policy; policy is {policy!r}, which decides alone."
-            )
-        if policy is None:
-            return Rule(name)
-        if not callable(policy):
-            raise ValueError(
-                f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}."
-            )
-        asked = {"gates": gates, "tokenizer": tokenizer, "pinned": pinned}
-        if unread := [name for name, value in asked.items() if value is not None]:
-            raise ValueError(
-                f"{', '.join(unread)} would not be read: policy is the function {name}, which decides alone. "
-                "Name a policy, or let the function do what they say."
-            )
-        return Rule(name, function=policy)
+        return _bind_function(policy, [*stated, *overrides], gates=gates, tokenizer=tokenizer, pinned=pinned)
 
     chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
     scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
@@ -284,11 +263,11 @@ def make_rule(
     if problems:
         raise ValueError("\n".join(problems))
     if chosen.keeps_all and scorer is None:
-        return Rule(chosen.name)
+        return BoundPolicy(chosen.name)
     gates = _gates(model, chosen, gates)
     if chosen.learned:
         _check_units(chosen, keep, gates, scorer, layers)
-    request = Request(
+    request = EvictionRequest(
         chosen,
         keep,
         gates,
@@ -303,7 +282,36 @@ def make_rule(
         _ = request.quotas  # read once, now
     except ValueError as error:
         raise ValueError(f"policy {chosen.name!r}: {error}") from None
-    return Rule(chosen.name, request)
+    return BoundPolicy(chosen.name, request)
+
+
+def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPolicy:
+    """Bind a function of the evidence, or None, which keeps everything; neither reads settings.
+
+    Args:
+        policy: the function, or None.
+        extra: names of budgets and policy settings that were given.
+        **asked: what else was given; None is not.
+
+    Raises:
+        ValueError: something was given that would not be read, or the policy is no policy.
+    """
+    name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
+    if extra:
+        raise ValueError(
+            f"{', '.join(extra)} can only be given with a named policy; policy is {policy!r}, which decides "
+            "alone."
+        )
+    if policy is None:
+        return BoundPolicy(name)
+    if not callable(policy):
+        raise ValueError(f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}.")
+    if unread := [name for name, value in asked.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(unread)} would not be read: policy is the function {name}, which decides alone. "
+            "Name a policy, or let the function do what they say."
+        )
+    return BoundPolicy(name, function=policy)
 
 
 def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:

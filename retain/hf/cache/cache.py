@@ -13,7 +13,6 @@ Length means tokens *seen*: positions, masks and slicing follow it as if nothing
 import copy
 import os
 from collections.abc import Collection, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsInt
 
@@ -22,14 +21,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from retain.budget.capacity import Capacity
 from retain.budget.table import BudgetTable
-from retain.cache.store import SLACK, RaggedStore
+from retain.cache.store import SLACK
 from retain.config import plain_numbers
 from retain.evidence import Evidence
-from retain.hf.cache import pass_through_layers as foreign
 from retain.hf.cache import saving
 from retain.hf.cache.batch_context import (
-    Given,
+    BatchContext,
     check_wanted,
     pinned_of,
     prompt_from,
@@ -38,19 +37,21 @@ from retain.hf.cache.batch_context import (
     slack_from,
     whole,
 )
-from retain.hf.cache.bound_policy import Rule, make_rule, short_limit
+from retain.hf.cache.bound_policy import bind_policy, short_limit
 from retain.hf.cache.capacity_guard import AUTO, OWN, make_guard
+from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
-from retain.hf.cache.history import History
-from retain.hf.cache.recent_queries import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import Report, report_of
+from retain.hf.cache.state import State
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.attention_names import PREVIOUS
+from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
-from retain.protection import spans_by_sequence
 
 
-class Cache(Engine):
+class Cache(InterceptedCache):
     """A KV cache that keeps, of each (sequence, layer, KV head), the entries that a policy chose.
 
     Args:
@@ -122,7 +123,7 @@ class Cache(Engine):
     ):
         refuse_prefix(model)
         layout = layout_of(model)
-        rule = make_rule(
+        bound = bind_policy(
             model,
             policy,
             layers=layout.evicting,
@@ -134,11 +135,32 @@ class Cache(Engine):
             short_tokens=short_limit(short, short_tokens),
         )
         own = Regime(regime, plain_numbers(every))
-        rule.check(own)
+        bound.check(own)
         self.model, self._given_short = model, (short, short_tokens)
-        self._given_guard = (capacity, make_guard(capacity, rule))
+        guard = capacity, make_guard(capacity, bound)
         slack, seeds = slack_from(slack), seeds_from(seeds)
-        super().__init__(layout, rule, own, slack=slack, seeds=seeds, pinned=pinned)
+        self.state = State(layout, bound, own, slack=slack, seeds=seeds, pinned=pinned)
+        self.engine: Engine = Engine(model, self.state, guard)
+        super().__init__(layers=self.state.layers)
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """What transformers' `generate` notes of a cache that it was given, before its first forward."""
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        if not self.engine.generation.runs:
+            if base_model(self.model).config._attn_implementation not in PREVIOUS.values():
+                raise ValueError(
+                    "this model is not attached, so the cache would not be used: call retain.attach(model) "
+                    "first."
+                )
+            raise ValueError(
+                "generate was not called through the model that was attached, so what cannot work on this "
+                "cache, and the length of a prompt that comes in chunks, would go unseen: retain.attach the "
+                "causal language model itself (not its decoder), and call its own generate."
+            )
 
     @torch.no_grad()
     def prefill(
@@ -181,11 +203,12 @@ class Cache(Engine):
         vocabulary = base_model(self.model).config.get_text_config().vocab_size
         input_ids, mask = prompt_from(input_ids, attention_mask, vocabulary)
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-        self._evict_at_prefill, self._hold_evidence = evict, hold_evidence
-        self._recorded = frozenset(wanted)
+        engine = self.engine
+        engine.evict_at_prefill, engine.hold_evidence = evict, hold_evidence
+        engine.recorded = frozenset(wanted)
         total = input_ids.shape[1]
         if chunk_size is not None and chunk_size < total:
-            self.announce(total, mask)
+            self.state.announce(total, mask)
         try:
             for start in range(0, total, chunk_size or total):
                 stop = min(start + (chunk_size or total), total)
@@ -200,8 +223,8 @@ class Cache(Engine):
             self.reset()  # what was filled so far is let go: memory may be why it failed
             raise
         finally:
-            self._evict_at_prefill, self._hold_evidence = True, False
-            self._recorded = frozenset()
+            engine.evict_at_prefill, engine.hold_evidence = True, False
+            engine.recorded = frozenset()
         return self
 
     def _check_prefill(self, chunk_size: int | None, evict: bool, hold_evidence: bool) -> None:
@@ -210,9 +233,10 @@ class Cache(Engine):
                 "hold_evidence=True holds all keys and values, so nothing would be freed: pass "
                 "evict=False too."
             )
-        if not evict and self.regime.again and not self.rule.keeps_all:
+        regime = self.state.regime
+        if not evict and regime.again and not self.state.bound_policy.keeps_all:
             raise ValueError(
-                f"evict=False leaves the eviction to you, and regime {self.regime.name!r} evicts by itself "
+                f"evict=False leaves the eviction to you, and regime {regime.name!r} evicts by itself "
                 "later: make the cache with regime='prefill', or let it evict."
             )
         if chunk_size is not None and not evict:
@@ -262,12 +286,13 @@ class Cache(Engine):
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
         budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold)
-        rule, guard = self.rule, self.guard
+        state, capacity_guard = self.state, self.engine.capacity_guard
+        bound, guard = state.bound_policy, capacity_guard.guard
         if policy is not None:
-            rule = make_rule(
+            bound = bind_policy(
                 self.model,
                 policy,
-                layers=self.specs,
+                layers=state.specs,
                 budget=budget,
                 gates=gates,
                 tokenizer=tokenizer,
@@ -280,22 +305,20 @@ class Cache(Engine):
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
         if isinstance(capacity, str) and capacity == OWN:
-            guard = guard if policy is None else make_guard(self._given_guard[0], rule)
+            guard = guard if policy is None else make_guard(capacity_guard.stated[0], bound)
         else:
-            guard = make_guard(capacity, rule)
-        chosen = self.seeds if seeds is None else seeds_of(seeds_from(seeds), self.batch_size)
+            guard = make_guard(capacity, bound)
+        chosen = state.seeds if seeds is None else seeds_of(seeds_from(seeds), self.batch_size)
         evidence: Sequence[Evidence] = self.evidence
-        pinned_BT = pinned_of(self._pins if pinned is None else pinned, evidence[0].valid_BT)
-        if rule.looks_ahead and rule.request is not None:
-            from retain.hf.intercept.attach import attach  # which knows this class
-
+        pinned_BT = pinned_of(state.pinned if pinned is None else pinned, evidence[0].valid_BT)
+        if bound.looks_ahead and bound.request is not None:
             with torch.no_grad(), attach(self.model):
-                evidence = look_ahead(self.model, rule.request.gates, self.read_only(), self.evidence)
-        keep = self._decide(rule, guard, evidence, Given(chosen, pinned_BT))
+                evidence = look_ahead(self.model, bound.request.gates, self.engine.read_only(), self.evidence)
+        keep = capacity_guard.decide(bound, guard, evidence, BatchContext(chosen, pinned_BT))
         del evidence
-        self._cut([None] * len(self.evidence) if keep is None else keep)
-        self.rule, self.guard, self.seeds = rule, guard, chosen
-        self._say()
+        cut_all(state, [None] * len(self.evidence) if keep is None else keep)
+        state.bound_policy, capacity_guard.guard, state.seeds = bound, guard, chosen
+        capacity_guard.say()
         return self
 
     def evict_with(self, keep: Sequence[Tensor]) -> "Cache":
@@ -308,43 +331,32 @@ class Cache(Engine):
         Raises:
             ValueError: a mask does not fit; the cache is as it was.
         """
-        if any(layer.keys is None for layer in self.ragged):
+        if any(layer.keys is None for layer in self.state.ragged):
             raise ValueError(
                 "nothing is held densely, so nothing can be chosen from: prefill with evict=False."
             )
-        if len(keep) != len(self.specs):
+        if len(keep) != len(self.state.specs):
             raise ValueError(
-                f"got {len(keep)} keep masks for {len(self.specs)} layers: pass one [B, H, T] per layer that "
-                "evicts."
+                f"got {len(keep)} keep masks for {len(self.state.specs)} layers: pass one [B, H, T] per "
+                "layer that evicts."
             )
-        self._cut(keep)
+        cut_all(self.state, keep)
         return self
 
-    def _cut(self, keep: Sequence[Tensor | None]) -> None:
-        """Cut all dense layers; every mask is checked before the first is."""
-        for layer, keep_BHT in zip(self.ragged, keep, strict=True):
-            layer.check(keep_BHT)
-        self.evidence = None  # it shares the dense tensors, which each layer lets go in turn
-        with self.changing():
-            for layer, keep_BHT in zip(self.ragged, keep, strict=True):
-                layer.store = self._cut_dense(layer, keep_BHT, self.valid_BT, self.positions_BT)
-        if self.history is not None:
-            self._count(sum(self.history.lengths_B) * sum(spec.num_kv_heads for spec in self.specs))
+    def reset(self) -> None:
+        """Forget everything; the cache may be filled again.
+
+        Also the mask checks of decoding steps that have not come back (`retain.hf.intercept.mask_checks`):
+        that the last step was wrong is not said any more.
+        """
+        self.engine.reset()
 
     def fork(self) -> "Cache":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
-        self.check_whole()
+        self.state.check_whole()
         other = copy.copy(self)
-        alone = self.layout.alone
-        other.layers = [
-            foreign.fork(layer) if idx in alone else layer.fork() for idx, layer in enumerate(self.layers)
-        ]
-        other.evidence = None if self.evidence is None else list(self.evidence)
-        other.history = None if self.history is None else self.history.fork()
-        other._moments, other.held_whole = list(self._moments), list(self.held_whole)
-        # Whoever generates, it is not the copy.
-        other._generates, other._ended_B, other._filled_B = False, None, None
-        other._doubts, other._steps, other._opens = [], False, False
+        other.state = self.state.fork()
+        other.engine, other.layers = self.engine.fork(other.state), other.state.layers
         return other
 
     def __deepcopy__(self, memo: dict) -> "Cache":
@@ -360,7 +372,7 @@ class Cache(Engine):
         Raises:
             ValueError: nothing was read yet, or it is held densely (evict first); nothing was written.
         """
-        self.check_whole()
+        self.state.check_whole()
         return saving.save(self, path)
 
     @classmethod
@@ -415,32 +427,9 @@ class Cache(Engine):
             )
         if any(cache.model is not caches[0].model for cache in caches):
             raise ValueError("caches to concat belong to different models.")
-        parts = [cache.fork() for cache in caches]
-        for part in parts:
-            for layer in part.ragged:
-                if layer.store is None:
-                    layer.store = part._cut_dense(layer, None, part.valid_BT, part.positions_BT)
-                layer.store.beside.clear()
-        other = parts[0].fork()
-        other._given = (Rule(" + ".join(sorted({cache.rule.name for cache in caches}))), Regime(), None, None)
-        other.rule, other.regime, other.seeds, other._pins = other._given
-        other._given_guard = (None, None)
-        other.guard = other.capacity = other.evidence = None
-        for idx, layer in enumerate(other.layers):
-            if idx in other.layout.alone:
-                other.layers[idx] = foreign.concat([part.layers[idx] for part in parts])
-                continue
-            stores = [part.layers[idx].store for part in parts]
-            layer.store, layer.recent = RaggedStore.concat(stores, slack), Recent()
-        other.history = History.concat([part.history for part in parts if part.history is not None])
-        other._prompt_B = list(other.history.lengths_B)
-        other._moments, other._noted = [other.num_seen], other.num_seen
-        other.evictions = max(part.evictions for part in parts)
-        other.evicted_at = max(part.evicted_at for part in parts)
-        sizes = [0, *accumulate(part.batch_size for part in parts)]
-        other.held_whole = [
-            size + row for size, part in zip(sizes, parts, strict=False) for row in part.held_whole
-        ]
+        other = copy.copy(caches[0])
+        other.state = concat([cache.fork().state for cache in caches], slack)
+        other.engine, other.layers = Engine(other.model, other.state, (None, None)), other.state.layers
         return other
 
     def crop(self, num_tokens: int) -> None:
@@ -459,84 +448,29 @@ class Cache(Engine):
         if length == 0:
             self.reset()
             return
-        assert self.history is not None
-        self.check_whole()
-        removed, cut = self.num_seen - length, self.history.cut(length)
-        if reason := self._cannot_crop(length, cut):
+        assert self.state.history is not None
+        self.state.check_whole()
+        cut = self.state.history.cut(length)
+        if reason := cannot_crop(self.state, length, cut):
             raise ValueError(
                 f"the cache has seen {self.num_seen} tokens and cannot go back to {length}: {reason}. fork() "
                 "the cache before it reads or decodes what may have to be forgotten."
             )
-        with self.changing():
-            for layer in self.ragged if self._gaps else ():  # a column there is not the token of that number
-                if layer.store is None:
-                    layer.store = self._cut_dense(layer, None, self.valid_BT, self.positions_BT)
-            self.evidence, self.history, self._from = None, cut, (-1, 0)
-            for layer in self._foreign:
-                foreign.crop(layer, removed)
-            for layer in self.ragged:
-                layer.seen, layer.recent = length, layer.recent.cut(removed, length)
-                if layer.store is not None:
-                    layer.store.crop_(cut.last_B.to(layer.store.positions_C.device) + 1)
-                else:
-                    layer.keys, layer.values = (tensor[:, :, :length].clone() for tensor in layer.dense())
-        self._noted = min(self._noted, length)
-        self._moments = [seen for seen in self._moments if seen <= length] or [length]
-        if self._prompt_B is not None:
-            self._prompt_B = [min(own, left) for own, left in zip(self._prompt_B, cut.lengths_B, strict=True)]
-
-    def _cannot_crop(self, length: int, cut: History) -> str | None:
-        """Why the cache cannot go back to a length; None if it can."""
-        removed, wants = self.num_seen - length, self.rule.wants
-        if length < self.evicted_at:
-            return f"entries were evicted when it had seen {self.evicted_at}, and those are gone"
-        if any(not foreign.can_crop(layer, removed) for layer in self._foreign):
-            return "a layer with a sliding window or a recurrent state has let go of what it had then"
-        if not self.regime.again or self.rule.keeps_all:
-            return None
-        if wants.running and self._noted > length:
-            return "the running statistics that its policy keeps count the queries since"
-        recent, moments = self.ragged[0].recent, [seen for seen in self._moments if seen <= length]
-        wanted = (moments or [0])[-1] if wants.queries is None else self._queries_from(cut)
-        exact = length in recent.marks and wants.queries is not None
-        if wants.queries != 0 and not exact and self.num_seen - recent.num_queries > wanted:
-            return "queries that its policy looks at are not held that far back"
-        return None
+        crop(self.state, length, cut)
 
     def batch_select_indices(self, indices: Int[Tensor, " N"]) -> None:
         """Keep these sequences, in this order; an index may repeat."""
-        if self.history is None:
+        if self.state.history is None:
             return
-        self.check_whole()
-        if (known_BT := self._announced_BT) is not None and self.batch_size % len(known_BT) == 0:
-            known_BT = known_BT.repeat_interleave(self.batch_size // len(known_BT), dim=0)
-            self._announced_BT = known_BT[indices.to(known_BT.device)]
-        with self.changing():
-            for layer in self._foreign:
-                foreign.select_batch(layer, indices)
-            for layer in self.ragged:
-                layer.select_batch(indices)
-        if self.evidence is not None:
-            self.evidence = [evidence.select_batch(indices) for evidence in self.evidence]
-        rows = indices.tolist()
-        if self.seeds is not None:
-            self.seeds = [self.seeds[row] for row in rows]
-        if self._pins is not None and spans_by_sequence(self._pins) is not None:
-            self._pins = [self._pins[row] for row in rows]
-        if self._prompt_B is not None:
-            self._prompt_B = [self._prompt_B[row] for row in rows]
-        self.held_whole = [new for new, row in enumerate(rows) if row in self.held_whole]
-        for name in ("_ended_B", "_filled_B"):
-            if (told_B := getattr(self, name)) is not None:
-                setattr(self, name, told_B[indices.to(told_B.device)])
-        if self.capacity is not None:
-            self.capacity = self.capacity.select_batch(rows)
-        self.history, self._from = self.history.select_batch(indices), (-1, 0)
+        self.state.check_whole()
+        rows = select_batch(self.state, indices)
+        self.engine.generation.select_batch(indices)
+        self.engine.capacity_guard.select_batch(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, as `generate` expects for beams and several returned sequences."""
         if self.num_seen:
-            sequences = torch.arange(self.batch_size, device=self.valid_BT.device)
+            sequences = torch.arange(self.batch_size, device=self.state.valid_BT.device)
             self.batch_select_indices(sequences.repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Int[Tensor, " N"]) -> None:
@@ -545,7 +479,27 @@ class Cache(Engine):
 
     @property
     def batch_size(self) -> int:
-        return 0 if self.history is None else self.history.batch_size
+        return self.state.batch_size
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens seen, padding included: the logical length."""
+        return self.state.num_seen
+
+    @property
+    def evidence(self) -> list[Evidence] | None:
+        """What each layer showed, where a prefill was told to hold it."""
+        return self.state.evidence
+
+    @property
+    def evictions(self) -> int:
+        """Times that entries went."""
+        return self.state.evictions
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """What the last eviction cost, where it is held against a limit."""
+        return self.engine.capacity_guard.capacity
 
     def report(self) -> Report:
         """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table.
@@ -553,7 +507,7 @@ class Cache(Engine):
         Raises:
             ValueError: a decoding step that nobody waited for was wrong, which is said once.
         """
-        self._settle(wait=True)
+        self.state.settle(wait=True)
         return report_of(self)
 
     def budgets(self) -> BudgetTable:
@@ -563,14 +517,14 @@ class Cache(Engine):
             ValueError: nothing was read yet; or a decoding step that nobody waited for was wrong, which is
                 said once.
         """
-        self._settle(wait=True)
+        self.state.settle(wait=True)
         if not self.num_seen:
             raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
-        seen_B = self.valid_BT.sum(-1).cpu()
-        heads = [spec.num_kv_heads for spec in self.specs]
-        held = [layer.held_BH(seen_B, own) for layer, own in zip(self.ragged, heads, strict=True)]
+        seen_B = self.state.valid_BT.sum(-1).cpu()
+        heads = [spec.num_kv_heads for spec in self.state.specs]
+        held = [layer.held_BH(seen_B, own) for layer, own in zip(self.state.ragged, heads, strict=True)]
         held = [pad(own_BH, (0, max(heads) - own_BH.shape[1])) for own_BH in held]
-        return BudgetTable(torch.stack(held, dim=1), seen_B, self.rule.name)
+        return BudgetTable(torch.stack(held, dim=1), seen_B, self.state.bound_policy.name)
 
     def bytes_held(self) -> int:
         """Bytes of the keys and values held, over all layers that evict."""

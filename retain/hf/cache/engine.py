@@ -1,40 +1,50 @@
-"""What a cache does during a forward: append, attend, and evict at the moments of its regime.
+"""What a cache does during a forward: append, attend, and evict when its regime says so.
 
-In: the hooks of an attached model (`retain.hf.intercept.attach`): before the decoder, at each attention
-layer, after the decoder. Out: attention outputs, and stores cut to what the rule keeps. The first forward on
-an empty cache attends densely, and each layer is cut before the next one runs, so the peak is what is held
-plus one layer. Later forwards append to the ragged rows and attend over them; when an eviction is due
-(`retain.hf.cache.regime`), every layer is looked at after the forward (`retain.hf.cache.later_evidence`), and
-all are cut by one decision.
-
-The one decision taken here: a later eviction sees all layers before it cuts the first. So budgets that cross
-layers are as exact as at the first eviction; the price is that a chunk is held in all layers until its
-forward ends.
+The first forward on an empty cache attends densely, and each layer is cut before the next one runs, so the
+peak is what is held plus one layer. Later forwards append to the ragged rows and attend over them; when an
+eviction is due (`retain.hf.cache.regime`), every layer is looked at after the forward
+(`retain.hf.cache.later_evidence`), and all are cut by one decision. So budgets that cross layers are as exact
+as at the first eviction; the price is that a chunk is held in all layers until its forward ends.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.budget.capacity import CapacityError
+from retain.budget.capacity import CapacityError, Guard
 from retain.budget.statement import Stock
 from retain.cache.attend import attend
-from retain.cache.dense_view import align_last, last_tokens
+from retain.cache.dense_view import align_last
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
-from retain.hf.cache.bound_policy import Eviction, Moment
-from retain.hf.cache.capacity_guard import Guarded
-from retain.hf.cache.eviction_request import Again
+from retain.hf.cache.bound_policy import Eviction, EvictionStep
+from retain.hf.cache.capacity_guard import CapacityGuard
+from retain.hf.cache.changes import drop, shrink
+from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
+from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.history import History
-from retain.hf.cache.later_evidence import beside_of, evidence_of, expire_, intact_tokens, note_, remembered
+from retain.hf.cache.later_evidence import (
+    beside_of,
+    evidence_of,
+    expire_,
+    intact_tokens,
+    note_,
+    remembered,
+    without_queries,
+)
 from retain.hf.cache.layer import Layer
-from retain.hf.cache.pass_through_layers import refuse_padding, thaw_, trim_
-from retain.hf.cache.recent_queries import Recent
-from retain.hf.intercept.forward_call import Call, Step, read_call
+from retain.hf.cache.state import State
+from retain.hf.intercept.forward_call import Call, read_call
+from retain.hf.intercept.interceptor import Interceptor, Step
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
+from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
+from retain.hf.model.pass_through_layers import refuse_padding, thaw_
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE
@@ -44,173 +54,218 @@ from retain.kernels.ragged_attention.pages import PAGE
 MOST_UNNOTED = 128
 
 
-class Engine(Guarded):
-    """The forward's side of `retain.Cache`, which see."""
+class Engine(Interceptor):
+    """The side of `retain.Cache` that runs during a forward.
 
-    model: torch.nn.Module
+    Args:
+        model: whose forwards they are.
+        state: of the cache; it changes it.
+        guard: what is done about evictions that cannot be afforded, as stated and as it was understood.
+    """
+
+    def __init__(self, model: torch.nn.Module, state: State, guard: tuple[Any, Guard | None]):
+        self.model, self.state = model, state
+        self.capacity_guard = CapacityGuard(state, guard)
+        self.generation = Generation()
+        self.evict_at_prefill, self.hold_evidence = True, False
+        self.recorded: frozenset[str] = frozenset()  # what held evidence shows beyond the usual
+        self._rotary: Rotary | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what is of one forward."""
+        self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
+        self._eviction: Eviction | None = None
+        self._held: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self._expected: int | None = None  # the layer whose attention is about to run
+
+    def reset(self) -> None:
+        """Forget everything; the state may be filled again."""
+        self.state.reset()
+        self.capacity_guard.reset()
+        self.generation.forget()
+        self._forget()
+
+    def fork(self, state: State) -> "Engine":
+        """The same for a copy of the cache. Whoever generates, it is not the copy."""
+        other = copy.copy(self)
+        other.state, other.capacity_guard = state, self.capacity_guard.fork(state)
+        other.generation = Generation()
+        return other
+
+    @property
+    def num_seen(self) -> int:
+        return self.state.num_seen
 
     @property
     def _looks_again(self) -> bool:
         """Whether what comes now may be asked for by an eviction after this forward."""
-        if self.rule.keeps_all or not self._evict_at_prefill:
+        state = self.state
+        if state.bound_policy.keeps_all or not self.evict_at_prefill:
             return False
-        return self.regime.again or self._prompt_B is None and not self._whole
+        return state.regime.again or state.prompt_B is None and not state.reads_whole_prompt
 
     @property
     def reads_stream(self) -> bool:
         """Whether decoder layers are asked for their residual stream."""
-        return "stream" in self.rule.inputs or "stream" in self._recorded
+        return "stream" in self.state.bound_policy.inputs or "stream" in self.recorded
 
-    @property
-    def _whole(self) -> bool:
-        """Whether this forward is a whole first prompt, cut layer by layer while it runs."""
-        call = self._call
-        assert call is not None
-        width = call.mask_BT.shape[1]
-        return call.is_prefill and width >= (self._width or 0) and all(width < own for own in self._windows)
-
-    @property
-    def _evicts_prompt(self) -> bool:
-        """Whether it evicts when the first prompt has been read, at the latest."""
-        return self.regime.due(read=True, prompt_ends=True, tokens=0)
-
-    def begin(
-        self,
-        *,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        rotary: Rotary | None = None,
-    ) -> None:
-        """Before the decoder runs: note what it was given (`retain.hf.intercept.forward_call` says what is
-        refused)."""
-        if self._call is not None or self._broken:
-            if self.num_seen:
-                self._broken = True
-                self.check_whole()
-            told = self._width, self._announced_BT, self._opens
+    def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
+        """Note what the decoder was given (`retain.hf.intercept.forward_call` says what is refused)."""
+        state = self.state
+        if base_model(self.model) is not decoder:
+            raise ValueError(
+                "this retain.Cache was made for another model than the one that is called: make one with "
+                "retain.Cache(model, ...) for each model."
+            )
+        if decoder.training and getattr(decoder, "is_gradient_checkpointing", False):
+            raise ValueError(
+                "this model is in training mode with gradient checkpointing, where transformers takes "
+                "the cache away from its layers: call model.eval() (or "
+                "model.gradient_checkpointing_disable()) before a forward with a retain.Cache."
+            )
+        if state.call is not None or state.broken:
+            if state.num_seen:
+                state.broken = True
+                state.check_whole()
+            told = state.width, state.announced_BT, self.generation.opens
             self.reset()
-            self._width, self._announced_BT, self._opens = told
+            state.width, state.announced_BT, self.generation.opens = told
+        input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = input_ids if input_ids is not None else inputs_embeds
         another = self._is_another_step(tokens)
         later = another and self._kernels_run
-        self._settle(wait=not later)
-        for layer in self._foreign:
+        state.settle(wait=not later)
+        for layer in state.pass_through:
             thaw_(layer)
-        past = self.history
-        attention_mask = self._as_meant(tokens, attention_mask, waits=not self._kernels_run)
+        past = state.history
+        attention_mask = self.generation.mask_as_meant(
+            state, tokens, given.get("attention_mask"), waits=not self._kernels_run
+        )
         call = read_call(
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
-            lambda: self.positions_BT,
+            lambda: state.positions_BT,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            position_ids=position_ids,
+            position_ids=given.get("position_ids"),
             rotary=rotary,
-            width=self._width,
+            width=state.width,
             another=another,
             later=later,
-            alone=bool(self.layout.alone),
+            alone=bool(state.layout.alone),
         )
-        if call.doubt is not None:
-            self._doubts.append(call.doubt)
+        if call.mask_check is not None:
+            state.mask_checks.append(call.mask_check)
         self._rotary = call.rotary
         if call.is_prefill:
-            self.seeds = seeds_of(self.seeds, call.mask_BT.shape[0])
-            self._pins = pins_of(self._pins, call.mask_BT.shape[0])
+            state.seeds = seeds_of(state.seeds, call.mask_BT.shape[0])
+            state.pinned = pins_of(state.pinned, call.mask_BT.shape[0])
         begun_BT = None if past is None else past.valid_BT
         refuse_padding(
-            self.layout.alone, call.valid_BS, call.forgotten_BT, begun_BT, waits=call.doubt is None
+            state.layout.alone, call.valid_BS, call.forgotten_BT, begun_BT, waits=call.mask_check is None
         )
-        self.evidence = [] if call.is_prefill and self._hold_evidence else None
+        state.evidence = [] if call.is_prefill and self.hold_evidence else None
         if call.forgotten_BT is not None:
-            self._drop(call.forgotten_BT)
-        self._call, self._next = call, None
+            drop(state, call.forgotten_BT)
+        state.call, self._next = call, None
         try:
             if call.is_prefill:
-                self._gaps = call.gaps
+                state.gaps = call.gaps
                 self._begin_prompt(call.left_padded())
-            elif self._is_read(call) and self._due(call) and self._prompt_B is not None:
+            elif state.is_read(call) and state.due(call) and state.prompt_B is not None:
                 self._check_turn(call)
         except ValueError:
-            self._call = None
+            state.call = None
             raise
 
     def _is_another_step(self, tokens: Tensor | None) -> bool:
         """Whether what comes is a decoding step after another one. The mask of the first after anything else
         may take back what `generate` filled up with; that of a later one may not."""
-        return self._steps and tokens is not None and tokens.shape[1] == 1
+        return self.state.steps and tokens is not None and tokens.shape[1] == 1
 
     @property
     def _kernels_run(self) -> bool:
         """Whether attention over what is held takes kernels: no step after another is waited for there."""
-        store = self.ragged[0].store
+        store = self.state.ragged[0].store
         return store is not None and path_of(store.keys_CD, store.values_CD) == "triton"
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
-        given = self._batch_given(call.mask_BT)
-        if not self._evict_at_prefill:
+        state = self.state
+        given = state.batch_context(call.mask_BT)
+        if not self.evict_at_prefill:
             return
-        if self.rule.looks_ahead and not self._whole:
+        if state.bound_policy.looks_ahead and not state.reads_whole_prompt:
             raise ValueError(
                 "lookahead gates ask behind a whole prompt at once, and this one comes in chunks, or reaches "
                 "beyond the sliding window in which the model's layers evict: read it in one forward (no "
                 "chunk_size), or take gates of another family."
             )
-        if self._whole and self._due(call):
-            arriving = Arriving(call.mask_BT, call.token_ids_BS, self._element_size)
-            self._eviction = self.rule.begin(given, arriving)
-            self._watch()
-        elif self._width is not None and self._evicts_prompt:
-            self.rule.check_chunks()
-            if self.rule.reads_tokens:  # ids that are still to come
+        if state.reads_whole_prompt and state.due(call):
+            arriving = Arriving(call.mask_BT, call.token_ids_BS, state.element_size)
+            self._eviction = state.bound_policy.begin(given, arriving)
+            self.capacity_guard.watch(self._eviction)
+        elif state.width is not None and state.evicts_prompt:
+            state.bound_policy.check_chunks()
+            if state.bound_policy.reads_tokens:  # ids that are still to come
                 return
-            whole_BT = self._known(call.mask_BT)
-            self.rule.begin(self._batch_given(whole_BT), Arriving(whole_BT, None, self._element_size))
-        elif not self._evicts_prompt and not self.rule.reads_tokens:
+            whole_BT = state.known(call.mask_BT)
+            state.bound_policy.begin(
+                state.batch_context(whole_BT), Arriving(whole_BT, None, state.element_size)
+            )
+        elif not state.evicts_prompt and not state.bound_policy.reads_tokens:
             # The first moment is far; what the budget must hold by then can be seen from here.
-            known_BT = self._known(call.mask_BT)
-            if any(known_BT.shape[1] + self.regime.every >= own for own in self._windows):
+            known_BT = state.known(call.mask_BT)
+            if any(known_BT.shape[1] + state.regime.every >= own for own in state.windows):
                 return
-            later_BT = torch.cat([known_BT, known_BT.new_ones(len(known_BT), self.regime.every)], dim=1)
-            self.rule.begin(self._batch_given(later_BT), Arriving(later_BT, None, self._element_size))
+            later_BT = torch.cat([known_BT, known_BT.new_ones(len(known_BT), state.regime.every)], dim=1)
+            state.bound_policy.begin(
+                state.batch_context(later_BT), Arriving(later_BT, None, state.element_size)
+            )
 
     def _check_turn(self, call: Call) -> None:
         """Find a budget that cannot hold what is protected before a later turn is read."""
-        reached = any(call.mask_BT.shape[1] >= own for own in self._windows)
-        if reached or any(layer.store is None for layer in self.ragged):
+        state = self.state
+        reached = any(call.mask_BT.shape[1] >= own for own in state.windows)
+        if reached or any(layer.store is None for layer in state.ragged):
             return
-        past, history = self.history, self._after(call)
+        past, history = state.history, self._after(call)
         assert past is not None
         new_BS = history.valid_BT[:, past.num_seen :]
         new_B = [now - before for now, before in zip(history.lengths_B, past.lengths_B, strict=True)]
         held_BL = tuple(
-            tuple(held + new * spec.num_kv_heads for held, spec in zip(row, self.specs, strict=True))
-            for row, new in zip(self._held_BL(), new_B, strict=True)
+            tuple(held + new * spec.num_kv_heads for held, spec in zip(row, state.specs, strict=True))
+            for row, new in zip(state.held_BL(), new_B, strict=True)
         )
-        intact_BT = torch.cat([intact_tokens(self.ragged, past).to(new_BS.device), new_BS], dim=1)
-        stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(self._prompt_B or ()))
-        arriving = Arriving(history.valid_BT, history.token_ids_BT, self._element_size, stock)
-        self.rule.again(self._batch_given(history.valid_BT), arriving, stock)
+        intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
+        stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(state.prompt_B or ()))
+        arriving = Arriving(history.valid_BT, history.token_ids_BT, state.element_size, stock)
+        state.bound_policy.again(state.batch_context(history.valid_BT), arriving, stock)
 
-    @property
-    def _windows(self) -> list[int]:
-        """Windows of the layers that evict."""
-        return [spec.window for spec in self.specs if spec.window is not None]
+    def check_ids(self, ids: Any, attention_mask: Any) -> None:
+        check_ids(self.state, ids, attention_mask)
+
+    def generating(
+        self, width: int | None, attention_mask: Tensor | None
+    ) -> AbstractContextManager[Callable[[Tensor], None]]:
+        return self.generation.running(self.state, width, attention_mask)
+
+    def show_stream(self, layer_idx: int, stream_BSE: Tensor) -> None:
+        self.state.layers[layer_idx].stream_BSE = stream_BSE
 
     def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
         """Before an evicting layer's attention module runs."""
-        if self._call is None:
+        state = self.state
+        if state.call is None:
             raise ValueError(
                 "an attention layer was called outside a forward of its decoder: call the model, not its "
                 "layers, and retain.attach the model that you call."
             )
         self._check_ran()
         self._expected = layer_idx
-        layer = self.layers[layer_idx]
+        layer = state.layers[layer_idx]
         layer.expected = True
         stream_BSE, layer.stream_BSE = layer.stream_BSE, None
         return Step(self, layer_idx, hidden_BSE, stream_BSE)
@@ -234,8 +289,9 @@ class Engine(Guarded):
         soft_cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         """One layer's attention; `dense` is what the model would have run, and runs on an empty cache."""
-        layer, call = self.layers[step.layer_idx], self._call
-        spec = self._spec_of[step.layer_idx]
+        state = self.state
+        layer, call = state.layers[step.layer_idx], state.call
+        spec = state.layout.spec_of[step.layer_idx]
         assert call is not None
         layer.expected, self._expected = False, None
         layer.scaling, layer.soft_cap = spec.scaling if scaling is None else scaling, soft_cap
@@ -256,10 +312,11 @@ class Engine(Guarded):
         values_BHSD: Tensor,
     ) -> Tensor:
         """A layer that holds entries takes in the new tokens, and their queries attend to all of them."""
-        call = self._call
+        state = self.state
+        call = state.call
         assert call is not None and layer.scaling is not None
         if layer.store is None:  # a prefill that was not evicted goes on with everything
-            layer.store = self._cut_dense(layer, None, self.valid_BT, self.positions_BT)
+            layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         store, device = layer.store, keys_BHSD.device
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
@@ -281,14 +338,14 @@ class Engine(Guarded):
             runs=store.runs,
         )
         if self._looks_again:
-            wants = self.rule.wants
+            wants = state.bound_policy.wants
             if wants.queries != 0 or wants.running or wants.own_queries:
                 layer.recent.queries.append(queries_BQSD.detach())
             if "hidden" in wants.inputs:
                 layer.recent.hidden.append(step.hidden_BSE.detach())
             if "stream" in wants.inputs and step.stream_BSE is not None:
                 layer.recent.stream.append(step.stream_BSE.detach())
-            if self._is_read(call):
+            if state.is_read(call):
                 self._note(layer, spec, self._after(call))
         return out_BQSD.transpose(1, 2).contiguous()
 
@@ -303,7 +360,8 @@ class Engine(Guarded):
         values_BHSD: Tensor,
     ) -> None:
         """An empty layer has attended to its first tokens: cut it, or hold what it has."""
-        call, device = self._call, keys_BHSD.device
+        state = self.state
+        call, device = state.call, keys_BHSD.device
         assert call is not None and layer.scaling is not None
         recent_BQSD, shown = queries_BQSD.detach(), call.left_padded()
         if call.gaps:
@@ -313,12 +371,13 @@ class Engine(Guarded):
                 for own in (queries_BQSD, keys_BHSD, values_BHSD)
             )
             layer.keys, layer.values = keys_BHSD.detach(), values_BHSD.detach()
+        reads_output = state.bound_policy.reads_output or not self.evict_at_prefill
         evidence = Evidence(
             layer_idx=step.layer_idx,
             queries_BQSD=queries_BQSD.detach(),
             keys_BHTD=keys_BHSD.detach(),
             values_BHTD=values_BHSD.detach(),
-            output_weight_QDE=spec.output_weight_if(self.rule.reads_output or not self._evict_at_prefill),
+            output_weight_QDE=spec.output_weight_if(reads_output),
             scaling=layer.scaling,
             positions_BT=shown.positions_BS.to(device),
             valid_BT=shown.mask_BT.to(device),
@@ -330,28 +389,30 @@ class Engine(Guarded):
             rotary=call.rotary,
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
-        if not self._evict_at_prefill:
-            if self.evidence is not None:
-                self.evidence.append(evidence)
+        if not self.evict_at_prefill:
+            if state.evidence is not None:
+                state.evidence.append(evidence)
             return
         again, keep_BHT = self._looks_again, None
         if again:
-            evidence = self.rule.noted(evidence)
-            evidence = self.rule.counted(evidence)
+            evidence = state.bound_policy.noted(evidence)
+            evidence = state.bound_policy.counted(evidence)
             layer.recent.queries = [recent_BQSD]
             self._keep_queries(layer, self._after(call))
-        self._measure(evidence)
-        if self._eviction is not None and self.rule.looks_ahead and self._eviction.rows:
-            self._held.append(remembered(evidence, self.rule))
+        if isinstance(self._eviction, LayerByLayer):
+            # Keys may not be in the weights' precision; then other sequences may be decided on.
+            self._eviction.measure(evidence.keys_BHTD.element_size())
+        if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
+            self._held.append(remembered(evidence, state.bound_policy))
             return
-        if self._holds_back:
-            self._hold_back(evidence, again)
+        if self.capacity_guard.holds_back(self._eviction):
+            self.capacity_guard.hold_back(self._eviction, evidence, again)
             return
         if self._eviction is not None:
             keep_BHT, lower = self._eviction.add(evidence)
-            self._shrink(lower, self._eviction.rows)
+            shrink(state, lower, self._eviction.rows)
         beside = beside_of(evidence) if again else None
-        layer.store = self._cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT, beside)
+        layer.store = state.cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT, beside)
 
     def finish(self) -> None:
         """After the decoder ran: its tokens are seen now, and what is due is evicted.
@@ -360,50 +421,55 @@ class Engine(Guarded):
             ValueError: something is due, and a decoding step that nobody waited for was wrong: nothing is
                 decided by a mask that was not looked at.
         """
-        call = self._call
+        state = self.state
+        call = state.call
         assert call is not None
         self._check_ran()
         if self._held:
             self._evict_ahead()
-        if self._moment is not None:
-            self._cut_held_back()
-        looks_again, due, read, cut = self._looks_again, self._due(call), self._is_read(call), self._eviction
-        if self._next is None and self.history is not None:
-            self.history.add_(call)
+        try:
+            self.capacity_guard.cut_held_back()
+        except CapacityError:
+            # The prompt does not count as seen, so its keys and values could never be asked for.
+            self.reset()
+            raise
+        due, read = state.due(call), state.is_read(call)
+        looks_again, cut = self._looks_again, self._eviction
+        if self._next is None and state.history is not None:
+            state.history.add_(call)
         else:
-            self.history = self._after(call)
-        ends = self._prompt_B is None and self.num_seen >= (self._width or 0)
-        for layer in self.ragged:
-            layer.seen = self.num_seen
+            state.history = self._after(call)
+        ends = state.prompt_B is None and state.num_seen >= (state.width or 0)
+        for layer in state.ragged:
+            layer.seen = state.num_seen
         if looks_again:
             if read:
-                self._noted = self.num_seen  # each layer has noted its own while it ran
-            elif due or self.num_seen - self._noted >= MOST_UNNOTED:
-                self._settle(wait=True)
-                for layer, spec in zip(self.ragged, self.specs, strict=True):
-                    self._note(layer, spec, self.history)
-                self._noted = self.num_seen
+                state.noted = state.num_seen  # each layer has noted its own while it ran
+            elif due or state.num_seen - state.noted >= MOST_UNNOTED:
+                state.settle(wait=True)
+                for layer, spec in zip(state.ragged, state.specs, strict=True):
+                    self._note(layer, spec, state.history)
+                state.noted = state.num_seen
         if cut is not None:
-            heads = sum(spec.num_kv_heads for spec in self.specs)
-            self._count(heads * sum(self.history.lengths_B))
-            self._weigh(cut)
-            self._note_whole(cut)
-        elif due and self._evict_at_prefill:
-            self._settle(wait=True)
+            state.count_eviction(state.heads * sum(state.history.lengths_B))
+            self.capacity_guard.weigh(cut)
+            self.capacity_guard.note_whole(cut)
+        elif due and self.evict_at_prefill:
+            state.settle(wait=True)
             self._evict_again(release=read)
-        self._note_moment(
-            moment=due or ends, marks=looks_again and read and (ends or self._prompt_B is not None)
+        state.note_moment(
+            moment=due or ends, marks=looks_again and read and (ends or state.prompt_B is not None)
         )
         if ends:
-            self._end_prompt()
-        self._call = self._next = self._eviction = None
-        self._steps = not read
-        self._say()
+            state.end_prompt()
+        state.call = self._next = self._eviction = None
+        state.steps = not read
+        self.capacity_guard.say()
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
-        request, eviction = self.rule.request, self._eviction
+        request, eviction = self.state.bound_policy.request, self._eviction
         assert request is not None and eviction is not None
         held, self._held = look_ahead(self.model, request.gates, self.read_only(), self._held), []
         self._cut_ahead(eviction, held)
@@ -411,83 +477,48 @@ class Engine(Guarded):
     @without_autocast
     def _cut_ahead(self, eviction: Eviction, held: list[Evidence]) -> None:
         """Cut layer after layer, letting go of what each has shown."""
-        for layer in self.ragged:
+        state = self.state
+        for layer in state.ragged:
             evidence = held.pop(0)
-            if self._holds_back:
-                self._hold_back(evidence, False)
+            if self.capacity_guard.holds_back(eviction):
+                self.capacity_guard.hold_back(eviction, evidence, False)
                 continue
             keep_BHT, lower = eviction.add(evidence)
-            self._shrink(lower, eviction.rows)
-            layer.store = self._cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT)
+            shrink(state, lower, eviction.rows)
+            layer.store = state.cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT)
 
     def read_only(self) -> ReadCache:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
-        held = {spec.layer_idx: layer.dense() for spec, layer in zip(self.specs, self.ragged, strict=True)}
-        return ReadCache(self.layout, held, {idx: self.layers[idx] for idx in self.layout.alone})
-
-    def _note_moment(self, *, moment: bool, marks: bool) -> None:
-        """Remember where a crop may go back to."""
-        if moment:
-            self._moments = [seen for seen in self._moments if seen >= self.evicted_at] + [self.num_seen]
-        if marks and self.rule.wants.queries:
-            for layer in self.ragged:
-                if self.evicted_at == self.num_seen:
-                    layer.recent.marks = {}
-                layer.recent.mark(self.num_seen)
-
-    def _end_prompt(self) -> None:
-        """The first prompt was read."""
-        assert self.history is not None
-        self._prompt_B, self._width = list(self.history.lengths_B), None
-        self._announced_BT = None
-        if not self.regime.again:
-            for layer in self.ragged:  # nobody will ask again
-                layer.recent = Recent()
-                if layer.store is not None:
-                    layer.store.beside.clear()
-        for layer in self._foreign:
-            trim_(layer)
-
-    def _is_read(self, call: Call) -> bool:
-        """Whether a call is part of a prompt."""
-        return call.is_prefill or self._prompt_B is None or call.positions_BS.shape[1] > 1
-
-    def _due(self, call: Call) -> bool:
-        """Whether an eviction is due after this call."""
-        if self.rule.keeps_all:
-            return False
-        seen = call.mask_BT.shape[1]
-        ends = self._prompt_B is None and seen >= (self._width or 0)
-        tokens = 0 if self._prompt_B is None else seen - self._moment_at
-        return self.regime.due(read=self._is_read(call), prompt_ends=ends, tokens=tokens)
+        state = self.state
+        held = {spec.layer_idx: layer.dense() for spec, layer in zip(state.specs, state.ragged, strict=True)}
+        return ReadCache(state.layout, held, {idx: state.layers[idx] for idx in state.layout.alone})
 
     def _after(self, call: Call) -> History:
         """What will have been seen once this call has gone through."""
+        state = self.state
         if self._next is None:
-            self._next = History.of(call) if self.history is None else self.history.after(call)
+            self._next = History.of(call) if state.history is None else state.history.after(call)
         return self._next
 
     def _queries_from(self, history: History) -> int:
         """The first token whose query a later eviction wants."""
-        queries = self.rule.wants.queries
-        if queries is None:
-            return self._moment_at
-        if self._from[0] != history.num_seen:  # asked of every layer, answered once
-            self._from = (history.num_seen, int(last_tokens(history.valid_BT, queries).min()))
-        return self._from[1]
+        state = self.state
+        queries = state.bound_policy.wants.queries
+        return state.moment_at if queries is None else history.first_of_last(queries)
 
     @without_autocast
     def _note(self, layer: Layer, spec: LayerSpec, history: History) -> None:
         """Note what later evictions want of a layer's last tokens, and let go of what they were made from."""
-        num_tokens = history.num_seen - self._noted
-        note_(layer, spec, self.rule, history, self._rotary, num_tokens=num_tokens)
+        state = self.state
+        num_tokens = history.num_seen - state.noted
+        note_(layer, spec, state.bound_policy, history, self._rotary, num_tokens=num_tokens)
         self._keep_queries(layer, history)
 
     def _keep_queries(self, layer: Layer, history: History) -> None:
         """Let go of the queries that no later eviction looks at; and of those far behind, where a sequence
         has none of the last tokens (it is spared until it has)."""
         wanted = history.num_seen - self._queries_from(history)
-        queries = self.rule.wants.queries
+        queries = self.state.bound_policy.wants.queries
         layer.recent.keep_queries(wanted if queries is None else min(wanted, queries + MOST_UNNOTED))
 
     @without_autocast
@@ -498,48 +529,51 @@ class Engine(Guarded):
             release: give the bytes back (after a read), or leave the room for what comes (while decoding,
                 unless that is far more than what comes until the next eviction).
         """
-        history, layers = self.history, self.ragged
+        state = self.state
+        history, layers = state.history, state.ragged
         assert history is not None
-        held_before = sum(map(sum, self._held_BL()))
+        held_before = sum(map(sum, state.held_BL()))
         if not held_before:  # so far all sequences are padding
             return
-        with self.changing():
-            for layer, spec in zip(layers, self.specs, strict=True):
+        with state.changing():
+            for layer, spec in zip(layers, state.specs, strict=True):
                 if spec.window is not None and layer.store is not None:
                     expire_(layer.store, spec.window, history.last_B)
         stock = Stock(
-            held_BL=self._held_BL(),
-            lengths_B=tuple(self._stated_lengths(history)),
+            held_BL=state.held_BL(),
+            lengths_B=tuple(state.stated_lengths(history)),
             intact_BT=intact_tokens(layers, history),
-            prompt_lengths_B=None if self._prompt_B is None else tuple(self._prompt_B),
+            prompt_lengths_B=None if state.prompt_B is None else tuple(state.prompt_B),
         )
-        call = Arriving(history.valid_BT, history.token_ids_BT, self._element_size, stock)
+        call = Arriving(history.valid_BT, history.token_ids_BT, state.element_size, stock)
         wanted = self._queries_from(history)
         first = wanted
-        if self.rule.wants.queries != 0:
+        if state.bound_policy.wants.queries != 0:
             first = max(wanted, history.num_seen - layers[0].recent.num_queries)
-        spared = self._without_queries(history, first) if first > wanted else []
+        spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
-            moment = self.rule.again(self._batch_given(history.valid_BT), call, stock, spared)
+            step = state.bound_policy.again(state.batch_context(history.valid_BT), call, stock, spared)
         except ValueError as error:
-            self._refused = error  # of a short sequence, say, that has grown too long to be held whole
+            # A short sequence, say, has grown too long to be held whole.
+            self.capacity_guard.refused = error
             return
         try:
-            self._note_whole(moment)
-            if isinstance(moment, Again):
-                moment.guard = self.guard
-            if moment is not None and not moment.idle:
-                self._cut_again(moment, history, first, release)
+            self.capacity_guard.note_whole(step)
+            if isinstance(step, JointReEviction):
+                step.guard = self.capacity_guard.guard
+            if step is not None and not step.idle:
+                self._cut_again(step, history, first, release)
         except CapacityError as error:
-            self._refused = error  # raised once all is in order: nothing went
+            self.capacity_guard.refused = error  # raised once all is in order: nothing went
         finally:
-            if not self._broken:
-                self._count(held_before)
+            if not state.broken:
+                state.count_eviction(held_before)
 
-    def _cut_again(self, moment: Moment, history: History, first: int, release: bool) -> None:
-        """Show every layer to a moment, and then cut them all."""
-        where, wants = [], self.rule.wants
-        for layer, spec in zip(self.ragged, self.specs, strict=True):
+    def _cut_again(self, step: EvictionStep, history: History, first: int, release: bool) -> None:
+        """Show every layer to a step, and then cut them all."""
+        state = self.state
+        where, wants = [], state.bound_policy.wants
+        for layer, spec in zip(state.ragged, state.specs, strict=True):
             evidence, columns = evidence_of(
                 layer,
                 spec,
@@ -549,46 +583,18 @@ class Engine(Guarded):
                 each=wants.queries,
                 keys=wants.keys,
                 values=wants.values,
-                output_weight=self.rule.reads_output,
+                output_weight=state.bound_policy.reads_output,
             )
-            moment.look(evidence, columns.token_BT)
+            step.look(evidence, columns.token_BT)
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
-        keeps = moment.keeps()
-        self._weigh(moment)
-        with self.changing():
-            for store, entries, keep_BHT in zip(self._stores(), where, keeps, strict=True):
+        keeps = step.keeps()
+        self.capacity_guard.weigh(step)
+        with state.changing():
+            for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.keys_CD.device))
-                spare = store.num_rows * (self.slack + self.regime.every + PAGE)
+                spare = store.num_rows * (state.slack + state.regime.every + PAGE)
                 if release or store.capacity > int(keep_N.sum()) + spare:
                     store.filter_(keep_N)
                 else:
                     store.compact_(keep_N)
-
-    def _without_queries(self, history: History, first: int) -> list[int]:
-        """Sequences that have fewer queries from a token on than the policy wants to look at.
-
-        So it is behind the pads of a finished row, once a mask says that they were pads, and behind a crop:
-        they are decided on again when enough tokens have come.
-        """
-        wanted = self.rule.wants.queries or 1
-        shown_B = history.valid_BT[:, first:].sum(-1).tolist()
-        return [row for row, shown in enumerate(shown_B) if shown < min(wanted, history.lengths_B[row])]
-
-    def _shrink(self, lower: Sequence[Tensor | None], rows: list[int] | None) -> None:
-        """Lower layers let go of what a cascade no longer keeps, one layer at a time.
-
-        Args:
-            lower: what each keeps, of the entries of these sequences.
-            rows: the sequences; None for all.
-        """
-        for store, keep_N in zip(self._stores(), lower, strict=False):
-            if keep_N is None:
-                continue
-            keep_N = keep_N.to(store.keys_CD.device)
-            if rows is not None and len(rows) < store.batch_size:
-                inside_B = torch.zeros(store.batch_size, dtype=torch.bool, device=keep_N.device)
-                inside_B[rows] = True
-                inside_N = inside_B[store.rows_N() // store.num_heads]
-                keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
-            store.filter_(keep_N)

@@ -1,9 +1,9 @@
-"""A policy with everything that it needs, asked at the moments of a cache's life.
+"""A policy with everything that it needs, which turns the evidence of layers into keep masks.
 
-In: the evidence of layers. Out: keep masks: layer by layer while a model first reads (`LayerByLayer`), or of
-all layers at once at a later moment, when heads hold different numbers of entries already (`Again`). The one
-decision taken here: a sequence whose budget holds all that it has is neither scored nor checked for what a
-score wants, so that a batch decides for each sequence what a run of its own would.
+It decides layer by layer while a model first reads (`LayerByLayer`), or of all layers at once at a later
+eviction, when heads hold different numbers of entries already (`JointReEviction`). A sequence whose budget
+holds all that it has is neither scored nor checked for what a score wants, so that a batch decides for each
+sequence what a run of its own would.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,13 +16,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.attention.running_statistics import advance
-from retain.budget.capacity import Capacity, CapacityGuard, CapacityMeter, capacity_of, enlarge_to_limit
+from retain.budget.capacity import Capacity, CapacityMeter, Guard, capacity_of, enlarge_to_limit
 from retain.budget.cascade import Candidates, Cascade
 from retain.budget.quotas import Quotas, quotas_of
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.evidence import Evidence
 from retain.gates import GateSet
-from retain.hf.cache.batch_context import Arriving, Given
+from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.model.layout import LayerSpec
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries
 from retain.presets import Policy
@@ -64,7 +64,7 @@ class Wants:
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class EvictionRequest:
     """A policy, checked.
 
     Args:
@@ -157,7 +157,7 @@ class Request:
         share = {"share": settings["share"]} if "share" in settings else {}
         return replace(evidence, running=advance(evidence, evidence.running, **share))
 
-    def score(self, evidence: Evidence, given: Given) -> Score:
+    def score(self, evidence: Evidence, given: BatchContext) -> Score:
         """The policy's score of one layer."""
         learned = None
         if self.policy.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
@@ -168,7 +168,7 @@ class Request:
         observed = None if self.scorer is None else self.scorer(evidence)
         return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=given.seeds_B)
 
-    def plan(self, call: Arriving, given: Given, stock: Stock | None = None) -> Plan:
+    def plan(self, call: Arriving, given: BatchContext, stock: Stock | None = None) -> Plan:
         """What is settled before any layer is scored, and what can be found to be wrong by then."""
         shapes = [
             LayerShape(layer.num_kv_heads, 2 * layer.head_dim * call.element_size) for layer in self.layers
@@ -199,18 +199,18 @@ class Request:
                 )
         return plan.hold_whole(short, call.valid_BT) if short else plan
 
-    def decide(self, evidence: Sequence[Evidence], given: Given) -> list[Keep]:
+    def decide(self, evidence: Sequence[Evidence], given: BatchContext) -> list[Keep]:
         """Keep masks of all layers at once, of evidence that shows everything."""
-        return self.moment(evidence, given).keeps()
+        return self.joint_eviction(evidence, given).keeps()
 
-    def moment(self, evidence: Sequence[Evidence], given: Given) -> "Again":
-        """A moment that has looked at all layers, of evidence that shows everything."""
+    def joint_eviction(self, evidence: Sequence[Evidence], given: BatchContext) -> "JointReEviction":
+        """An eviction that has looked at all layers, of evidence that shows everything."""
         first = evidence[0]
         call = Arriving(first.valid_BT, first.token_ids_BT, first.keys_BHTD.element_size())
-        moment = Again(self, given, call, None)
+        step = JointReEviction(self, given, call, None)
         for layer in evidence:
-            moment.look(layer, None)
-        return moment
+            step.look(layer, None)
+        return step
 
 
 def unit_of(gates: Any) -> str:
@@ -255,7 +255,7 @@ class LayerByLayer:
     # Reads along while layers come; set by whoever wants to know what the eviction costs.
     gauge: CapacityMeter | None = None
 
-    def __init__(self, request: Request, given: Given, call: Arriving):
+    def __init__(self, request: EvictionRequest, given: BatchContext, call: Arriving):
         self.request, self.given = request, given
         self._plan(call)
 
@@ -290,25 +290,25 @@ class LayerByLayer:
         return _spread(keep_BHT, self.rows, evidence.exists_BHT), lower
 
 
-class Again:
-    """A policy at one moment, of all layers at once.
+class JointReEviction:
+    """One eviction by a policy, of all layers at once.
 
     Args:
         request: the policy.
         given: seeds and pins of the batch.
         call: padding and token ids of all tokens seen.
         stock: what there is to choose from; None: everything that was seen.
-        spared: sequences from which nothing goes at this moment.
+        spared: sequences from which nothing goes this time.
     """
 
     # What is done where the budget cannot be afforded, and then what it cost: of `rows`.
-    guard: CapacityGuard | None = None
+    guard: Guard | None = None
     capacity: Capacity | None = None
 
     def __init__(
         self,
-        request: Request,
-        given: Given,
+        request: EvictionRequest,
+        given: BatchContext,
         call: Arriving,
         stock: Stock | None,
         spared: Collection[int] = (),
@@ -372,7 +372,7 @@ class Again:
         return kept
 
 
-def _part(rows: list[int], evidence: Evidence, given: Given) -> tuple[Evidence, Given]:
+def _part(rows: list[int], evidence: Evidence, given: BatchContext) -> tuple[Evidence, BatchContext]:
     """Of some of the sequences."""
     if len(rows) == evidence.valid_BT.shape[0]:
         return evidence, given

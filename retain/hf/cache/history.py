@@ -1,8 +1,6 @@
-"""What a cache has seen, token by token, whatever it still holds of it.
+"""Records what a cache has seen, token by token: padding, positions and token ids.
 
-In: the calls that the decoder got. Out: padding, positions and token ids over all tokens seen. The one
-decision taken here: chunks are kept as they came and joined when asked for, so that a decoding step copies
-nothing.
+Chunks are kept as they came and joined when asked for, so that a decoding step copies nothing.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.cache.dense_view import last_tokens
 from retain.hf.intercept.forward_call import Call
 
 
@@ -31,6 +30,7 @@ class History:
     last_B: Int[Tensor, " B"]
 
     _lengths_B: list[int] | None = field(default=None, repr=False)
+    _first_of_last: dict[int, int] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, call: Call) -> "History":
@@ -50,6 +50,7 @@ class History:
             self.id_chunks = None
         self.position_chunks.append(call.positions_BS)
         self.valid_BT, self.last_B, self._lengths_B = call.mask_BT, last_B, None
+        self._first_of_last = {}
 
     def after(self, call: Call) -> "History":
         """The same once this call has gone through."""
@@ -87,6 +88,12 @@ class History:
         if self._lengths_B is None:
             self._lengths_B = self.valid_BT.sum(-1).tolist()
         return self._lengths_B
+
+    def first_of_last(self, num_tokens: int) -> int:
+        """The first token that is among the last `num_tokens` of some sequence (asks the device once)."""
+        if num_tokens not in self._first_of_last:
+            self._first_of_last[num_tokens] = int(last_tokens(self.valid_BT, num_tokens).min())
+        return self._first_of_last[num_tokens]
 
     def fork(self) -> "History":
         """The same, to go on apart."""

@@ -1,10 +1,8 @@
-"""What a layer shows at a later moment, when its heads hold different entries already.
+"""Builds a layer's evidence at a later eviction, when its heads hold different entries already.
 
-In: a layer's ragged store, what its last tokens showed, and the history of the batch. Out: an `Evidence`
-whose columns are the tokens that are still held, and side columns written beside the entries. The one
-decision taken here: attention inputs and queries are not kept, so what a later eviction wants to know of an
-entry (a gate's score, the norm of its projected value, the attention that it got) is made once and stands
-beside it.
+Its columns are the tokens that are still held. Attention inputs and queries are not kept, so what a later
+eviction wants to know of an entry (a gate's score, the norm of its projected value, the attention that it
+got) is computed once and stored beside it.
 """
 
 from dataclasses import replace
@@ -17,7 +15,7 @@ from retain.attention.rotary import Rotary
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.store import RaggedStore, normal_tensors
 from retain.evidence import Evidence, RunningStatistics
-from retain.hf.cache.bound_policy import Rule
+from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.history import History
 from retain.hf.cache.layer import Layer
 from retain.hf.model.layout import LayerSpec
@@ -123,31 +121,37 @@ def _shown(columns: DenseView, store_CD: Tensor, wanted: bool) -> Tensor:
 
 
 def note_(
-    layer: Layer, spec: LayerSpec, rule: Rule, history: History, rotary: Rotary | None, *, num_tokens: int
+    layer: Layer,
+    spec: LayerSpec,
+    bound: BoundPolicy,
+    history: History,
+    rotary: Rotary | None,
+    *,
+    num_tokens: int,
 ) -> None:
     """Write beside a layer's last entries what a later eviction wants to know of them.
 
     Args:
         layer: whose store holds the last tokens in every head.
         spec: where it is in the model.
-        rule: says what is wanted.
+        bound: says what is wanted.
         history: of the batch, the last tokens included.
         rotary: the model's rotary embedding.
         num_tokens: the last tokens, of which nothing was noted yet.
     """
-    wants, store = rule.wants, layer.store
+    wants, store = bound.wants, layer.store
     assert store is not None
     device = store.keys_CD.device
     if wants.learned or wants.value_norm:
         valid_BS = history.valid_BT[:, -num_tokens:].to(device)
-        tail = rule.noted(_tail(layer, spec, rule, history, rotary, valid_BS))
+        tail = bound.noted(_tail(layer, spec, bound, history, rotary, valid_BS))
         for name, side in beside_of(replace(tail, running=None)).items():
             store.set_beside_(name, side, valid_BS)
     if wants.running:
         evidence, columns = evidence_of(
             layer, spec, history, rotary, num_queries=num_tokens, values=False, output_weight=False
         )
-        running = rule.counted(evidence).running
+        running = bound.counted(evidence).running
         assert running is not None
         entry_N = store.index_N()
         last_BHT = running.last_access_BHT.to(torch.int32)
@@ -163,7 +167,7 @@ def note_(
 def _tail(
     layer: Layer,
     spec: LayerSpec,
-    rule: Rule,
+    bound: BoundPolicy,
     history: History,
     rotary: Rotary | None,
     valid_BS: Bool[Tensor, "B S"],
@@ -178,7 +182,7 @@ def _tail(
         for side in (store.keys_CD, store.values_CD)
     )
     ids, recent = history.token_ids_BT, layer.recent
-    if rule.wants.own_queries:
+    if bound.wants.own_queries:
         queries_BQSD = recent.last_queries(num_tokens).to(device)
     else:
         queries_BQSD = keys_BHTD.new_zeros(B, spec.num_heads, 0, spec.head_dim)
@@ -187,7 +191,7 @@ def _tail(
         queries_BQSD=queries_BQSD,
         keys_BHTD=keys_BHTD,
         values_BHTD=values_BHTD,
-        output_weight_QDE=spec.output_weight_if(rule.reads_output),
+        output_weight_QDE=spec.output_weight_if(bound.reads_output),
         scaling=spec.scaling if layer.scaling is None else layer.scaling,
         positions_BT=history.positions_BT[:, -num_tokens:].to(device),
         valid_BT=valid_BS,
@@ -201,14 +205,14 @@ def _tail(
     )
 
 
-def remembered(evidence: Evidence, rule: Rule) -> Evidence:
+def remembered(evidence: Evidence, bound: BoundPolicy) -> Evidence:
     """What of a layer is held until the lookahead tokens have asked: besides its keys and values, what the
     policy's own score looks at."""
-    wants, request = rule.wants, rule.request
+    wants, request = bound.wants, bound.request
     assert request is not None
     if request.scorer is not None:  # nobody knows what a foreign scorer looks at
         return evidence
-    evidence = rule.counted(evidence)
+    evidence = bound.counted(evidence)
     queries_BQSD = evidence.queries_BQSD
     if wants.queries is not None:  # a copy, so that the others are let go
         queries_BQSD = queries_BQSD[:, :, max(0, evidence.num_seen - wants.queries) :].clone()
@@ -241,3 +245,13 @@ def expire_(store: RaggedStore, window: int, last_B: Int[Tensor, " B"]) -> bool:
         return False
     store.compact_(alive_N)
     return True
+
+
+def without_queries(history: History, first: int, wanted: int | None) -> list[int]:
+    """Sequences that have fewer queries from a token on than the policy wants to look at.
+
+    So it is behind the pads of a finished row, once a mask says that they were pads, and behind a crop:
+    they are decided on again when enough tokens have come.
+    """
+    shown_B = history.valid_BT[:, first:].sum(-1).tolist()
+    return [row for row, shown in enumerate(shown_B) if shown < min(wanted or 1, history.lengths_B[row])]

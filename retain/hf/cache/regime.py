@@ -1,8 +1,8 @@
-"""When a cache evicts: after its first prompt, after everything that it reads, or every few tokens.
+"""Says when a cache evicts: after its first prompt, after everything that it reads, or every few tokens.
 
-In: a name as users write it, parts joined by `+`. Out: what is asked after each forward. The one decision
-taken here: three independent questions (is the first prompt over, was this a read, have enough tokens come)
-say all that the published regimes say, so that a new regime is a new combination and no new code.
+Three independent questions (is the first prompt over, was this a read, have enough tokens come) say all that
+the published regimes say, so that a new regime is a new combination and no new code. A name is parts joined
+by `+`:
 
     prefill    once, when the first prompt has been read, all its chunks together
     chunked    after every read: every chunk of a prompt, every later turn

@@ -1,8 +1,7 @@
-"""What a cache holds and what it freed, per layer, as a table.
+"""Reports what a cache holds and what it freed, per layer, as a table.
 
-In: counts that the cache took from its stores. Out: a `Report` whose `str` is the table. The one decision
-taken here: `bytes_held` counts the keys and values of held entries exactly; what the storage really takes
-(slack, unequal rooms, positions) is `bytes_allocated`, and stands beside it.
+`bytes_held` counts the keys and values of held entries exactly; what the storage really takes (slack, unequal
+rooms, positions) is `bytes_allocated`, and stands beside it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from retain.budget.capacity import Capacity
 from retain.cache.attend import path_named
-from retain.hf.cache import pass_through_layers as foreign
+from retain.hf.model import pass_through_layers
 
 if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache
@@ -111,9 +110,9 @@ class Report:
 
 def report_of(cache: "Cache") -> Report:
     """What a cache holds now: `retain.Cache.report`, which see."""
-    tokens = 0 if cache.history is None else sum(cache.history.lengths_B)
+    tokens = 0 if cache.state.history is None else sum(cache.state.history.lengths_B)
     rows, alone, paths = [], [], []
-    for spec, layer in zip(cache.specs, cache.ragged, strict=True):
+    for spec, layer in zip(cache.state.specs, cache.state.ragged, strict=True):
         seen = tokens * spec.num_kv_heads
         beside = layer.recent.num_bytes
         if layer.store is not None:
@@ -129,13 +128,13 @@ def report_of(cache: "Cache") -> Report:
             held = allocated = entry = 0
         name = f"layer {spec.layer_idx}"
         rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
-    for left in cache.layout.alone.values():
+    for left in cache.state.layout.alone.values():
         own = cache.layers[left.layer_idx]
-        held, allocated = foreign.held_bytes(own), foreign.allocated_bytes(own)
+        held, allocated = pass_through_layers.held_bytes(own), pass_through_layers.allocated_bytes(own)
         alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
     # How attention over what is held is computed; of every layer, where they differ.
     path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
-    name, whole = cache.rule.name, tuple(cache.held_whole)
+    name, whole = cache.state.bound_policy.name, tuple(cache.state.held_whole)
     return Report(
         name, path, tuple(rows), total_of(rows), tuple(alone), cache.evictions, cache.capacity, whole
     )

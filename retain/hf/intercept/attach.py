@@ -1,18 +1,15 @@
-"""Connect a model to `retain.Cache`, and disconnect it again.
+"""Connects a model to `retain.Cache`, and disconnects it again.
 
-In: a causal language model. Out: a handle, also a context manager, that takes this back. Mechanism, the
-public extension points of transformers only: an attention function and a mask function registered under a
-name of ours, which the model's config then points to; a forward pre-hook on each attention module that hands
-our function the cache and the attention input; one on each of their decoder layers, for gates that look at
-the residual stream; and hooks on the decoder that show the cache what the call was
-given (2D mask, token ids, positions). A method of the instance stands before the model's `generate` and
-refuses what would get round a budget.
+It uses the public extension points of transformers only: an attention function and a mask function under a
+name of ours, which the model's config then points to; hooks on the decoder, its layers and their attention
+modules, which show a cache what they are called with (`retain.hf.intercept.interceptor`); and a `generate` of
+the instance, which refuses what would get round a budget.
 
-The one decision taken here: all of it is inert unless the forward's `past_key_values` is a `retain.Cache`.
-Any other cache, or none, reaches the implementation that the model had before. No state is kept here; it is
-the cache's. What outlives a handle is two names in tables of transformers, under which a function without
-state stands that no model is pointed to: so the copies of an attached model depend on no one else's undo.
-A model is attached once, however many ask for it, until the last of them has undone its handle.
+All of it is inert unless the forward's `past_key_values` is an `InterceptedCache`. Any other cache, or none,
+reaches the implementation that the model had before. No state is kept here; it is the cache's. What outlives
+a handle is two names in tables of transformers, to which no model points: so the copies of an attached model
+depend on no one else's undo. A model is attached once, however many ask for it, until the last of them has
+undone its handle.
 """
 
 import inspect
@@ -21,97 +18,44 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import StoppingCriteriaList
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
-from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attention_names import PREVIOUS, hidden_of, previous_attention, register
+from retain.hf.intercept.attention_names import (
+    PREVIOUS,
+    STEP,
+    hidden_of,
+    intercepted,
+    register,
+)
 from retain.hf.intercept.ended_sequences import Ended, fills
-from retain.hf.intercept.forward_call import Step
-from retain.hf.intercept.lookahead_pass import ReadCache
+from retain.hf.intercept.interceptor import InterceptedCache, Step, outside_graphs
 from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of
 
-# Keyword under which a step travels from the attention module's hook to the attention function.
-STEP = "retain_step"
+
+@outside_graphs
+def _begin(
+    cache: InterceptedCache, decoder: nn.Module, given: dict[str, Any], attachment: "Attachment"
+) -> None:
+    cache.engine.begin(decoder, given, attachment.rotary)
 
 
-# What runs outside of compiled graphs, by name; filled when a model is attached, since torch.compile's part
-# of torch is slow to import (and is there by then: models import it).
-OUTSIDE: dict[str, Callable[..., Any]] = {}
+@outside_graphs
+def _expect(cache: InterceptedCache, module: Any, hidden_BSE: Tensor) -> Step:
+    return cache.engine.expect(module.layer_idx, hidden_BSE)
 
 
-def _begin(cache: Cache, given: dict[str, Any], attachment: "Attachment") -> None:
-    cache.begin(
-        input_ids=given.get("input_ids"),
-        inputs_embeds=given.get("inputs_embeds"),
-        attention_mask=given.get("attention_mask"),
-        position_ids=given.get("position_ids"),
-        rotary=attachment.rotary,
-    )
+@outside_graphs
+def _show_stream(cache: InterceptedCache, layer_idx: int, stream_BSE: Tensor) -> None:
+    cache.engine.show_stream(layer_idx, stream_BSE)
 
 
-def _expect(cache: Cache | ReadCache, module: Any, hidden: Tensor) -> Step:
-    return cache.expect(module.layer_idx, hidden)
-
-
-def _stream(cache: Cache, layer_idx: int, stream: Tensor) -> None:
-    cache.layers[layer_idx].stream_BSE = stream
-
-
-def _attention(
-    cache: Cache | ReadCache,
-    step: Step,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    dense: Callable[[], Any],
-    scaling: float | None,
-    soft_cap: float | None,
-) -> tuple[Tensor, Tensor | None]:
-    return cache.attention(step, queries, keys, values, dense, scaling=scaling, soft_cap=soft_cap)
-
-
-def _keep_outside() -> None:
-    """Have torch.compile break its graphs at what the cache does, and leave alone what that calls: what is
-    held changes from token to token, and a graph of it would be compiled for each.
-
-    Attention modules read their own number between two breaks, so one graph a layer is compiled of those:
-    of a model with more layers than `torch._dynamo.config.recompile_limit` (8), the others run as written.
-    """
-    if not OUTSIDE:
-        why = "retain.Cache runs outside of graphs"
-        methods = {"begin": _begin, "attention": _attention, "expect": _expect, "finish": Cache.finish}
-        methods["stream"] = _stream
-        OUTSIDE.update({name: torch.compiler.disable(one, reason=why) for name, one in methods.items()})
-        # Models call it themselves, with a layer's number, for each of which a graph would be compiled.
-        Cache.update = torch.compiler.disable(Cache.update, reason=why)
-
-
-def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def retain_attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        step: Step | None = kwargs.pop(STEP, None)
-
-        def dense() -> tuple[Tensor, Tensor | None]:
-            return previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
-
-        if step is None:
-            return dense()
-        return OUTSIDE["attention"](
-            step.cache, step, query, key, value, dense, kwargs.get("scaling"), kwargs.get("softcap")
-        )
-
-    return retain_attention
+@outside_graphs
+def _finish(cache: InterceptedCache) -> None:
+    cache.engine.finish()
 
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
@@ -136,43 +80,32 @@ class _BeforeModel:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         cache = given.get("past_key_values")
-        if isinstance(cache, Cache):
-            if base_model(cache.model) is not module:
-                raise ValueError(
-                    "this retain.Cache was made for another model than the one that is called: make one with "
-                    "retain.Cache(model, ...) for each model."
-                )
-            if module.training and getattr(module, "is_gradient_checkpointing", False):
-                raise ValueError(
-                    "this model is in training mode with gradient checkpointing, where transformers takes "
-                    "the cache away from its layers: call model.eval() (or "
-                    "model.gradient_checkpointing_disable()) before a forward with a retain.Cache."
-                )
-            OUTSIDE["begin"](cache, given, self.attachment)
+        if isinstance(cache, InterceptedCache):
+            _begin(cache, module, given, self.attachment)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Decoder hook: the forward went through; the cache counts the tokens as seen."""
     cache = kwargs.get("past_key_values")
     if cache is None:
-        cache = next((value for value in args if isinstance(value, Cache)), None)
-    if isinstance(cache, Cache):
-        OUTSIDE["finish"](cache)
+        cache = next((value for value in args if isinstance(value, InterceptedCache)), None)
+    if isinstance(cache, InterceptedCache):
+        _finish(cache)
 
 
 def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache) and cache.reads_stream:
-        OUTSIDE["stream"](cache, layer_idx, hidden_of(args, kwargs))
+    if isinstance(cache, InterceptedCache) and cache.engine.reads_stream:
+        _show_stream(cache, layer_idx, hidden_of(args, kwargs))
 
 
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Attention pre-hook: lets the cache and the attention input travel to the attention function."""
     cache = kwargs.get("past_key_values")
-    if not isinstance(cache, Cache | ReadCache):
+    if not isinstance(cache, InterceptedCache):
         return None
-    return args, {**kwargs, STEP: OUTSIDE["expect"](cache, module, hidden_of(args, kwargs))}
+    return args, {**kwargs, STEP: _expect(cache, module, hidden_of(args, kwargs))}
 
 
 _ASSISTED = (
@@ -213,8 +146,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     names = list(inspect.signature(own).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = given.get("past_key_values")
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, InterceptedCache):
         return own(model, *args, **kwargs)
+    engine = cache.engine
 
     def stated(name: str) -> tuple[str, Any]:
         """Where a setting is given, and what it says; the first place that says something. An argument that
@@ -240,11 +174,11 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     width = None
     if chunk_size is not None:
         ids = given.get("input_ids", given.get("inputs"))
-        if not isinstance(ids, Tensor) or cache.num_seen:
+        if not isinstance(ids, Tensor) or engine.num_seen:
             why = (
-                f"on a cache that has seen {cache.num_seen} tokens makes transformers read the whole input "
+                f"on a cache that has seen {engine.num_seen} tokens makes transformers read the whole input "
                 "again"
-                if cache.num_seen
+                if engine.num_seen
                 else "needs input_ids: of embeddings transformers makes no chunks"
             )
             raise ValueError(
@@ -252,52 +186,23 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                 "attention_mask, chunk_size=...) and generate from there."
             )
         width = ids.shape[1]
-    cache.check_whole()
-    _check_ids(cache, given.get("input_ids", given.get("inputs")), given.get("attention_mask"))
-    before, criteria = cache.num_seen, given.get("stopping_criteria")
-    if fills(stated("eos_token_id")[1], criteria):
-        criteria, at = StoppingCriteriaList([*(criteria or ()), Ended(cache.hear_ends)]), len(args)
-        if "stopping_criteria" in names[:at]:
-            at = names.index("stopping_criteria")
-            args = (*args[:at], criteria, *args[at + 1 :])
-        else:
-            kwargs = {**kwargs, "stopping_criteria": criteria}
-    with cache.generating(width, given.get("attention_mask")):
+    engine.check_ids(given.get("input_ids", given.get("inputs")), given.get("attention_mask"))
+    before, criteria = engine.num_seen, given.get("stopping_criteria")
+    with engine.generating(width, given.get("attention_mask")) as hear_ends:
+        if fills(stated("eos_token_id")[1], criteria):
+            criteria, at = StoppingCriteriaList([*(criteria or ()), Ended(hear_ends)]), len(args)
+            if "stopping_criteria" in names[:at]:
+                at = names.index("stopping_criteria")
+                args = (*args[:at], criteria, *args[at + 1 :])
+            else:
+                kwargs = {**kwargs, "stopping_criteria": criteria}
         output = own(model, *args, **kwargs)
-    if cache.num_seen == before:
+    if engine.num_seen == before:
         raise ValueError(
             f"generate left past_key_values unread (it has seen {before} tokens, as before), so nothing was "
             "evicted: something stands between, which brings a cache of its own. Generate without it."
         )
     return output
-
-
-def _check_ids(cache: Cache, ids: Any, attention_mask: Any) -> None:
-    """Refuse ids that leave out what the cache has read: `generate` wants all, and reads what is new.
-
-    Raises:
-        ValueError: fewer of them than were read, without a mask over both; or others.
-    """
-    past = cache.history
-    if past is None or past.token_ids_BT is None or not isinstance(ids, Tensor) or ids.ndim != 2:
-        return
-    own_BT, num_ids, seen = past.token_ids_BT, ids.shape[1], past.num_seen
-    if isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_ids:
-        return  # transformers takes ids alone that a mask over both comes with
-    wanted = (
-        "pass generate the ids of both, those that were read and those that come (torch.cat([context_ids, "
-        "question_ids], dim=1)); it reads only the new ones."
-    )
-    if num_ids <= seen:
-        raise ValueError(f"input_ids has {num_ids} tokens a row, and this cache has read {seen}: {wanted}")
-    if len(own_BT) != len(ids):
-        return
-    differs_BT = (ids[:, :seen].to(own_BT.device) != own_BT) & past.valid_BT.to(own_BT.device)
-    if bool(differs_BT.any()):
-        raise ValueError(
-            f"input_ids does not begin with the {seen} tokens that this cache has read: {wanted} For another "
-            "context make another cache, or reset() it."
-        )
 
 
 def _generating(model: nn.Module) -> Any:
@@ -347,8 +252,7 @@ class Attachment:
 
     def _connect(self) -> None:
         """What is of the process, not of the model."""
-        _keep_outside()
-        register(self.name, _attention_function(self.previous), _mask_function(self.previous))
+        register(self.name, intercepted(self.previous), _mask_function(self.previous))
         _ATTACHED.add(self)
 
     def __getstate__(self) -> dict[str, Any]:

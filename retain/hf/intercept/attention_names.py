@@ -1,13 +1,11 @@
-"""Names of attention functions in transformers' tables, and what is handed to them.
+"""Registers attention functions in transformers' tables, and points configurations to them.
 
-In: a name that a model attends with, or functions of ours. Out: the function behind the name; ours under a
-name of its own, to which configurations point for a while. The one decision taken here: a name, once it is
-registered, stays in transformers' tables, where it does nothing to a model that does not point to it, so that
-nobody's undo depends on anybody else's.
+A name, once it is registered, stays in transformers' tables, where it does nothing to a model that does not
+point to it, so that nobody's undo depends on anybody else's.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +27,56 @@ def previous_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tens
     """
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+# Keyword under which a step travels from an attention module's hook to the attention function.
+STEP = "retain_step"
+
+
+class AttentionStep:
+    """What stands before one layer's attention in one forward."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the layer's attention, `[B, S, Q, D]`.
+
+        Args:
+            query, key, value: `[B, heads, S, D]`, after norm and RoPE.
+            dense: runs what the model would have run.
+            given: the further arguments of transformers' function.
+        """
+        raise NotImplementedError
+
+
+def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """An attention function that leaves a layer to the `AttentionStep` in its arguments.
+
+    Args:
+        previous: name of the function for calls without such a step; None: there are none.
+    """
+
+    def retain_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        step = kwargs.pop(STEP, None)
+
+        def dense() -> tuple[Tensor, Tensor | None]:
+            if previous is None:
+                raise ValueError(
+                    f"{type(module).__name__} attends, and nothing is known of its layer: this model cannot "
+                    "be read packed. Please report its architecture."
+                )
+            return previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
+
+        return step.attend(query, key, value, dense, kwargs) if isinstance(step, AttentionStep) else dense()
+
+    return retain_attention
 
 
 def register(

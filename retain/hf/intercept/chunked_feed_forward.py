@@ -1,9 +1,8 @@
-"""What looks at every token alone is run over a few tokens at a time.
+"""Runs token-wise modules (feed-forward, norms) over a few tokens at a time.
 
-In: a decoder's layers. Out: a `with` inside which their feed-forward parts and norms take so many tokens at a
-time. The one decision taken here: only what is known by its name to be token-wise is cut, so that an unknown
-part is run as it was written. The results are the same, and what is held at once no longer grows with the
-feed-forward width times the sequence: the largest activation of a forward over a long context.
+The results are the same, and what is held at once no longer grows with the feed-forward width times the
+sequence: the largest activation of a forward over a long context. Only what is known by its name to be
+token-wise is cut; an unknown part is run as it was written.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,10 +1,9 @@
-"""What one forward of the decoder was given, and what is refused there.
+"""Checks what one forward of the decoder was given, and refuses what would go wrong silently later.
 
-In: the decoder's arguments and what the cache has seen. Out: a `Call`, with validity and positions of the new
-tokens. The one decision taken here: everything that would go wrong silently later (right padding, a mask that
-contradicts the past, packed sequences) is found before the first layer runs, with a single transfer from the
-device (two where past tokens are forgotten). Where kernels run, decoding steps are spared that wait: what is
-wrong with one is noticed after it has run (`retain.hf.cache.mask_checks`).
+Right padding, a mask that contradicts the past, and packed sequences are found before the first layer runs,
+with a single transfer from the device (two where past tokens are forgotten). Where kernels run, decoding
+steps are spared that wait: what is wrong with one is noticed after it has run
+(`retain.hf.intercept.mask_checks`).
 """
 
 from collections.abc import Callable
@@ -17,8 +16,12 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import tokens_last
-from retain.hf.cache.batch_context import MASK_VALUES
-from retain.hf.cache.mask_checks import WRONG, Doubt
+from retain.hf.intercept.mask_checks import WRONG, MaskCheck
+
+MASK_VALUES = (
+    "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
+    "and 0 on padding."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +36,7 @@ class Call:
         token_ids_BS: None if the caller passed embeddings.
         forgotten_BT: past tokens that this call's mask declares padding; None when there are none.
         rotary: the model's rotary embedding, where it is understood.
-        doubt: what is still to be found out about it; None: nothing.
+        mask_check: what is still to be found out about it; None: nothing.
         gaps: some sequence has padding behind tokens of this call: an unread token before a padded turn, or
             virtual tokens (peft's prompt tuning) before a padded prompt.
     """
@@ -45,7 +48,7 @@ class Call:
     token_ids_BS: Int[Tensor, "B S"] | None
     forgotten_BT: Bool[Tensor, "B P"] | None
     rotary: Rotary | None = None
-    doubt: Doubt | None = None
+    mask_check: MaskCheck | None = None
     gaps: bool = False
 
     def left_padded(self) -> "Call":
@@ -61,30 +64,6 @@ class Call:
             token_ids_BS=None if own is None else tokens_last(own, mask_BT),
             gaps=False,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What travels from an attention module's hook to the attention function.
-
-    Args:
-        cache: ours.
-        layer_idx: index of the layer in the model.
-        hidden_BSE: attention input, after the input layer norm.
-        stream_BSE: the same before that norm; None when nobody asked for it.
-    """
-
-    cache: Any
-    layer_idx: int
-    hidden_BSE: Tensor
-    stream_BSE: Tensor | None = None
-
-    def left_padded(self, valid_BS: Bool[Tensor, "B S"]) -> "Step":
-        """The same with all padding before its sequences' tokens."""
-        own = self.stream_BSE
-        stream_BSE = None if own is None else tokens_last(own, valid_BS.to(own.device))
-        hidden_BSE = tokens_last(self.hidden_BSE, valid_BS.to(self.hidden_BSE.device))
-        return replace(self, hidden_BSE=hidden_BSE, stream_BSE=stream_BSE)
 
 
 def read_call(
@@ -129,10 +108,71 @@ def read_call(
     tokens = input_ids if input_ids is not None else inputs_embeds
     if tokens is None:
         raise ValueError("the decoder got neither input_ids nor inputs_embeds.")
-    (B, S), device = tokens.shape[:2], tokens.device
+    B, S, device = *tokens.shape[:2], tokens.device
     if past_BT is None:
         past_BT = torch.ones(B, 0, dtype=torch.bool, device=device)
     past_BT, seen = past_BT.to(device), past_BT.shape[1]
+    mask_BT, positions_BS = _shaped(past_BT, tokens, attention_mask, position_ids)
+
+    if later:
+        assert another and S == 1 and last_B is not None
+        found = {"back": (positions_BS[:, 0] <= last_B.to(device)) & mask_BT[:, -1]}
+        if attention_mask is not None:  # else the mask is of our making
+            changed_BT = past_BT ^ mask_BT[:, :-1]
+            found |= {"forgotten": changed_BT & past_BT, "revived": changed_BT & ~past_BT}
+            if alone:
+                found["gap"] = past_BT.any(-1) & ~mask_BT[:, -1]
+        return Call(
+            is_prefill=False,
+            mask_BT=mask_BT,
+            valid_BS=None if attention_mask is None else mask_BT[:, -1:],
+            positions_BS=positions_BS,
+            token_ids_BS=input_ids,
+            forgotten_BT=None,
+            rotary=rotary,
+            mask_check=MaskCheck({name: wrong.any() for name, wrong in found.items()}),
+        )
+    valid_BS = mask_BT[:, seen:]
+    if another and S == 1 and last_B is not None:
+        # A step like the one before it: nothing padded, nothing taken back, positions that go on.
+        same = attention_mask is None or (bool(valid_BS.all()) and torch.equal(mask_BT[:, :seen], past_BT))
+        if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
+            return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
+    forgotten_BT = past_BT & ~mask_BT[:, :seen]
+    strange = valid_BS.new_zeros(())
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
+    padded, gaps, forgotten = _checked(
+        past_BT,
+        last_B,
+        positions,
+        mask_BT=mask_BT,
+        positions_BS=positions_BS,
+        strange=strange,
+        ends=seen + S >= (width or 0),
+        another=another,
+    )
+    return Call(
+        is_prefill=seen == 0,
+        mask_BT=mask_BT,
+        valid_BS=valid_BS if padded else None,
+        positions_BS=positions_BS,
+        token_ids_BS=input_ids,
+        forgotten_BT=forgotten_BT if forgotten else None,
+        rotary=rotary,
+        gaps=gaps,
+    )
+
+
+def _shaped(
+    past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: Any, position_ids: Tensor | None
+) -> tuple[Bool[Tensor, "B T"], Int[Tensor, "B S"]]:
+    """Mask over the past and the new tokens, and positions of the new ones, as a call gives them.
+
+    Raises:
+        ValueError: another batch size, or a mask or positions of another shape.
+    """
+    (B, S), device, seen = tokens.shape[:2], tokens.device, past_BT.shape[1]
     if past_BT.shape[0] != B:
         raise ValueError(
             f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
@@ -159,36 +199,40 @@ def read_call(
     if position_ids.ndim != 2 or position_ids.shape[1] != S:
         raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
     positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
+    return mask_BT, positions_BS
 
-    if later:
-        assert another and S == 1 and last_B is not None
-        found = {"back": (positions_BS[:, 0] <= last_B.to(device)) & mask_BT[:, -1]}
-        if attention_mask is not None:  # else the mask is of our making
-            changed_BT = past_BT ^ mask_BT[:, :-1]
-            found |= {"forgotten": changed_BT & past_BT, "revived": changed_BT & ~past_BT}
-            if alone:
-                found["gap"] = past_BT.any(-1) & ~mask_BT[:, -1]
-        return Call(
-            is_prefill=False,
-            mask_BT=mask_BT,
-            valid_BS=None if attention_mask is None else mask_BT[:, -1:],
-            positions_BS=positions_BS,
-            token_ids_BS=input_ids,
-            forgotten_BT=None,
-            rotary=rotary,
-            doubt=Doubt({name: wrong.any() for name, wrong in found.items()}),
-        )
+
+def _checked(
+    past_BT: Bool[Tensor, "B P"],
+    last_B: Int[Tensor, " B"] | None,
+    positions: Callable[[], Int[Tensor, "B P"]],
+    *,
+    mask_BT: Bool[Tensor, "B T"],
+    positions_BS: Int[Tensor, "B S"],
+    strange: Bool[Tensor, ""],
+    ends: bool,
+    another: bool,
+) -> tuple[bool, bool, bool]:
+    """Check a call's mask and positions against the past, with one transfer from the device.
+
+    Args:
+        past_BT, last_B, positions, another: as `read_call` takes them.
+        mask_BT: over the past and the new tokens.
+        positions_BS: of the new tokens.
+        strange: whether the mask holds other values than 0 and 1.
+        ends: the whole prompt has come with this call.
+
+    Returns:
+        whether new tokens are padding, whether padding stands behind tokens, whether past tokens are taken
+        back.
+
+    Raises:
+        ValueError: as `read_call` says.
+    """
+    seen, S, device = past_BT.shape[1], positions_BS.shape[1], mask_BT.device
     valid_BS = mask_BT[:, seen:]
-    if another and S == 1 and last_B is not None:
-        # A step like the one before it: nothing padded, nothing taken back, positions that go on.
-        same = attention_mask is None or (bool(valid_BS.all()) and torch.equal(mask_BT[:, :seen], past_BT))
-        if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
-            return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
     forgotten_BT = past_BT & ~mask_BT[:, :seen]
-    no = valid_BS.new_zeros(())
-    between, behind, disordered, backwards, strange = no, no, no, no, no
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
+    between = behind = disordered = backwards = valid_BS.new_zeros(())
     if S > 1:
         before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
         disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
@@ -217,13 +261,13 @@ def read_call(
         still_BT = past_BT & ~forgotten_BT
         last_B = positions().to(device).masked_fill(~still_BT, -1).amax(1)
         back = bool(((positions_BS <= last_B[:, None]) & valid_BS).any())
-    if right and seen + S >= (width or 0):
+    if right and ends:
         raise ValueError(
             "right padding: a row of the attention mask ends in 0 behind tokens of this call. Decoding "
             "continues after the last column, so pads there would stand between a prompt and its "
             "continuation: set tokenizer.padding_side = 'left'."
         )
-    if empty and seen + S >= (width or 0) and not bool(mask_BT.any(1).all()):
+    if empty and ends and not bool(mask_BT.any(1).all()):
         raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
     if another and forgotten:
         raise ValueError(WRONG["forgotten"])
@@ -241,13 +285,4 @@ def read_call(
             "pass position_ids: without them transformers counts padding too. And without an attention_mask "
             "generate takes every token that equals pad_token_id for padding: pass one."
         )
-    return Call(
-        is_prefill=seen == 0,
-        mask_BT=mask_BT,
-        valid_BS=valid_BS if padded else None,
-        positions_BS=positions_BS,
-        token_ids_BS=input_ids,
-        forgotten_BT=forgotten_BT if forgotten else None,
-        rotary=rotary,
-        gaps=gaps,
-    )
+    return padded, gaps, forgotten

@@ -1,12 +1,10 @@
-"""The lookahead pass: the tokens of a lookahead gate run behind a prompt that a cache still holds whole.
+"""Runs the tokens of a lookahead gate behind a prompt that a cache still holds whole.
 
-In: a model, gates with an extension, and the keys and values of a prompt in every layer. Out: for each layer
-that evicts, the lookahead tokens' queries and keys, which the gate scores entries by. The one decision taken
-here: two passes. The prompt is read by the frozen model as ever; then the tokens alone run through the
-extended one, on a cache that is read and never written. So the adapters are on their path only, and when the
-pass is over nothing of the model, of the prompt's cache or of the layers left alone has changed. The price is
-the peak: no layer can be cut before the last one has read the prompt, so that all of its keys and values are
-held once (and, a layer at a time, once more beside the tokens' own).
+The prompt is read by the frozen model as ever; then the tokens alone run through the extended one, on a cache
+that is read and never written. So the adapters are on their path only, and when the pass is over nothing of
+the model, of the prompt's cache or of the layers left alone has changed. The price is the peak: no layer can
+be cut before the last one has read the prompt, so that all of its keys and values are held once (and, a layer
+at a time, once more beside the tokens' own).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +14,13 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
-from retain.hf.cache import pass_through_layers as foreign
-from retain.hf.intercept.forward_call import Step
+from retain.hf.intercept.interceptor import InterceptedCache, Interceptor, Step
+from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.layout import Layout
 from retain.hf.model.projection import input_width
@@ -83,7 +80,21 @@ class _ReadLayer(CacheLayerMixin):
         return -1
 
 
-class ReadCache(TransformersCache):
+class QueryRecorder(Interceptor):
+    """Records what an evicting layer is asked, and computes its attention as the model would have."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Asked] = {}
+
+    def attention(
+        self, step: Step, queries_BQSD: Tensor, keys_BHSD: Tensor, values_BHSD: Tensor, dense: Any, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        num_tokens = queries_BQSD.shape[2]
+        self.asked[step.layer_idx] = Asked(queries_BQSD, keys_BHSD[:, :, -num_tokens:])
+        return dense()
+
+
+class ReadCache(InterceptedCache):
     """A prompt that tokens are run behind, in every layer; an attached model shows it what they ask.
 
     Args:
@@ -95,28 +106,16 @@ class ReadCache(TransformersCache):
     def __init__(self, layout: Layout, held: Mapping[int, tuple[Tensor, Tensor]], alone: Mapping[int, Any]):
         super().__init__(
             layers=[
-                foreign.fork(alone[idx]) if idx in layout.alone else _ReadLayer(*held[idx])
+                pass_through_layers.fork(alone[idx]) if idx in layout.alone else _ReadLayer(*held[idx])
                 for idx in range(layout.num_layers)
             ]
         )
-        self.asked: dict[int, Asked] = {}
+        self.engine: QueryRecorder = QueryRecorder()
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
         """Nothing comes behind these tokens: their state is not written over the one that they began from,
         which a gradient looks back to."""
         return recurrent_states
-
-    def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
-        """Before an evicting layer's attention module runs."""
-        return Step(self, layer_idx, hidden_BSE)
-
-    def attention(
-        self, step: Step, queries_BQSD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, dense: Any, **_: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """An evicting layer's attention: what the model would have run, seen."""
-        num_tokens = queries_BQSD.shape[2]
-        self.asked[step.layer_idx] = Asked(queries_BQSD, keys_BHTD[:, :, -num_tokens:])
-        return dense()
 
 
 def run_behind(
@@ -148,7 +147,7 @@ def run_behind(
         past_key_values=cache,
         use_cache=True,
     )
-    return cache.asked
+    return cache.engine.asked
 
 
 def look_ahead(

@@ -62,4 +62,4 @@ def observe_ahead(
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)
         assert cache.evidence is not None
-        return look_ahead(model, gates, cache.read_only(), cache.evidence)
+        return look_ahead(model, gates, cache.engine.read_only(), cache.evidence)

@@ -1,11 +1,10 @@
-"""Other people's scores: an object in the calling convention of the field's main library, as a score here.
+"""Scores entries by an object in the calling convention of the field's main library, a "press".
 
-In: a model, and any object with a `score(module, hidden_states, keys, values, attentions, kwargs)` method
-that returns `[batch, KV heads, entries]`, higher = keep (a "press"). Out: a function from evidence to
-`Score`, which selection, budgets and protection treat like any other: what it ranks low is really freed.
-
-The one decision taken here: such objects know nothing of padding, and some take a batch of one for granted.
-So each is called on one sequence at a time, without its padding, and sees what it would have seen alone.
+That is any object with a `score(module, hidden_states, keys, values, attentions, kwargs)` method that returns
+`[batch, KV heads, entries]`, higher = keep. Selection, budgets and protection treat its score like any other:
+what it ranks low is really freed. Such objects know nothing of padding, and some take a batch of one for
+granted. So each is called on one sequence at a time, without its padding, and sees what it would have seen
+alone.
 """
 
 from collections.abc import Callable, Iterator

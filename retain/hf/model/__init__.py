@@ -1,6 +1,7 @@
 """Hugging Face decoders: where each keeps what eviction needs, and the gates that belong to them.
 
 Reading order: `families` (the table of part names), `layout` (layers that evict, and others), `decoder` (one
-model described), `projection` and `rotary_probe` (its weights and its RoPE), `named` (models by name),
-`gates`, `published` and `adapter` (gates by name, released by others, as a peft adapter), `random_llama`.
+model described), `projection` and `rotary_probe` (its weights and its RoPE), `pass_through_layers` (caches of
+layers that are left to transformers), `named` (models by name), `gates`, `published` and `adapter` (gates by
+name, released by others, as a peft adapter), `random_llama`.
 """

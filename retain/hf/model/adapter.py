@@ -1,8 +1,6 @@
 """Gates as a peft adapter: one more adapter of a model, saved and loaded the way its users know.
 
-In: a `GateSet` and a model, or a folder that `PeftModel.save_pretrained` wrote. Out: a `PeftModel` whose
-attention modules carry the gates, or the `GateSet` of its active adapter, on the same parameters. The one
-decision taken here: a gate is a child of the attention module and wraps nothing, so that the model computes
+A gate is a child of the attention module and wraps nothing, so that the model computes
 what it did, and `retain.attach`, LoRA beside it and a merge of that know nothing of it.
 
 The artifact (`retain.gates.store`) remains the format of gates; this is for those whose tools speak peft.
@@ -15,7 +13,7 @@ Its limits, all of peft's making:
 - Gates that share parameters, look at more than the attention input, are calibrated or extend the model have
   no place here.
 
-    from retain.hf import adapter
+    from retain.hf.model import adapter
 
     model = adapter.wrap(model, retain.load_gates("runs/gates", model))
     model.save_pretrained("runs/gates-adapter")

@@ -1,12 +1,10 @@
-"""Where a Hugging Face decoder keeps what eviction needs, who it is, and what its layers show.
+"""Finds where a Hugging Face decoder keeps what eviction needs, and who it is.
 
-In: a causal language model whose decoder has `layers`, described by a row of `retain.hf.model.families` or
-regular enough to need none. Out: its `Layout` (one `LayerSpec` per layer that evicts, and the layers that are
-left alone), its rotary embedding, a fingerprint that tells two models apart, and the evidence of a whole
-sequence.
-
-The one decision taken here: an architecture that is not understood is refused, naming the module that is
-missing. A half-understood one would give numbers that look right.
+Of a causal language model whose decoder has `layers`, described by a row of `retain.hf.model.families` or
+regular enough to need none: its `Layout` (one `LayerSpec` per layer that evicts, and the layers that are left
+alone), its rotary embedding, and a fingerprint that tells two models apart. An architecture that is not
+understood is refused, naming the module that is missing: a half-understood one would give numbers that look
+right.
 """
 
 import hashlib

@@ -1,11 +1,8 @@
-"""What a family of decoders calls its parts: a table, and no modelling code.
+"""Names the parts of each family of decoders, in a table without modelling code.
 
-In: a model's config and one of its decoder layers. Out: the `Family` that names the parts of the layer, and
-the kind of every layer. The one decision taken here: a family of the table must have every part that its row
-names, and a family that is not in the table is taken to be regular only if nothing about its attention is
-unexplained (a parameter of its own beside the projections is).
-
-Yi, SmolLM3, InternLM and many others are Llama to transformers, or regular.
+A family of the table must have every part that its row names, and a family that is not in the table is taken
+to be regular only if nothing about its attention is unexplained (a parameter of its own beside the
+projections is). Yi, SmolLM3, InternLM and many others are Llama to transformers, or regular.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,12 @@
-"""What a model's layers are to a cache: those that evict, and those that are left alone.
+"""Describes a model's layers to a cache: those that evict, and those that are left alone.
 
-In: nothing but data. Out: `LayerSpec`, `LeftAlone` and `Layout`, which `retain.hf.model.decoder` makes of a
-model. The one decision taken here: weights are read where they stand when they are asked for, so that nothing
-made of a model goes stale when the model moves, and a quantised weight is made dense only for those who look.
+`retain.hf.model.decoder` makes a `Layout` of a model. Weights are read where they stand when they are asked
+for, so that nothing made of a model goes stale when the model moves, and a quantised weight is made dense
+only for those who look.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -126,3 +127,8 @@ class Layout:
     evicting: tuple[LayerSpec, ...]
     alone: dict[int, LeftAlone]
     num_layers: int
+
+    @cached_property
+    def spec_of(self) -> dict[int, LayerSpec]:
+        """Layers that evict, by their index."""
+        return {spec.layer_idx: spec for spec in self.evicting}

@@ -1,9 +1,8 @@
-"""A model and its tokenizer by name: `reference:<seed>`, a local folder, or a hub name.
+"""Loads a model and its tokenizer by name: `reference:<seed>`, a local folder, or a hub name.
 
-In: a name and how to load it. Out: a causal language model as transformers loads it, and its tokenizer. The
-one decision taken here: whatever cannot be loaded ends in one `ValueError` that names the model and says
-what could be passed instead, and no weight is ever made up; a missing tokenizer is none of that, since token
-ids need none, and a damaged one is.
+Whatever cannot be loaded ends in one `ValueError` that names the model and says what could be passed instead,
+and no weight is ever made up; a missing tokenizer is none of that, since token ids need none, and a damaged
+one is.
 """
 
 import json

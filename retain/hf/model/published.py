@@ -1,12 +1,10 @@
-"""Published gates for a model at hand: from a folder or the hub, checked against the model, saved as ours.
+"""Imports published gates for a model at hand: from a folder or the hub, checked against it, saved as ours.
 
-In: what authors released (`retain.gates.published` says what is read), and the model that it is for. Out: an
-artifact that `retain.load_gates` reads. The one decision taken here: the model's fingerprint is taken now,
-and stored; so gates that were never told which model they are for are checked like all others ever after.
+`retain.gates.published` says what is read. The model's fingerprint is taken now, and stored; so gates that
+were never told which model they are for are checked like all others ever after.
 
-    python -m retain.hf.model.published --from nvidia/KVzap-mlp-Qwen3-8B --model Qwen/Qwen3-8B --out
-    gates/kvzap python -m retain.hf.model.published --convert trimkv_weights.pth --out
-    trimkv/gates.safetensors
+    python -m retain.hf.model.published --from nvidia/KVzap-mlp-Qwen3-8B --model Qwen/Qwen3-8B --out kvzap
+    python -m retain.hf.model.published --convert trimkv_weights.pth --out trimkv/gates.safetensors
 """
 
 import argparse

@@ -1,54 +1,70 @@
-"""A random Llama of any shape: what benchmarks of time and memory run on, where no weights are needed.
+"""Builds a random, frozen Llama of any shape, on which benchmarks of time and memory run.
 
-In: sizes. Out: a frozen model with `sdpa`, on its device in its precision. The one decision taken here: it is
-made where it runs and as it is used, since a large one has no room to be made elsewhere, or in float32 first.
+It is made where it runs and as it is used, since a large one has no room to be made elsewhere, or in float32
+first.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from retain.process.benchmark import DTYPES, Settings
+
 VOCABULARY = 1024
 
 
-def random_llama(
-    *,
-    tokens: int,
-    layers: int,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    dtype: torch.dtype,
-    device: str,
-    seed: int,
-) -> PreTrainedModel:
+@dataclass(frozen=True, kw_only=True)
+class LlamaSettings(Settings):
+    """The shape of a random Llama, as the settings of a benchmark."""
+
+    layers: Annotated[int, "layers of a random model"] = 4
+    width: Annotated[int, "width of its hidden state"] = 512
+    heads: Annotated[int, "query heads, of width `width / heads`"] = 8
+    kv_heads: Annotated[int, "KV heads"] = 2
+    intermediate: Annotated[int, "width of the feed-forward part"] = 1376
+
+    def problems(self) -> list[str]:
+        found, heads = [], max(1, self.heads)
+        if self.width % (2 * heads):
+            found.append(
+                f"width {self.width} is not {heads} heads of an even width: take a multiple of {2 * heads}"
+            )
+        if heads % max(1, self.kv_heads):
+            found.append(f"heads {heads} are not a multiple of kv_heads {self.kv_heads}")
+        return found
+
+    def described(self) -> str:
+        """The shape in words."""
+        return (
+            f"{self.layers} layers, width {self.width}, {self.heads} query and {self.kv_heads} KV heads, "
+            f"feed-forward {self.intermediate}, {self.dtype}"
+        )
+
+
+def random_llama(settings: LlamaSettings, tokens: int, **config: Any) -> PreTrainedModel:
     """A model with random weights, in eval mode and without gradients.
 
     Args:
+        settings: shape, precision, device and seed; the global generator is left alone.
         tokens: of the longest text that it will read.
-        layers: L.
-        width: E.
-        heads: Q, query heads, of width `width / heads`.
-        kv_heads: H.
-        intermediate: width of the feed-forward part.
-        dtype: of the weights.
-        device: where it is made.
-        seed: of the weights; the global generator is left alone.
+        config: of `LlamaConfig`, otherwise than here.
     """
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=width // heads,
-        max_position_embeddings=max(2048, tokens),
-        attn_implementation="sdpa",
-    )
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": settings.width,
+        "intermediate_size": settings.intermediate,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.kv_heads,
+        "head_dim": settings.width // settings.heads,
+        "max_position_embeddings": max(2048, tokens),
+        "attn_implementation": "sdpa",
+    }
+    with torch.random.fork_rng(), torch.device(settings.device):
+        torch.manual_seed(settings.seed)
+        model: Any = AutoModelForCausalLM.from_config(
+            LlamaConfig(**{**shape, **config}), dtype=DTYPES[settings.dtype]
+        )
     return model.eval().requires_grad_(False)

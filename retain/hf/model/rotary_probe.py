@@ -1,10 +1,9 @@
-"""Finding the rotary embedding of a model by trying it.
+"""Finds the rotary embedding of a model by trying it.
 
-In: a decoder's rotary module, its config and the layers that evict. Out: a `Rotary` that turns as they do, or
-None. The one decision taken here: nothing is taken on trust. The frequencies found must give the module's own
-tables, near the beginning and far beyond the trained length (those of some kinds change with the length); and
-every attention module is asked for the keys of a few made-up tokens with the true tables and with those of
-position 0: the one must be the other, turned.
+Nothing is taken on trust. The frequencies found must give the module's own tables, near the beginning and far
+beyond the trained length (those of some kinds change with the length); and every attention module is asked
+for the keys of a few made-up tokens with the true tables and with those of position 0: the one must be the
+other, turned.
 """
 
 import copy

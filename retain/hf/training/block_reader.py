@@ -1,11 +1,10 @@
-"""A frozen decoder reads documents and what follows them as one packed row, and shows each layer once.
+"""Reads documents and what follows them with a frozen decoder, as one packed row, and shows each layer once.
 
-In: a model, and texts: a document and the branches that are read after it, each on its own. Out: for every
-layer that evicts, what it shows of each document and of each branch behind its document, handed to a visitor
-as soon as the layer's queries, keys and values are there, and forgotten behind it. The one decision taken
-here: texts lie end to end in one row without padding, `[document | branch | branch | document | ...]`, and
+Texts lie end to end in one row without padding, `[document | branch | branch | document | ...]`, and
 attention goes block by block, so that a document is read once however many branches it has, nothing is
 computed on padding, and memory is linear in the row and that of one layer, whatever the number of layers.
+For every layer that evicts, what it shows of each document, and of each branch behind its document, is handed
+to a visitor as soon as the layer's queries, keys and values are there, and forgotten behind it.
 
 Positions restart with every document, and those of a branch go on from its document's end. Layers with a
 recurrent state cannot be packed: such a model reads every branch in a forward of its own, behind its document
@@ -13,7 +12,7 @@ again, and the visitor is called at the last of them. What every layer showed of
 until then: there, memory grows with the number of layers times the tokens of all branches.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +24,15 @@ from torch import Tensor, nn
 
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
-from retain.hf.intercept.attention_names import configs_of, hidden_of, pointed_to, register
+from retain.hf.intercept.attention_names import (
+    STEP,
+    AttentionStep,
+    configs_of,
+    hidden_of,
+    intercepted,
+    pointed_to,
+    register,
+)
 from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
 from retain.hf.model.decoder import base_model, layout_of, rotary_of
 from retain.hf.model.families import FULL, SLIDING, Kind, kinds_of
@@ -34,8 +41,8 @@ from retain.hf.training.causal_attention import causal_attention
 
 __all__ = ["Shown", "Text", "forward_of", "read_texts", "write_greedily"]
 
-# Name of our attention among transformers', and of the keyword under which a step travels to it.
-NAME, STEP = "retain_blocks", "retain_block_step"
+# Name of our attention among transformers'.
+NAME = "retain_blocks"
 CHUNKED = "chunked_attention"
 # Layers whose outcome at a token depends on no other text of the row, if attention goes block by block.
 PACKABLE = (FULL, SLIDING, CHUNKED, "mlp", "moe")
@@ -176,17 +183,64 @@ class _Forward:
         return self.placed[device]
 
 
+class _Enough(Exception):
+    """The last layer that is looked at was shown: the rest of the forward is not run."""
+
+
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _Step(AttentionStep):
     """What an attention module's hook hands to the attention function."""
 
     forward: _Forward
     kind: Kind
     spec: LayerSpec | None
+    scaling: float | None  # as the module says it
 
-
-class _Enough(Exception):
-    """The last layer that is looked at was shown: the rest of the forward is not run."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
+    ) -> tuple[Tensor, None]:
+        """Show the layer, and attend block by block."""
+        forward, spec = self.forward, self.spec
+        # A rotation in float32 leaves queries and keys wider than values.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        scaling, soft_cap = given.get("scaling"), given.get("softcap")
+        if scaling is None:
+            scaling = query.shape[3] ** -0.5 if self.scaling is None else float(self.scaling)
+        if spec is not None:
+            assert forward.hidden is not None
+            seen = (query, key, value, forward.hidden, forward.stream, *forward.on(key.device))
+            forward.hidden = forward.stream = None
+            layer = _Layer(spec, forward.rotary, *seen, scaling, soft_cap)
+            del seen
+            forward.show(layer)
+            del layer
+            if forward.last == spec.layer_idx:
+                raise _Enough
+        attend = partial(
+            causal_attention,
+            scaling=scaling,
+            window=None if self.kind.name == CHUNKED else self.kind.window,
+            within=self.kind.window if self.kind.name == CHUNKED else None,
+            soft_cap=soft_cap,
+            sinks_Q=given.get("s_aux"),
+        )
+        # One token behind a cache, which may have forgotten the first entries.
+        if key.shape[2] != query.shape[2]:
+            if self.kind.name == CHUNKED and self.kind.window is not None:
+                seen_here = int(forward.positions[0, -1]) % self.kind.window + 1
+                key, value = key[:, :, -seen_here:], value[:, :, -seen_here:]
+            return attend(query, key, value).transpose(1, 2), None
+        out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+        for span in forward.spans:
+            document = span.document
+            # A document and its first branch are one causal sequence.
+            whole = slice(document.start, span.branches[0].stop if span.branches else document.stop)
+            own = [part[:, :, whole] for part in (query, key, value)]
+            out[:, whole] = attend(*own).transpose(1, 2)
+            for branch in span.branches[1:]:
+                keys, values = (torch.cat([x[:, :, document], x[:, :, branch]], 2) for x in (key, value))
+                out[:, branch] = attend(query[:, :, branch], keys, values).transpose(1, 2)
+        return out, None
 
 
 @torch.no_grad()
@@ -335,7 +389,7 @@ class _Reader:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Inside, the model attends block by block."""
-        register(NAME, _attention, _no_mask)
+        register(NAME, intercepted(None), _no_mask)
         attention = type(next(iter(self.layout.evicting)).module)
         hooks = []
         try:
@@ -364,7 +418,8 @@ class _Reader:
         assert forward is not None
         if idx in self.specs:
             forward.hidden = hidden_of(args, kwargs)
-        return args, {**kwargs, STEP: _Step(forward, self.kinds[idx], self.specs.get(idx))}
+        step = _Step(forward, self.kinds[idx], self.specs.get(idx), getattr(module, "scaling", None))
+        return args, {**kwargs, STEP: step}
 
     def run(
         self,
@@ -483,60 +538,3 @@ def _kept(evidence: Evidence) -> Evidence:
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
     """The mask function: who sees whom is in the blocks."""
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **given: Any,
-) -> tuple[Tensor, None]:
-    """The attention function, under transformers' signature: shows the layer, and attends block by block."""
-    step = given.pop(STEP, None)
-    if not isinstance(step, _Step):
-        raise ValueError(
-            f"{type(module).__name__} attends, and nothing is known of its layer: this model cannot be read "
-            "packed. Please report its architecture."
-        )
-    forward, spec = step.forward, step.spec
-    # A rotation in float32 leaves queries and keys wider than values.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    scaling, soft_cap = given.get("scaling"), given.get("softcap")
-    if scaling is None:
-        scaling = float(getattr(module, "scaling", query.shape[3] ** -0.5))
-    if spec is not None:
-        assert forward.hidden is not None
-        seen = (query, key, value, forward.hidden, forward.stream, *forward.on(key.device))
-        forward.hidden = forward.stream = None
-        layer = _Layer(spec, forward.rotary, *seen, scaling, soft_cap)
-        del seen
-        forward.show(layer)
-        del layer
-        if forward.last == spec.layer_idx:
-            raise _Enough
-    attend = partial(
-        causal_attention,
-        scaling=scaling,
-        window=None if step.kind.name == CHUNKED else step.kind.window,
-        within=step.kind.window if step.kind.name == CHUNKED else None,
-        soft_cap=soft_cap,
-        sinks_Q=given.get("s_aux"),
-    )
-    if key.shape[2] != query.shape[2]:  # one token behind a cache, which may have forgotten the first entries
-        if step.kind.name == CHUNKED and step.kind.window is not None:
-            seen_here = int(forward.positions[0, -1]) % step.kind.window + 1
-            key, value = key[:, :, -seen_here:], value[:, :, -seen_here:]
-        return attend(query, key, value).transpose(1, 2), None
-    out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
-    for span in forward.spans:
-        document = span.document
-        # A document and its first branch are one causal sequence.
-        whole = slice(document.start, span.branches[0].stop if span.branches else document.stop)
-        own = [part[:, :, whole] for part in (query, key, value)]
-        out[:, whole] = attend(*own).transpose(1, 2)
-        for branch in span.branches[1:]:
-            keys, values = (torch.cat([x[:, :, document], x[:, :, branch]], 2) for x in (key, value))
-            out[:, branch] = attend(query[:, :, branch], keys, values).transpose(1, 2)
-    return out, None

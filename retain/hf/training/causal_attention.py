@@ -1,9 +1,8 @@
-"""Causal attention of whole sequences, and of what is read behind one, with no matrix of all pairs.
+"""Computes causal attention of whole sequences, and of what is read behind one, with no matrix of all pairs.
 
-In: queries, which are the last of the entries, keys and values. Out: the attention's output. The one decision
-taken here: whatever PyTorch has a fast path for takes it whole, and the rest goes through the same function a
-few queries at a time, under a mask of bounded size; caps and sinks go through `gated_attention`, without a
-gate. No gradient is meant to pass, and nothing here knows transformers.
+Whatever PyTorch has a fast path for takes it whole, and the rest goes through the same function a few queries
+at a time, under a mask of bounded size; caps and sinks go through `gated_attention`, without a gate. No
+gradient is meant to pass, and nothing here knows transformers.
 """
 
 import torch

@@ -1,9 +1,7 @@
-"""How far an entry is open: what a gate says of it, as the logarithm that soft attention adds.
+"""Turns a gate's output into a log gate, the logarithm that soft attention adds: at most 0, 0 is open.
 
-In: a gate's output, in its own unit. Out: natural logarithms of at most 0, for
-`retain.hf.training.soft_attention`. The one decision taken here: what its paper adds is the family's own
-business (`Gate.log_gate`), and the default; `logistic` and `above` are for gates that were trained to regress
-a risk first.
+What its paper adds is the family's own (`Gate.log_gate`), and the default; `logistic` and `above` are for
+gates that were trained to regress a risk first.
 """
 
 from collections.abc import Callable

@@ -1,18 +1,17 @@
-"""Soft gates: a frozen model whose entries fade instead of being evicted, for training gates end to end.
+"""Soft gates: runs a frozen model whose entries fade instead of being evicted, to train gates end to end.
 
-In: a model, a gate per evicting layer, a batch. Out: the model's own forward, in which every evicting layer
-attends through `retain.kernels.gated_attention` with log-gates that the gates make of what they look at in
-that layer (attention input, residual stream, queries, keys and values before or after RoPE, token ids); so a
-loss on the logits (or on the decoder's hidden states) differentiates to the gates' parameters, and to
-nothing of the model. Memory is linear in the tokens: no mask of T x T is made for these layers. Layers that
-are left alone attend as before.
+Every evicting layer attends through `retain.kernels.gated_attention` with log-gates that the gates make of
+what they look at in that layer (attention input, residual stream, queries, keys and values before or after
+RoPE, token ids); so a loss on the logits (or on the decoder's hidden states) differentiates to the gates'
+parameters, and to nothing of the model. Memory is linear in the tokens: no mask of T x T is made for these
+layers. Layers that are left alone attend as before.
 
-The one decision taken here: a soft gate is *added to the logits*, outside of a protected recent window, as a
-logarithm that is at most 0. Adding one number to all of a query's logits changes nothing, so the loss alone
-does not see gates that all close alike. What pins them is what is not gated, the protected window and spared
-entries, and a term on how much stays open, which belongs to the loss. Published: WG-KV (arXiv 2512.17452)
-adds `log sigmoid(z)` and DMS (arXiv 2506.05345) `log sigmoid(-z)` outside of a window, TRIM-KV (arXiv
-2512.03324) `(j - i) log sigmoid(z)` everywhere.
+A soft gate is added to the logits, outside of a protected recent window, as a logarithm that is at most 0.
+Adding one number to all of a query's logits changes nothing, so the loss alone does not see gates that all
+close alike. What pins them is what is not gated, the protected window and spared entries, and a term on how
+much stays open, which belongs to the loss. Published: WG-KV (arXiv 2512.17452) adds `log sigmoid(z)` and DMS
+(arXiv 2506.05345) `log sigmoid(-z)` outside of a window, TRIM-KV (arXiv 2512.03324) `(j - i) log sigmoid(z)`
+everywhere.
 
 With gradient checkpointing, pass transformers `gradient_checkpointing_kwargs={"use_reentrant": False}`: the
 re-entrant kind finds nothing of a frozen model that needs a gradient. Layers are then computed again while
@@ -37,11 +36,13 @@ from retain.evidence import Evidence
 from retain.gates import GateSet, inputs_of
 from retain.hf.intercept.attention_names import (
     PREVIOUS,
+    STEP,
+    AttentionStep,
     configs_of,
     hidden_of,
+    intercepted,
     point,
     point_back,
-    previous_attention,
     register,
 )
 from retain.hf.intercept.forward_call import Call, read_call
@@ -56,9 +57,6 @@ __all__ = ["Soft", "SoftGated", "ToLogGate", "above", "logistic", "own_form", "s
 
 # What the model attends with outside, attached to `retain.Cache` or not.
 OUTSIDE = (*PREVIOUS, *PREVIOUS.values())
-# Keyword under which what is ours travels from the hooks to the attention function.
-SOFT = "retain_soft"
-
 # What a pre-hook gives back: the arguments of the forward.
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -96,12 +94,17 @@ class _Pass:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _Step(AttentionStep):
     """What one attention module's hook hands to the attention function."""
 
     run: _Pass
     spec: LayerSpec
     hidden_BTE: Tensor
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
+    ) -> tuple[Tensor, None]:
+        return _gated(self, query, key, value, given), None
 
 
 @contextmanager
@@ -366,7 +369,7 @@ class _Hooks:
         name = _registered(str(self.base.config._attn_implementation))
         own = _Pass(self, call, spared_BHT, self.soft.log_gates, name)
         self._point(name)
-        return (), {**given, "use_cache": False, SOFT: own}
+        return (), {**given, "use_cache": False, STEP: own}
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         """Decoder hook, which runs after an error too."""
@@ -383,22 +386,22 @@ class _Hooks:
         of it."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
-            own = kwargs.get(SOFT)
+            own = kwargs.get(STEP)
             if not isinstance(own, _Pass) or own.owner is not self:
                 return None
             if not self.before:
                 self.again = True
                 self._point(own.name)
-            return args, {**kwargs, SOFT: _Step(own, spec, hidden_of(args, kwargs))}
+            return args, {**kwargs, STEP: _Step(own, spec, hidden_of(args, kwargs))}
 
         return hook
 
     def before_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
         """Pre-hook of a decoder layer, where gates look at the residual stream: sends it along."""
-        own = kwargs.get(SOFT)
+        own = kwargs.get(STEP)
         if not isinstance(own, _Pass) or own.owner is not self:
             return None
-        return args, {**kwargs, SOFT: replace(own, stream_BTE=hidden_of(args, kwargs))}
+        return args, {**kwargs, STEP: replace(own, stream_BTE=hidden_of(args, kwargs))}
 
     def log_gate(
         self, step: _Step, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None
@@ -442,29 +445,12 @@ class _Hooks:
 def _registered(previous: str) -> str:
     """Our attention and mask beside those of the model, under a name of theirs."""
     name = f"retain_soft_{previous}"
-    register(name, _attention_function(previous), _mask_function(previous))
+    register(name, intercepted(previous), _mask_function(previous))
     return name
 
 
 def _no_positions() -> Tensor:
     raise AssertionError("nothing was seen before")
-
-
-def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def soft_attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        step = kwargs.pop(SOFT, None)
-        if not isinstance(step, _Step):
-            return previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
-        return _gated(step, query, key, value, kwargs), None
-
-    return soft_attention
 
 
 def _gated(step: _Step, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> Tensor:

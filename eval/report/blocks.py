@@ -1,0 +1,237 @@
+"""What a report is made of: sections of prose, lists, tables whose cells know their number, and figures.
+
+A section is made once; the templates `report.md.j2` and `report.html.j2` write it out. What only one of the
+two shows says so in `on`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from retain.eval.report.plots import Look, Panel
+
+# Cividis, from dark blue (low) to yellow (high): readable to all common kinds of colour blindness, and
+# monotone in lightness, so that it survives a grey printer.
+CIVIDIS = (
+    *("00224e", "123570", "3b496c", "575d6d", "707173"),
+    *("8a8678", "a59c74", "c3b369", "e1cc55", "fee838"),
+)
+LEVELS = 20
+# What shows a block: both, or one of the two.
+BOTH, REPORT, PAGE = "both", "report", "page"
+
+# beartype takes no int for a float, and counts are whole.
+Real = int | float
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """One cell.
+
+    Attributes:
+        text: As printed.
+        value: What it sorts by; None: by its text, or last where it is empty.
+        level: Step of the colour scale, 0 to `LEVELS`; None: no colour.
+        mark: Class of the cell in the page, a verdict for instance; "marked": its text has `**` and the like.
+    """
+
+    text: str
+    value: float | None = None
+    level: int | None = None
+    mark: str = ""
+
+
+Row = tuple[TableCell, ...]
+
+
+@dataclass(frozen=True)
+class Prose:
+    """A paragraph; `role` is empty, "heading", "warning", "command", or "missing": what a part that nobody
+    measured would show."""
+
+    text: str
+    role: str = ""
+    on: str = BOTH
+    kind: ClassVar[str] = "prose"
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list: each line, and the lines below it."""
+
+    lines: tuple[tuple[str, tuple[str, ...]], ...]
+    on: str = BOTH
+    kind: ClassVar[str] = "bullets"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    Attributes:
+        ident: Id in the page.
+        caption: What it holds, in one line; only the page prints it.
+        columns: Heads.
+        rows: One tuple of cells a row.
+        num_text: How many first columns are words.
+        page_columns: How many last columns only the page shows.
+        most: Rows that the report shows at most; 0: all.
+        sortable: Whether columns sort; a heat map keeps its order.
+    """
+
+    ident: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    num_text: int = 1
+    page_columns: int = 0
+    most: int = 0
+    sortable: bool = True
+    on: str = BOTH
+    kind: ClassVar[str] = "table"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: drawings, or heat maps, side by side.
+
+    Attributes:
+        ident: Id in the page.
+        title: One line.
+        note: What is drawn, and how to read it.
+        command: The exact command that makes its numbers.
+        panels: Drawings.
+        tables: Heat maps, drawn as tables.
+        data: The numbers drawn, under a fold.
+        legend: Policies, and how they are drawn.
+        scale: Labelled steps of the colour scale: (level, text).
+        group_of: Group of each table, of which one group is shown at a time; empty: all are shown.
+        chosen: The group shown first.
+        image: File that the report shows in its place, and what it is.
+    """
+
+    ident: str
+    title: str
+    note: str
+    command: str
+    panels: tuple[Panel, ...] = ()
+    tables: tuple[Table, ...] = ()
+    data: tuple[Table, ...] = ()
+    legend: tuple[tuple[str, Look], ...] = ()
+    scale: tuple[tuple[int, str], ...] = ()
+    group_of: tuple[str, ...] = ()
+    chosen: str = ""
+    image: tuple[str, str] | None = None
+    on: str = PAGE
+    kind: ClassVar[str] = "figure"
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of groups, each once."""
+        return tuple(dict.fromkeys(self.group_of))
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """What only the page shows, by a macro of its own: "verdicts", "document", "facts" or "folded"."""
+
+    kind: str
+    data: Any
+    on: str = PAGE
+
+
+Block = Prose | Bullets | Table | Figure | PagePart
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report: its id in the page, its title (empty in the report where it has none there), and
+    its blocks."""
+
+    ident: str
+    title: str
+    blocks: tuple[Block, ...]
+    untitled: bool = False
+
+    def shown(self, where: str) -> list[Block]:
+        """The blocks that the report or the page shows."""
+        return [block for block in self.blocks if block.on in (BOTH, where)]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole report: title, first lines, sections."""
+
+    title: str
+    lead: tuple[Block, ...]
+    sections: tuple[Section, ...]
+
+
+def words(text: object, mark: str = "") -> TableCell:
+    """A cell of words."""
+    return TableCell(str(text), mark=mark)
+
+
+def said(text: str, value: Real, mark: str = "") -> TableCell:
+    """A cell of words that sorts by a number."""
+    return TableCell(text, float(value), mark=mark)
+
+
+def of_budget(budget: Real) -> TableCell:
+    """A cell with a budget: a keep_ratio below 1, tokens per head above it."""
+    return TableCell(f"{budget:g}", float(budget))
+
+
+def number(value: Real | None, digits: int = 1, *, sign: bool = False) -> TableCell:
+    """A cell with a number; None and nan: an empty one."""
+    if value is None or math.isnan(value):
+        return TableCell("")
+    return TableCell(f"{value:{'+' if sign else ''}.{digits}f}", float(value))
+
+
+def p_value(value: Real | None) -> TableCell:
+    """A cell with a p value."""
+    if value is None:
+        return TableCell("")
+    return TableCell("< 0.001" if value < 0.001 else f"{value:.3f}", float(value))
+
+
+def heat(value: Real | None, top: Real = 1.0, digits: int = 2) -> TableCell:
+    """A cell coloured by its number, between 0 and `top`."""
+    if value is None or math.isnan(value):
+        return TableCell("")
+    level = round(LEVELS * min(1.0, max(0.0, value / top if top > 0 else 0.0)))
+    return TableCell(f"{value:.{digits}f}", float(value), level)
+
+
+def scale(top: Real = 1.0, digits: int = 2) -> tuple[tuple[int, str], ...]:
+    """Five labelled steps of the colour scale."""
+    return tuple((round(LEVELS * part / 4), f"{part * top / 4:.{digits}f}") for part in range(5))
+
+
+def colours() -> tuple[tuple[str, str], ...]:
+    """Background and text colour of each level; the text is the one of black and white that stands out
+    more."""
+    made = []
+    for level in range(LEVELS + 1):
+        place = level / LEVELS * (len(CIVIDIS) - 1)
+        low = min(int(place), len(CIVIDIS) - 2)
+        mixed = [
+            round((1 - place + low) * a + (place - low) * b)
+            for a, b in zip(_rgb(CIVIDIS[low]), _rgb(CIVIDIS[low + 1]), strict=True)
+        ]
+        light = luminance(mixed)
+        ink = "#fff" if 1.05 / (light + 0.05) >= (light + 0.05) / 0.05 else "#000"
+        made.append(("#" + "".join(f"{part:02x}" for part in mixed), ink))
+    return tuple(made)
+
+
+def luminance(rgb: Sequence[int]) -> float:
+    """Relative luminance of sRGB in 0..255 (WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _rgb(text: str) -> tuple[int, int, int]:
+    return int(text[:2], 16), int(text[2:4], 16), int(text[4:], 16)

@@ -1,0 +1,253 @@
+"""Figures and tables of what other commands measure: `diagnostics.json` and `speed.json`.
+
+Each names the command that its file names. A part whose file is missing is a sentence with the command that
+makes it (`missing`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from retain.eval.config import FULL
+from retain.eval.report.blocks import PAGE, Block, Figure, Prose, Table, TableCell, number, scale, words
+from retain.eval.report.plots import Lines, Look, Series
+from retain.eval.report.tables import heat_table
+
+# Columns of the summary, where they were measured: name in the file, head, digits.
+METRICS = (
+    ("coverage_mean", "coverage", 3),
+    ("coverage_worst_step", "worst step", 3),
+    ("coverage_worst", "worst of all", 3),
+    ("coverage_outliers", "share below 0.5", 4),
+    ("value_coverage_mean", "value coverage", 3),
+    ("output_loss_l1", "output loss (l1)", 3),
+    ("output_loss_bound", "its bound", 3),
+    ("perturbation", "perturbation", 3),
+    ("perturbation_bound", "its bound", 3),
+    ("oracle_overlap", "overlap with oracle", 3),
+    ("kl", "KL, nats a token", 4),
+    ("agreement", "top-1 agreement", 3),
+    ("perplexity_ratio", "perplexity ratio", 3),
+    ("repetition", "4-gram repetition", 3),
+    ("hit_cap", "hit the cap", 3),
+    ("kept_share", "kept / seen", 3),
+)
+
+
+# Curves over decoding steps: name in the file, title, label.
+CURVES = (
+    ("coverage_mean", "Mean over layers and heads", "coverage"),
+    ("coverage_min", "Worst layer, head and document", "coverage"),
+    ("value_coverage_mean", "Weighted by values, mean", "value coverage"),
+    ("kl", "KL from the full cache", "nats a token"),
+)
+
+
+def missing(what: str, command: str) -> tuple[Block, ...]:
+    """A part that nobody has measured: what it would show, and the command that makes it."""
+    text = f"{what} This was not measured for this run; to measure it:"
+    return Prose(text, "missing", PAGE), Prose(command, "command", PAGE)
+
+
+def coverage_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figure:
+    """Coverage over decoding steps: the mean, and the worst of all layers and heads."""
+    curves = {name: own for name, own in made["curves"].items() if name != FULL}
+    panels = []
+    for key, title, label in CURVES:
+        series = []
+        for name, own in curves.items():
+            points = [(step, v) for step, v in enumerate(own.get(key) or (), 1) if v is not None]
+            if points:
+                series.append(Series(name, looks[name], *zip(*points, strict=True)))
+        if series:
+            reach = (0.0, 1.0) if key != "kl" else None
+            panels.append(Lines(title, "decoding step", label, tuple(series), y_range=reach))
+    ends = made.get("curves_documents") or []
+    reached = f" The last step is reached by {ends[-1]} of {ends[0]} documents." if ends else ""
+    return Figure(
+        ident="fig-coverage",
+        title="Coverage over decoding steps, with its worst case",
+        note="Of the attention that goes to prompt entries, the share that goes to kept ones, along what the "
+        f"full cache generated; {_made(made)}.{reached}",
+        command=made["command"],
+        panels=tuple(panels),
+        legend=tuple((name, looks[name]) for name in curves),
+        data=(summary_table(made),),
+    )
+
+
+def summary_table(made: Mapping[str, Any]) -> Table:
+    """Every diagnostic of every policy."""
+    summary = made["summary"]
+    present = [one for one in METRICS if any(own.get(one[0]) is not None for own in summary.values())]
+    rows = tuple(
+        (words(policy), *(number(own.get(name), digits) for name, _, digits in present))
+        for policy, own in summary.items()
+    )
+    return Table(
+        "tab-diagnostics",
+        f"Diagnostics; {_made(made)}",
+        ("policy", *(head for _, head, _ in present)),
+        rows,
+    )
+
+
+def jaccard_figure(made: Mapping[str, Any]) -> Figure | None:
+    """How alike the kept sets of two policies are; None with fewer than two policies."""
+    own = made.get("jaccard") or {}
+    names = own.get("policies") or []
+    if len(names) < 2:
+        return None
+    kinds = {
+        "mean": "Jaccard: kept by both / kept by either, mean",
+        "identical": "Share of (layer, head) pairs that keep the same",
+    }
+    tables = (
+        heat_table(f"jaccard-{key}", title, ("", *names), names, own[key])
+        for key, title in kinds.items()
+        if own.get(key)
+    )
+    return Figure(
+        ident="fig-jaccard",
+        title="Which policies keep the same entries",
+        note=f"1: the same entries; 0: none in common; {_made(made)}.",
+        command=made["command"],
+        tables=tuple(tables),
+        scale=scale(),
+    )
+
+
+def budget_figure(made: Mapping[str, Any]) -> Figure | None:
+    """Share kept by layer and head, one map a policy; None where no policy has one."""
+    maps = {
+        name: own["kept_share"]
+        for name, own in made["maps"].items()
+        if name != FULL and own.get("kept_share")
+    }
+    if not maps:
+        return None
+    layers = made["made"].get("layers") or range(len(next(iter(maps.values()))))
+    top = max(value for rows in maps.values() for row in rows for value in row if value is not None)
+    tables = []
+    for place, (name, rows) in enumerate(maps.items()):
+        columns = ("layer", *(f"h{head}" for head in range(max(map(len, rows)))))
+        tables.append(heat_table(f"budget-{place}", name, columns, map(str, layers), rows, top))
+    return Figure(
+        ident="fig-budgets",
+        title="Where the budget goes: share kept by layer and KV head",
+        note=f"Kept / seen of each layer (rows) and KV head (columns), mean over documents; {_made(made)}.",
+        command=made["command"],
+        tables=tuple(tables),
+        scale=scale(top),
+    )
+
+
+def speed_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figure:
+    """Memory and speed against budget, a panel each for every batch size."""
+    rows = [row for row in made["rows"] if not row.get("failed")]
+    kinds = (
+        ("Memory held", "KiB of keys and values", lambda row: _bytes(row, "held"), ""),
+        ("Peak memory of the prefill", "MiB", lambda row: _peak(row, "prefill"), ""),
+        ("Decoding", "tokens/s", lambda row: row["tokens_per_s"]["median"], "tokens_per_s"),
+        ("Time to first token", "ms", lambda row: row["ttft_ms"]["median"], "ttft_ms"),
+    )
+    panels: list[Lines] = []
+    drawn: dict[str, Look] = {}
+    for batch in sorted({row["batch"] for row in rows}):
+        here = sorted(
+            (row for row in rows if row["batch"] == batch), key=lambda row: float(row["keep_ratio"])
+        )
+        for title, label, read, spread in kinds:
+            series, rules = [], []
+            for name in dict.fromkeys(_label(row) for row in rows if row["batch"] == batch):
+                own = [
+                    (row, value) for row in here if _label(row) == name and (value := read(row)) is not None
+                ]
+                y = tuple(float(value) for _, value in own)
+                if own and own[0][0]["kind"] == "full":
+                    rules.append((y[0], name))
+                elif own:
+                    drawn[name] = looks[name]
+                    x = tuple(float(row["keep_ratio"]) for row, _ in own)
+                    ends = ("p20", "p80") if spread else ()
+                    edges = [tuple(float(row[spread][end]) for row, _ in own) for end in ends]
+                    series.append(Series(name, looks[name], x, y, *edges))
+            if series:
+                ticks = tuple(sorted({x for one in series for x in one.x}))
+                names = (f"{title}, batch {batch}", "keep_ratio", label)
+                panels.append(Lines(*names, tuple(series), ticks, rules=tuple(rules)))
+    model = made["model"]
+    peak = str(made.get("peak_of") or "").strip().rstrip(".")
+    return Figure(
+        ident="fig-speed",
+        title="Memory and speed against budget",
+        note="Medians; bands: 20th to 80th percentile. Dashed: nothing evicted. "
+        f"Model {model.get('name', '')} ({model.get('parameters', 0) / 1e6:,.1f} M parameters), "
+        f"measured {made.get('date', '')}." + (f" Peak memory: {peak}." if peak else ""),
+        command=made["command"],
+        panels=tuple(panels),
+        legend=tuple(drawn.items()),
+        data=(speed_table(made["rows"]),),
+    )
+
+
+def speed_policies(made: Mapping[str, Any]) -> list[str]:
+    """Names of lines of the speed figure."""
+    return list(dict.fromkeys(_label(row) for row in made["rows"] if row["kind"] != "full"))
+
+
+def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Every row of the file."""
+    lines = []
+    for row in rows:
+        name = (words(_label(row)), words(row.get("memory", "")))
+        where = (number(row["keep_ratio"], 2), number(row["batch"], 0))
+        if row.get("failed"):
+            lines.append((*name, *where, words(row["failed"]), *(TableCell(""),) * 10))
+            continue
+        lines.append(
+            (
+                *(*name, *where, words("")),
+                *(_spread(row["ttft_ms"]), _spread(row["token_ms"], 2), _spread(row["tokens_per_s"])),
+                *(_spread(row.get("ttft_over_plain"), 2), _spread(row.get("token_over_plain"), 2)),
+                *(_spread(row.get("scoring_share"), 3), _spread(row.get("eviction_share"), 3)),
+                *(number(_bytes(row, "held")), number(_peak(row, "prefill"), 2)),
+                number(_peak(row, "decode"), 2),
+            )
+        )
+    columns = (
+        *("policy", "memory", "keep_ratio", "batch", "failed", "first token, ms", "a token, ms", "tokens/s"),
+        *("first token / plain", "a token / plain", "scoring share", "eviction share", "KiB held"),
+        *("peak MiB, prefill", "peak MiB, decode"),
+    )
+    return Table("tab-speed", "Medians (20th to 80th percentile)", columns, tuple(lines), num_text=2)
+
+
+def _made(made: Mapping[str, Any]) -> str:
+    own = made["made"]
+    return (
+        f"{own.get('model', 'a model')}, {own.get('regime', '')}, keep_ratio {own.get('keep_ratio', '')}, "
+        f"{own.get('documents', '')} documents"
+    )
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    library = row.get("library", "retain")
+    return str(row["policy"]) if library == "retain" else f"{row['policy']} ({library})"
+
+
+def _bytes(row: Mapping[str, Any], name: str) -> float | None:
+    found = (row.get("cache_bytes") or {}).get(name)
+    return None if found is None else found / 1024
+
+
+def _peak(row: Mapping[str, Any], name: str) -> float | None:
+    found = (row.get("peak_bytes") or {}).get(name)
+    return None if found is None else found / 2**20
+
+
+def _spread(own: Mapping[str, Any] | None, digits: int = 1) -> TableCell:
+    if own is None or own["median"] is None or math.isnan(own["median"]):
+        return TableCell("")
+    text = f"{own['median']:.{digits}f} ({own['p20']:.{digits}f} to {own['p80']:.{digits}f})"
+    return TableCell(text, float(own["median"]))

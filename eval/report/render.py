@@ -1,0 +1,124 @@
+"""`report.md`, `scores.png` and `report.html` of a run, from one list of sections.
+
+    python -m retain.eval.report.render results/RUN
+
+The page is one file without an address in it, so that it reads the same in an archive, in a mail and without
+a network. Nothing in it is trusted: what models answered and documents say is escaped like everything else.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from retain.eval.report.blocks import colours
+from retain.eval.report.document_view import STEPS
+from retain.eval.report.picture import draw
+from retain.eval.report.plots import as_svg
+from retain.eval.report.sections import Run, report_of
+from retain.eval.run.results_store import read_manifest
+from retain.eval.stats.summary import Claim
+from retain.eval.tasks.suite import Task
+from retain.eval.tasks.suites import tasks_of
+from retain.process.command import status_of
+from retain.process.extras import require
+from retain.process.provenance import write_text
+
+REPORT, PAGE = "report.md", "report.html"
+TEMPLATES = Path(__file__).parent / "template"
+SHADES = ("by none", "up to 1/4", "up to 1/2", "up to 3/4", "most", "by all")
+# Marks of prose, and the elements of a page that they stand for.
+MARKS = {"**": "strong", "`": "code", "*": "em"}
+
+
+def write_report(
+    folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]
+) -> tuple[Path, list[Claim]]:
+    """Write `report.md`, `scores.png` and `report.html` of a finished run.
+
+    Args:
+        folder: `results/<run>`, which holds the rows.
+        manifest: Of the run.
+        tasks: The suite's tasks.
+
+    Returns:
+        Path of the report, and the claims with their outcomes.
+
+    Raises:
+        ValueError: If jinja2 is not installed, or a file of the folder is damaged.
+    """
+    require("eval", "jinja2", what=PAGE)
+    import jinja2
+
+    run = Run(folder, manifest, tasks)
+    report = report_of(run)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=lambda name: name is not None and name.endswith("html.j2"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"marked": marked, "svg": as_svg, "inert": inert}
+    draw(run.scores, folder / "scores.png", title=run.title, variants=run.variants)
+    write_text(folder / REPORT, environment.get_template(f"{REPORT}.j2").render(report=report))
+    levels = "\n".join(
+        f".h{level} {{ background: {ground}; color: {ink}; }}"
+        for level, (ground, ink) in enumerate(colours())
+    )
+    own = {
+        "style": (TEMPLATES / "report.css").read_text(encoding="utf-8") + levels,
+        "script": (TEMPLATES / "report.js").read_text(encoding="utf-8"),
+        "shades": SHADES[: STEPS + 1],
+    }
+    write_text(folder / PAGE, environment.get_template(f"{PAGE}.j2").render(report=report, **own))
+    return folder / REPORT, run.claims
+
+
+def section(report: Path, title: str) -> str:
+    """The text of one section of a written report, without its heading."""
+    return report.read_text().split(f"## {title}\n\n", 1)[1].split("\n\n## ", 1)[0]
+
+
+def marked(text: str) -> str:
+    """Prose as markup: escaped, then its marks as elements."""
+    made = escape(text)
+    for mark, element in MARKS.items():
+        made = re.sub(
+            rf"{re.escape(mark)}(\S(?:.*?\S)?){re.escape(mark)}", rf"<{element}>\1</{element}>", made
+        )
+    return made
+
+
+def inert(value: object) -> str:
+    """JSON that can stand inside a script element: no character of it can end one."""
+    text = json.dumps(value, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the report of a folder again."""
+    parser = argparse.ArgumentParser(
+        description="Write report.md, scores.png and report.html of a run again."
+    )
+    parser.add_argument("folder", type=Path, help="results/<run>")
+    given = parser.parse_args(arguments)
+    try:
+        manifest = read_manifest(given.folder)
+        report, _ = write_report(given.folder, manifest, tasks_of(manifest))
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report.with_name(PAGE))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

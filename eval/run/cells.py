@@ -1,0 +1,314 @@
+"""Measures a batch of items in every cell: what its cache holds, and what is answered from it.
+
+Caches that evict no more decode as one batch, as many sequences as `max_sequences` allows, and no more forks
+than that live at a time; a cache that evicts while it decodes decodes alone. In the regimes that evict once
+entries and bytes are counted behind the eviction, in the others when the answer has been read.
+`attended_ratio` says what the answer was given from: an answer that is over before the first eviction came
+from the full cache, whatever is held then.
+
+Equal memory is checked, not assumed. Behind every forward a cache holds exactly what the budget states of the
+tokens seen at the last eviction, plus the tokens since; and policies of one budget that have seen equally
+much of an item hold equally many entries and bytes of it. Otherwise the run stops.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from retain.budget.statement import LayerShape, spread
+from retain.eval.config import FULL, SHARED, CompareConfig, Line, budget_of, lines_of
+from retain.eval.run.answers import Answer, alike, respond
+from retain.eval.run.caches import Batch, CellCaches, caches_of
+from retain.eval.run.evaluated_model import EvaluatedModel, Unit, naming
+from retain.eval.run.results_store import Row, tokens_sha
+from retain.eval.tasks.suite import Item, Suite
+from retain.hf.cache.cache import Cache
+
+FULL_LINE = Line(FULL, FULL)
+
+
+def run_items(
+    config: CompareConfig, suite: Suite, evaluated: EvaluatedModel, unit: Unit, items: dict[int, Item]
+) -> list[Row]:
+    """Measures items of a unit in all of its regimes.
+
+    Returns:
+        Their rows: regime by regime, item by item, question by question, the full cache first.
+
+    Raises:
+        RuntimeError: Unequal memory.
+    """
+    regimes = unit.regimes(config)
+    rows = []
+    for group in alike(items, apart=not unit.shared, chunked="chunked" in unit.path):
+        batch = Batch(config, suite, evaluated, unit, group)
+        for regime, caches in caches_of(batch):
+            for budget in (1.0, *config.budgets):
+                rows += run_budget(batch, regime, caches, budget)
+    # Stable: cells stay in order.
+    return sorted(rows, key=lambda row: (regimes.index(row.regime), row.item, row.question))
+
+
+def run_budget(batch: Batch, regime: str, caches: CellCaches, budget: float) -> list[Row]:
+    """Measures every line at one budget, some at a time.
+
+    Raises:
+        RuntimeError: If they do not hold the same.
+    """
+    config = batch.config
+    lines = (FULL_LINE,) if budget == 1.0 else lines_of(config, regime)
+    width = max(1, config.max_sequences // len(batch.items)) if caches.together else 1
+    rows: list[Row] = []
+    for start in range(0, len(lines), width):
+        rows += run_lines(batch, regime, caches, budget, lines[start : start + width])
+        check_equal_memory(rows, batch.unit)
+    return rows
+
+
+def run_lines(
+    batch: Batch, regime: str, caches: CellCaches, budget: float, lines: Sequence[Line]
+) -> Iterator[Row]:
+    """Measures lines whose caches decode as one batch. Their caches are gone when this ends."""
+    items, first, unit = [*batch.items.values()], batch.first, batch.unit
+    made: list[Cache] = []
+    behind: list[Held] = []
+    for line in lines:
+        with naming(unit, f"{regime}, {line.name} at {budget:g}"):
+            made.append(caches.cache_of(line, budget))
+            if regime in SHARED:
+                behind += held_of(made[-1], items)
+    for question in caches.questions:
+        ids_BT, mask_BT = batch.ids(question)
+        new_tokens = first.asked[question].generate
+        with naming(unit, f"{regime}, {', '.join(line.name for line in lines)} at {budget:g}"):
+            if caches.together:
+                slack = ids_BT.shape[1] - made[0].num_seen + new_tokens
+                cache = Cache.concat(made, slack=slack)
+            else:
+                cache = made[0].fork() if question < caches.questions[-1] else made[0]
+            watch = Watch(cache, lines[0], budget)
+            answers = respond(
+                batch.evaluated.model,
+                cache,
+                ids_BT.repeat(len(lines), 1),
+                mask_BT.repeat(len(lines), 1),
+                new_tokens=new_tokens,
+                end_ids=first.end_ids,
+                watch=watch,
+            )
+            held = behind or held_of(cache, items)
+        places = [(line, index) for line in lines for index in batch.items]
+        for place, (line, index) in enumerate(places):
+            counts = watch.counts_of(place)[: answers[place].num_made + 1]
+            yield make_row(batch, index, question, regime, line, budget, held[place], counts, answers[place])
+
+
+class Watch:
+    """Counts what a cache holds behind every forward of `generate`, and checks it against the budget.
+
+    Args:
+        cache: That decodes.
+        line: Whose it is, or of the first of several; nothing is checked of the full cache.
+        budget: Of all its sequences.
+    """
+
+    def __init__(self, cache: Cache, line: Line, budget: float):
+        self.cache, self.line, self.budget = cache, line, budget
+        self.shapes = [LayerShape(spec.num_kv_heads, 1) for spec in cache.specs]
+        self.heads = sum(shape.num_heads for shape in self.shapes)
+        self.evictions, self.evicted_B = -1, torch.zeros(())
+        self.counts: list[tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]] = []
+        self.look()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Bool[Tensor, " N"]:
+        self.look()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def counts_of(self, place: int) -> list[tuple[int, int]]:
+        """Returns entries (held, seen) of one sequence before every forward, and behind the last."""
+        return [(int(held_B[place]), int(seen_B[place]) * self.heads) for held_B, seen_B in self.counts]
+
+    def look(self) -> None:
+        """Counts and checks.
+
+        Raises:
+            RuntimeError: What is held is not what the budget states.
+        """
+        cache = self.cache
+        held_B, seen_B = held_now(cache)
+        self.counts.append((held_B, seen_B))
+        since = cache.num_seen - cache.evicted_at if cache.evictions else 0
+        if cache.evictions != self.evictions:
+            self.evictions, self.evicted_B = cache.evictions, seen_B - since
+        if self.line.policy == FULL:
+            return
+        name, wanted_B = f"{self.line.name} at {self.budget:g}", seen_B * self.heads
+        if cache.evictions:
+            stated = spread(budget_of(self.budget), self.evicted_B.tolist(), self.shapes).total_B
+            wanted_B = torch.tensor(stated) + (seen_B - self.evicted_B) * self.heads
+        if not torch.equal(held_B, wanted_B):
+            raise RuntimeError(
+                f"{name} holds {held_B.tolist()} entries where the budget and the {since} tokens since the "
+                f"last of {cache.evictions} evictions are {wanted_B.tolist()}"
+            )
+        if "decode" in cache.regime.parts and cache.evictions and since >= cache.regime.every:
+            raise RuntimeError(
+                f"{name}: {since} tokens have come since the last eviction, and entries go every "
+                f"{cache.regime.every}"
+            )
+
+
+def held_now(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:
+    """Returns the entries that each sequence holds, over all layers and heads, and the tokens it has seen."""
+    table = cache.budgets()
+    return table.held_BLH.sum((1, 2)), table.seen_B
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a cache holds of one item; fields as in `Row`."""
+
+    kept_entries: int
+    seen_entries: int
+    bytes_held: int
+    bytes_full: int
+    bytes_beside: int
+    needles_kept: float | None
+
+
+def held_of(cache: Cache, items: Sequence[Item]) -> list[Held]:
+    """Returns what a cache holds of each item; bytes by its share of the entries."""
+    total, beside = cache.report().total, bytes_beside(cache)
+    held_B, seen_B = held_now(cache)
+    heads = sum(spec.num_kv_heads for spec in cache.specs)
+    entries, seen = int(held_B.sum()), int(seen_B.sum()) * heads
+    return [
+        Held(
+            kept_entries=own,
+            seen_entries=length * heads,
+            bytes_held=total.bytes_held * own // entries,
+            bytes_full=total.bytes_full * length * heads // seen,
+            bytes_beside=beside * own // entries,
+            needles_kept=needles_held(cache, place, item),
+        )
+        for place, (own, length, item) in enumerate(zip(held_B.tolist(), seen_B.tolist(), items, strict=True))
+    ]
+
+
+def bytes_beside(cache: Cache) -> int:
+    """Returns the bytes that a cache keeps beside entries in order to evict again: recent queries and
+    attention inputs, and what is noted of every entry (running attention, norms, a gate's score)."""
+    columns = [
+        column for layer in cache.ragged if layer.store is not None for column in layer.store.beside.values()
+    ]
+    noted = sum(column.untyped_storage().nbytes() for column in columns)
+    return noted + sum(layer.recent.num_bytes for layer in cache.ragged)
+
+
+def positions_held(cache: Cache, place: int) -> list[list[Tensor]]:
+    """Returns the positions of the entries that a sequence holds, by layer and head."""
+    found = []
+    for layer, spec in zip(cache.ragged, cache.specs, strict=True):
+        if layer.store is None:
+            own = cache.positions_BT[place][cache.valid_BT[place]]
+            found.append([own] * spec.num_kv_heads)
+            continue
+        positions_N, rows_N = layer.store.positions_C[layer.store.index_N()], layer.store.rows_N()
+        first = place * spec.num_kv_heads
+        found.append([positions_N[rows_N == first + head] for head in range(spec.num_kv_heads)])
+    return found
+
+
+def needles_held(cache: Cache, place: int, item: Item) -> float | None:
+    """Returns the share of the entries of an item's needles that are held: mean over heads, then layers.
+    None where the item does not say which they are."""
+    if not item.needles:
+        return None
+    tokens = torch.tensor(sorted({token for start, stop in item.needles for token in range(start, stop)}))
+    shares = []
+    for heads in positions_held(cache, place):
+        hits = int(torch.isin(torch.cat(heads).cpu(), tokens).sum())
+        shares.append(hits / (len(heads) * len(tokens)))
+    return sum(shares) / len(shares)
+
+
+def check_equal_memory(rows: Sequence[Row], unit: Unit) -> None:
+    """Checks that lines of one budget which have seen equally much of an item hold equally much of it.
+
+    Raises:
+        RuntimeError: They do not.
+    """
+    first: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        other = first.setdefault((row.item, row.question, row.budget, row.seen_entries), row)
+        if (row.kept_entries, row.bytes_held) != (other.kept_entries, other.bytes_held):
+            raise RuntimeError(
+                f"unequal memory in {unit.key} at budget {row.budget:g}: {row.policy} holds "
+                f"{row.kept_entries} entries and {row.bytes_held} bytes of item {row.item}, {other.policy} "
+                f"{other.kept_entries} and {other.bytes_held}"
+            )
+
+
+def make_row(
+    batch: Batch,
+    index: int,
+    question: int,
+    regime: str,
+    line: Line,
+    budget: float,
+    held: Held,
+    counts: Sequence[tuple[int, int]],
+    answer: Answer,
+) -> Row:
+    """Scores one answer.
+
+    Args:
+        batch, index, question: What was asked.
+        regime, line, budget: The cell.
+        held: What it holds.
+        counts: Entries (held, seen) before every forward of the answer, and behind the last.
+        answer: That it gave.
+    """
+    item, unit, evaluated = batch.items[index], batch.unit, batch.evaluated
+    task, asked = batch.suite.tasks[unit.task], item.asked[question]
+    text = "" if asked.text is None else asked.text(answer.tokens)
+    null = not answer.tokens or (asked.text is not None and not text.strip())
+    exact, partial = (0.0, 0.0) if null else map(float, asked.score(answer.tokens))
+    shares = [own / seen for own, seen in counts[: answer.num_made]]
+    return Row(
+        run=batch.config.run,
+        unit=unit.key,
+        unit_rows=0,  # not known before the unit is whole
+        seed=unit.seed,
+        task=unit.task,
+        family=task.family,
+        item=index,
+        question=question,
+        regime=regime,
+        policy=line.name,
+        base_policy=line.policy,
+        protection=line.protection,
+        budget=float(budget),
+        keep_ratio=held.kept_entries / held.seen_entries,
+        score=exact if task.primary == "exact" else partial,
+        exact=exact,
+        partial=partial,
+        null=null,
+        ended=answer.ended,
+        num_prompt=len(item.context_ids) + len(asked.question_ids),
+        num_generated=len(answer.tokens),
+        peak_entries=max(own for own, _ in counts),
+        gate_bytes=evaluated.gate_bytes(line),
+        tokens=answer.tokens,
+        tokens_sha=tokens_sha(answer.tokens),
+        text=text,
+        about={**item.about, **asked.about},
+        attended_ratio=sum(shares) / len(shares) if shares else None,
+        gates=evaluated.gates_sha(line),
+        trained=evaluated.trained(line),
+        **asdict(held),
+    )

@@ -1,0 +1,101 @@
+"""Scores the entries of a context for all lines of a comparison, each distinct score once.
+
+Policies that differ in protection, budget or scope alone share a score. Gates score once for each set, and a
+set with lookahead tokens reads them behind the same prompt. Controls hand their own score to the gate's
+pipeline: the oracle's is the largest risk under any of the questions that are asked of what is left.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from retain.eval.config import Line
+from retain.eval.run.evaluated_model import EvaluatedModel
+from retain.evidence import Evidence
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.lookahead_pass import look_ahead
+from retain.policy import Policy, score_entries
+from retain.scores import Score
+
+
+def wanted_by(evaluated: EvaluatedModel, lines: Iterable[Line]) -> frozenset[str]:
+    """Returns what the gates of these lines look at, over all sets."""
+    return frozenset[str]().union(*(gates.inputs for gates in evaluated.sets_of(lines).values()))
+
+
+def learned_scores(
+    evaluated: EvaluatedModel,
+    lines: Sequence[Line],
+    observed: Sequence[Evidence],
+    prompt: Callable[[], Cache],
+) -> dict[str, list[Score]]:
+    """Scores by gates and by the token-identity control.
+
+    Args:
+        evaluated: Whose gates score.
+        lines: That take them.
+        observed: Of every layer.
+        prompt: Makes the cache that lookahead tokens are read behind.
+
+    Returns:
+        By policy, its score of every layer; policies that take one set share one list.
+    """
+    of_set = {}
+    for name, gates in evaluated.sets_of(lines).items():
+        seen: Iterable[Evidence] = observed
+        if getattr(gates, "extension", None) is not None:
+            seen = look_ahead(evaluated.model, gates, prompt().read_only(), observed)
+        of_set[name] = [gates.score(layer) for layer in seen]
+    found = {policy: of_set[name] for policy, name in evaluated.users.items() if name in of_set}
+    if evaluated.token_identity is not None:
+        found["token_identity"] = [evaluated.token_identity.score(layer) for layer in observed]
+    return found
+
+
+def score_lines(
+    policies: Mapping[str, Policy],
+    lines: Sequence[Line],
+    observed: Sequence[Evidence],
+    learned: Mapping[str, Sequence[Score]],
+    seeds: Sequence[int],
+) -> dict[str, list[Score]]:
+    """Scores every layer for each line, once for all lines that agree in what a score depends on.
+
+    Args:
+        policies: By label of a line.
+        lines: To score for.
+        observed: Of every layer.
+        learned: By policy, the scores that are handed to its pipeline.
+        seeds: Of each sequence, for policies that draw.
+    """
+    made: dict[tuple[object, ...], list[Score]] = {}
+    scores = {}
+    for line in lines:
+        policy, handed = policies[line.name], learned.get(line.policy)
+        key = (id(handed), *scored_by(policy))
+        if key not in made:
+            own: Sequence[Score | None] = handed or [None] * len(observed)
+            made[key] = [
+                score_entries(policy, layer, learned=score, seeds_B=seeds)
+                for layer, score in zip(observed, own, strict=True)
+            ]
+        scores[line.name] = made[key]
+    return scores
+
+
+def scored_by(policy: Policy) -> tuple[str, ...]:
+    """Returns what a policy's score depends on beside the scores that it is handed."""
+    how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
+    return (*map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
+
+
+def first_entries(score: Score, count: int) -> Score:
+    """Cuts a score to the first `count` entries; its window, to what of it is among them."""
+    first_BHT, draw_BHT = score.first_BHT, score.draw_BHT
+    return replace(
+        score,
+        values_BHT=score.values_BHT[..., :count],
+        first_BHT=None if first_BHT is None else first_BHT[..., :count],
+        draw_BHT=None if draw_BHT is None else draw_BHT[..., :count],
+        window=max(0, score.window - (score.values_BHT.shape[-1] - count)),
+    )

@@ -1,0 +1,345 @@
+"""The caches that benchmarks compare: transformers' own, ours that keeps everything, and ours under a policy.
+
+    plain   transformers' `DynamicCache` with `sdpa`; it copies a layer's entries to append one
+    full    our cache that keeps everything, which does not: a gain over it is gained by eviction alone
+    dense   a `DynamicCache` that is cut to as many entries as a policy would keep, whichever they are
+
+The plain caches have a model of their own that is never attached; its weights are the same tensors.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import retain
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import base_model
+from retain.hf.model.gates import load_gates, new_gates
+from retain.process.benchmark import Column
+from retain.process.memory import Peak
+from retain.process.timing import Case, Times, spread, timed
+
+PLAIN, FULL, DENSE = FULL_CACHES = "plain", "full", "dense"
+RANDOM = "random"
+SEPARATED = "each as NAME[,key=value ...], between semicolons or, without settings, commas"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A policy to time: as typed, and what `retain.Cache` is given."""
+
+    typed: str
+    policy: str
+    overrides: dict[str, Any]
+
+
+def parse_entry(typed: str) -> Entry:
+    """Read `NAME[,key=value ...]`; a key may be `section.key`, a value is YAML.
+
+    Raises:
+        ValueError: something behind the name is no `key=value`.
+
+    Example:
+        >>> parse_entry("snapkv,scope=layer,protection.recent=8").overrides
+        {'scope': 'layer', 'protection': {'recent': 8}}
+    """
+    name, *settings = typed.split(",")
+    overrides: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not key or not equals:
+            raise ValueError(
+                f"policy {typed!r}: {setting!r} is no setting; write NAME,key=value or "
+                "NAME,section.key=value, without spaces."
+            )
+        section, dot, inner = key.partition(".")
+        own = overrides.setdefault(section, {}) if dot else overrides
+        own[inner or key] = yaml.safe_load(value)
+    return Entry(typed, name, overrides)
+
+
+def parse_entries(typed: str) -> list[Entry]:
+    """Policies, separated by semicolons or, if none has settings of its own, commas; each once."""
+    between = ";" if {";", "="} & set(typed) else ","
+    return [parse_entry(name) for name in dict.fromkeys(typed.split(between)) if name]
+
+
+def takes_gates(policy: str) -> bool:
+    """Whether a preset takes gates."""
+    return any(preset.name == policy and "gates" in preset.needs for preset in retain.policies())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a cache lives through.
+
+    Args:
+        prompt_BT: that is read.
+        following_BS: tokens that are decoded behind it, the same for all caches; none: it is read alone.
+        head: whether the prompt's last token is given to the language-model head, and the next one chosen.
+        uncounted: of the decoded tokens, how many come before the clock starts.
+    """
+
+    prompt_BT: Tensor
+    following_BS: Tensor
+    head: bool = True
+    uncounted: int = 0
+
+
+@dataclass(eq=False, kw_only=True)
+class TimedCache(Case):
+    """A cache under a policy. A run is a life: `prefill_ms`, and `token_ms` of a decoded token.
+
+    Args:
+        name: of the policy, as typed.
+        keep_ratio: kept / seen; 1.0 for the full caches.
+        model: that it runs on.
+        empty: makes an empty cache.
+        work: that it lives through.
+        cut_to: entries of each head that are left behind the prompt of a `dense` one.
+        watches: whether memory is watched: always on CUDA, elsewhere in a process of its own.
+        peaks: where memory is watched, bytes at most beyond those `before`, of `prefill` and `decode`.
+        bytes: `cache_bytes` behind the prompt, and `held_at_end` and `allocated_at_end`.
+        achieved: entries held / seen behind the prompt.
+        waits: times that the host waited for the device in an uncounted token; None on a CPU.
+    """
+
+    name: str
+    keep_ratio: float
+    model: PreTrainedModel
+    empty: Callable[[], Any]
+    work: Workload
+    cut_to: int | None = None
+    watches: bool = False
+    peaks: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    achieved: float = 1.0
+    waits: float | None = None
+
+    def read(self, ids_BT: Tensor | None = None) -> Any:
+        """Read a prompt and evict; returns the cache."""
+        cache, ids_BT = self.empty(), self.work.prompt_BT if ids_BT is None else ids_BT
+        given: dict[str, Any] = {"input_ids": ids_BT, "past_key_values": cache, "use_cache": True}
+        if self.work.head:
+            self.model(**given, logits_to_keep=1).logits[:, -1].argmax(-1)
+        elif isinstance(cache, Cache):
+            cache.prefill(ids_BT)
+        else:
+            base_model(self.model)(**given)
+        if self.cut_to is not None:
+            for layer in cache.layers:
+                layer.keys = layer.keys[:, :, -self.cut_to :].clone()
+                layer.values = layer.values[:, :, -self.cut_to :].clone()
+        return cache
+
+    def logits(self, cache: Any, seen: int, ids_BS: Tensor) -> Iterator[Tensor]:
+        """Decode given tokens, one at a time: the logits of each."""
+        at_BS = seen + torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+        for ids_B1, at_B1 in zip(ids_BS.split(1, dim=1), at_BS.split(1, dim=1), strict=True):
+            given = {"input_ids": ids_B1, "position_ids": at_B1, "past_key_values": cache}
+            yield self.model(**given, use_cache=True).logits
+
+    def decode(self, cache: Any, seen: int, ids_BS: Tensor) -> None:
+        """Decode given tokens and choose those behind them: all caches do the same work."""
+        for logits_B1V in self.logits(cache, seen, ids_BS):
+            logits_B1V[:, -1].argmax(-1)
+
+    def run(self) -> Times:
+        """One life; peaks, bytes and waits are noted beside the times."""
+        work, seen = self.work, self.work.prompt_BT.shape[1]
+        device = str(work.prompt_BT.device)
+        on_gpu = device.startswith("cuda")
+        peak = Peak(device) if self.watches or on_gpu else None
+        cache, prefill_ms = timed(self.read)
+        if peak is not None:
+            self.peaks |= {"before": peak.before, "prefill": peak.beyond()}
+        self.bytes = cache_bytes(cache)
+        if isinstance(cache, Cache):
+            total = cache.report().total
+            self.achieved = total.entries_held / total.entries_seen
+        first, rest = work.following_BS.tensor_split([work.uncounted], dim=1)
+        if first.shape[1]:
+            waits = waits_of(partial(self.decode, cache, seen, first), on_gpu=on_gpu)
+            self.waits = None if waits is None else waits / first.shape[1]
+        if not rest.shape[1]:
+            return {"prefill_ms": prefill_ms}
+        if peak is not None:
+            peak.beyond()
+        _, decode_ms = timed(partial(self.decode, cache, seen + work.uncounted, rest))
+        if peak is not None:
+            self.peaks["decode"] = peak.beyond()
+        end = cache_bytes(cache)
+        self.bytes |= {"held_at_end": end["held"], "allocated_at_end": end["allocated"]}
+        return {"prefill_ms": prefill_ms, "token_ms": decode_ms / rest.shape[1]}
+
+
+@dataclass
+class Bench:
+    """A model with and without our cache, gates, and tokens.
+
+    Args:
+        model: for our cache.
+        gates: of the policies that take some: a folder, a hub id, `random` (linear ones with random weights:
+            their time is that of trained ones, what they keep is not), or empty.
+        batch: prompts.
+        tokens: of each, and of what is decoded behind it.
+        device: of the tokens.
+        seed: of tokens and random gates.
+    """
+
+    model: PreTrainedModel
+    gates: Any
+    batch: int
+    tokens: int
+    device: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        # Gates are loaded once: reading a folder is no part of a first token.
+        named, self.gates = self.gates, None
+        if named == RANDOM:
+            self.gates = new_gates(self.model, "linear", seed=self.seed).eval().requires_grad_(False)
+        elif named:
+            self.gates = load_gates(named, self.model)
+        self.twin = sharing_weights(self.model)
+        draw = torch.Generator().manual_seed(self.seed)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        self.ids_BT = torch.randint(vocabulary, (self.batch, self.tokens), generator=draw).to(self.device)
+
+    def workload(self, tokens: int, *, batch: int | None = None, steps: int = 0, **how: Any) -> Workload:
+        """Prompts of so many tokens, and so many tokens behind them."""
+        ids_BT = self.ids_BT[:batch]
+        return Workload(ids_BT[:, :tokens], ids_BT[:, tokens : tokens + steps], **how)
+
+    def plain(self, work: Workload, name: str = PLAIN, twin: PreTrainedModel | None = None) -> TimedCache:
+        """Transformers' own cache."""
+        model = self.twin if twin is None else twin
+        empty = partial(DynamicCache, config=model.config)
+        return TimedCache(name=name, keep_ratio=1.0, model=model, empty=empty, work=work)
+
+    def cut(self, entry: Entry, keep_ratio: float, work: Workload, beside: Case | None = None) -> TimedCache:
+        """Our cache under a policy, or a `dense` one.
+
+        Raises:
+            ValueError: a policy is unknown, or cannot be made of its name and these settings.
+        """
+        if entry.policy == DENSE:
+            dense = self.plain(work, DENSE)
+            dense.keep_ratio, dense.beside = keep_ratio, beside
+            dense.cut_to = max(1, int(keep_ratio * work.prompt_BT.shape[1]))
+            return dense
+        if entry.policy == FULL:
+            keep_ratio, empty = 1.0, partial(Cache, self.model, FULL)
+        else:
+            how = {"gates": self.gates if takes_gates(entry.policy) else None, **entry.overrides}
+            empty = partial(Cache, self.model, entry.policy, keep_ratio=keep_ratio, short="raise", **how)
+        empty()
+        own: dict[str, Any] = {"model": self.model, "empty": empty, "work": work, "beside": beside}
+        return TimedCache(name=entry.typed, keep_ratio=keep_ratio, **own)
+
+
+def try_out(caches: Sequence[TimedCache]) -> None:
+    """Let every cache live once, before anything is timed.
+
+    Raises:
+        ValueError: a budget cannot be met; says whose.
+    """
+    for one in caches:
+        try:
+            one.attempt()
+        except ValueError as error:
+            raise ValueError(
+                f"benchmark: policy {one.name!r} at keep_ratio {one.keep_ratio}: {error}"
+            ) from error
+
+
+def row_of(one: TimedCache, caches: Sequence[TimedCache], **more: Any) -> dict[str, Any]:
+    """The row of one cache: its times, their ratios to the full caches, bytes and peaks.
+
+    Args:
+        one: that the row is about.
+        caches: all that were timed with it.
+        more: where it was timed, in front.
+    """
+    kind = "full" if one.name in FULL_CACHES else "policy"
+    row: dict[str, Any] = {"policy": one.name, "kind": kind, "keep_ratio": one.keep_ratio, **more}
+    row["failed"] = one.failed
+    if one.failed:
+        return row
+    named = {"prefill_ms": "ttft" if one.work.head else "prefill", "token_ms": "token"}
+    for quantity in one.runs[0][1]:
+        row[f"{named[quantity]}_ms"] = spread(one.times(quantity))
+        for other in caches:
+            if other is one or other.name not in FULL_CACHES or other.failed:
+                continue
+            if other.name != DENSE or (other.keep_ratio == one.keep_ratio and kind == "policy"):
+                row[f"{named[quantity]}_over_{other.name}"] = spread(one.over(other, quantity))
+    return row | {
+        "achieved_keep_ratio": one.achieved,
+        "peak_bytes": {stage: one.peaks.get(stage) for stage in ("prefill", "decode")},
+        "held_before": one.peaks.get("before"),
+        "cache_bytes": one.bytes,
+        "held_of_full": one.bytes["held"] / one.bytes["full"],
+        "waits_a_token": one.waits,
+    }
+
+
+KEEP = Column("keep", "keep_ratio", "g")
+POLICY = Column("policy", "policy")
+HELD = Column("held MiB", "cache_bytes.held", ".2f", 2**20)
+PEAK = Column("peak MiB", "peak_bytes.prefill", ".1f", 2**20)
+
+
+def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model whose weights are the same tensors."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+
+
+def waits_of(run: Callable[[], Any], *, on_gpu: bool) -> int | None:
+    """Run a call: how often it made the host wait for the device, as CUDA counts it; None on a CPU."""
+    if not on_gpu:
+        run()
+        return None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(one.message) for one in said)
+
+
+def cache_bytes(cache: Any) -> dict[str, int]:
+    """Bytes of a cache, ours or one of transformers: held, allocated, and of all that was seen."""
+    if isinstance(cache, Cache):
+        report = cache.report()
+        alone = sum(left.bytes_held for left in report.alone)
+        room = sum(left.bytes_allocated for left in report.alone)
+        total = report.total
+        return {
+            "held": total.bytes_held + alone,
+            "allocated": total.bytes_allocated + room,
+            "full": total.bytes_full + alone,
+        }
+    found = [leaf for layer in cache.layers for leaf in _tensors(vars(layer))]
+    held = sum(tensor.nbytes for tensor in found)
+    # Several tensors may be views of one storage, which is there once.
+    storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in found)}
+    return {"held": held, "allocated": sum(storages.values()), "full": held}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for one in value for leaf in _tensors(one)] if isinstance(value, list | tuple) else []

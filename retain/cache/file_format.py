@@ -1,0 +1,212 @@
+"""The file of a conversation: a `.safetensors` file with a JSON header, whatever engine wrote it.
+
+A file is believed whole or not at all. Its header carries a sha256 over everything else, which is checked
+before a byte of it is used, and it is written in full beside an older one before it is renamed over it. So a
+full disk, a kill, a cut copy and a flipped bit are noticed, and leave what there was. Nothing in it is code.
+
+Header: the model's `fingerprint` and `dtype`; the counters of `COUNTERS`; `seeds`; whatever else the engine
+needs to go on. Tensors: `history.valid`, `.positions`, `.last`, `.ids`, `.announced`; of each layer that
+evicts `layer.N.store.NAME` (`retain.cache.store.RaggedStore.tensors`) and `layer.N.recent.NAME`, what its
+last tokens showed; of other layers `layer.N.state.NAME`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from retain.gates.store import save_beside
+
+SCHEMA_VERSION = 1
+FORMAT = "retain.cache"
+# Beyond what any model reads: tables of positions are made.
+MOST_POSITIONS = 2**24
+# Counters of a conversation, in the header as they are.
+COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at")
+
+
+@runtime_checkable
+class LayerSizes(Protocol):
+    """What is known of a layer that evicts."""
+
+    @property
+    def layer_idx(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a file; an older one survives until the new one is complete on disk.
+
+    Needs memory on the host for one copy of the tensors.
+
+    Args:
+        path: of the file; its folder is made if missing.
+        header: what JSON can hold.
+        tensors: on any device, by name.
+
+    Raises:
+        OSError: the disk takes no more; names the file.
+    """
+    # Copies share their storage with nothing, as safetensors demands.
+    plain = {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors
+    }
+    text = json.dumps(header)
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "sha256": digest(text, plain.items()),
+        "header": text,  # as text, of which the digest is
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(save_beside(path, plain, {FORMAT: json.dumps(record)}), path)
+
+
+def digest(header: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 over the header and all tensors, in the order of their names."""
+    found = hashlib.sha256(header.encode())
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file that is sound.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is cut, changed, of a newer schema, or no cache.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: pass the path that cache.save(path) was given.")
+    corrupt = f"{path} is truncated or corrupt ({{}}): copy it again, or read the context again."
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(FORMAT)
+            tensors = {name: file.get_tensor(name) for name in ([] if text is None else file.keys())}
+        record = json.loads(text) if text is not None else {}
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(corrupt.format(error)) from None
+    version = record.get("schema_version") if isinstance(record, dict) else None
+    if not isinstance(version, int):
+        raise ValueError(f"{path} was not written by cache.save(path): it holds no retain.Cache.")
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema version {version}, this retain reads up to {SCHEMA_VERSION}: upgrade retain "
+            "to load it."
+        )
+    header = str(record.get("header"))
+    if digest(header, tensors.items()) != record.get("sha256"):
+        raise ValueError(corrupt.format("the sha256 differs"))
+    try:
+        return json.loads(header), tensors
+    except (ValueError, RecursionError) as error:
+        raise ValueError(corrupt.format(error)) from None
+
+
+def check_model(
+    header: Mapping[str, Any], fingerprint: Mapping[str, Any], dtype: torch.dtype, path: Any
+) -> None:
+    """Refuse another model than the one that the entries are of.
+
+    Args:
+        header: of the file.
+        fingerprint: of the model at hand.
+        dtype: of its entries.
+        path: of the file.
+
+    Raises:
+        ValueError: it is another one, or in another precision.
+    """
+    saved, at_hand = header["fingerprint"], json.loads(json.dumps(fingerprint))
+    differ = [key for key in sorted(saved.keys() | at_hand.keys()) if saved.get(key) != at_hand.get(key)]
+    if differ:
+        listing = ", ".join(f"{key} {saved.get(key)!r} -> {at_hand.get(key)!r}" for key in differ)
+        raise ValueError(
+            f"the cache in {path} is of another model ({listing}; saved -> at hand): load it with the model "
+            "that it was saved from."
+        )
+    if header["dtype"] != str(dtype):
+        raise ValueError(
+            f"the cache in {path} is of a model in {header['dtype']}, and this one is in {dtype}: load the "
+            f"model with dtype={header['dtype']}, or read the context again."
+        )
+
+
+def wrong_counters(header: Mapping[str, Any], batch_size: int) -> Iterator[str]:
+    """Counters and seeds of a header that cannot be."""
+    for name in COUNTERS:
+        value = header[name]
+        several = name in ("prompt_B", "moments")
+        counts = value if several and isinstance(value, list) else [value]
+        empty = value is None and name in ("width", "prompt_B")
+        whole = all(type(one) is int and 0 <= one <= MOST_POSITIONS for one in counts)
+        if not empty and (not whole or several is not isinstance(value, list)):
+            yield f"{name} {value!r:.60}"
+    for name in ("prompt_B", "seeds"):
+        if header[name] is not None and len(header[name]) != batch_size:
+            yield f"{name} for {len(header[name])} sequences, and {batch_size} sequences"
+
+
+def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -> Iterator[str]:
+    """Tensors of other shapes or kinds than a model with these evicting layers has."""
+    B, T = tensors["history.valid"].shape
+    shapes: dict[str, tuple[str, tuple[int | None, ...]]] = {
+        "history.valid": ("bool", (B, T)),
+        "history.positions": ("whole", (B, T)),
+        "history.last": ("whole", (B,)),
+        "history.ids": ("whole", (B, T)),
+        "history.announced": ("bool", (B, None)),
+    }
+    for spec in layers:
+        store, recent = f"layer.{spec.layer_idx}.store.", f"layer.{spec.layer_idx}.recent."
+        N, kind = int(tensors[f"{store}lengths"].sum()), str(spec.dtype).removeprefix("torch.")
+        shapes |= {
+            f"{store}keys": (kind, (N, spec.head_dim)),
+            f"{store}values": (kind, (N, spec.head_dim)),
+            f"{store}positions": ("whole", (N,)),
+            f"{store}lengths": ("whole", (B * spec.num_kv_heads,)),
+            f"{recent}queries": ("", (B, spec.num_heads, None, spec.head_dim)),
+            f"{recent}hidden": ("", (B, None, spec.hidden_size)),
+            f"{recent}stream": ("", (B, None, spec.hidden_size)),
+        }
+    positions_BT = tensors["history.positions"]
+    limit = 1 + (int(positions_BT.max()) if positions_BT.numel() else 0)
+    for name, tensor in sorted(tensors.items()):
+        kind, shape = shapes.get(name, ("", ()))
+        if shape and (
+            tensor.ndim != len(shape)
+            or any(own not in (got, None) for own, got in zip(shape, tensor.shape, strict=True))
+        ):
+            yield f"{name} of shape {tuple(tensor.shape)}"
+        held = str(tensor.dtype).removeprefix("torch.")
+        if kind and held != kind and not (kind == "whole" and held in ("int32", "int64")):
+            yield f"{name} of {tensor.dtype}"
+        if kind == "whole" and tensor.numel():
+            least, most = int(tensor.min()), int(tensor.max())
+            inside = name.endswith("store.positions")
+            if least < (0 if inside else -1) or most >= (limit if inside else MOST_POSITIONS):
+                yield f"{name} from {least} to {most}"
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()) and ".state." not in name:
+            yield f"{name} that is not finite"
+
+
+def within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """What is named with this prefix, without it."""
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,161 @@
+"""Changes what a conversation holds: entries go, tokens are forgotten, sequences are chosen or stacked."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from retain.cache.store import RaggedStore
+from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.history import History
+from retain.hf.cache.layer import Recent
+from retain.hf.cache.regime import Regime
+from retain.hf.cache.state import State
+from retain.hf.model import pass_through_layers
+from retain.protection import spans_by_sequence
+
+
+def cut_all(state: State, keep: Sequence[Tensor | None]) -> None:
+    """Cut all dense layers; every mask is checked before the first is."""
+    for layer, keep_BHT in zip(state.ragged, keep, strict=True):
+        layer.check(keep_BHT)
+    state.evidence = None  # it shares the dense tensors, which each layer lets go in turn
+    with state.changing():
+        for layer, keep_BHT in zip(state.ragged, keep, strict=True):
+            layer.store = state.cut_dense(layer, keep_BHT, state.valid_BT, state.positions_BT)
+    if state.history is not None:
+        state.count_eviction(sum(state.history.lengths_B) * state.heads)
+
+
+def shrink(state: State, lower: Sequence[Tensor | None], rows: list[int] | None) -> None:
+    """Lower layers let go of what a cascade no longer keeps, one layer at a time.
+
+    Args:
+        lower: what each keeps, of the entries of these sequences.
+        rows: the sequences; None for all.
+    """
+    for store, keep_N in zip(state.stores, lower, strict=False):
+        if keep_N is None:
+            continue
+        keep_N = keep_N.to(store.keys_CD.device)
+        if rows is not None and len(rows) < store.batch_size:
+            inside_B = torch.zeros(store.batch_size, dtype=torch.bool, device=keep_N.device)
+            inside_B[rows] = True
+            inside_N = inside_B[store.rows_N() // store.num_heads]
+            keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
+        store.filter_(keep_N)
+
+
+def drop(state: State, forgotten_BT: Bool[Tensor, "B P"]) -> None:
+    """Let go of entries that the mask has since declared padding (pads that `generate` put behind a
+    finished row)."""
+    assert state.history is not None
+    positions_BT = state.positions_BT
+    gone_BP = forgotten_BT.new_zeros(forgotten_BT.shape[0], int(positions_BT.max()) + 1)
+    b, t = forgotten_BT.nonzero(as_tuple=True)
+    gone_BP[b, positions_BT[b, t]] = True
+    with state.changing():
+        for store in state.stores:
+            store.drop_(gone_BP)
+        state.history = state.history.without(forgotten_BT)
+
+
+def cannot_crop(state: State, length: int, cut: History) -> str | None:
+    """Why the conversation cannot go back to a length; None if it can."""
+    removed, wants = state.num_seen - length, state.bound_policy.wants
+    if length < state.evicted_at:
+        return f"entries were evicted when it had seen {state.evicted_at}, and those are gone"
+    if any(not pass_through_layers.can_crop(layer, removed) for layer in state.pass_through):
+        return "a layer with a sliding window or a recurrent state has let go of what it had then"
+    if not state.regime.again or state.bound_policy.keeps_all:
+        return None
+    if wants.running and state.noted > length:
+        return "the running statistics that its policy keeps count the queries since"
+    recent, moments = state.ragged[0].recent, [seen for seen in state.moments if seen <= length]
+    wanted = (moments or [0])[-1] if wants.queries is None else cut.first_of_last(wants.queries)
+    exact = length in recent.marks and wants.queries is not None
+    if wants.queries != 0 and not exact and state.num_seen - recent.num_queries > wanted:
+        return "queries that its policy looks at are not held that far back"
+    return None
+
+
+def crop(state: State, length: int, cut: History) -> None:
+    """Forget all tokens but the first `length`, whose history is `cut`; `cannot_crop` was asked."""
+    removed = state.num_seen - length
+    with state.changing():
+        for layer in state.ragged if state.gaps else ():  # a column there is not the token of that number
+            if layer.store is None:
+                layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
+        state.evidence, state.history = None, cut
+        for left in state.pass_through:
+            pass_through_layers.crop(left, removed)
+        for layer in state.ragged:
+            layer.seen, layer.recent = length, layer.recent.cut(removed, length)
+            if layer.store is not None:
+                layer.store.crop_(cut.last_B.to(layer.store.positions_C.device) + 1)
+            else:
+                layer.keys, layer.values = (tensor[:, :, :length].clone() for tensor in layer.dense())
+    state.noted = min(state.noted, length)
+    state.moments = [seen for seen in state.moments if seen <= length] or [length]
+    if state.prompt_B is not None:
+        state.prompt_B = [min(own, left) for own, left in zip(state.prompt_B, cut.lengths_B, strict=True)]
+
+
+def select_batch(state: State, indices: Int[Tensor, " N"]) -> list[int]:
+    """Keep these sequences, in this order, an index may repeat; the same as a list."""
+    assert state.history is not None
+    if (known_BT := state.announced_BT) is not None and state.batch_size % len(known_BT) == 0:
+        known_BT = known_BT.repeat_interleave(state.batch_size // len(known_BT), dim=0)
+        state.announced_BT = known_BT[indices.to(known_BT.device)]
+    with state.changing():
+        for left in state.pass_through:
+            pass_through_layers.select_batch(left, indices)
+        for layer in state.ragged:
+            layer.select_batch(indices)
+    if state.evidence is not None:
+        state.evidence = [evidence.select_batch(indices) for evidence in state.evidence]
+    rows = indices.tolist()
+    if state.seeds is not None:
+        state.seeds = [state.seeds[row] for row in rows]
+    if state.pinned is not None and spans_by_sequence(state.pinned) is not None:
+        state.pinned = [state.pinned[row] for row in rows]
+    if state.prompt_B is not None:
+        state.prompt_B = [state.prompt_B[row] for row in rows]
+    state.held_whole = [new for new, row in enumerate(rows) if row in state.held_whole]
+    state.history = state.history.select_batch(indices)
+    return rows
+
+
+def concat(parts: Sequence[State], slack: int | None) -> State:
+    """Stack conversations along the batch, which have all seen equally many tokens; the parts are used up.
+
+    Args:
+        parts: of one model.
+        slack: free entries per row for new tokens; None: theirs.
+    """
+    for part in parts:
+        for layer in part.ragged:
+            if layer.store is None:
+                layer.store = part.cut_dense(layer, None, part.valid_BT, part.positions_BT)
+            layer.store.beside.clear()
+    bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
+    whole = State(parts[0].layout, bound, Regime(), slack=parts[0].slack, seeds=None, pinned=None)
+    whole.layers[:] = parts[0].layers
+    for idx, layer in enumerate(whole.layers):
+        if idx in whole.layout.alone:
+            whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
+            continue
+        layer.store = RaggedStore.concat([part.layers[idx].store for part in parts], slack)
+        layer.recent = Recent()
+    whole.history = History.concat([part.history for part in parts if part.history is not None])
+    whole.prompt_B = list(whole.history.lengths_B)
+    whole.moments, whole.noted = [whole.num_seen], whole.num_seen
+    whole.evictions = max(part.evictions for part in parts)
+    whole.evicted_at = max(part.evicted_at for part in parts)
+    sizes = [0, *accumulate(part.batch_size for part in parts)]
+    whole.held_whole = [
+        size + row for size, part in zip(sizes, parts, strict=False) for row in part.held_whole
+    ]
+    return whole

@@ -1,0 +1,215 @@
+"""Handles the cache layers that are left to transformers: a sliding window or a recurrent state.
+
+transformers decides what such a layer is and how it is updated; here are its bytes, a copy of it, some of its
+sequences, whether its last tokens can be forgotten, and its tensors for a file. What it holds is found by
+looking at its attributes, and what is not understood there is refused, since a fork that shares half its
+state would answer from another conversation.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from retain.hf.model.layout import LeftAlone
+
+# Attributes that hold tensors of the conversation: one (or none), or several by the number of the state.
+TENSORS = ("keys", "values")
+STATES = ("conv_states", "recurrent_states")
+# Tokens that a layer with a window has seen.
+COUNT = "cumulative_length"
+# Whether a recurrent layer has seen any, by the number of the state.
+PREVIOUS = "has_previous_state"
+
+
+def refuse_padding(
+    alone: Mapping[int, LeftAlone],
+    valid_BS: Tensor | None,
+    forgotten_BT: Tensor | None,
+    seen_BT: Tensor | None,
+    *,
+    waits: bool,
+) -> None:
+    """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
+
+    Args:
+        alone: these layers; none, nothing is refused.
+        valid_BS: False on padding among new tokens; None: there is none.
+        forgotten_BT: past tokens that are declared padding; None: there are none.
+        seen_BT: False on padding among the tokens that were seen; None before the first.
+        waits: whether the device is waited for; else padding among new tokens is not looked at here.
+
+    Raises:
+        ValueError: padding behind a sequence's own tokens, on a model with such layers.
+    """
+    if not alone:
+        return
+    if forgotten_BT is not None and any(left.window is None for left in alone.values()):
+        raise ValueError(
+            "this call's mask takes back tokens that were seen, as those are that generate puts behind a "
+            "sequence that has ended, and the model has layers with a recurrent state, which cannot "
+            "forget them: continue such sequences in caches of their own (batch_select_indices)."
+        )
+    if valid_BS is None or not waits:
+        return
+    begun_BS = valid_BS.cumsum(-1) > 0
+    if seen_BT is not None:
+        begun_BS |= seen_BT.any(-1, keepdim=True).to(begun_BS.device)
+    if bool((begun_BS & ~valid_BS).any()):
+        kinds = ", ".join(sorted({left.kind for left in alone.values()}))
+        raise ValueError(
+            "this call has padding behind tokens that its sequences have seen already, and the model has "
+            f"layers ({kinds}) that are left to transformers, which would take it for tokens: read "
+            "turns of different lengths in caches of their own (batch_select_indices), or pad the first "
+            "prompt only, before its first token."
+        )
+
+
+def empty_layer(left: LeftAlone) -> Any:
+    """A new, empty cache layer of transformers for a layer that is left alone."""
+    return copy.deepcopy(left.empty)
+
+
+def tensors_of(layer: Any) -> dict[str, Tensor]:
+    """The tensors that a layer holds, by name: `keys`, `values`, `conv_states.0`, `recurrent_states.0`,
+    ..."""
+    found = {}
+    for name in TENSORS:
+        tensor = getattr(layer, name, None)
+        if isinstance(tensor, Tensor) and tensor.ndim > 1:
+            found[name] = tensor
+    for name in STATES:
+        for number, tensor in getattr(layer, name, {}).items():
+            if tensor is not None:
+                found[f"{name}.{number}"] = tensor
+    return found
+
+
+def _put(layer: Any, name: str, tensor: Tensor) -> None:
+    attribute, _, number = name.partition(".")
+    if number:
+        getattr(layer, attribute)[int(number)] = tensor
+    else:
+        setattr(layer, attribute, tensor)
+
+
+def held_bytes(layer: Any) -> int:
+    """Bytes of the entries and states that a layer holds."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(layer).values())
+
+
+def allocated_bytes(layer: Any) -> int:
+    """Bytes of the storages behind them; views of one storage count once."""
+    storages = [tensor.untyped_storage() for tensor in tensors_of(layer).values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def thaw_(layer: Any) -> None:
+    """Make states that can be changed under `no_grad` of those that came under `inference_mode`."""
+    if torch.is_inference_mode_enabled():
+        return
+    for name, tensor in tensors_of(layer).items():
+        if name not in TENSORS and tensor.is_inference():
+            _put(layer, name, tensor.clone())
+
+
+def trim_(layer: Any) -> None:
+    """Give back what a layer's storages hold beside its entries: after a read of many tokens, transformers
+    keeps the last of them as a view of all."""
+    for name, tensor in tensors_of(layer).items():
+        if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+            _put(layer, name, tensor.clone(memory_format=torch.contiguous_format))
+
+
+def fork(layer: Any) -> Any:
+    """A layer that can go its own way. Recurrent states are changed in place, so they are copied; keys and
+    values are only ever replaced, so they are shared."""
+    other = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(other, name, value.copy())
+    for name, tensor in tensors_of(layer).items():
+        if name not in TENSORS:
+            _put(other, name, tensor.clone())
+    return other
+
+
+def select_batch(layer: Any, idx: Int[Tensor, " N"]) -> None:
+    """Keep these sequences, in this order; an index may repeat."""
+    for name, tensor in tensors_of(layer).items():
+        _put(layer, name, tensor.index_select(0, idx.to(tensor.device)))
+
+
+def concat(layers: list[Any]) -> Any:
+    """One layer with the sequences of several, which have all seen equally many tokens."""
+    whole = fork(layers[0])
+    parts = [tensors_of(layer) for layer in layers]
+    for name in parts[0]:
+        _put(whole, name, torch.cat([part[name].to(parts[0][name].device) for part in parts]))
+    return whole
+
+
+def can_crop(layer: Any, num_tokens: int) -> bool:
+    """Whether the last `num_tokens` tokens can be forgotten, as if they had never come.
+
+    A layer with a window can while nothing has left the window: what has left is gone. A recurrent state has
+    all of its tokens in one, and cannot forget any.
+    """
+    if num_tokens == 0 or not tensors_of(layer):
+        return True
+    if not hasattr(layer, COUNT) or any(name not in TENSORS for name in tensors_of(layer)):
+        return False
+    return tensors_of(layer)["keys"].shape[-2] == getattr(layer, COUNT)
+
+
+def crop(layer: Any, num_tokens: int) -> None:
+    """Forget the last `num_tokens` tokens, and give their bytes back. Ask `can_crop` first."""
+    assert can_crop(layer, num_tokens)
+    if num_tokens == 0 or not tensors_of(layer):
+        return
+    length = getattr(layer, COUNT) - num_tokens
+    for name, tensor in tensors_of(layer).items():
+        _put(layer, name, tensor[..., :length, :].clone())
+    setattr(layer, COUNT, length)
+
+
+def state(layer: Any) -> dict[str, Tensor]:
+    """What a layer holds, for saving: its tensors, and `cumulative_length` where it counts tokens."""
+    saved = {name: tensor.contiguous() for name, tensor in tensors_of(layer).items()}
+    if saved and hasattr(layer, COUNT):
+        saved[COUNT] = torch.tensor(int(getattr(layer, COUNT)))
+    return saved
+
+
+def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
+    """Fill an empty layer (`empty_layer`) with what `state` gave, on the device that the tensors are on.
+
+    Raises:
+        ValueError: tensors that this kind of layer does not hold, or some that it needs and are missing.
+    """
+    if not saved:
+        return
+    names = {name.partition(".")[0] for name in saved}
+    known = {name for name in (*TENSORS, *STATES, COUNT) if hasattr(layer, name)}
+    missing = {"keys", "values", COUNT} - names if hasattr(layer, COUNT) else set()
+    if not names <= known or missing:
+        raise ValueError(
+            f"the state saved for a {type(layer).__name__} holds {sorted(names)}, and such a layer holds "
+            f"{sorted(known)}: it was saved from another model, or by another version of transformers."
+        )
+    tensors = {name: tensor for name, tensor in saved.items() if name != COUNT}
+    if "keys" in tensors:
+        layer.lazy_initialization(tensors["keys"], tensors["values"])
+        setattr(layer, COUNT, int(saved[COUNT]))
+    for name, tensor in tensors.items():
+        attribute, _, number = name.partition(".")
+        if not number:
+            continue
+        # The layer's own way to make room: it also notes device, precision and kernel width.
+        layer.lazy_initialization(**{attribute: tensor, "state_idx": int(number)})
+        getattr(layer, PREVIOUS)[int(number)] = True
+    for name, tensor in tensors.items():
+        _put(layer, name, tensor.clone())

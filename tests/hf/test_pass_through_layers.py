@@ -1,0 +1,175 @@
+"""Layers left alone: what a cache asks of them is what transformers' own cache would do."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from retain.hf.model.decoder import layout_of
+from retain.hf.model.pass_through_layers import (
+    allocated_bytes,
+    can_crop,
+    concat,
+    crop,
+    empty_layer,
+    fork,
+    held_bytes,
+    load_state,
+    select_batch,
+    state,
+    tensors_of,
+    trim_,
+)
+from tests.tiny import tiny_batch, tiny_model
+
+FAMILIES = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5")
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def filled(family, num_tokens=40, pads=(0, 3, 11)):
+    """A model, transformers' cache after a context, and the layers of it that would be left alone."""
+    model = tiny_model(family)
+    cache = DynamicCache(config=model.config)
+    ids, mask = tiny_batch(pads, num_tokens)
+    read(model, cache, ids, mask)
+    return model, cache, layout_of(model).alone
+
+
+@torch.no_grad()
+def read(model, cache, ids, mask=None):
+    return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+
+
+def tensors(layer):
+    return {name: tensor.clone() for name, tensor in tensors_of(layer).items()}
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@every_family
+def test_the_layer_is_the_one_that_transformers_makes(family):
+    model, cache, alone = filled(family)
+    assert list(alone) == [0, 2]
+    for idx, left in alone.items():
+        one, two = empty_layer(left), empty_layer(left)
+        assert type(one) is type(cache.layers[idx]) and one is not two
+        assert not tensors_of(one) and held_bytes(one) == allocated_bytes(one) == 0
+        assert getattr(one, "sliding_window", None) == left.window
+        held = sum(tensor.numel() * 4 for tensor in tensors_of(cache.layers[idx]).values())
+        assert held_bytes(cache.layers[idx]) == held > 0
+
+
+@every_family
+def test_a_fork_goes_its_own_way(family):
+    model, cache, alone = filled(family)
+    before = {idx: tensors(cache.layers[idx]) for idx in alone}
+    other = copy.copy(cache)
+    other.layers = [
+        fork(layer) if idx in alone else copy.deepcopy(layer) for idx, layer in enumerate(cache.layers)
+    ]
+    read(model, other, torch.full((3, 1), 9))
+    read(model, other, torch.full((3, 5), 8))
+    for idx in alone:
+        assert equal(tensors(cache.layers[idx]), before[idx])
+        assert not equal(tensors(other.layers[idx]), before[idx])
+    twin = copy.deepcopy(cache)
+    read(model, twin, torch.full((3, 1), 9))
+    assert torch.equal(read(model, twin, torch.full((3, 5), 8)), _again(model, cache, alone))
+
+
+def _again(model, cache, alone):
+    """The same two reads on a fork of a fork."""
+    layers = [fork(layer) if idx in alone else layer for idx, layer in enumerate(cache.layers)]
+    other = copy.copy(cache)
+    other.layers = [fork(layer) if idx in alone else layer for idx, layer in enumerate(layers)]
+    read(model, other, torch.full((3, 1), 9))
+    return read(model, other, torch.full((3, 5), 8))
+
+
+@every_family
+def test_what_is_saved_and_loaded_goes_on_as_before(family):
+    model, cache, alone = filled(family)
+    want = copy.deepcopy(cache)
+    for idx, left in alone.items():
+        saved = state(cache.layers[idx])
+        assert all(tensor.is_contiguous() for tensor in saved.values())
+        cache.layers[idx] = empty_layer(left)
+        load_state(cache.layers[idx], saved)
+        for tensor in saved.values():
+            tensor.fill_(0)  # what was given is not held on to
+        assert state(empty_layer(left)) == {}
+        load_state(cache.layers[idx], {})
+    for ids in (torch.full((3, 1), 9), torch.full((3, 5), 8), torch.full((3, 1), 7)):
+        assert torch.equal(read(model, cache, ids), read(model, want, ids))
+
+
+def test_the_state_of_another_kind_of_layer_is_refused():
+    sliding, linear = (layout_of(tiny_model(name)).alone[0] for name in ("gemma3", "qwen3_5"))
+    cache = filled("gemma3")[1]
+    saved = state(cache.layers[0])
+    with pytest.raises(ValueError, match="saved for a LinearAttentionLayer holds .*keys.*another model"):
+        load_state(empty_layer(linear), saved)
+    with pytest.raises(ValueError, match="saved for a DynamicSlidingWindowLayer holds .'keys'."):
+        load_state(empty_layer(sliding), {"keys": saved["keys"]})
+
+
+@every_family
+def test_sequences_are_selected_and_concatenated(family):
+    model, cache, alone = filled(family)
+    idx = torch.tensor([2, 0, 0])
+    for layer in alone:
+        one = fork(cache.layers[layer])
+        select_batch(one, idx)
+        assert all(
+            torch.equal(got, tensors(cache.layers[layer])[name][idx]) for name, got in tensors(one).items()
+        )
+        parts = [fork(cache.layers[layer]) for _ in range(3)]
+        for row, part in enumerate(parts):
+            select_batch(part, torch.tensor([row]))
+        assert equal(tensors(concat(parts)), tensors(cache.layers[layer]))
+        empty = empty_layer(alone[layer])
+        select_batch(empty, idx)
+        assert not tensors_of(empty)
+
+
+def test_a_window_forgets_its_last_tokens_while_nothing_has_left_it():
+    model = tiny_model("gemma3")
+    short, mask = tiny_batch((0, 2), 9)
+    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    read(model, cache, short, mask)
+    read(model, other, short[:, :5], mask[:, :5])
+    layer = cache.layers[0]
+    assert can_crop(layer, 4) and can_crop(layer, 0)
+    crop(layer, 4)
+    assert equal(tensors(layer), tensors(other.layers[0])) and layer.get_seq_length() == 5
+    assert allocated_bytes(layer) == held_bytes(layer)
+    crop(layer, 0)
+    long = filled("gemma3")[1].layers[0]
+    assert can_crop(long, 0) and not can_crop(long, 1)
+    # 15 tokens are all that a window of 16 holds: with the sixteenth the first one is gone.
+    for num_tokens, can in ((15, True), (16, False)):
+        cache = DynamicCache(config=model.config)
+        read(model, cache, tiny_batch((0,), num_tokens)[0])
+        assert can_crop(cache.layers[0], 1) is can
+
+
+def test_a_recurrent_state_forgets_nothing():
+    layer = filled("qwen3_next")[1].layers[0]
+    assert can_crop(layer, 0) and not can_crop(layer, 1)
+    empty = empty_layer(layout_of(tiny_model("qwen3_next")).alone[0])
+    assert can_crop(empty, 3)
+    crop(empty, 3)
+
+
+def test_a_long_read_leaves_no_more_than_the_window():
+    model, cache, alone = filled("gemma3")
+    layer = cache.layers[0]
+    before = tensors(layer)
+    assert before["keys"].shape[-2] == 15
+    assert allocated_bytes(layer) > 2 * held_bytes(layer)  # a view of all 40
+    trim_(layer)
+    assert allocated_bytes(layer) == held_bytes(layer) and equal(tensors(layer), before)

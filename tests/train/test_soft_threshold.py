@@ -1,0 +1,159 @@
+"""Hard decisions keep the soft gate's gradient, relative gates see no shift, and noise follows its key."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from retain.gates import build_gates
+from retain.kernels.gated_attention import gated_attention
+from retain.train.objectives.soft_threshold import (
+    CLOSED,
+    SoftThreshold,
+    SoftThresholdStep,
+    check_shift,
+    decided,
+    logistic_noise,
+    relative,
+    shift_,
+)
+
+B, H, T = 2, 3, 12
+VALID = torch.arange(T) >= torch.tensor([[0], [4]])
+
+
+def linear(family: str = "linear", **settings):
+    return build_gates(family, {0: {"E": 4, "H": H, **settings}, 2: {"E": 4, "H": H, **settings}})
+
+
+def output(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(B, H, T, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_a_decision_is_hard_and_its_gradient_soft(temperature: float) -> None:
+    z = output().requires_grad_()
+    noise = output(1)
+    made = decided(functional.logsigmoid(z), noise, temperature)
+    wanted = torch.where(z + noise > 0, 0.0, math.log(CLOSED)).double()
+    torch.testing.assert_close(made, wanted)
+    weight = output(2)
+    (made.exp() * weight).sum().backward()
+    soft = z.detach().clone().requires_grad_()
+    (torch.sigmoid((soft + noise) / temperature) * weight).sum().backward()
+    torch.testing.assert_close(z.grad, soft.grad)
+
+
+def test_what_is_closed_can_open_again() -> None:
+    """Through attention, the gradient of a closed entry is that of its openness: of the size it has where it
+    is open, and not a millionth of that."""
+    torch.manual_seed(0)
+    queries, keys, values = (torch.randn(1, 1, T, 8, dtype=torch.float64) for _ in range(3))
+    found = {}
+    for z in (-1.0, 1.0):
+        logit = torch.full((1, 1, T), 1.0, dtype=torch.float64)
+        logit[..., 3] = z
+        logit.requires_grad_()
+        log_gate = decided(functional.logsigmoid(logit), None, 1.0)
+        out = gated_attention(queries, keys, values, log_gate, scaling=1.0, protected=1)
+        out[..., 5, 0].sum().backward()
+        found[z] = abs(float(logit.grad[0, 0, 3]))
+    assert found[-1.0] > 0.2 * found[1.0] > 0
+
+
+@pytest.mark.parametrize("sure", [0.0, -1e-12, -1e-3, -30.0])
+def test_sure_gates_give_finite_gradients(sure: float) -> None:
+    phi = torch.full((1, 1, 3), sure, requires_grad=True)
+    made = decided(phi, None, 0.1)
+    made.sum().backward()
+    assert made.isfinite().all() and phi.grad is not None and phi.grad.isfinite().all() and (made <= 0).all()
+
+
+def test_noise_is_logistic_and_follows_the_document() -> None:
+    like = torch.zeros(B, H, T)
+    made = logistic_noise([(1, 2), (1, 3)], like, VALID)
+    assert not made[1, :, :4].any() and made[1, :, 4:].all()
+    alone = logistic_noise([(1, 3)], torch.zeros(1, H, 8), torch.ones(1, 8, dtype=torch.bool))
+    assert torch.equal(alone[0], made[1, :, 4:]), "whatever it is padded to"
+    many = logistic_noise([(0,)], torch.zeros(1, 4, 5000), torch.ones(1, 5000, dtype=torch.bool))
+    assert abs(float(many.mean())) < 0.06 and abs(float(many.var()) / (math.pi**2 / 3) - 1) < 0.06
+
+
+def naive_relative(scores: torch.Tensor, anchor: int) -> torch.Tensor:
+    made = torch.zeros_like(scores)
+    for b in range(B):
+        for h in range(H):
+            for i in range(T):
+                if VALID[b, i]:
+                    history = sum(math.exp(float(scores[b, h, k])) for k in range(i + 1) if VALID[b, k])
+                    made[b, h, i] = min(0.0, float(scores[b, h, i]) - math.log(history) + math.log(anchor))
+    return made
+
+
+@pytest.mark.parametrize("anchor", [1, 4])
+def test_relative_gates_compare_with_all_before(anchor: int) -> None:
+    gate = linear()[0]
+    torch.testing.assert_close(relative(output(), gate, VALID, anchor), naive_relative(output(), anchor))
+    shifted = relative(output() - 20.0, gate, VALID, anchor)
+    torch.testing.assert_close(shifted, relative(output(), gate, VALID, anchor))
+    x = output().requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: relative(s, gate, VALID, anchor), (x,))
+
+
+def test_relative_gates_of_a_mass_take_its_logarithm() -> None:
+    gate = linear()[0]
+    gate.__dict__["unit"] = "mass"
+    mass = output().sigmoid()
+    torch.testing.assert_close(relative(mass, gate, VALID, 4), naive_relative(mass.log(), 4))
+
+
+def test_decays_are_not_relative() -> None:
+    with pytest.raises(ValueError, match="say a decay: set soft.anchor=0"):
+        relative(output(), linear("decay", F=4)[0], VALID, 256)
+
+
+def test_an_opening_gives_the_same_again_and_no_noise_when_it_looks() -> None:
+    gates = linear()
+    opening = SoftThreshold(gates, hard="gumbel", seed=3)
+    opening.current = SoftThresholdStep(VALID, (5, 6), 7, True)
+    first = opening(output(), gates[0])
+    assert torch.equal(opening(output(), gates[0]), first), "a layer that is computed again"
+    assert not torch.equal(opening(output(), gates[2]), first), "each layer its own noise"
+    opening.current = SoftThresholdStep(VALID, (5, 6), 8, True)
+    assert not torch.equal(opening(output(), gates[0]), first), "each step its own noise"
+    for how in ("gumbel", "straight_through"):
+        looking = SoftThreshold(gates, hard=how, seed=3)
+        looking.current = SoftThresholdStep(VALID, (5, 6), 7, False)
+        expected = torch.where(output() > 0, 0.0, math.log(CLOSED)).double()
+        torch.testing.assert_close(looking(output(), gates[0]), expected)
+    soft = SoftThreshold(gates)
+    soft.current = opening.current
+    torch.testing.assert_close(soft(output(), gates[0]), functional.logsigmoid(output()))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_shift_leaves_the_budgets_share_above_half_open(pooled: bool) -> None:
+    gates = linear()
+    scores = {layer: output(layer).movedim(1, 0).flatten(1) + 5.0 * layer for layer in (0, 2)}
+    before = {layer: gates[layer].out.bias.detach().clone() for layer in scores}
+    shift_(gates, scores, 0.25, pooled=pooled)
+    moved = {layer: (before[layer] - gates[layer].out.bias).detach().double() for layer in scores}
+    everything = sorted(torch.cat([x.flatten() for x in scores.values()]).tolist())
+    for layer, score in scores.items():
+        for h in range(H):
+            known = everything if pooled else sorted(score[h].tolist())
+            cut = known[int(0.75 * len(known))]
+            assert float(moved[layer][h]) == pytest.approx(cut, abs=1e-5)
+    assert sum(x >= everything[int(0.75 * len(everything))] for x in everything) == len(everything) / 4
+
+
+def test_a_shift_knows_what_it_can_move() -> None:
+    check_shift(linear(), 0)
+    check_shift(linear("mlp", F=4), 0)
+    for family, settings in (("admission", {"D": 4}), ("dms", {}), ("context", {})):
+        gates = build_gates(family, {0: {"E": 4, "H": H, **settings}})
+        with pytest.raises(ValueError, match=r"\(rank\) cannot be shifted.*soft.anchor=256"):
+            check_shift(gates, 0)
+        check_shift(gates, 256)

@@ -1,0 +1,100 @@
+"""Defines the base class of the stages of training, and means over layers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from retain.gates import GateSet
+from retain.train.data.document import Document
+
+# Stands for the step in what is drawn for held-out documents: always the same pairs.
+HELD_OUT_STEP = 2**40
+
+
+class Stage(ABC):
+    """An objective: adds the gradients of documents to the gates' parameters, and reports numbers of each.
+
+    Args:
+        gates: trained in place.
+        fields: what is reported of a document, `loss` first.
+    """
+
+    def __init__(self, gates: GateSet, fields: tuple[str, ...]):
+        self.gates, self.fields = gates, fields
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimiser trains."""
+        return list(self.gates.parameters())
+
+    @abstractmethod
+    def prepare_(self, documents: Sequence[Document]) -> None:
+        """Before the first step: set what starts from data, alike on every process."""
+
+    @abstractmethod
+    def rows_of(
+        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
+    ) -> list[dict[str, Any]]:
+        """The numbers of each document. With a scale, the gradient of `scale` times the documents' summed
+        loss is added to the parameters'."""
+
+    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
+        """Add the gradient of `scale` times the documents' summed loss to the parameters'; what is reported,
+        a document each."""
+        rows = self.rows_of(documents, step, scale)
+        return [{name: row[name] for name in self.fields} for row in rows]
+
+    @torch.no_grad()
+    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
+        """The same of held-out documents, without a gradient, and `overlap_of`: layer -> overlap of each
+        head. With `baselines`, also overlaps that need no training."""
+        return self.rows_of(documents, HELD_OUT_STEP, None, baselines=baselines)
+
+
+class Tally:
+    """The layers' numbers of each document, summed on the device and read once, at the end: a layer does
+    not wait for the one before it.
+
+    Args:
+        documents: how many there are.
+    """
+
+    def __init__(self, documents: int) -> None:
+        self._sums: list[dict[str, Any]] = [{} for _ in range(documents)]
+        self._heads: list[dict[str, Tensor]] = [{} for _ in range(documents)]
+
+    def add_(
+        self, row: int, layer: int, found: Mapping[str, Tensor | float], overlap_H: Float[Tensor, " H"]
+    ) -> None:
+        """Count one layer of one document.
+
+        Args:
+            row: the document's place.
+            layer: its index in the model.
+            found: what is reported, a number per name.
+            overlap_H: of its heads (`head_overlaps`); the mean of them is reported too.
+        """
+        own = self._sums[row]
+        for name, value in (*found.items(), ("overlap", overlap_H.mean())):
+            if isinstance(value, Tensor) and name in own:
+                # Where the first layer is: layers may lie on several devices, and the host waits for none.
+                value = value.to(own[name].device, non_blocking=True)
+            own[name] = own[name] + value if name in own else value
+        self._heads[row][str(layer)] = overlap_H
+
+    def means(self, layers: int, *, heads: bool) -> list[dict[str, Any]]:
+        """Per document: means over layers, and `overlap_of` (layer -> overlap of each head) with `heads`.
+
+        Args:
+            layers: how many there are.
+            heads: whether each head's overlap is wanted.
+        """
+        rows: list[dict[str, Any]] = [
+            {name: float(value) / layers for name, value in own.items()} for own in self._sums
+        ]
+        for row, overlaps in zip(rows, self._heads if heads else (), strict=heads):
+            row["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in overlaps.items()}
+        return rows
