@@ -81,7 +81,7 @@ def class_budgets(
 ) -> list[list[int]]:
     """Budgets of one sequence: streaming heads hold `least`, retrieval heads share the rest alike.
 
-    Where retrieval heads are full, what is left goes to the streaming heads, alike.
+    What full retrieval heads cannot hold goes to the streaming heads, equally.
 
     Args:
         classes_LH: the table.

@@ -131,16 +131,16 @@ def decide_layers(
         seeds_B: one integer a sequence, for scores that draw numbers.
         pinned_BT: entries that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
-        stock: what there is to choose from where entries went before (`held_BHT` of the evidence); None for
-            all that the layers show.
+        stock: entries that are left after earlier evictions (`held_BHT` of the evidence); None: all that
+            the layers show.
 
     Returns:
         the keep sets, together exactly as large as the budget says (or all that there is, where that is
             less); under a threshold as large as the scores say.
 
     Raises:
-        ValueError: if the budget cannot hold what is protected, a score is missing, or a threshold is stated
-            for what it does not go with.
+        ValueError: if the budget cannot hold the protected entries, a score is missing, or the policy does
+            not fit a threshold.
     """
     valid_BT = layers[0].valid_BT
     own_scores = scores is not None or observed is not None
@@ -278,14 +278,14 @@ def plan_of(
         token_ids_BT: of all tokens seen; read where turns are protected.
         pinned_BT: tokens that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
-        stock: what there is to choose from, and what a ratio is a ratio of; None for all that was seen.
+        stock: entries that are left, and the lengths that ratios refer to; None: all that was seen.
         quotas: of the layers that evict, for an allocation by quotas.
         short_tokens: a sequence of at most so many tokens is held whole where this is what would be raised
             (`Totals.whole_B`). Of a prompt that is still being read, all that are announced count.
 
     Raises:
-        ValueError: if the budget cannot hold what is protected, leaves a head empty that has entries, or is a
-            threshold and does not go with the policy.
+        ValueError: if the budget cannot hold the protected entries, leaves a head empty that has entries, or
+            is a threshold and does not go with the policy.
     """
     check_budget(policy, budget)
     scope = "head" if budget.threshold is not None else budget.scope
@@ -343,7 +343,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
 
     Args:
         policy: the stages' settings.
-        budget: what was stated.
+        budget: as stated.
         unit: of the score (`policy.unit`, unless the score was passed in); None if unknown or irrelevant: a
             gate alone is compared with a threshold in its own unit (as in KV Admission and DMS).
 
@@ -383,14 +383,14 @@ def candidates_of(
     """Prepare one layer's entries for selection: guaranteed entries, bids of its heads, weight of the layer.
 
     Args:
-        plan: what is settled.
+        plan: totals, protection and shares.
         score: of the layer's entries, -inf where a head holds none.
         protected_BT: protected entries; None: the score is of all tokens seen.
         place_BT: their places in their sequences, by which equal bids of different layers are ordered; None:
             in all layers an entry's index is the same.
 
     Raises:
-        ValueError: if the policy wants of the score what it does not say.
+        ValueError: if the score lacks a field that the policy needs.
     """
     policy, shares = plan.policy, plan.shares
     own, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
@@ -450,11 +450,11 @@ def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor
     """Compute the keep mask of each layer, from the candidates of all layers.
 
     Args:
-        plan: what is settled.
+        plan: totals, protection and shares.
         candidates: of all layers that evict, in order.
 
     Raises:
-        ValueError: if a budget cannot hold what is guaranteed.
+        ValueError: if a budget cannot hold the guaranteed entries.
     """
     return keep_sets(plan.shares, candidates)
 

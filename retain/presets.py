@@ -43,14 +43,14 @@ class Policy:
         first_stage: entries that are kept before the score ranks the rest; None for one stage.
         draw: share of a budget that heads share which is drawn by lot, in proportion to what was observed
             (`retain.budget.priority_sampling`); None: all of it goes by score.
-        protection: what is never evicted.
+        protection: entries that are never evicted.
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.
         allocation: how a budget is spread over layers, and what guards heads that share one.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
             without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
         paper: where it comes from.
-        variants: what else goes by its name: name -> the `key=value` changes that make it. `paper` and
+        variants: variants of the policy: name -> the `key=value` changes that make it. `paper` and
             `code`, the paper's score and the released code's, are both under the common protection and exact
             budget, for comparisons at equal memory. `released` is the whole release, its own
             protection, rounding and layer budgets included: it keeps what the release keeps, ties apart.

@@ -39,7 +39,7 @@ def lookup(name: str, table: Mapping[str, X], *, what: str) -> X:
     """Return `table[name]`.
 
     Args:
-        name: what was typed.
+        name: the given name.
         table: everything that there is, by name.
         what: what the table holds, in the singular, for the error ("score", "gate family").
 

@@ -85,7 +85,7 @@ def stage_by_mass(
     Args:
         first_BHT: mean attention, window included; -inf on padding.
         kept_BHT: protected entries, which take no part of the limit.
-        limit_B: entries a head, per sequence: the head's mean budget without what is protected (the released
+        limit_B: entries a head, per sequence: the head's mean budget without protected entries (the released
             code clamps at the budget of what stands before the window). Below zero is zero, where the
             released code takes almost all.
         share: of the attention.

@@ -167,7 +167,7 @@ def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
 
     Args:
         scores: Of the run.
-        margin: Largest difference that would not matter, in points.
+        margin: Largest difference that does not matter, in points.
         resamples: Of sign flips; more where a family is so large that fewer could not pass.
     """
     made: list[Judged] = []

@@ -179,7 +179,7 @@ def compare_paired(
     Args:
         policy: Scores, higher is better, one per value.
         baseline: Scores of the same values in the same order (`retain.eval.stats.clusters.pair_items`).
-        margin: Largest difference that would not matter, in the unit of the scores, > 0, stated before the
+        margin: Largest difference that does not matter, in the unit of the scores, > 0, stated before the
             run: 0.02 for an F1 in [0, 1], 2 for points of 100.
         clusters: A label per value: the item (its seeds are averaged), (seed, item) where each seed has items
             of its own, or the problem (repeated samples are averaged). None: each value by itself.

@@ -320,7 +320,7 @@ def equivalence(differences: Sequence[np.ndarray], margin: float) -> Equivalence
 
     Args:
         differences: One array per stratum, one number per cluster.
-        margin: Largest difference that would not matter, > 0, stated before the run.
+        margin: Largest difference that does not matter, > 0, stated before the run.
 
     Returns:
         The p of both tests. Non-inferiority is `p_lower` alone. All three are 1 where there is no spread to

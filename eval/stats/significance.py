@@ -375,7 +375,7 @@ def verdict(interval: Interval, margin: float) -> Verdict:
 
     Args:
         interval: Of policy minus baseline.
-        margin: Largest difference that would not matter, in the interval's unit, > 0.
+        margin: Largest difference that does not matter, in the interval's unit, > 0.
     """
     if not margin > 0:
         raise ValueError(f"The margin of equivalence must be positive, got {margin}; 2 points is usual.")

@@ -348,7 +348,7 @@ def compare_family(
     Args:
         scores: Of the run.
         pairs: Cell, baseline and task family of each comparison, fixed by the config.
-        margin: Largest difference that would not matter, in points.
+        margin: Largest difference that does not matter, in points.
         resamples: Of sign flips; more where a family is so large that fewer could not pass.
 
     Returns:

@@ -17,7 +17,7 @@ class TextQuestion:
     """One question on a context.
 
     Attributes:
-        question: What is asked, with all that stands between the context and the model's answer.
+        question: The question, with all text between the context and the model's answer.
         references: Right answers; the scorer says what several mean.
         answer_prefix: Beginning of the model's own answer, behind a chat template's last header.
         about: What a table may be split by.
@@ -42,7 +42,7 @@ class TextItem:
         questions: At least one.
         turns: Whether each question follows on the questions before it and their right answers (a
             conversation), or every one on the context alone (requests).
-        needles: Spans `[start, stop)` of characters of the context that hold what is asked.
+        needles: Spans `[start, stop)` of characters of the context that hold the answer.
         about: What a table may be split by.
     """
 
@@ -85,7 +85,7 @@ class Card:
     """Description of a task: `cards/<group>/<task>.yaml`.
 
     Attributes:
-        about: What is asked, in one line.
+        about: The question, in one line.
         generator: Name in `GENERATORS`.
         metric: Name in `retain.eval.metrics.scorers.METRICS`.
         max_new_tokens: Most tokens of an answer.

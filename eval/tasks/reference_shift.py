@@ -62,8 +62,8 @@ class Shift:
         lengths: Shares of the length asked for, in turn.
         fillers: What stands between the statements, in turn.
         unfamiliar: Whether formats are those of this file, and not those of the model's training.
-        rare: Whether what is asked was stated once, and other statements many times.
-        kinds: What is asked, in turn; the rest is stated all the same.
+        rare: Whether the asked statement stands once, and others many times.
+        kinds: Kinds of the questions, in turn; all kinds are stated.
     """
 
     lengths: tuple[float, ...] = (1.0,)
@@ -105,7 +105,7 @@ def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) 
 
     Args:
         task: Name in `SHIFTS`, or "crowd".
-        seed: Of the model that is asked.
+        seed: Of the model.
         index: Of the item. Kinds of questions, lengths, fillers and sizes of a crowd take turns.
         context_tokens: Length that the shares of `Shift.lengths` are taken of.
 

@@ -69,7 +69,7 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
     draw = random.Random(f"ruler_vt {chains} {hops} {asking.seed} {asking.index}")
     limit, drawn = min(example_tokens, asking.context_tokens // 2), draw.getrandbits(64)
     for fewer in range(min(10, hops), 0, -1):
-        # Of a stream of its own: how many hops fit must not change what is asked.
+        # Drawn from its own stream: the number of hops that fit must not change the question.
         example = _Tracked(chains, fewer, 3, random.Random(drawn))
         if asking.measure(example.solved(example.least)) <= limit:
             break

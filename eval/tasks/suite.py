@@ -47,7 +47,7 @@ class Item:
         asked: Questions, at least one. What the scores may see of them before they evict is the regime's
             business: at most the first.
         end_ids: Token ids that end an answer; none: every answer has exactly `generate` tokens.
-        needles: Spans `[start, stop)` of context tokens that hold what is asked, for retention recall.
+        needles: Spans `[start, stop)` of context tokens that hold the answer, for retention recall.
         about: What a table may be split by: length, depth.
     """
 
@@ -97,7 +97,7 @@ class Task:
     Attributes:
         name: As the suite's generator knows it.
         family: "seen" if gates are trained on the family and its formats, "held-out" if they never see it.
-        about: What is asked, in one line.
+        about: The question, in one line.
         single_key: Whether one fact of one key answers the question: where a score that sees the question
             must work.
         primary: What the task is judged by: exact match, or the share of the answer found.
@@ -110,7 +110,7 @@ class Task:
         licence: Of the data.
         version: Of the task here; raised whenever an item or a score would change.
         num_items: How many items there are; None: as many as are asked for.
-        seeded: Whether every seed is asked items of its own. Where not, the answers of several seeds to one
+        seeded: Whether every seed has items of its own. Where not, the answers of several seeds to one
             item are one cluster, averaged before anything is tested.
     """
 

@@ -207,7 +207,7 @@ def _load(settings: _Frozen, seed: int) -> Any:
     return model if given.device_map is not None else model.to(given.device)
 
 
-# The model that was loaded last: a run asks for it when it starts, and when it works.
+# The last loaded model: a run needs it at its start and for its work.
 _loaded: dict[tuple[Any, ...], Any] = {}
 
 

@@ -45,8 +45,8 @@ def received_attention(
         chunk: queries at a time; changes memory, not the result.
 
     Returns:
-        what is wanted, in its order: `[B, Q, entries]` each (`[B, H, entries]` by group; `lse` `[B, Q, s]`),
-        in float32 (float64 if the evidence is), `last` in int64.
+        the wanted statistics, in order: `[B, Q, entries]` each (`[B, H, entries]` by group; `lse` `[B, Q,
+        s]`), in float32 (float64 if the evidence is), `last` in int64.
     """
     T, S = evidence.num_seen, evidence.num_queries
     counts_places = evidence.window is not None or pool is not None

@@ -227,7 +227,7 @@ def allocate_joint(
     Args:
         layers: what competes.
         total_B: entries that each sequence may keep; where fewer exist, all are kept.
-        drawn_share: in [0, 1], of what is not guaranteed; None: nothing is drawn.
+        drawn_share: share of the entries that are not guaranteed, in [0, 1]; None: nothing is drawn.
 
     Returns:
         budgets, and the bids that won them, layer by layer.
@@ -420,8 +420,8 @@ def spread_evenly(
     Args:
         total: entries to share, between `sum(least)` and `sum(most)`.
         weights: non-negative; all zero is all alike.
-        least: what each has at least.
-        most: what each can hold.
+        least: lower bounds.
+        most: upper bounds.
 
     Returns:
         whole entries that sum to the total.
@@ -456,7 +456,7 @@ def entropy_weight(
 
     Args:
         score_BHT: of one layer, non-negative.
-        competes_BHT: False on padding and on what is protected.
+        competes_BHT: False on padding and protected entries.
 
     Raises:
         ValueError: if a score is negative.

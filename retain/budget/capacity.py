@@ -95,7 +95,7 @@ class Capacity:
             announced, of which earlier evictions may have taken some; None: those that there were.
         enough: whether so many would do, with what is protected now; False: it takes at least that many,
             where layers or heads get shares of a budget that no count can say.
-        raised: whether the budget was enlarged to what can be afforded.
+        raised: whether the budget was enlarged to meet the limit.
     """
 
     limit: float
@@ -354,9 +354,9 @@ def capacity_of(
     """Measure the capacity of a decision about all layers.
 
     Args:
-        shares: what was settled.
+        shares: totals and shares.
         candidates: all layers' entries, scored in risk.
-        keeps: what each keeps, `[B, H, T]`; each layer may show columns of its own.
+        keeps: keep masks of the layers, `[B, H, T]`, each over its own columns.
         limit: the largest risk that can be afforded.
     """
     gauge = CapacityMeter(limit, shares.split)
@@ -392,12 +392,12 @@ def enlarge_to_limit(
     protected stays as the stated budget has it.
 
     Args:
-        shares: what was settled.
+        shares: totals and shares.
         candidates: all layers' entries, scored in risk.
         limit: the largest risk that can be afforded.
 
     Returns:
-        the shares with those budgets, what each layer keeps, and its capacity.
+        the shares with those budgets, the keep masks, and their capacity.
     """
     if shares.threshold is not None:
         raise ValueError("a threshold states no budget that could be enlarged: state keep_ratio.")
@@ -447,7 +447,7 @@ def stored_limit(gates: Any) -> float | None:
     """Read the limit stored with gates (`train/calibration/capacity_limit.py`); None without one.
 
     Raises:
-        ValueError: what is stored is no limit.
+        ValueError: the stored value is no limit.
     """
     calibration = getattr(gates, "metadata", {}).get("calibration") or {}
     record = calibration.get("capacity")

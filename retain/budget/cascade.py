@@ -92,7 +92,7 @@ class Shares:
         split: the policy's.
         totals: entries of each sequence, over all layers.
         protected_B: entries of every head that are protected by their place.
-        threshold: of admission; then no budget decides anything, and the totals say what there is.
+        threshold: of admission; then the totals are what exists, and no budget decides.
         seen_B: tokens of each sequence, padding apart, where lengths are announced; None: the lengths.
         quotas: shares of heads, for an allocation by quotas; None: unknown.
     """
@@ -275,9 +275,9 @@ class Held:
     Args:
         rows: `(B, H)`.
         row_N: `b * H + h`.
-        rank_N: rank in the head; None where what is kept does not go by it.
+        rank_N: rank in the head; None if another rule decides.
         stages_N: score, first-stage score and kept, where a second stage ranks anew at every budget.
-        free_N: which entries bid, where a share is drawn: those that win a bid stay, and who made none.
+        free_N: with a drawn share, which entries bid: winners stay, and entries without a bid.
         held_B, guaranteed_B, bids, weight_B: as in `Candidates`.
         capacity_BH: entries that each head had when the layer came.
     """
@@ -301,7 +301,7 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     """Compute the keep mask of each layer.
 
     Args:
-        shares: what is settled.
+        shares: totals and shares.
         layers: those that have come: all, or the first few of those that evict.
         first: place of `layers[0]` among them; not 0 only where layers do not depend on each other.
 
@@ -309,7 +309,7 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
         keep masks; their sum is exact when all layers have come.
 
     Raises:
-        ValueError: if a budget cannot hold what is guaranteed.
+        ValueError: if a budget cannot hold the guaranteed entries.
     """
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
@@ -338,7 +338,7 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
     """Compute the entries of each head of each layer.
 
     Args:
-        shares: what is settled.
+        shares: totals and shares.
         layers: those that have come.
         first: place of `layers[0]`.
     """
@@ -435,7 +435,7 @@ def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[i
 
 
 def _weight(layer: Layer, row: int) -> Fraction:
-    assert layer.weight_B is not None, "layers that share a budget say what they ask for"
+    assert layer.weight_B is not None, "layers that share a budget have weights"
     return layer.weight_B[row]
 
 
@@ -445,7 +445,7 @@ def _keep(
     """Keep mask of a layer that is still complete."""
     if split.draw is None:
         return _keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
-    # No order of a head says what it drew.
+    # A drawn set follows no order of the head.
     free_BHT = _bids(layer).free_BHT
     assert free_BHT is not None and won_N is not None, "where a share is drawn, all entries bid"
     return _won_or_sure(free_BHT, won_N) & (layer.score_BHT > float("-inf"))
@@ -470,7 +470,7 @@ class Cascade:
     """Decides layer by layer, and shrinks lower layers as layers come.
 
     Args:
-        shares: what is settled.
+        shares: totals and shares.
     """
 
     def __init__(self, shares: Shares):
@@ -494,7 +494,7 @@ class Cascade:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
         budgets, bids, won = head_budgets(self.shares, [*self.held, layer])
-        # What is left of each sequence in each layer, in one transfer.
+        # Remaining entries of each sequence in each layer, in one transfer.
         device = budgets[0].device
         counts_LB = torch.stack([budget_BH.sum(-1).to(device) for budget_BH in budgets]).tolist()
         lower: list[Bool[Tensor, " N"] | None] = []

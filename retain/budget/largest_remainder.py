@@ -37,8 +37,8 @@ def fill(
     Args:
         total: to share, between `sum(least)` and `sum(most)`.
         weights: non-negative.
-        least: what each has at least.
-        most: what each can hold.
+        least: lower bounds.
+        most: upper bounds.
 
     Returns:
         shares that sum to the total.
@@ -117,7 +117,7 @@ def largest_remainder(
     Args:
         total: entries to share, at most `sum(capacity)`.
         weights: non-negative, exact.
-        capacity: what each can hold; None for no limit.
+        capacity: upper bounds; None for no limit.
 
     Raises:
         ValueError: if the total does not fit.

@@ -26,8 +26,8 @@ class Draw:
     """How much of a budget is drawn.
 
     Args:
-        share: of what is left of the shared budget once every head has what it is guaranteed, in [0, 1]; the
-            others of it go by score. A part of an entry goes by score.
+        share: of the shared budget beside the guaranteed entries, in [0, 1]; the rest goes by score. A part
+            of an entry goes by score.
     """
 
     share: Share = 0.2

@@ -113,8 +113,8 @@ def quota_budgets(
 
     Args:
         quotas: of the layers that evict.
-        total: entries over all layers and heads, at most what there is.
-        keep_ratio: what is kept of the entries that compete, by which quotas are looked up.
+        total: entries over all layers and heads, at most what exists.
+        keep_ratio: kept share of the competing entries, by which quotas are looked up.
         protected: entries of every head that are protected.
         least: entries that every head gets, if it has them; no less than are protected.
         capacity_LH: entries that each head has.

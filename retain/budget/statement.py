@@ -236,7 +236,7 @@ def spread(
     each layer (`layer`), or `int(n_b * (1 - r) * sum_l H_l)` once (`model`); 0.2 of 100 is then 19 a head.
 
     Args:
-        budget: what was stated.
+        budget: as stated.
         lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
         layers: those that evict, in order.
         held_BL: entries that each layer of each sequence still holds; None for all, `n_b * H_l`.

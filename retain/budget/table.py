@@ -19,7 +19,7 @@ class BudgetTable:
     Args:
         held_BLH: per sequence, layer and KV head.
         seen_B: tokens that each sequence has seen.
-        policy: whose budget it is.
+        policy: name of the policy.
     """
 
     held_BLH: Int64[Tensor, "B L H"]

@@ -125,7 +125,7 @@ def dense_view(
     number_BT = shown_BT.cumsum(-1)
     count_B1 = number_BT[:, -1:] if seen else number_BT.new_zeros(B, 1)
     T = int(count_B1.max()) if B else 0
-    # Column T takes what is none.
+    # Column T collects tokens without a column.
     column_BT = torch.where(shown_BT, number_BT - 1 + (T - count_B1), T)
     token_BT = token_seen.new_zeros(B, T + 1).scatter_(1, column_BT, token_seen.expand(B, -1))[:, :T]
 
@@ -178,7 +178,7 @@ def align_last(
     which are real.
 
     Args:
-        x_BQnD: what each head has of n tokens.
+        x_BQnD: values of n tokens, per head.
         valid_BT: False on padding, wherever it stands.
         num: tokens at most; None: as many as the sequence with the most has (one wait for the device).
 
@@ -195,7 +195,7 @@ def align_last(
     rank_BT = _from_the_end(valid_BT)
     count_B1 = rank_BT[:, :1] if n else rank_BT.new_zeros(B, 1)
     S = min(n, num if num is not None else int(count_B1.max()) if B else 0)
-    # Slot S takes what is none.
+    # Slot S collects tokens without a slot.
     slot_BT = torch.where(valid_BT & (rank_BT <= S), S - rank_BT, S)
     token_n = torch.arange(n, device=valid_BT.device)
     source_BS = token_n.new_zeros(B, S + 1).scatter_(1, slot_BT, token_n.expand(B, -1))[:, :S]

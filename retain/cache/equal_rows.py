@@ -54,7 +54,7 @@ def find_runs(
     """
     (R, S), C = seen_RS.shape, PAGE * pages.num_pages
     if len(pages.counts) != R or keys_CD.shape[0] != C or values_CD.shape[0] != C:
-        return None  # the op says what is wrong
+        return None  # the op raises the error
     seen = seen_RS[:, -1].tolist()
     if S > 1 and (num_queries * S * max(seen, default=0) > MOST_MASKED or not bool(seen_RS.all())):
         return None

@@ -106,7 +106,7 @@ class DMSGate(Gate):
     `norm` and `out` are their `dms_proj_alpha_norm` and `dms_proj_alpha`, `scale` and `offset` their
     `dms_alpha_scale` and `dms_initial_alpha_offset`. Parameters: `E + E H`, and `H` with `bias`.
 
-    Who decides, `d(i)`, is a choice of variant:
+    The deciding entry `d(i)` is a choice of variant:
 
     - `decides="next"` is the released one: `d(i) = i + 1`. Entry `i` is decided with the token after it:
       their training attention shifts the decision logits by one and pads the newest with 0.0, which is not
@@ -127,7 +127,7 @@ class DMSGate(Gate):
         offset: score before training; high is open.
         eps: of the norm.
         bias: whether the projection has a bias (theirs has one where the model's attention has).
-        decides: whose residual stream decides about an entry: `own` or `next`.
+        decides: the entry whose residual stream decides: `own` or `next`.
     """
 
     family = "dms"

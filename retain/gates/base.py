@@ -144,7 +144,7 @@ class Gate(nn.Module, ABC):
         """Share between layers what the family shares; most share nothing.
 
         Args:
-            gates: of all layers, ascending; what is shared becomes the first one's.
+            gates: of all layers, ascending; shared parts become those of the first.
         """
 
     def prepare_(
@@ -159,7 +159,7 @@ class Gate(nn.Module, ABC):
         Args:
             inputs: of some documents of the first step.
             counted_BT: entries of them that the loss will count.
-            floor_H: what is added to a risk before its logarithm, per head (zeros in other units).
+            floor_H: added to a risk before its logarithm, per head (zeros in other units).
             mean_H: mean target in the gate's own unit, per head: of log(risk + floor), of risk, of mass.
         """
         self.risk_floor_H.copy_(floor_H)
@@ -272,7 +272,7 @@ class GateSet(nn.Module):
 
     Args:
         gates: layer index in the model -> the gate of that layer.
-        metadata: what the artifact says about them: base fingerprint, target and loss recipe, ... (plain JSON
+        metadata: from the artifact: base fingerprint, target and loss recipe, ... (plain JSON
             values).
         calibrators: layer index -> monotone remap of that layer's scores (`retain.gates.calibrate`); none:
             scores are as the gates give them.
@@ -544,7 +544,7 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
 
     Args:
         evidence: the layer; the last S of its entries have queries.
-        gate: says what it needs.
+        gate: names its inputs.
 
     Raises:
         ValueError: the evidence does not hold it, or it is of another width.

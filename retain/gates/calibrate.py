@@ -58,7 +58,7 @@ class Calibrator(nn.Module):
         K: knots.
         space: `log`, for scores that are at least 0 (any below are ties with 0); or `asinh`, for scores with
             a sign.
-        unit: of what it gives, `risk` or `mass`.
+        unit: of the output, `risk` or `mass`.
     """
 
     kind: ClassVar[str]
@@ -182,7 +182,7 @@ class Scale(Calibrator):
         H: KV heads of the layer.
         K: 2; a line has no other knots.
         space: `log`; a factor makes no risk of scores with a sign.
-        unit: of what it gives.
+        unit: of the output.
     """
 
     kind = "scale"

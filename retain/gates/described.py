@@ -39,7 +39,7 @@ def check_record(record: Mapping[str, Any]) -> None:
         record: `gates.json`, of a schema that is read.
 
     Raises:
-        ValueError: naming the first entry that is not what it should be.
+        ValueError: naming the first entry that is wrong.
     """
     family = record.get("family")
     if not isinstance(family, str) or family not in GATES:

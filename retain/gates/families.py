@@ -82,7 +82,7 @@ def dims_for(
     Args:
         family: a name in `GATES`.
         sizes: layer index -> that layer's E, H, Q and D (more than the family wants is left out).
-        settings: of the family, by name; what is not named has its default.
+        settings: of the family, by name; the others have their defaults.
 
     Raises:
         ValueError: an unknown family; settings that it does not have, or of another type than their default.

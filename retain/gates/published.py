@@ -242,10 +242,10 @@ def import_published(
     Args:
         path: a safetensors file, or a folder with some (and the `config.json` of the release, if it has one).
         sizes: of the model: layer index -> E, H, Q, D, for each layer that evicts.
-        kind: a name in `KINDS`, or `auto`: told by the tensors' names.
+        kind: a name in `KINDS`, or `auto`: found by the tensors' names.
 
     Returns:
-        the gates; `metadata` says what they were, for `save_gates`.
+        the gates, with their origin in `metadata`, for `save_gates`.
 
     Raises:
         ValueError: nothing readable is there, it is of another kind, a tensor is missing or left over, or it

@@ -15,7 +15,7 @@ WRONG, INTERRUPTED, UNREAD = 2, 130, 141
 
 
 def status_of(main: Callable[[], int | None]) -> int:
-    """Call a command's `main`.
+    """Run a command's `main`, and return its exit status.
 
     Args:
         main: gives an exit status; None: all went well.

@@ -17,19 +17,19 @@ __all__ = ["MissingExtra", "deferred", "require"]
 
 
 class MissingExtra(ImportError, ValueError):
-    """A package of an extra is not installed: a failed import, and something that a user can mend."""
+    """Error for a missing package of an extra."""
 
 
 def require(
     extra: str, *packages: str, what: str, otherwise: str | None = None
 ) -> AbstractContextManager[None]:
-    """Go on if these packages are installed. The result is an empty context, for imports at a module's top.
+    """Check that packages are installed. The result is an empty context, for imports at a module's top.
 
     Args:
         extra: of `pyproject.toml`, that brings them.
         packages: as they are imported.
         what: needs them, in the singular: begins the message.
-        otherwise: what else could be done.
+        otherwise: an alternative.
 
     Raises:
         MissingExtra: one is not installed; says which, and what to install.
@@ -48,8 +48,7 @@ def require(
 
 @contextmanager
 def deferred(extra: str, *modules: str, what: str) -> Iterator[None]:
-    """Inside, an import of these modules succeeds where they are not installed too: what is imported then is
-    a stand-in, and the first call of it, or look into it, raises `MissingExtra`.
+    """Context in which imports of missing modules give stand-ins; the first use of one raises `MissingExtra`.
 
     Args:
         extra: of `pyproject.toml`, that brings them.
@@ -83,7 +82,7 @@ def _installed(package: str) -> bool:
 
 
 class _AbsentModule(ModuleType):
-    """Stands for a module; what is taken from it is a stand-in."""
+    """Stand-in for a module."""
 
     def __init__(self, name: str, message: str):
         super().__init__(name)
@@ -97,7 +96,7 @@ class _AbsentModule(ModuleType):
 
 
 class _Absent(type):
-    """Stands for a class, a function or a submodule: a class, so that annotations may name it."""
+    """Stand-in for a class, a function or a submodule: a class, so that annotations may name it."""
 
     _message: str
 

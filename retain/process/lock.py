@@ -23,7 +23,7 @@ LOCK_FILE = "LOCK"
 
 @contextmanager
 def lock_folder(folder: Path, *, otherwise: str) -> Iterator[None]:
-    """Inside, the folder is this process's.
+    """Context in which this process holds the folder.
 
     A folder that was made for the lock and stays empty is removed again.
 
@@ -44,7 +44,7 @@ def lock_folder(folder: Path, *, otherwise: str) -> Iterator[None]:
 
 
 def take_lock(folder: Path, *, otherwise: str) -> tuple[str | None, list[Path]]:
-    """Make a folder this process's.
+    """Lock a folder for this process.
 
     Args:
         folder: of the run; made if it is not there.
@@ -66,13 +66,13 @@ def take_lock(folder: Path, *, otherwise: str) -> tuple[str | None, list[Path]]:
 
 
 def leave_lock(folder: Path, made: list[Path]) -> None:
-    """Give the folder back; what was made for it and is empty goes."""
+    """Unlock the folder; remove what was made for the lock if it is empty."""
     _leave(folder / LOCK_FILE)
     _remove_empty(made)
 
 
 def me() -> dict[str, Any]:
-    """This process, so that another one can tell whether it still runs."""
+    """Identify this process, so that others can tell whether it still runs."""
     return {
         "host": socket.gethostname(),
         "boot": _text(Path("/proc/sys/kernel/random/boot_id")),
@@ -86,7 +86,7 @@ def me() -> dict[str, Any]:
 
 
 def _take(path: Path, otherwise: str) -> str | None:
-    """Make the lock ours, or say who has it."""
+    """Write the lock, or raise with its holder."""
     mine = me()
     while True:
         with open(path, "a+b") as file:
@@ -127,7 +127,7 @@ def _leave(path: Path) -> None:
 
 
 def _is_gone(holder: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Whether the holder cannot be running any more."""
+    """Whether the holder certainly no longer runs."""
     if (
         mine["job"] is not None
         and holder.get("job") == mine["job"]
@@ -151,14 +151,14 @@ def _is_gone(holder: dict[str, Any], mine: dict[str, Any]) -> bool:
 
 
 def _started(pid: Any) -> str | None:
-    """When a process was started, in the kernel's count; None where that cannot be seen, or of one that has
-    ended and is only still listed."""
+    """Start time of a process, in the kernel's count; None if unknown, or if it has ended and is only
+    listed."""
     state, *fields = (_text(Path(f"/proc/{pid}/stat")) or "").rpartition(") ")[2].split() or [""]
     return fields[18] if len(fields) > 18 and state != "Z" else None
 
 
 def _parsed(payload: bytes) -> dict[str, Any] | None:
-    """What the lock says; None: nothing, its holder was killed before it wrote."""
+    """Content of the lock; None if its holder was killed before writing."""
     try:
         found = json.loads(payload)
     except ValueError:

@@ -20,22 +20,22 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def measurable() -> bool:
-    """Whether this system tells resident bytes (Linux does)."""
+    """Whether this system reports resident bytes (Linux does)."""
     return STATUS.exists() and CLEAR.exists()
 
 
 def reset_peak() -> None:
-    """Forget the most that this process ever held."""
+    """Reset the peak of resident bytes."""
     CLEAR.write_text("5")
 
 
 def held_now() -> int:
-    """Bytes resident now."""
+    """Resident bytes now."""
     return _line("VmRSS")
 
 
 def held_at_most() -> int:
-    """Bytes resident at most since `reset_peak`, or since the process began."""
+    """Peak of resident bytes since `reset_peak`, or since the process began."""
     return _line("VmHWM")
 
 
@@ -47,7 +47,7 @@ def _line(name: str) -> int:
 
 
 class Peak:
-    """The most that is held from now on, beyond what is held now.
+    """Peak of memory from now on, beyond what is held now.
 
     Args:
         device: whose memory: on `cuda` what torch allocated, otherwise what this process has resident.
@@ -59,7 +59,7 @@ class Peak:
         self.before = torch.cuda.memory_allocated(device) if self._on_gpu else held_now()
 
     def beyond(self) -> int:
-        """Bytes held at most since this was made or last asked, less those held when it was made."""
+        """Peak of bytes since creation or the last call, minus those held at creation."""
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
             most = torch.cuda.max_memory_allocated(self.device)
@@ -77,7 +77,7 @@ class Peak:
 
 
 def in_a_process(module: str, flags: Sequence[str], *, timeout: float = 1800) -> list[str]:
-    """Run a module in a process of its own, whose allocator gives back what is freed.
+    """Run a module in its own process, whose allocator gives back freed memory.
 
     Args:
         module: as behind `python -m`.
@@ -88,7 +88,7 @@ def in_a_process(module: str, flags: Sequence[str], *, timeout: float = 1800) ->
         the lines that it printed.
 
     Raises:
-        RuntimeError: it failed or took too long; says what it said.
+        RuntimeError: it failed or took too long; holds its output.
     """
     command = [sys.executable, "-m", module, *flags]
     environment = {**os.environ, **GIVES_BACK}

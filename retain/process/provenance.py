@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def now() -> str:
-    """This moment in UTC, to the second."""
+    """Current time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

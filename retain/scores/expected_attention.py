@@ -63,7 +63,7 @@ def expected_attention(
         value_norm: which N.
         force_sinks: the first `sinks` entries rank above all others of the layer, as in the released press;
             without, they are level with the best of their own head, and protection is what keeps them.
-        epsilon: floor under the attention: what is left where attention says nothing, the norm decides.
+        epsilon: floor under the attention; where attention is zero, the norm then decides.
 
     Returns:
         score in `risk` for `output_l1` (attention that is granted is attention), else in `mass`.

@@ -25,8 +25,8 @@ class Score:
         unit: `risk` (value-weighted attention, `a * ||v W_O||_1`; a maximum or a mean of it over queries and
             heads, and attention granted to every entry before the norm, are still in that unit; another norm
             or a divisor is not), `mass` (attention alone, or a share of it) or `rank` (only the order inside
-            a head is claimed to mean something; heads may still be told to compete by the numbers as they
-            are, as released presses do).
+            a head is meaningful; heads may still compete by the numbers as they are, as in released
+            presses).
         first_BHT: score of the first of two stages (`retain.two_stage`), float32; None with one stage.
         draw_BHT: keys of a drawn share of a budget (`retain.budget.priority_sampling`), float32; None
             without.
@@ -72,7 +72,7 @@ class ScoreFamily:
             it with), `rotary`, `hidden`, `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`).
             Empty: nothing. A cache that evicts again keeps exactly this for the next eviction.
         paper: title and arXiv id, or where the idea comes from.
-        cost: what it costs a layer, in the letters of `retain.shapes` (W: window queries).
+        cost: cost of a layer, in the letters of `retain.shapes` (W: window queries).
         needs_where: settings under which the function reads something else: (name, value) -> what it reads.
     """
 

@@ -57,7 +57,7 @@ def window_received(
         group: of the query heads of a KV head together.
 
     Returns:
-        what is wanted, in its order, `[B, Q, T]` each (`[B, H, T]` by group).
+        the wanted statistics, in order, `[B, Q, T]` each (`[B, H, T]` by group).
 
     Raises:
         ValueError: if a setting of the pool is none.

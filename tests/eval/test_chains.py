@@ -39,7 +39,7 @@ def _asked(item):
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_running_statistics(index):
+def test_running(index):
     told, answer = _asked(made("chains/running", index=index))
     total = int(re.findall(r"Start with (\d+)", told)[0])
     for number, verb, by in re.findall(r"(\d+)\. (add|subtract) (\d+)", told):
