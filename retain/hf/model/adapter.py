@@ -13,7 +13,7 @@ Its limits, all of peft's making:
 - Gates that share parameters, look at more than the attention input, are calibrated or extend the model have
   no place here.
 
-    from retain.hf import adapter
+    from retain.hf.model import adapter
 
     model = adapter.wrap(model, retain.load_gates("runs/gates", model))
     model.save_pretrained("runs/gates-adapter")
