@@ -44,7 +44,7 @@ def learned_scores(
     for name, gates in evaluated.sets_of(lines).items():
         seen: Iterable[Evidence] = observed
         if getattr(gates, "extension", None) is not None:
-            seen = look_ahead(evaluated.model, gates, prompt().read_only(), observed)
+            seen = look_ahead(evaluated.model, gates, prompt().engine.read_only(), observed)
         of_set[name] = [gates.score(layer) for layer in seen]
     found = {policy: of_set[name] for policy, name in evaluated.users.items() if name in of_set}
     if evaluated.token_identity is not None:

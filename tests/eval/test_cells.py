@@ -298,15 +298,15 @@ def test_bytes_beside_entries_and_of_gates_are_counted(stub_gates):
     cache.prefill(torch.tensor([stub_item("pair", 0, 0, 100).context_ids]), chunk_size=40)
     queries = {
         chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes()
-        for layer in cache.ragged
+        for layer in cache.state.ragged
         for chunk in layer.recent.queries
     }
-    noted = [column for layer in cache.ragged for column in layer.store.beside.values()]
+    noted = [column for layer in cache.state.ragged for column in layer.store.beside.values()]
     own = sum(queries.values()) + sum(column.numel() * column.element_size() for column in noted)
     assert bytes_beside(cache) == own > 0
     room = sum(
         tensor.untyped_storage().nbytes()
-        for layer in cache.ragged
+        for layer in cache.state.ragged
         for tensor in (
             *(layer.store.keys_CD, layer.store.values_CD, layer.store.positions_C),
             *(layer.store.offsets_R1, layer.store.lengths_R, *layer.store.pages.tables()),
