@@ -93,7 +93,7 @@ def test_a_cache_is_extended_to_what_it_would_hold():
         before = [layer.store.fork() for layer in cache.state.ragged]
         extend_(cache, TINY.context, masks, torch.Generator().manual_seed(0))
     assert cache.num_seen == TINY.context and cache.report().total.entries_held == 2 * 2 * 2 * 120
-    assert torch.equal(cache.history.token_ids_BT[:, -TINY.read :], ids)
+    assert torch.equal(cache.state.history.token_ids_BT[:, -TINY.read :], ids)
     assert columns_held(cache) == max(int(mask_BHT.any(1).sum(-1).max()) for mask_BHT in masks)
     for layer, mask_BHT, old in zip(cache.state.ragged, masks, before, strict=True):
         assert {"mass", "last_access"} <= set(layer.store.beside) == set(old.beside)
