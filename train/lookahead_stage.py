@@ -20,8 +20,8 @@ from retain.hf.intercept.attach import attach
 from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
 from retain.hf.intercept.lookahead_pass import Asked, run_behind
 from retain.hf.model.decoder import base_model
-from retain.train.data.branches import Reading, readings_of
-from retain.train.data.document import Document
+from retain.train.data.branches import readings_of
+from retain.train.data.document import Document, Reading
 from retain.train.objectives.losses import head_overlaps
 from retain.train.objectives.targets import TargetSettings, baseline_overlaps
 from retain.train.stage import Stage, Tally

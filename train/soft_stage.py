@@ -22,8 +22,8 @@ from retain.config import Count, NotNegative, Positive, PositiveShare, Whole
 from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
-from retain.train.data.branches import Reading
 from retain.train.data.corpora import Batch, Document, collate
+from retain.train.data.document import Reading
 from retain.train.data.features import Example
 from retain.train.local_stage import PREPARED_ENTRIES, TeacherExamples, joined
 from retain.train.objectives.losses import head_overlaps

@@ -16,9 +16,9 @@ from retain.hf.model.decoder import layout_of, rotary_of
 from retain.hf.model.layout import Layout
 from retain.hf.model.named import load_named, load_named_tokenizer
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
-from retain.train.data.branches import Reading
 from retain.train.data.chat import Chat, chat_of
 from retain.train.data.corpora import Document, Encode
+from retain.train.data.document import Reading
 from retain.train.run.model_shape import Precision, named_config
 from retain.train.run.parallel import loaded_whole
 

@@ -89,38 +89,42 @@ class _Check:
     def claim(self) -> CheckedClaim:
         stated, lines = self.stated, list[Line]()
         judge = {"better": self._better, "not worse": self._not_worse, "closes the gap": self._gap_closed}
-        for family in self._families():
-            ready = [one for one in family if self._measured(one)]
-            lines += [self._lacking(one) for one in family if one not in ready]
-            lines += judge[stated.says](ready)
         of_gap = stated.says == "closes the gap"
+        for row in stated.rows:
+            if of_gap and row.tasks and not self.scores.tasks(row.tasks):
+                nowhere = Line("not measured", True, "any", 0.0, row.tasks, BEST_HEURISTIC, bound=row.share)
+                lines.append(nowhere)
+                continue
+            for family in self._families(row):
+                ready = [one for one in family if self._measured(one)]
+                lines += [self._lacking(one) for one in family if one not in ready]
+                lines += judge[stated.says](ready)
         return CheckedClaim(stated.name, stated.sentence(self.parts), tuple(lines), of_gap)
 
-    def _families(self) -> Iterator[list[Question]]:
-        """Questions of the claim, those of one Holm family together."""
+    def _families(self, row: ClaimRow) -> Iterator[list[Question]]:
+        """Questions of a row, those of one Holm family together."""
         there = places_of(self.scores, self.parts.policy)
-        for row in self.stated.rows:
-            wanted = [*itertools.product(row.regimes, row.keep_ratios)]
-            others = [place for place in there if place not in wanted]
-            asked = [*there, *(place for place in wanted if place not in there)]
+        wanted = [*itertools.product(row.regimes, row.keep_ratios)]
+        others = [place for place in there if place not in wanted]
+        asked = [*there, *(place for place in wanted if place not in there)]
+        if self.stated.elsewhere == "beside":
+            asked = wanted
+        elif self.stated.elsewhere == "other regimes":
+            asked = [place for place in asked if place[1] in row.keep_ratios]
+        groups = [row.tasks] if row.tasks else groups_of(self.scores)
+        for group in groups:
+            first = group == groups[0]
+            found = [one for place in asked for one in self._at(place, group, first, row)]
+            yield from [found] if self.stated.adjusted else [[one] for one in found]
             if self.stated.elsewhere == "beside":
-                asked = wanted
-            elif self.stated.elsewhere == "other regimes":
-                asked = [place for place in asked if place[1] in row.keep_ratios]
-            groups = [row.tasks] if row.tasks else groups_of(self.scores)
-            for group in groups:
-                first = group == groups[0]
-                found = [one for place in asked for one in self._at(place, group, first, row)]
-                yield from [found] if self.stated.adjusted else [[one] for one in found]
-                if self.stated.elsewhere == "beside":
-                    yield [one for place in others for one in self._at(place, group, False, row)]
-                if self.stated.adjusted:
-                    yield [
-                        Question(Cell(regime, self.parts.policy, budget), name, name, group, False, row)
-                        for regime, budget in there
-                        for name in self.parts.also
-                        if Cell(regime, name, budget) in self.scores.judged
-                    ]
+                yield [one for place in others for one in self._at(place, group, False, row)]
+            if self.stated.adjusted:
+                yield [
+                    Question(Cell(regime, self.parts.policy, budget), name, name, group, False, row)
+                    for regime, budget in there
+                    for name in self.parts.also
+                    if Cell(regime, name, budget) in self.scores.judged
+                ]
 
     def _at(self, place: tuple[str, float], group: str, required: bool, row: ClaimRow) -> list[Question]:
         """Questions of one place: one for each opponent, or one for the best of them."""

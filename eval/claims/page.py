@@ -156,7 +156,7 @@ def _row(line: Line, unit: int) -> tuple[str, ...]:
     return (
         line.outcome if line.required or line.outcome == "no gap" else f"({line.outcome})",
         line.regime,
-        f"{line.budget:g}",
+        f"{line.budget:g}" if line.budget else "any",
         line.family,
         line.against,
         _number(line.policy_mean, sign=False),

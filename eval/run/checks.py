@@ -65,7 +65,7 @@ def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
         ValueError: All problems in one message.
     """
     notes: list[str] = []
-    problems = problems_of(config) + _names(config, suite) + _numbers(config, suite, processes)
+    problems = stated_problems(config, suite, processes)
     if not problems:
         problems = _gates(config, suite) + _budgets(config, suite, notes) + _documents(config, suite)
     if problems:
@@ -73,6 +73,11 @@ def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
             "This comparison cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems)
         )
     return notes
+
+
+def stated_problems(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
+    """What is wrong with a config before gates, budgets and documents are looked at."""
+    return problems_of(config) + _names(config, suite) + _numbers(config, suite, processes)
 
 
 def _names(config: CompareConfig, suite: Suite) -> list[str]:

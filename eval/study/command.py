@@ -4,11 +4,10 @@
     python -m retain.eval.study --config configs/study/fusion.yaml --train-commands | bash
     accelerate launch --num_processes 8 -m retain.eval.study --config FILE compare.device=cuda [key=value ...]
 
-In: a study (`retain.eval.study.plan`), trained gates. Out: what a comparison leaves in
-`<compare.results>/<compare.run>/` (its `compare.yaml` is the comparison that the study comes to), and beside
-it `study.md`, `study.json`, `study.png`, `study.yaml`. The one decision taken here: a study is one comparison
-and nothing beside it. It is run, resumed, spread over workers and devices as any other, and its tables are
-made from the rows alone, so that a finished study is only reported again.
+A study is one comparison of variants (`retain.eval.study.plan`): it is run, resumed, spread over workers and
+devices as any other. In `<compare.results>/<compare.run>/` it leaves what a comparison leaves, and
+`study.md`, `study.json`, `study.png`, `study.yaml`. Its tables are made from the rows alone, so that a
+finished study is only reported again.
 """
 
 import argparse

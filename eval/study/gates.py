@@ -1,9 +1,8 @@
-"""Whether gates that lie where a study reads them were trained as the study says.
+"""Compares gates that a study reads with the training that the study states.
 
-In: a study, folders of gates with the `config.yaml` that their training left there. Out: what of the study's
-`train` entries differs from it. The one decision taken here: a folder is compared by every setting that the
-training's YAML or the study's changes state, and by no other; where it lies, and on what machine it was made,
-is not asked. A folder without a `config.yaml` was made by something else, and cannot be asked.
+A folder is compared by every setting that the training's YAML or the study's changes state, and by no other:
+where it lies, and on what machine it was made, is not asked. A folder without a `config.yaml` was made by
+something else, and cannot be asked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from retain.config import leaves
+from retain.config import leaves, read_mapping
 from retain.eval.config import gate_names
 from retain.eval.study.plan import CONFIG, Plan, StudyConfig, resolved_training
 
@@ -36,8 +35,8 @@ def stale_gates(study: StudyConfig, plan: Plan) -> list[str]:
             path = Path(folder) / CONFIG
             if folder not in read or not path.is_file():
                 continue
-            there = _read(path)
-            stated = _read(Path(training.config))
+            there = read_mapping(path)
+            stated = read_mapping(Path(training.config))
             for change in training.changes:
                 _change(stated, change.replace("{seed}", str(seed)))
             apart = [
@@ -52,21 +51,6 @@ def stale_gates(study: StudyConfig, plan: Plan) -> list[str]:
                     "way), or say in the study how they were made"
                 )
     return said
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What a run was told.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable YAML ({' '.join(str(error).split())[:200]}).") from None
-    if not isinstance(read, dict):
-        raise ValueError(f"{path} holds {read!r:.60}, where names and values were wanted.")
-    return read
 
 
 def _change(mapping: dict[str, Any], change: str) -> None:

@@ -1,11 +1,8 @@
-"""What a study is told, and the comparison that it comes to: a winner, and what stands in its place.
+"""Studies as configured, and the one comparison each comes to: a winner, and other levels in its place.
 
-In: a YAML file and `key=value` overrides. Out: a `StudyConfig`; its `Plan`, which is one `CompareConfig` of
-variants and what each of them stands for; the commands that train the gates it needs.
-
-The one decision taken here: a level is a list of changes to the winner's policy, or other gates, and nothing
-else. So an ablation and a grid are the same thing with more or fewer changes at once, two levels that come to
-the same policy and gates are one line that is measured once, and the runner knows nothing of studies.
+A level is a list of changes to the winner's policy, or other gates, and nothing else. Each becomes a variant
+of one comparison, whose own checks find policies and gates that cannot be. Two levels that come to the same
+policy and gates are one variant that is measured once.
 """
 
 import itertools
@@ -17,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from retain.eval.config import CONTROLS, FULL, OWN_GATES, CompareConfig, gate_names
-from retain.eval.run.checks import check
+from retain.eval.config import CONTROLS, OWN_GATES, CompareConfig, gate_names
+from retain.eval.run.checks import stated_problems
 from retain.eval.tasks.suite import Suite
-from retain.presets import Policy, load_policy, policies
+from retain.presets import Policy, load_policy
 from retain.registry import suggest
 
 WINNER = "winner"
@@ -140,156 +137,154 @@ def plan_of(study: StudyConfig, suite: Suite) -> Plan:
         suite: That its comparison names.
 
     Raises:
-        ValueError: Everything that is wrong with the study, in one message, with what is wrong with the
-            comparison apart from its policies. Budgets and gates are looked at by the comparison itself.
+        ValueError: Everything that is wrong with the study and with its comparison, in one message. Budgets
+            and gates are looked at by the comparison itself.
     """
-    problems = _problems(study)
-    if problems:
-        plain = replace(study.compare, policies=("random",), variants={}, uses={}, gate_sets={})
-        try:
-            check(plain, suite)
-        except ValueError as error:
-            problems += [line.removeprefix("  - ") for line in str(error).splitlines()[1:]]
-        raise ValueError("This study cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems))
     lines, place, skipped = _lines(study)
     uses = {name: line.gates for name, line in lines.items() if line.gates is not None}
-    uses |= {
-        name: study.winner.gates
-        for name in study.references
-        if name not in CONTROLS and _policy(study.compare.variants.get(name, (name,))).learned
-    }
+    for name in study.references:
+        policy = _policy(study.compare.variants.get(name, (name,)))
+        if name not in CONTROLS and policy is not None and policy.learned:
+            uses[name] = study.winner.gates
     compare = replace(
         study.compare,
         policies=(*lines, *study.references),
         variants={**study.compare.variants, **{name: line.policy for name, line in lines.items()}},
         uses={**uses, **study.compare.uses},
     )
+    problems = _problems(study) + stated_problems(compare, suite)
+    if problems:
+        raise ValueError("This study cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return Plan(compare, lines, place, skipped)
 
 
 def _lines(study: StudyConfig) -> tuple[dict[str, Line], dict[tuple[str, str], str], dict[str, str]]:
-    """The lines of a study that has no problems, where each level stands, and what could not be."""
-    own = study.winner
-    found = {
-        _identity(study, own.policy, own.gates): Line(WINNER, {}, own.policy, _gates(own.policy, own.gates))
-    }
+    """The lines of a study, where each level stands, and what of a grid could not be."""
+    winner, grid = _line(study, {}), study.plan == "grid"
+    found = {_identity(study, winner): winner}
     place: dict[tuple[str, str], str] = {}
     skipped: dict[str, str] = {}
-    if study.plan == "ablation":
-        for factor, levels in study.factors.items():
-            for name, level in levels.items():
-                if level.elsewhere:
-                    continue
-                line = _line(study, {factor: name})
-                place[factor, name] = found.setdefault(_identity(study, line.policy, line.gates), line).name
-    else:
-        measured = [
-            [(factor, name) for name, level in study.factors[factor].items() if not level.elsewhere]
-            for factor in study.cross
-        ]
-        for pairs in itertools.product(*measured):
-            levels_of = {pair[0]: pair[1] for pair in pairs}
-            try:
-                line = _line(study, levels_of)
-            except ValueError as error:
-                skipped[_label(levels_of)] = str(error)
-                continue
-            key = _identity(study, line.policy, line.gates)
-            if key in found and found[key].name == WINNER:
-                found[key] = replace(found[key], levels=levels_of)
-            found.setdefault(key, line)
+    # Of a winner that is no policy nothing else is asked.
+    for levels in _combinations(study) if _policy(winner.policy) else ():
+        line = _line(study, levels)
+        if grid and _policy(line.policy) is None:
+            skipped[line.name] = _fault(line.policy)
+            continue
+        key = _identity(study, line)
+        own = found.setdefault(key, line)
+        if grid and own.name == WINNER:
+            found[key] = replace(own, levels=levels)
+        elif not grid:
+            place |= dict.fromkeys(levels.items(), own.name)
     return {line.name: line for line in found.values()}, place, skipped
 
 
-def _label(levels: Mapping[str, str]) -> str:
-    return ",".join(f"{factor}={name}" for factor, name in levels.items())
+def _combinations(study: StudyConfig) -> list[dict[str, str]]:
+    """Levels that are put into the winner together: one in an ablation, one of each crossed factor in a
+    grid."""
+    measured = {
+        factor: [name for name, level in levels.items() if not level.elsewhere]
+        for factor, levels in study.factors.items()
+    }
+    if study.plan == "ablation":
+        return [{factor: name} for factor, names in measured.items() for name in names]
+    names_of = itertools.product(*(measured.get(factor, []) for factor in study.cross))
+    return [dict(zip(study.cross, names, strict=True)) for names in names_of]
 
 
 def _line(study: StudyConfig, levels: Mapping[str, str]) -> Line:
-    """The winner with levels in its place.
-
-    Raises:
-        ValueError: If they contradict one another.
-    """
+    """The winner with levels in its place."""
     chosen = [study.factors[factor][name] for factor, name in levels.items()]
-    policy = (*study.winner.policy, *(change for level in chosen for change in level.changes))
+    parts = (*study.winner.policy, *(change for level in chosen for change in level.changes))
     gates = next((level.gates for level in chosen if level.gates is not None), study.winner.gates)
-    return Line(_label(levels), levels, policy, _gates(policy, gates))
+    policy = _policy(parts)
+    name = ",".join(f"{factor}={name}" for factor, name in levels.items()) or WINNER
+    return Line(name, levels, parts, gates if policy is None or policy.learned else None)
 
 
 @cache
-def _policy(parts: tuple[str, ...]) -> Policy:
-    return load_policy(parts[0], parts[1:])
+def _policy(parts: tuple[str, ...]) -> Policy | None:
+    """A preset with changes; None where there is no such policy."""
+    return None if _fault(parts) else load_policy(parts[0], parts[1:])
 
 
-def _gates(parts: tuple[str, ...], gates: str | None) -> str | None:
-    return gates if _policy(parts).learned else None
+@cache
+def _fault(parts: tuple[str, ...]) -> str:
+    """Why a preset and changes are no policy; empty: they are one."""
+    try:
+        load_policy(parts[0] if parts else "", parts[1:])
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-def _identity(study: StudyConfig, parts: tuple[str, ...], gates: str | None) -> tuple[str, str]:
+def _identity(study: StudyConfig, line: Line) -> tuple[str, str]:
     """What makes two lines one: what their policies do, and their gates, under whatever name."""
-    policy = _policy(parts)
-    bare = replace(policy, name="", paper="", regime="any", variants={})
-    if not policy.learned or gates is None:
-        return repr(bare), ""
-    source = study.compare.source_of(gates)
+    policy = _policy(line.policy)
+    if policy is None:
+        return line.name, ""
+    bare = repr(replace(policy, name="", paper="", regime="any", variants={}))
+    if line.gates is None:
+        return bare, ""
+    known = line.gates in (OWN_GATES, *study.compare.gate_sets)
+    source = study.compare.source_of(line.gates) if known else None
     # The weights of a random control follow from its name.
-    return repr(bare), f"{source} {gates if source.control == 'random' else ''}"
+    named = source is None or source.control == "random"
+    return bare, f"{source} {line.gates if named else ''}"
 
 
 def _problems(study: StudyConfig) -> list[str]:
-    """All that is wrong with a study by itself."""
-    problems = []
-    sets = [OWN_GATES, *study.compare.gate_sets]
-    if study.compare.policies != CompareConfig.policies:
+    """What is wrong with a study by itself."""
+    compare, cross, factors = study.compare, study.cross, study.factors
+    sets, problems = [OWN_GATES, *compare.gate_sets], []
+    if compare.policies != CompareConfig.policies:
         problems.append("compare.policies is made from the winner and its levels: name others in references")
-    if study.compare.protections or not study.compare.preset_protection:
+    if compare.protections or not compare.preset_protection:
         problems.append(
             "compare.protections would measure every level again under each of them: make protection a factor"
         )
-    if not study.factors:
+    if not factors:
         problems.append("factors is empty: name an ingredient and its levels, or run a comparison")
-    elif study.plan == "grid" and len(study.cross) < 2:
-        problems.append(f"plan 'grid' crosses two factors at least; cross names {list(study.cross)}")
-    elif study.plan == "ablation" and study.cross:
-        problems.append(f"plan 'ablation' changes one factor at a time, and cross names {list(study.cross)}")
+    elif study.plan == "grid" and len(cross) < 2:
+        problems.append(f"plan 'grid' crosses two factors at least; cross names {[*cross]}")
+    elif study.plan == "ablation" and cross:
+        problems.append(f"plan 'ablation' changes one factor at a time, and cross names {[*cross]}")
     problems += [
-        f"cross: unknown factor {name!r}{suggest(name, study.factors)}; there are {', '.join(study.factors)}"
-        for name in study.cross
-        if name not in study.factors
+        f"cross: unknown factor {name!r}{suggest(name, factors)}; there are {', '.join(factors)}"
+        for name in cross
+        if name not in factors
     ]
-    if len(set(study.cross)) < len(study.cross):
-        problems.append(f"cross names a factor twice: {list(study.cross)}")
-    problems += _of_winner(study) + _of_levels(study)
-    crossed = [name for name in study.cross if any(one.gates for one in study.factors.get(name, {}).values())]
+    if len({*cross}) < len(cross):
+        problems.append(f"cross names a factor twice: {[*cross]}")
+    crossed = [name for name in cross if any(one.gates for one in factors.get(name, {}).values())]
     if len(crossed) > 1:
-        problems.append(
-            f"cross: {' and '.join(crossed)} both change the gates, and a line has one set of them"
-        )
-    known = [*(one.name for one in policies()), *study.compare.variants, *CONTROLS]
-    for name in study.references:
-        if name == FULL:
-            problems.append(f"references: {FULL!r} is always measured: leave it out")
-        elif name == WINNER or name not in known:
-            problems.append(f"references: unknown policy {name!r}{suggest(name, known)}")
-    if len(set(study.references)) < len(study.references):
-        problems.append(f"references names a policy twice: {list(study.references)}")
-    reserved = [name for name in study.compare.variants if name == WINNER or "=" in name]
-    problems += [f"compare.variants: {name!r} is how the study names its own lines" for name in reserved]
-    idle = [name for name in study.compare.variants if name not in study.references]
-    problems += [f"compare.variants: {name!r} is not among the references: it would not run" for name in idle]
+        both = " and ".join(crossed)
+        problems.append(f"cross: {both} both change the gates, and a line has one set of them")
+    for factor, levels in factors.items():
+        if not levels:
+            problems.append(f"factors.{factor} has no levels")
+        problems += [
+            f"factors.{factor}.{name}: names are letters, digits, '_', '-' and '.', since they name lines"
+            for name in levels
+            if not _NAME.fullmatch(factor) or not _NAME.fullmatch(name)
+        ]
+    for name in compare.variants:
+        if name == WINNER or "=" in name:
+            problems.append(f"compare.variants: {name!r} is how the study names its own lines")
+        if name not in study.references:
+            problems.append(f"compare.variants: {name!r} is not among the references: it would not run")
+    by_folder: dict[str, str] = {}
     for name, training in study.train.items():
+        resolved = resolved_training(study, training)
+        if resolved.config is None:
+            problems.append(_no_config(study, name))
+        elif not Path(resolved.config).is_file():
+            problems.append(f"train.{name}: there is no config {resolved.config!r}")
         if name not in sets:
             problems.append(f"train: unknown set of gates {name!r}{suggest(name, sets)}")
-        config = resolved_training(study, training).config
-        if config is None:
-            problems.append(f"train.{name} has no config, and neither has train.{study.winner.gates}")
-        elif not Path(config).is_file():
-            problems.append(f"train.{name}: there is no config {config!r}")
-    by_folder: dict[str, str] = {}
-    for name in (name for name in study.train if name in sets):
-        first = by_folder.setdefault(study.compare.source_of(name).folder, name)
-        if resolved_training(study, study.train[first]) != resolved_training(study, study.train[name]):
+            continue
+        first = by_folder.setdefault(compare.source_of(name).folder, name)
+        if resolved_training(study, study.train[first]) != resolved:
             problems.append(
                 f"train.{first} and train.{name} make the gates of one folder in two ways: give one of them "
                 "a folder of its own in compare.gate_sets"
@@ -297,50 +292,8 @@ def _problems(study: StudyConfig) -> list[str]:
     return problems
 
 
-def _of_winner(study: StudyConfig) -> list[str]:
-    if not study.winner.policy:
-        return ["winner.policy is empty: a preset, then changes to it, as in [fused, scope=model]"]
-    problems = _set_named("winner", study.winner.gates, study)
-    try:
-        _policy(study.winner.policy)
-    except ValueError as error:
-        problems.append(f"winner: {error}")
-    return problems
-
-
-def _of_levels(study: StudyConfig) -> list[str]:
-    problems = []
-    try:
-        _policy(study.winner.policy)
-        sound = True
-    except (ValueError, IndexError):
-        sound = False
-    for factor, levels in study.factors.items():
-        if not levels:
-            problems.append(f"factors.{factor} has no levels")
-        for name, level in levels.items():
-            where = f"factors.{factor}.{name}"
-            if not _NAME.fullmatch(factor) or not _NAME.fullmatch(name):
-                problems.append(
-                    f"{where}: names are letters, digits, '_', '-' and '.', since they name lines"
-                )
-            problems += _set_named(where, level.gates, study)
-            if level.elsewhere or not sound:
-                continue
-            try:
-                _policy((*study.winner.policy, *level.changes))
-            except ValueError as error:
-                problems.append(f"{where}: {error}")
-    return problems
-
-
-def _set_named(where: str, name: str | None, study: StudyConfig) -> list[str]:
-    sets = [OWN_GATES, *study.compare.gate_sets]
-    if name is None or name in sets:
-        return []
-    return [
-        f"{where}: no gates {name!r}{suggest(name, sets)} in compare.gate_sets; there are {', '.join(sets)}"
-    ]
+def _no_config(study: StudyConfig, name: str) -> str:
+    return f"train.{name} has no config, and neither has train.{study.winner.gates}"
 
 
 def resolved_training(study: StudyConfig, training: Training) -> Training:
@@ -365,10 +318,8 @@ def train_commands(study: StudyConfig, processes: int = 1) -> list[str]:
     """
     lacking = [name for name, own in study.train.items() if resolved_training(study, own).config is None]
     if lacking:
-        raise ValueError(
-            f"train.{lacking[0]} has no config, and neither has train.{study.winner.gates}: name a YAML of "
-            "train/distill.py in one of them."
-        )
+        said = _no_config(study, lacking[0])
+        raise ValueError(f"{said}: name a YAML of train/distill.py in one of them.")
     compare = study.compare
     levels = [level for own in study.factors.values() for level in own.values()]
     wanted = [study.winner.gates, *(level.gates for level in levels), *compare.gate_sets]

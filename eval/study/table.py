@@ -1,16 +1,13 @@
-"""What a study says: each ingredient of a policy against what could stand in its place, as tables.
+"""Tables of a study: each ingredient of a policy against the levels that could stand in its place.
 
-In: the scores of a run and the plan it followed. Out: an `Entry` for every level, regime, budget and task
-family; an `Ingredient` for every level that leaves something out; `study.md` and what `study.json` holds.
-
-The one decision taken here: everything is "level minus winner" on the same items, and the words are about the
-winner's choice. It *pays* against a level that is worse, *harms* against one that is better, *does not pay*
-where the two are shown to lie within the margin, and anything else is *not known* (the same answers on too
-few items are that too): to keep an ingredient because nothing was shown against it is no verdict. The levels
-of one factor, over all budgets of one regime, are one Holm family, for each task family apart: the table that
-a reader looks at is what is adjusted.
+Every difference is "level minus winner" on the same items, and the words are about the winner's choice. It
+*pays* against a level that is worse, *harms* against one that is better, *does not pay* where the two are
+shown to lie within the margin, and anything else is *not known*, the same answers on too few items included.
+The levels of one factor, over all budgets of one regime, are one Holm family, for each task family apart: the
+table that a reader looks at is what is adjusted.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -152,12 +149,13 @@ def entries_of(
         margin: Largest difference that would not matter, in points.
         resamples: Of sign flips.
     """
-    made = []
-    for table, levels in tables.items():
-        for regime in scores.regimes:
-            for family in families_of(scores):
-                made += _one_family(scores, table, levels, regime, family, margin, resamples)
-    return made
+    return [
+        entry
+        for table, levels in tables.items()
+        for regime in scores.regimes
+        for family in families_of(scores)
+        for entry in _one_family(scores, table, levels, regime, family, margin=margin, resamples=resamples)
+    ]
 
 
 def families_of(scores: Scores) -> list[str]:
@@ -172,29 +170,25 @@ def _one_family(
     levels: Mapping[str, str],
     regime: str,
     family: str,
-    margin: float,
-    resamples: int,
+    **options: Any,
 ) -> list[Entry]:
     """The entries of one declared Holm family, and the winner's."""
     tasks = scores.tasks(family)
+    fewest = len(tasks) * min(scores.num_items([task]) for task in tasks)
     found = [
         (level, Cell(regime, line, budget), Cell(regime, WINNER, budget))
         for level, line in levels.items()
         for budget in scores.budgets
         if Cell(regime, line, budget) in scores.exact
     ]
-    others = [(cell, winner, family) for _, cell, winner in found if cell != winner]
     # Two levels of a table may be one line: it is tested once, and both have its result.
-    pairs = list(dict.fromkeys(others))
-    settled = dict(zip(pairs, compare_family(scores, pairs, margin=margin, resamples=resamples), strict=True))
+    pairs = list(dict.fromkeys((cell, winner, family) for _, cell, winner in found if cell != winner))
+    settled = dict(zip(pairs, compare_family(scores, pairs, **options), strict=True))
     made = []
     for level, cell, winner in found:
-        own = scores.seed_means(cell, tasks)
-        base = scores.seed_means(winner, tasks)
+        own, base = scores.seed_means(cell, tasks), scores.seed_means(winner, tasks)
         seeds = {} if cell == winner else {seed: own[seed] - base[seed] for seed in own}
-        mean = scores.mean(cell, tasks)
-        fewest = len(tasks) * min(scores.num_items([task]) for task in tasks)
-        one = settled.get((cell, winner, family))
+        mean, one = scores.mean(cell, tasks), settled.get((cell, winner, family))
         made.append(Entry(table, level, cell.policy, regime, cell.budget, family, mean, one, seeds, fewest))
     return made
 
@@ -211,16 +205,13 @@ def ingredients_of(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> 
     for factor, levels in study.factors.items():
         chosen = next((name for name in levels if plan.place.get((factor, name)) == WINNER), None)
         absent = [name for name, level in levels.items() if level.absent and not level.elsewhere]
-        asking: list[str | None] = [*absent] or [None]
-        for left_out in asking:
-            # A winner that leaves the ingredient out has nothing to defend.
-            asked = left_out is not None and plan.place[factor, left_out] != WINNER
-            for family in dict.fromkeys(one.family for one in entries):
-                own = [one for one in entries if (one.table, one.family) == (factor, family)]
-                if not own:
-                    continue
-                found = [one for one in own if asked and one.level == left_out]
-                places = {(one.regime, one.budget): one.word for one in found if one.word is not None}
+        asked: list[str | None] = [*absent] or [None]
+        for left_out, family in itertools.product(asked, dict.fromkeys(one.family for one in entries)):
+            own = [one for one in entries if (one.table, one.family) == (factor, family)]
+            # A winner that leaves the ingredient out has nothing to defend: its own entries have no word.
+            found = [(one.regime, one.budget, one.word) for one in own if one.level == left_out]
+            places = {(regime, budget): word for regime, budget, word in found if word is not None}
+            if own:
                 made.append(Ingredient(factor, family, chosen, left_out, places))
     return made
 
@@ -329,10 +320,7 @@ def _ingredients(study: StudyConfig, found: Sequence[Ingredient]) -> list[str]:
         "that pays, among many, may be chance:",
         "",
     ]
-    lines += [
-        f"| ingredient | tasks | in the winner | left out | {' | '.join(WORDS)} | verdict |",
-        "| --- " * (len(WORDS) + 5) + "|",
-    ]
+    lines += _head(["ingredient", "tasks", "in the winner", "left out", *WORDS, "verdict"])
     for one in found:
         count = [sum(word == own for own in one.places.values()) for word in WORDS]
         missing = "no level is marked `absent`"
@@ -374,7 +362,7 @@ def _table(entries: Sequence[Entry]) -> list[str]:
     families = [f for f in (ALL, *FAMILIES) if any(one.family == f for one in entries)]
     at = {(one.level, one.budget, one.family): one for one in entries}
     heads = [part for family in families for part in (family, f"{family} - winner", "")]
-    lines = [f"| budget | level | {' | '.join(heads)} | seeds |", "| --- " * (len(heads) + 3) + "|"]
+    lines = _head(["budget", "level", *heads, "seeds"])
     for budget in dict.fromkeys(one.budget for one in entries):
         for level in dict.fromkeys(one.level for one in entries):
             cells = []
@@ -409,26 +397,28 @@ def _marginals(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> list
     own = [one for one in entries if one.table == GRID and one.family == ALL]
     places = list(dict.fromkeys((one.regime, one.budget) for one in own))
     lines = ["", "## Levels on average", "", "Over the combinations that were measured; not tested.", ""]
-    lines += [f"| factor | level | {' | '.join(f'{regime} {budget:g}' for regime, budget in places)} |"]
-    lines += ["| --- " * (len(places) + 2) + "|"]
+    lines += _head(["factor", "level", *(f"{regime} {budget:g}" for regime, budget in places)])
     for factor in study.cross:
         for level in study.factors[factor]:
             names = {name for name, line in plan.lines.items() if line.levels.get(factor) == level}
-            cells = []
+            cells = [factor, level]
             for place in places:
                 means = [one.mean for one in own if one.line in names and (one.regime, one.budget) == place]
                 cells.append(f"{sum(means) / len(means):.1f}" if means else "")
-            lines.append(f"| {factor} | {level} | {' | '.join(cells)} |")
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _head(columns: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
 
 
 def _full(scores: Scores) -> list[str]:
     """What the full cache scores: what no level can be told from is at the ceiling."""
-    cells = [Cell(regime, FULL, 1.0) for regime in scores.regimes]
+    families = families_of(scores)
+    cells = [Cell(regime, FULL, 1.0) for regime in scores.regimes if Cell(regime, FULL, 1.0) in scores.exact]
     found = [
-        f"- {cell.regime}: "
-        + ", ".join(f"{f} {scores.mean(cell, scores.tasks(f)):.1f}" for f in families_of(scores))
+        f"- {cell.regime}: " + ", ".join(f"{f} {scores.mean(cell, scores.tasks(f)):.1f}" for f in families)
         for cell in cells
-        if cell in scores.exact
     ]
     return ["", "## The full cache", "", *found] if found else []

@@ -155,19 +155,18 @@ def test_all_problems_come_in_one_message(tmp_path):
         plan_of(replace(study, compare=compare), STUB)
     text = str(caught.value)
     for part in (
-        "winner: no gates 'othr' (did you mean 'other'?)",
-        "factors.fusion.maxx: ",
+        "`uses` gives 'winner' unknown gates 'othr' (did you mean 'other'?)",
+        "variant 'fusion=maxx': ",
         "unknown fusion 'maxx' (did you mean 'max'?)",
         "factors.fusion.a+b: names are letters",
-        "factors.fusion.a+b: no gates 'sam' (did you mean 'same'?)",
+        "`uses` gives 'fusion=a+b' unknown gates 'sam' (did you mean 'same'?)",
         "scope 'model' lets layers compete",
         "factors.empty has no levels",
         "plan 'ablation' changes one factor at a time",
         "cross: unknown factor 'skope' (did you mean 'scope'?)",
-        "references: 'full' is always measured",
-        "references: unknown policy 'snapk' (did you mean 'snapkv'?)",
-        "references: unknown policy 'winner'",
-        "references names a policy twice",
+        "'full' is always measured",
+        "unknown policy 'snapk' (did you mean 'snapkv'?)",
+        "`policies` names something twice",
         "train: unknown set of gates 'nobody'",
         "train.other: there is no config 'configs/nothing.yaml'",
         "compare.policies is made from the winner",
@@ -182,8 +181,8 @@ def test_all_problems_come_in_one_message(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"winner": Winner(())}, "winner.policy is empty"),
-        ({"winner": Winner(("fusd",))}, "winner: .*unknown policy 'fusd'.*did you mean 'fused'"),
+        ({"winner": Winner(())}, "variant 'winner' begins with the preset that it changes, got 'nothing'"),
+        ({"winner": Winner(("fusd",))}, "variant 'winner' begins with .*got 'fusd' .did you mean 'fused'"),
         ({"factors": {}}, "factors is empty"),
         ({"plan": "grid", "cross": ("fusion",)}, "crosses two factors at least"),
         ({"plan": "grid", "cross": ("fusion", "fusion")}, "names a factor twice"),

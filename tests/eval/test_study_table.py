@@ -254,20 +254,24 @@ def test_where_all_tasks_are_of_one_family_nothing_is_said_twice(made):
 
 
 @pytest.mark.parametrize(
-    ("words", "verdict"),
+    ("words", "verdict", "said"),
     [
-        (("pays", "not known", "does not pay"), "pays"),
-        (("pays", "harms"), "pays here, harms there"),
-        (("harms", "not known"), "harms"),
-        (("does not pay", "not known"), "not known"),
-        (("does not pay",), "does not pay"),
-        ((), "not asked"),
+        (("pays", "not known", "pays"), "pays", "pays at 2 of 3 places"),
+        (("pays",), "pays", "pays"),
+        (("pays", "harms"), "pays here, harms there", "pays here, harms there"),
+        (("harms", "not known"), "harms", "harms at 1 of 2 places"),
+        (("does not pay", "not known"), "not known", "not known"),
+        (("does not pay",), "does not pay", "does not pay"),
+        ((), "not asked", "not asked: the winner leaves it out"),
     ],
 )
-def test_over_all_places(words, verdict):
-    """And in words, how many of them it is said of."""
+def test_over_all_places(words, verdict, said):
+    """And in words, of how many of them it is said."""
     places = {("context_only", float(number)): word for number, word in enumerate(words)}
-    assert Ingredient("f", "all", "x", "y", places).verdict == verdict
+    one = Ingredient("f", "all", "x", "y", places)
+    assert (one.verdict, one.said) == (verdict, said)
+    alone = replace(one, absent=None, places={})
+    assert alone.said == "not asked: its levels are alternatives, and none leaves it out"
 
 
 def test_a_winner_without_the_ingredient_has_nothing_to_defend(tmp_path, made):
@@ -304,11 +308,7 @@ def test_rows_can_be_written_as_json(made):
     *_, entries = made
     rows = json.loads(json.dumps(as_rows(entries), allow_nan=False))
     assert len(rows) == len(entries)
-    (row,) = [
-        row
-        for row in rows
-        if (row["table"], row["level"], row["budget"], row["family"]) == ("fusion", "learned", 0.1, "all")
-    ]
+    row = rows[entries.index(at(entries, "learned", 0.1))]
     assert row["word"] == "pays" and row["verdict"] == "worse" and row["seeds"] == {"0": -30.0, "1": -30.0}
     assert row["difference"] == pytest.approx(-30.0) and row["low"] < row["difference"] < row["high"]
 
@@ -377,16 +377,6 @@ def test_a_grid_has_one_table_and_averages(tmp_path):
     assert f"| fusion | max | {first:.1f} | {second:.1f} |" in text
     assert f"| scope | quotas | {16 / 0.4:.1f} | {16 / 0.4:.1f} |" in text
     assert "left out of the grid, since it cannot be: fusion=observed,scope=quotas" in text
-
-
-def test_words_say_of_how_many_places(made):
-    places = {("context_only", 0.1): "pays", ("context_only", 0.2): "not known", ("decode", 0.1): "pays"}
-    one = Ingredient("f", "all", "x", "y", places)
-    assert (one.verdict, one.said) == ("pays", "pays at 2 of 3 places")
-    assert replace(one, places={("decode", 0.1): "pays"}).said == "pays"
-    assert replace(one, places={("decode", 0.1): "not known"}).said == "not known"
-    assert replace(one, places={}).said == "not asked: the winner leaves it out"
-    assert replace(one, absent=None, places={}).said.startswith("not asked: its levels are alternatives")
 
 
 def test_a_factor_without_an_absent_level_says_so_and_two_changes_are_told(tmp_path):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from retain.train.data import branches as module
-from retain.train.data.branches import Branch, continue_greedily, lengths_of, readings_of, row_tokens
+from retain.train.data.branches import continue_greedily, lengths_of, readings_of, row_tokens
 from retain.train.data.corpora import Document
+from retain.train.data.document import Branch
 from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import document_check
 from retain.train.teacher import Frozen

@@ -11,8 +11,8 @@ from retain.config import build
 from retain.future import future_risk, future_use
 from retain.gates import build_gates
 from retain.hf.intercept.observe import observe
-from retain.train.data.branches import Branch, Reading
 from retain.train.data.corpora import Document
+from retain.train.data.document import Branch, Reading
 from retain.train.local_stage import LayerLocal
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import (

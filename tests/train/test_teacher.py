@@ -9,8 +9,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retain.hf.intercept.observe import observe
-from retain.train.data.branches import Branch, Reading
 from retain.train.data.corpora import Document
+from retain.train.data.document import Branch, Reading
 from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.teacher import Frozen, View, check_document, load_frozen, walk
 from tests.memory import Watch

@@ -10,15 +10,13 @@ A branch sees the document and itself, and no other branch; so a document is rea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from retain.hf.training.block_reader import write_greedily
 from retain.train.data.corpora import Document
-
-if TYPE_CHECKING:
-    from retain.train.objectives.targets import TargetSettings
-    from retain.train.teacher import Frozen
+from retain.train.data.document import Branch, Reading
+from retain.train.objectives.targets import TargetSettings
+from retain.train.teacher import Frozen
 
 # Tokens of the chunk before that say where the next one begins (KVzip's number).
 TAIL = 8
@@ -28,30 +26,7 @@ PROMPT_TOKENS = 32
 REMEMBERED = 2**16
 
 
-@dataclass(frozen=True)
-class Branch:
-    """Token ids that are read after a document, and which source of queries they are."""
-
-    source: str
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One document and what is read after it, each branch on its own.
-
-    Args:
-        document: the document; its appendix counts only as a branch.
-        branches: none of them empty.
-        key: of the document, for what is drawn for it.
-    """
-
-    document: Document
-    branches: tuple[Branch, ...]
-    key: int
-
-
-def readings_of(documents: Sequence[Document], settings: "TargetSettings", frozen: "Frozen") -> list[Reading]:
+def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen: Frozen) -> list[Reading]:
     """Documents with the branches that the sources of the target ask for.
 
     A document without an appendix has no such branch, and a continuation that ends at once is none. Nothing
@@ -93,7 +68,7 @@ def readings_of(documents: Sequence[Document], settings: "TargetSettings", froze
     return readings
 
 
-def lengths_of(document: Document, settings: "TargetSettings") -> tuple[int, ...]:
+def lengths_of(document: Document, settings: TargetSettings) -> tuple[int, ...]:
     """Tokens of a document and of each of its branches, known without a model: at most as many (continuations
     can end early), but for prompts beyond `PROMPT_TOKENS`.
 
@@ -115,12 +90,12 @@ def lengths_of(document: Document, settings: "TargetSettings") -> tuple[int, ...
     return tuple(lengths)
 
 
-def row_tokens(document: Document, settings: "TargetSettings") -> int:
+def row_tokens(document: Document, settings: TargetSettings) -> int:
     """Tokens that a document and its branches take in a packed row: the sum of `lengths_of`."""
     return sum(lengths_of(document, settings))
 
 
-def repeats(document: Document, settings: "TargetSettings", frozen: "Frozen") -> list[Branch]:
+def repeats(document: Document, settings: TargetSettings, frozen: Frozen) -> list[Branch]:
     """The document once more, `settings.repeat_chunk` tokens a branch: `[prompt | chunk]`, from the second
     on `[next prompt | last tokens of the chunk before | chunk]`.
 
@@ -145,7 +120,7 @@ def repeats(document: Document, settings: "TargetSettings", frozen: "Frozen") ->
     return branches
 
 
-def continue_greedily(frozen: "Frozen", documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
+def continue_greedily(frozen: Frozen, documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
     """Greedy continuations of the documents by the frozen model, up to its end token (left out).
 
     Each document is continued alone, without a mask, and what was written is remembered: it is the same to
@@ -187,7 +162,7 @@ def _ends(model: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def check_branches(document: Document, settings: "TargetSettings", frozen: "Frozen", name: str) -> None:
+def check_branches(document: Document, settings: TargetSettings, frozen: Frozen, name: str) -> None:
     """Refuse a document that is longer than the model takes, with what is read after it. Nothing is written:
     a continuation is taken to be as long as it may get.
 

@@ -128,3 +128,26 @@ def collate(
         torch.tensor([len(document.appendix_ids) for document in documents], device=device),
         tuple(document.key for document in documents) if keys is None else tuple(keys),
     )
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Token ids that are read after a document, and which source of queries they are."""
+
+    source: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One document and what is read after it, each branch on its own.
+
+    Args:
+        document: the document; its appendix counts only as a branch.
+        branches: none of them empty.
+        key: of the document, for what is drawn for it.
+    """
+
+    document: Document
+    branches: tuple[Branch, ...]
+    key: int

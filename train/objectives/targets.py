@@ -17,7 +17,7 @@ from retain.config import Count, Positive, Tokens
 from retain.evidence import Evidence
 from retain.future import SOURCES, future_use
 from retain.scores import value_norm_l1
-from retain.train.data.branches import Reading
+from retain.train.data.document import Reading
 from retain.train.data.features import Example
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.losses import head_overlaps

@@ -6,14 +6,12 @@ Every branch of a document counts by its own length, since branches do not see e
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension
+from retain.train.recipe import DistillConfig
 from retain.train.run.parallel import Sharding
-
-if TYPE_CHECKING:
-    from retain.train.recipe import DistillConfig
 
 Stage = Literal["local", "end_to_end", "lookahead"]
 
@@ -122,7 +120,7 @@ def weight_bits_of(quantization: Mapping[str, Any] | None) -> int | None:
 
 
 def work_of(
-    config: "DistillConfig",
+    config: DistillConfig,
     gates: GateSet,
     lengths: Sequence[tuple[int, ...]],
     num_processes: int,
