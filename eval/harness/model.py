@@ -182,7 +182,8 @@ class RetainLM(HFLM):
             "tokenizer": self.tokenizer,
             **overrides,
         }
-        rule = self._cache().rule  # whatever is wrong with the request is said before anything is read
+        # Whatever is wrong with the request is said before anything is read.
+        rule = self._cache().state.bound_policy
         self.keeps_all = rule.keeps_all or keep_ratio == 1
         self.evicted = Evicted()
         self._contexts: list[int] = []  # of the batch at hand: tokens up to its marker

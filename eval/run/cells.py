@@ -118,7 +118,7 @@ class Watch:
 
     def __init__(self, cache: Cache, line: Line, budget: float):
         self.cache, self.line, self.budget = cache, line, budget
-        self.shapes = [LayerShape(spec.num_kv_heads, 1) for spec in cache.specs]
+        self.shapes = [LayerShape(spec.num_kv_heads, 1) for spec in cache.state.specs]
         self.heads = sum(shape.num_heads for shape in self.shapes)
         self.evictions, self.evicted_B = -1, torch.zeros(())
         self.counts: list[tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]] = []
@@ -141,7 +141,7 @@ class Watch:
         cache = self.cache
         held_B, seen_B = held_now(cache)
         self.counts.append((held_B, seen_B))
-        since = cache.num_seen - cache.evicted_at if cache.evictions else 0
+        since = cache.num_seen - cache.state.evicted_at if cache.evictions else 0
         if cache.evictions != self.evictions:
             self.evictions, self.evicted_B = cache.evictions, seen_B - since
         if self.line.policy == FULL:
@@ -155,10 +155,10 @@ class Watch:
                 f"{name} holds {held_B.tolist()} entries where the budget and the {since} tokens since the "
                 f"last of {cache.evictions} evictions are {wanted_B.tolist()}"
             )
-        if "decode" in cache.regime.parts and cache.evictions and since >= cache.regime.every:
+        if "decode" in cache.state.regime.parts and cache.evictions and since >= cache.state.regime.every:
             raise RuntimeError(
                 f"{name}: {since} tokens have come since the last eviction, and entries go every "
-                f"{cache.regime.every}"
+                f"{cache.state.regime.every}"
             )
 
 
@@ -184,7 +184,7 @@ def held_of(cache: Cache, items: Sequence[Item]) -> list[Held]:
     """Returns what a cache holds of each item; bytes by its share of the entries."""
     total, beside = cache.report().total, bytes_beside(cache)
     held_B, seen_B = held_now(cache)
-    heads = sum(spec.num_kv_heads for spec in cache.specs)
+    heads = sum(spec.num_kv_heads for spec in cache.state.specs)
     entries, seen = int(held_B.sum()), int(seen_B.sum()) * heads
     return [
         Held(
@@ -203,18 +203,18 @@ def bytes_beside(cache: Cache) -> int:
     """Returns the bytes that a cache keeps beside entries in order to evict again: recent queries and
     attention inputs, and what is noted of every entry (running attention, norms, a gate's score)."""
     columns = [
-        column for layer in cache.ragged if layer.store is not None for column in layer.store.beside.values()
+        column for layer in cache.state.ragged if layer.store is not None for column in layer.store.beside.values()
     ]
     noted = sum(column.untyped_storage().nbytes() for column in columns)
-    return noted + sum(layer.recent.num_bytes for layer in cache.ragged)
+    return noted + sum(layer.recent.num_bytes for layer in cache.state.ragged)
 
 
 def positions_held(cache: Cache, place: int) -> list[list[Tensor]]:
     """Returns the positions of the entries that a sequence holds, by layer and head."""
     found = []
-    for layer, spec in zip(cache.ragged, cache.specs, strict=True):
+    for layer, spec in zip(cache.state.ragged, cache.state.specs, strict=True):
         if layer.store is None:
-            own = cache.positions_BT[place][cache.valid_BT[place]]
+            own = cache.state.positions_BT[place][cache.state.valid_BT[place]]
             found.append([own] * spec.num_kv_heads)
             continue
         positions_N, rows_N = layer.store.positions_C[layer.store.index_N()], layer.store.rows_N()
