@@ -59,7 +59,8 @@ class GateSource:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How tasks in text are asked, beside the model's name: fields of `retain.eval.tasks.text.TextSettings`.
+    """How tasks in text are asked, beside the model's name: fields of
+    `retain.eval.tasks.text_suite.TextSettings`.
 
     Attributes:
         chat: Whether a chat template is used where card and tokenizer have one.

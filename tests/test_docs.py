@@ -13,7 +13,7 @@ import retain
 from retain.budget.priority_sampling import Draw
 from retain.config import load
 from retain.gates import GATES, Gate
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept import attach
 from retain.hf.model.decoder import fingerprint

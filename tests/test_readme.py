@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import retain
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.model.decoder import fingerprint
 from retain.reference import load_model, load_tokenizer
 from tests.chat import chat_tokenizer

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from retain.config import leaves, load, to_mapping
 from retain.gates import GATES, GateSet, build_gates, dims_for
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.gates import load_gates, new_gates
 from retain.process.extras import deferred

@@ -25,7 +25,7 @@ import torch
 from retain.budget.capacity import Capacity, capacity_of, stored_limit
 from retain.budget.statement import Budget
 from retain.eval.run.answers import padded, respond
-from retain.eval.tasks.reference import item_writer
+from retain.eval.tasks.reference_basic import item_writer
 from retain.eval.tasks.reference_shift import crowd_item
 from retain.eval.tasks.suite import Item, Suite
 from retain.eval.tasks.suites import load_suite

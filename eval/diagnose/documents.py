@@ -18,7 +18,7 @@ from retain.eval.diagnose.teacher_forced import Asked
 from retain.hf.model.named import load_named
 
 REFERENCE = "reference:"
-# Stream of the generator: no other use of it writes these documents (`retain.eval.tasks.reference`).
+# Stream of the generator: no other use of it writes these documents (`retain.eval.tasks.reference_basic`).
 _STREAM = 13
 
 

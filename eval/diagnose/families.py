@@ -39,7 +39,7 @@ from retain.eval.tasks.suites import load_suite
 from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.gates import GateSet
-from retain.gates.store import METADATA_FILE, read_metadata
+from retain.gates.artifact import METADATA_FILE, read_metadata
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.lookahead_pass import look_ahead

@@ -234,7 +234,7 @@ def text_ids(path: str | None, model: str, tokenizer: Any) -> list[int]:
     if path is None:
         if reference_seed(model) is None:
             raise ValueError(f"model={model!r} has no text of its own: pass --text, a file in UTF-8.")
-        from retain.reference.text import stream
+        from retain.reference.corpus import stream
 
         return stream("eval").tolist()
     if tokenizer is None:

@@ -33,7 +33,7 @@ from torch.nn.functional import log_softmax
 import retain
 from retain.eval.harness.arguments import EVICT_CONTEXT, REPLACEABLE, check, sorted_out
 from retain.eval.run.results_store import gates_identity
-from retain.gates.store import METADATA_FILE
+from retain.gates.artifact import METADATA_FILE
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.attach import attach

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from retain.budget.table import BudgetTable
+from retain.budget.budget_table import BudgetTable
 from retain.eval.report.plots import Heat, save_png
 
 

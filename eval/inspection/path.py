@@ -32,7 +32,7 @@ from retain.eval.inspection.results import (
     score_lines,
 )
 from retain.eval.report.plots import COLOURS, Dot, Heat, Lines, Look, Panel, Rows, Series, check_png, save_png
-from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates
+from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates
 from retain.process.command import status_of
 from retain.process.extras import MissingExtra
 
@@ -219,7 +219,7 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     """A conversation that `cache.save` wrote, read whole and checked."""
     import torch
 
-    from retain.budget.table import BudgetTable
+    from retain.budget.budget_table import BudgetTable
 
     header, tensors = read_file(path)
     rule, base = header["rule"], header["fingerprint"]

@@ -1,4 +1,4 @@
 """Metrics: the score of one answer.
 
-Reading order: `scorers` (by name, and their means), `text`, `numbers`, `found`, `steps`.
+Reading order: `scorers` (by name, and their means), `overlap`, `numbers`, `found`, `steps`.
 """

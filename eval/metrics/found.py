@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from retain.eval.metrics.text import best, checked
+from retain.eval.metrics.overlap import best, checked
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _NUMBER = re.compile(r"\d+")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from retain.eval.metrics.text import best
+from retain.eval.metrics.overlap import best
 
 _MARKED = re.compile(r"####\s*(.+)")
 # A minus may be the hyphen or U+2212, which models write in prose.

@@ -1,7 +1,7 @@
 """Lists scorers by name, and averages their scores.
 
 A card names a scorer; scorers take a prediction and its right answers and give a score from 0 to 1. They
-stand in four files: shared words and characters (`text`), named things (`found`), numbers and formulas
+stand in four files: shared words and characters (`overlap`), named things (`found`), numbers and formulas
 (`numbers`), steps (`steps`).
 
 A name means one computation. If two programs call two computations by one name, both are here under two
@@ -22,8 +22,7 @@ from retain.eval.metrics.found import (
     ruler_part_kvpress,
 )
 from retain.eval.metrics.numbers import aime, boxed, boxed_first, gsm8k, gsm8k_strict, mathematics
-from retain.eval.metrics.steps import final_step, step_share, steps
-from retain.eval.metrics.text import (
+from retain.eval.metrics.overlap import (
     code_similarity,
     code_similarity_rapidfuzz,
     code_similarity_skip_blank,
@@ -37,6 +36,7 @@ from retain.eval.metrics.text import (
     rouge_l,
     rouge_l_zh,
 )
+from retain.eval.metrics.steps import final_step, step_share, steps
 
 __all__ = ["METRICS", "Metric", "first_line", "official_mean"]
 

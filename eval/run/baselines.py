@@ -24,7 +24,7 @@ from torch import Tensor
 from retain.eval.tasks.suite import Document
 from retain.evidence import Evidence
 from retain.future import future_risk
-from retain.gates.store import save_beside
+from retain.gates.artifact import save_beside
 from retain.hf.intercept.observe import observe
 from retain.scores import Score, masked_score
 

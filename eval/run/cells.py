@@ -202,9 +202,8 @@ def held_of(cache: Cache, items: Sequence[Item]) -> list[Held]:
 def bytes_beside(cache: Cache) -> int:
     """Returns the bytes that a cache keeps beside entries in order to evict again: recent queries and
     attention inputs, and what is noted of every entry (running attention, norms, a gate's score)."""
-    columns = [
-        column for layer in cache.state.ragged if layer.store is not None for column in layer.store.beside.values()
-    ]
+    stores = [layer.store for layer in cache.state.ragged if layer.store is not None]
+    columns = [column for store in stores for column in store.beside.values()]
     noted = sum(column.untyped_storage().nbytes() for column in columns)
     return noted + sum(layer.recent.num_bytes for layer in cache.state.ragged)
 

@@ -36,7 +36,7 @@ from retain.eval.run.caches import open_cache
 from retain.eval.run.evaluated_model import one_by_one
 from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
-from retain.gates.store import METADATA_FILE
+from retain.gates.artifact import METADATA_FILE
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy
 from retain.presets import policies

@@ -29,8 +29,8 @@ from torch import nn
 from retain.eval.config import OWN_GATES, CompareConfig, all_lines, find_policy, gate_users
 from retain.eval.run.results_store import gates_identity, mapping_hash
 from retain.gates import GATES, GateSet, build_gates
+from retain.gates.artifact import read_metadata, ties_of
 from retain.gates.calibrate import REACH, Calibrator, Scale, Shared
-from retain.gates.store import read_metadata, ties_of
 from retain.hf.model.gates import load_gates
 
 # What the input statistics of a gate are called: they are measured on documents, without a target.

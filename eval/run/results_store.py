@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retain.gates.store import read_metadata
+from retain.gates.artifact import read_metadata
 from retain.process.provenance import write_json, write_text
 
 ITEMS = "items.jsonl"

@@ -18,7 +18,7 @@ KINDS = ("state", "state", "ask", "write")
 TURN_TOKENS, PROMPT_TOKENS = 16, 8
 # The first turn's fact stands behind so many other tokens, which every policy protects.
 SINKS = 4
-# Streams of the generator, apart from those of `retain.eval.tasks.reference`.
+# Streams of the generator, apart from those of `retain.eval.tasks.reference_basic`.
 _STREAM = 13
 
 

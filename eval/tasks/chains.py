@@ -16,7 +16,7 @@ place of a break is visible; the final state is half the score.
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 
 # Rules that are looked at until one does not go round in a circle.
 _TRIES = 20000

@@ -13,9 +13,9 @@ everywhere, allows 20 tokens more, and cuts long contexts on the right; its numb
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.hub_rows import RowSource, load_rows, row_at
 from retain.eval.tasks.longbench_prompts import PROMPTS
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.registry import lookup
 
 COLUMNS = ("input", "context", "answers", "length", "all_classes", "_id")

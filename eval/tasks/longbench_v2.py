@@ -8,9 +8,9 @@ released code samples at temperature 0.1.
 
 from collections.abc import Callable, Mapping
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.hub_rows import RowSource, load_rows, row_at
 from retain.eval.tasks.longbench import cut_middle
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 
 CHOICES = ("A", "B", "C", "D")
 COLUMNS = (

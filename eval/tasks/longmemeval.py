@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.hub_rows import Row, RowSource, load_rows, row_at
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.registry import lookup
 
 COLUMNS = (

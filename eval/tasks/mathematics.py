@@ -12,8 +12,8 @@ each 3.3 points: an interval clusters by problem, over several seeds.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.hub_rows import RowSource, load_rows, row_at
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.registry import lookup
 
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}.\n"

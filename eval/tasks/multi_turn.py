@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import most_that_fit, with_articles
 from retain.eval.tasks.ruler import NOISE
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_different, plain
 
 KV_OPENING = "Below is a JSON object. I will ask for the values of some of its keys afterwards.\n\n"

@@ -12,9 +12,9 @@ that it never cuts one.
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import DEFAULT, identity, load_haystack, most_that_fit, place_at, woven
 from retain.eval.tasks.ruler import ANSWER_PREFIX, INSTRUCTION, NEEDLE, QUESTION, singular
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_number, draw_word
 
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)

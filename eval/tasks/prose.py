@@ -47,7 +47,7 @@ def paragraphs(said: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
         said: The docstring.
         seen: Lines of the training text, without the blanks around them.
     """
-    from retain.reference.text import PROSE_WORDS
+    from retain.reference.corpus import PROSE_WORDS
 
     for block in said.split("\n\n"):
         lines = [line.strip() for line in block.strip().splitlines()]
@@ -61,8 +61,8 @@ def paragraphs(said: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
 @cache
 def prose_text() -> tuple[str, ...]:
     """All paragraphs, each once, in a fixed shuffled order."""
+    from retain.reference.corpus import docstrings
     from retain.reference.library import sources
-    from retain.reference.text import docstrings
 
     seen = frozenset(line.strip() for _, text in sources("train") for line in text.splitlines())
     found: dict[str, None] = {}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retain.eval.tasks.reference import MODEL, item_writer, reference_item, reference_suite, stated
+from retain.eval.tasks.reference_basic import MODEL, item_writer, reference_item, reference_suite, stated
 from retain.eval.tasks.suite import Asked, Item, Suite, Task
 from retain.registry import lookup
 

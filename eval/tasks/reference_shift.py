@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from retain.eval.tasks.prose import prose
-from retain.eval.tasks.reference import MODEL, item_writer, reference_suite, span
+from retain.eval.tasks.reference_basic import MODEL, item_writer, reference_suite, span
 from retain.eval.tasks.suite import Asked, Item, Suite, Task
 from retain.registry import lookup
 

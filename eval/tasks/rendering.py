@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from retain.eval.metrics.scorers import METRICS, first_line
-from retain.eval.tasks.card import Card, TextItem, TextQuestion
 from retain.eval.tasks.suite import Asked, Item
+from retain.eval.tasks.task_card import Card, TextItem, TextQuestion
 
 __all__ = ["Frame", "end_ids_of", "frame_of", "render"]
 

@@ -22,8 +22,8 @@ haystack; the other three are exact.
 import random
 from collections.abc import Callable, Mapping
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import different_places, identity, load_haystack, most_that_fit, woven
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_different
 
 INSTRUCTION = (

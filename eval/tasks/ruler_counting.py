@@ -20,9 +20,9 @@ import random
 import string
 from collections.abc import Callable, Iterator, Mapping
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.haystacks import different_places, most_that_fit
 from retain.eval.tasks.ruler import NOISE
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import all_words, draw_word
 from retain.process.extras import require
 

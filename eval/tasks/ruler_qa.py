@@ -14,9 +14,9 @@ answer always stands at the same place; here its place is drawn anew.
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from retain.eval.tasks.card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.hub_rows import RowSource, row_at
 from retain.eval.tasks.squad_hotpot import PooledQuestion, load_pool
+from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 
 INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other "

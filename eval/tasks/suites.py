@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from retain.eval.tasks.reference import reference_suite
+from retain.eval.tasks.reference_basic import reference_suite
 from retain.eval.tasks.reference_more import reference_more_suite
 from retain.eval.tasks.reference_shift import reference_shift_suite
 from retain.eval.tasks.suite import Suite, Task
-from retain.eval.tasks.text import cards, text_suite
+from retain.eval.tasks.text_suite import cards, text_suite
 from retain.registry import lookup
 
 
@@ -18,8 +18,8 @@ def load_suite(name: str, **how: Any) -> Suite:
         name: "reference": tasks in the reference model's own vocabulary; "reference_more": further ones;
             "reference_shift": on documents that differ from those that gates are trained on; "text": every
             task of `retain.eval.tasks.cards`, for any model.
-        how: Settings of `text`: those of `retain.eval.tasks.text.TextSettings`; of the others `model`, as
-            `retain.eval.tasks.reference.reference_suite` takes it.
+        how: Settings of `text`: those of `retain.eval.tasks.text_suite.TextSettings`; of the others `model`,
+            as `retain.eval.tasks.reference_basic.reference_suite` takes it.
 
     Raises:
         ValueError: If there is none of that name, or it takes no such settings.

@@ -3,5 +3,5 @@
 Reading order: `statement` (a budget as the user states it), `largest_remainder` (exact integers from shares),
 `allocation` (over layers and heads), `quotas` (shares fitted beforehand), `cascade` (layer by layer while a
 model prefills), `priority_sampling` (a share that is drawn), `capacity` (whether the budget was too small),
-`table`.
+`budget_table`.
 """

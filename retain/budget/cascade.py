@@ -27,7 +27,6 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from retain.admission import admit
 from retain.budget.allocation import (
     Allocation,
     Bids,
@@ -47,6 +46,7 @@ from retain.budget.statement import Totals
 from retain.head_classes import check_shape, class_budgets
 from retain.ranking import rank_kept_first
 from retain.selection import select
+from retain.threshold import admit
 from retain.two_stage import FirstStage, stage_by_budget
 
 

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from retain.gates.store import save_beside
+from retain.gates.artifact import save_beside
 
 SCHEMA_VERSION = 1
 FORMAT = "retain.cache"

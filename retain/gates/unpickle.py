@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from retain.gates.store import write_beside
+from retain.gates.artifact import write_beside
 
 # A release nests a few lists and mappings; of what it shares between layers the target holds copies.
 DEEPEST, MOST_TENSORS, MOST_COPIES = 64, 2**18, 128

@@ -22,8 +22,8 @@ from functools import cache
 
 import numpy as np
 
+from retain.reference.corpus import prose, stream
 from retain.reference.library import Split
-from retain.reference.text import prose, stream
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
 FACT_FORMATS = (" set{key}{value};", " note:{key} is{value}.", "#{key} ->{value}\n")

@@ -2,8 +2,8 @@
 
 from functools import cache, partial
 
-from retain.eval.tasks.card import Asking, Card, TextItem
-from retain.eval.tasks.text import cards, generators
+from retain.eval.tasks.task_card import Asking, Card, TextItem
+from retain.eval.tasks.text_suite import cards, generators
 from retain.reference import load_tokenizer
 
 

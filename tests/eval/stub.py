@@ -11,7 +11,7 @@ import torch
 import retain
 from retain.eval.config import CompareConfig
 from retain.eval.tasks.suite import Asked, Item, Suite, Task
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.model.decoder import fingerprint
 from tests.tiny import VOCAB, tiny_model
 

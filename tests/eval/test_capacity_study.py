@@ -21,7 +21,7 @@ from retain.eval.diagnose.capacity import (
     tables,
     written,
 )
-from retain.eval.tasks.reference import item_writer
+from retain.eval.tasks.reference_basic import item_writer
 from retain.eval.tasks.reference_shift import CROWD, crowd_item, reference_shift_item
 from retain.eval.tasks.suites import load_suite
 from retain.reference import load_model

@@ -9,7 +9,7 @@ import pytest
 from retain.config import load
 from retain.eval.config import CompareConfig
 from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks.text import CARDS, cards, chosen, generators, sizes, text_suite
+from retain.eval.tasks.text_suite import CARDS, cards, chosen, generators, sizes, text_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {

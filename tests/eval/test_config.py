@@ -29,9 +29,9 @@ from retain.eval.run import checks
 from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import plan
 from retain.eval.study.plan import StudyConfig
-from retain.eval.tasks import text
+from retain.eval.tasks import text_suite
 from retain.gates import GateSet
-from retain.gates.store import WEIGHTS_FILE
+from retain.gates.artifact import WEIGHTS_FILE
 from retain.presets import policies
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config
 
@@ -566,14 +566,14 @@ def test_a_model_that_is_spread_over_devices_is_moved_nowhere_and_one_is_held(mo
 
     def load_named(name, *, device_map, **_):
         asked.append((name, device_map))
-        held.append(len(text._loaded))
+        held.append(len(text_suite._loaded))
         return Model(name), None
 
-    monkeypatch.setattr(text, "load_named", load_named)
-    monkeypatch.setattr(text, "_loaded", {})
+    monkeypatch.setattr(text_suite, "load_named", load_named)
+    monkeypatch.setattr(text_suite, "_loaded", {})
 
     def loaded(name, device_map, seed=0):
-        made = text.text_suite(model=name, tasks=("niah",), device_map=device_map)
+        made = text_suite.text_suite(model=name, tasks=("niah",), device_map=device_map)
         return made.load_model(seed)
 
     spread = loaded("some/model", "auto")
@@ -581,7 +581,7 @@ def test_a_model_that_is_spread_over_devices_is_moved_nowhere_and_one_is_held(mo
     assert loaded("some/model", None).device == "cpu"
     assert loaded("other/model-{seed}", None, 1).name == "other/model-1"
     assert asked == [("some/model", "auto"), ("some/model", None), ("other/model-1", None)]
-    assert held == [0, 0, 0] and len(text._loaded) == 1  # the last one was let go before
+    assert held == [0, 0, 0] and len(text_suite._loaded) == 1  # the last one was let go before
 
 
 def test_a_protection_may_be_for_some_policies_and_for_the_scope_of_their_budget(tmp_path):

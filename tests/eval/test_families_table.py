@@ -23,7 +23,7 @@ from retain.eval.diagnose.families import (
 )
 from retain.future import future_risk
 from retain.gates import GATES, GateSet
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import fingerprint

@@ -29,8 +29,8 @@ from retain.eval.run.gate_sources import (
 from retain.eval.run.results_store import Row, gates_identity, open_run, read_manifest, read_rows
 from retain.eval.run.runner import run_all, run_unit
 from retain.gates import GATES, GateSet, build_gates, dims_for, settings_of
+from retain.gates.artifact import METADATA_FILE, load_gates, save_gates
 from retain.gates.calibrate import CALIBRATORS, Remap, build_calibrator
-from retain.gates.store import METADATA_FILE, load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.lookahead_pass import lookahead_gates

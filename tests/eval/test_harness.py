@@ -392,7 +392,7 @@ def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
 
 def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> None:
     from retain.gates import build_gates
-    from retain.gates.store import save_gates
+    from retain.gates.artifact import save_gates
     from retain.hf.model.decoder import describe, fingerprint
     from retain.reference import load_model
 

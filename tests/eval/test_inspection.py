@@ -13,7 +13,7 @@ from retain.eval.cli import main
 from retain.eval.diagnose.gate_cost import GateCost, cost_of, gate_flops, projection_flops, weight_flops
 from retain.eval.inspection.path import inspect_path
 from retain.gates import GATES, build_gates
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.model.decoder import describe, fingerprint
 from tests.tiny import VOCAB, tiny_model
 

@@ -11,12 +11,12 @@ import pytest
 
 from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks import longbench_v2 as module_v2
-from retain.eval.tasks.card import Asking, TextItem
 from retain.eval.tasks.longbench import EVEN, GENERATORS, SIZES, length_bin, longbench, longbench_size
 from retain.eval.tasks.longbench_prompts import PROMPTS
 from retain.eval.tasks.longbench_v2 import longbench_v2, longbench_v2_size
 from retain.eval.tasks.rendering import render
-from retain.eval.tasks.text import cards
+from retain.eval.tasks.task_card import Asking, TextItem
+from retain.eval.tasks.text_suite import cards
 from retain.hf.model.named import load_named_tokenizer
 
 # Of THUDM/LongBench's config/dataset2prompt.json, read as JSON and written with sorted keys.

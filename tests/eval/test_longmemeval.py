@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks.card import Asking
 from retain.eval.tasks.longmemeval import FILES, SIZES, longmemeval, longmemeval_size
 from retain.eval.tasks.rendering import render
-from retain.eval.tasks.text import cards
+from retain.eval.tasks.task_card import Asking
+from retain.eval.tasks.text_suite import cards
 from retain.hf.model.named import load_named_tokenizer
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from retain.eval.tasks.card import Asking
 from retain.eval.tasks.mathematics import PROBLEMS, SIZES, mathematics, mathematics_size
 from retain.eval.tasks.rendering import render
-from retain.eval.tasks.text import cards
+from retain.eval.tasks.task_card import Asking
+from retain.eval.tasks.text_suite import cards
 from retain.hf.model.named import load_named_tokenizer
 
 ROWS = {

@@ -14,8 +14,8 @@ import pytest
 
 from retain.eval.metrics.found import choice, kvpress_clean, ruler_clean
 from retain.eval.metrics.numbers import boxed_answers, plain_mathematics, same_mathematics
+from retain.eval.metrics.overlap import normalised
 from retain.eval.metrics.scorers import METRICS, first_line, official_mean
-from retain.eval.metrics.text import normalised
 
 CENTURY = ("the 1st century", "1st century", "first century")
 TREC = ("Number of something", "Number", "Code", "Other number", "Other location", "Description of a person")

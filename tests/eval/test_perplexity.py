@@ -11,7 +11,7 @@ from retain.eval.diagnose.documents import cut
 from retain.eval.diagnose.perplexity import FULL, Reading, main, read_pieces, summarise, table
 from retain.presets import load_policy
 from retain.reference import load_model
-from retain.reference.text import stream
+from retain.reference.corpus import stream
 
 CONTEXT, SCORED = 96, 12
 

@@ -8,7 +8,7 @@ import torch
 from retain.eval.config import MODEL as DEFAULT
 from retain.eval.config import CompareConfig, suite_of
 from retain.eval.diagnose.gate_cost import weight_flops
-from retain.eval.tasks.reference import MODEL, reference_suite, seeds_of
+from retain.eval.tasks.reference_basic import MODEL, reference_suite, seeds_of
 from retain.eval.tasks.suites import load_suite
 from retain.reference import SEEDS, load_model
 from retain.reference.model import build, save_folder

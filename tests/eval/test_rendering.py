@@ -9,9 +9,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from retain.eval.tasks import rendering
 from retain.eval.tasks import text as text_module
-from retain.eval.tasks.card import Card, TextItem, TextQuestion
 from retain.eval.tasks.rendering import Frame, end_ids_of, frame_of, render
-from retain.eval.tasks.text import TextSettings, text_suite
+from retain.eval.tasks.task_card import Card, TextItem, TextQuestion
+from retain.eval.tasks.text_suite import TextSettings, text_suite
 from retain.reference import load_tokenizer
 from tests.chat import TEMPLATES, chat_tokenizer
 from tests.tiny import tiny_model

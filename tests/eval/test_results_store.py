@@ -28,7 +28,7 @@ from retain.eval.run.results_store import (
 )
 from retain.eval.study import command as study
 from retain.gates import build_gates
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.process.provenance import code_state
 from tests.eval.made_run import make_rows
 

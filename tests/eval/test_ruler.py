@@ -21,7 +21,7 @@ from retain.eval.tasks.niah import niah_grid
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.ruler import DEPTHS, NOISE, ruler_niah, singular
 from retain.eval.tasks.ruler_counting import ruler_cwe, ruler_fwe, ruler_vt
-from retain.eval.tasks.text import cards as all_cards
+from retain.eval.tasks.text_suite import cards as all_cards
 from retain.eval.tasks.words import all_words, draw_different, listed
 from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks.card import Asking, TextItem
 from retain.eval.tasks.ruler_qa import GENERATORS, OPENING, SIZES, ruler_qa, ruler_qa_size, synthqa
 from retain.eval.tasks.squad_hotpot import load_pool
-from retain.eval.tasks.text import cards
+from retain.eval.tasks.task_card import Asking, TextItem
+from retain.eval.tasks.text_suite import cards
 
 
 def words(text: str) -> int:

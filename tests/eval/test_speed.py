@@ -16,7 +16,7 @@ from retain.eval.speed import stages as speed_stages
 from retain.eval.speed.__main__ import BENCHMARKS, main
 from retain.eval.speed.caches import Bench, TimedCache, cache_bytes, parse_entries, parse_entry, waits_of
 from retain.eval.speed.stages import EVICTION, SCORING, staged
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.eviction_request import EvictionRequest
 from retain.hf.intercept.attach import attach, attachment_of

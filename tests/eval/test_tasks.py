@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from retain.eval.tasks.reference import (
+from retain.eval.tasks.reference_basic import (
     ABOUT,
     SINGLE_KEY,
     reference_documents,

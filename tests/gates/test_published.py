@@ -15,8 +15,8 @@ from torch.nn import functional
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.gates import GateSet
+from retain.gates.artifact import load_gates, save_gates
 from retain.gates.published import KINDS, import_published
-from retain.gates.store import load_gates, save_gates
 from retain.gates.unpickle import unpickle
 from tests.close import assert_close
 

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 import retain
 from retain.cache import file_format
 from retain.gates import build_gates, dims_for
+from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
 from retain.gates.calibrate import build_calibrator
-from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import describe, fingerprint
 from tests.tiny import tiny_batch, tiny_model

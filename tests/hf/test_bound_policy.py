@@ -4,7 +4,7 @@ import torch
 import retain
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.gates import build_gates
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates

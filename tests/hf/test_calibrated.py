@@ -10,8 +10,8 @@ import retain
 from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget
 from retain.gates import GateSet, MLPGate
+from retain.gates.artifact import load_gates, save_gates
 from retain.gates.calibrate import build_calibrator
-from retain.gates.store import load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe, fingerprint

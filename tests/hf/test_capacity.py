@@ -20,7 +20,7 @@ from retain.budget.capacity import (
 )
 from retain.budget.cascade import keep_sets
 from retain.budget.priority_sampling import Draw
-from retain.gates.store import load_gates, save_gates
+from retain.gates.artifact import load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.state import State
 from retain.hf.model.decoder import fingerprint

@@ -8,7 +8,7 @@ import torch
 
 import retain
 from retain.gates import GATES, build_gates
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe, fingerprint

@@ -11,7 +11,7 @@ from torch import nn
 
 import retain
 from retain.gates import GateSet, inputs_of
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.cache import Cache

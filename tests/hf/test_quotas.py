@@ -11,7 +11,7 @@ from retain.budget.allocation import Allocation
 from retain.budget.quotas import quotas_of
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.gates import GateSet
-from retain.gates.store import load_gates, save_gates
+from retain.gates.artifact import load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import describe, fingerprint
 from retain.policy import Policy

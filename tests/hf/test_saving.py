@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import retain
 from retain.cache import file_format
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache, saving
 from retain.hf.cache.regime import NAMES
 from retain.hf.model.decoder import describe, fingerprint

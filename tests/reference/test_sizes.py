@@ -1,6 +1,6 @@
 """Another size is trained by the same loop: its batches, its state, its folder, its plan.
 
-The text is a stand-in, since what is tested here is no matter of text; `test_text.py` reads the real one.
+The text is a stand-in, since what is tested here is no matter of text; `test_corpus.py` reads the real one.
 """
 
 import json

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from retain.gates import build_gates
-from retain.gates.store import read_metadata, save_gates
+from retain.gates.artifact import read_metadata, save_gates
 from retain.train.distill import distill
 from retain.train.run import card, curves
 from retain.train.run.card import card_text, main, write_card

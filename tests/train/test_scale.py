@@ -25,7 +25,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from retain.gates import store
+from retain.gates import artifact
 from retain.train import distill as distill_module
 from retain.train import loop
 from retain.train.distill import distill, main
@@ -392,7 +392,7 @@ def test_a_disk_that_is_full_at_the_beginning(
     config = make_config(output=str(tmp_path / "run"))
     for names in (("run.json.new",), ("config.yaml.new",)):
         with monkeypatch.context() as patch:
-            fill_(patch, store, names)
+            fill_(patch, artifact, names)
             with pytest.raises(DiskError, match="No space left.*no checkpoint yet: the same command starts"):
                 distill(config)
     (tmp_path / "run" / "checkpoints" / ".DS_Store").touch()
@@ -409,7 +409,7 @@ def test_a_disk_that_is_full_when_a_run_goes_on(
             distill(config)
     before = (tmp_path / "run" / "log.jsonl").read_text()
     with monkeypatch.context() as patch:
-        opened = fill_(patch, store, ("log.jsonl.new",))
+        opened = fill_(patch, artifact, ("log.jsonl.new",))
         with pytest.raises(DiskError, match=r"No space left.*step-00000\d, is untouched"):
             distill(config)
     assert opened and (tmp_path / "run" / "log.jsonl").read_text() == before

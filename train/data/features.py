@@ -26,7 +26,7 @@ from torch import Tensor
 
 from retain.config import Count
 from retain.gates import GateInputs
-from retain.gates.store import save_beside, write_beside
+from retain.gates.artifact import save_beside, write_beside
 from retain.train.data.document import Document
 
 RECIPE_FILE = "features.json"

@@ -18,7 +18,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from retain.config import leaves
-from retain.gates.store import read_metadata, write_beside
+from retain.gates.artifact import read_metadata, write_beside
 from retain.process.command import status_of
 from retain.process.extras import require
 from retain.train.run.checkpoint import read_log

@@ -37,7 +37,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from retain.config import leaves, read_mapping
-from retain.gates.store import METADATA_FILE, write_beside
+from retain.gates.artifact import METADATA_FILE, write_beside
 from retain.process.extras import deferred
 from retain.train.data.corpora import AnyCorpus
 from retain.train.run.parallel import Synchroniser

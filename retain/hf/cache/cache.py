@@ -21,8 +21,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from retain.budget.budget_table import BudgetTable
 from retain.budget.capacity import Capacity
-from retain.budget.table import BudgetTable
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
 from retain.evidence import Evidence

@@ -3,7 +3,7 @@
 A gate is a child of the attention module and wraps nothing, so that the model computes
 what it did, and `retain.attach`, LoRA beside it and a merge of that know nothing of it.
 
-The artifact (`retain.gates.store`) remains the format of gates; this is for those whose tools speak peft.
+The artifact (`retain.gates.artifact`) remains the format of gates; this is for those whose tools speak peft.
 Its limits, all of peft's making:
 
 - peft knows its methods by a closed enumeration. `register()` adds a member to it by hand; nothing upstream
@@ -261,7 +261,7 @@ def config_of(model: nn.Module, gates: GateSet) -> GateConfig:
     if problems:
         raise ValueError(
             f"gates of family {gates.family!r} cannot be a peft adapter: {'; '.join(problems)}. Save them as "
-            "an artifact (retain.gates.store.save_gates)."
+            "an artifact (retain.gates.artifact.save_gates)."
         )
     names = _attention_names(model)
     if missing := sorted(set(gates.layers) ^ set(names)):

@@ -1,7 +1,7 @@
 """Gates for a model: read by folder or hub id and checked against it (`retain.load_gates`), or untrained ones
 of its sizes (`retain.new_gates`).
 
-`retain.gates.store` reads an artifact and knows neither transformers nor the hub; this adds both.
+`retain.gates.artifact` reads an artifact and knows neither transformers nor the hub; this adds both.
 """
 
 import inspect
@@ -22,8 +22,8 @@ from huggingface_hub.errors import (
 from torch import nn
 
 from retain.gates import GATES, GateSet, build_gates, dims_for
-from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, check_fingerprint
-from retain.gates.store import load_gates as read_gates
+from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, check_fingerprint
+from retain.gates.artifact import load_gates as read_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe, fingerprint
 from retain.registry import lookup, suggest

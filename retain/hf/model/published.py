@@ -18,8 +18,8 @@ from huggingface_hub import HfApi, hf_hub_download
 from torch import nn
 
 from retain.gates import GateSet
+from retain.gates.artifact import save_gates
 from retain.gates.published import CONFIG_FILE, KINDS, PICKLES, import_published, safetensors_at, to_convert
-from retain.gates.store import save_gates
 from retain.gates.unpickle import unpickle
 from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.gates import UNREACHABLE

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import retain.admission
-from retain.admission import admit
+import retain.threshold
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
 from retain.budget.statement import Budget
@@ -17,6 +16,7 @@ from retain.policy import candidates_of, check_budget, decide_layers, load_polic
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score
+from retain.threshold import admit
 from retain.two_stage import FirstStage
 from tests.evictions import (
     held_scores,
@@ -228,4 +228,4 @@ def test_ranks_have_no_threshold():
 
 
 def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(retain.admission) == (0, 3)
+    assert doctest.testmod(retain.threshold) == (0, 3)

@@ -25,9 +25,9 @@ from retain.eval.tasks import (
     ruler_counting,
     ruler_qa,
 )
-from retain.eval.tasks.card import Asking, Card, Generator
 from retain.eval.tasks.rendering import end_ids_of, render
 from retain.eval.tasks.suite import Document, Item, Suite, Task
+from retain.eval.tasks.task_card import Asking, Card, Generator
 from retain.hf.model.named import load_named, load_named_tokenizer, reference_seed
 from retain.registry import lookup
 

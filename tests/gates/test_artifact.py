@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from retain.gates import GATES, GateSet, LookaheadExtension, build_gates, dims_for, settings_of
+from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates, ties_of, write_beside
 from retain.gates.calibrate import build_calibrator
-from retain.gates.store import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates, ties_of, write_beside
 
 FINGERPRINT = {"model_type": "qwen3", "hidden_size": 6, "sha256": "abc"}
 SIZES = {0: {"E": 6, "H": 2, "Q": 4, "D": 4}, 3: {"E": 6, "H": 2, "Q": 2, "D": 4}}
@@ -457,7 +457,7 @@ def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int = errno.
         if len(calls) == at:
             raise OSError(number, "No space left on device")
 
-    monkeypatch.setattr("retain.gates.store.os.fsync", full)
+    monkeypatch.setattr("retain.gates.artifact.os.fsync", full)
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -490,7 +490,7 @@ def test_a_limit_on_file_size_leaves_the_old_artifact(folder: Path) -> None:
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from retain.gates import build_gates
-from retain.gates.store import save_gates
+from retain.gates.artifact import save_gates
 gates = build_gates("mlp", {{0: {{"E": 64, "H": 2}}}})
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from retain.reference import text
+from retain.reference import corpus
 from retain.reference.tokenizer import load_tokenizer
 
 LONG = "Return what is asked for, or nothing where there is no such thing."
@@ -31,11 +31,11 @@ def two_files(monkeypatch: pytest.MonkeyPatch) -> None:
         "train": [("a.py", MODULE), ("broken.py", "def (:")],
         "eval": [("b.py", f'"""{LONG} Held out."""')],
     }
-    monkeypatch.setattr(text, "sources", lambda split: held[split])
+    monkeypatch.setattr(corpus, "sources", lambda split: held[split])
 
 
 def test_prose_is_docstrings_and_topics(two_files: None) -> None:
-    found = text.prose_texts("train")
+    found = corpus.prose_texts("train")
     docstrings = [own for own in found if own.startswith(LONG)]
     assert [own.rsplit("Of ")[-1] for own in docstrings] == [
         "the module.\n\n",
@@ -52,12 +52,12 @@ def test_docstrings_are_those_of_a_module_and_of_all_that_it_defines() -> None:
     source = (
         '"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        """Three."""\n\ndef g():\n    pass\n'
     )
-    assert sorted(text.docstrings(source)) == ["One.", "Three.", "Two."]
-    assert [*text.docstrings("def (:")] == []
+    assert sorted(corpus.docstrings(source)) == ["One.", "Three.", "Two."]
+    assert [*corpus.docstrings("def (:")] == []
 
 
 def test_splits_of_prose_share_no_text(two_files: None) -> None:
-    train, held = (text.prose_texts(split) for split in ("train", "eval"))
+    train, held = (corpus.prose_texts(split) for split in ("train", "eval"))
     assert f"{LONG} Held out.\n\n" in held and not {*train} & {*held}
     from pydoc_data.topics import topics
 
@@ -68,8 +68,8 @@ def test_prose_is_encoded_whole_in_an_order_that_stays(
     two_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pydoc_data.topics.topics", {})
-    ids = text.prose.__wrapped__("train")
-    assert ids.dtype == np.int64 and np.array_equal(ids, text.prose.__wrapped__("train"))
+    ids = corpus.prose.__wrapped__("train")
+    assert ids.dtype == np.int64 and np.array_equal(ids, corpus.prose.__wrapped__("train"))
     said = load_tokenizer().decode(ids)
-    assert len(said) == sum(map(len, text.prose_texts("train")))
-    assert all(own in said for own in text.prose_texts("train"))
+    assert len(said) == sum(map(len, corpus.prose_texts("train")))
+    assert all(own in said for own in corpus.prose_texts("train"))
