@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from retain.eval.tasks import rendering
-from retain.eval.tasks import text as text_module
+from retain.eval.tasks import text_suite as text_module
 from retain.eval.tasks.rendering import Frame, end_ids_of, frame_of, render
 from retain.eval.tasks.task_card import Card, TextItem, TextQuestion
 from retain.eval.tasks.text_suite import TextSettings, text_suite
