@@ -128,7 +128,7 @@ class Lookahead(Stage):
 
     def _score(self, cache: Cache, layer: int, asked: Asked) -> Float[Tensor, "H T"]:
         """The layer's gate applied to tokens behind the document."""
-        gate, spec, held = self.gates[layer], cache._spec_of[layer], cache.layers[layer]
+        gate, spec, held = self.gates[layer], cache.state.layout.spec_of[layer], cache.layers[layer]
         assert isinstance(gate, LookaheadGate)
         inputs = GateInputs(
             keys_BHTD=held.dense()[0],
