@@ -4,6 +4,7 @@ The environment is set before torch, transformers or triton is imported, since e
 hook makes jaxtyping check every annotated function of `retain` through beartype; users never pay for that.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -66,6 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    # Benchmarks collect garbage before each case: without this, they search all that the imports have made.
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

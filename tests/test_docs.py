@@ -341,7 +341,11 @@ def test_modules_that_are_named_exist() -> None:
     """Files and modules named in the pages; entries of findings keep the names of their day, and files that a
     recipe of CONTRIBUTING.md writes are its own test's. CHANGELOG.md also names what is gone."""
     dated = {"findings", "benchmarks"}
-    pages = [path for path in markdown() if path.parent.name not in dated and path.name not in {"CHANGELOG.md", "CONTRIBUTING.md"}]
+    pages = [
+        path
+        for path in markdown()
+        if path.parent.name not in dated and path.name not in {"CHANGELOG.md", "CONTRIBUTING.md"}
+    ]
     missing = []
     for path in pages:
         text = path.read_text()
