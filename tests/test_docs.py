@@ -15,7 +15,7 @@ from retain.config import load
 from retain.gates import GATES, Gate
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept import attach
+from retain.hf.cache.engine import Engine
 from retain.hf.model.decoder import fingerprint
 from retain.reference import load_model
 from retain.train.distill import distill
@@ -59,21 +59,20 @@ class Watch:
     """What every cache of a page held after each of its forwards: the most entries of a head."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.most: list[tuple[Cache, list[int]]] = []  # caches are held, so that none takes another's place
-        # What attached models call was noted at the first `attach` of this process, whoever made it.
-        attach._keep_outside()
-        finish = attach.OUTSIDE["finish"]
+        self.most: list[tuple[Engine, list[int]]] = []  # engines are held, so that none takes another's place
+        finish = Engine.finish
 
-        def noted(cache: Cache) -> None:
-            finish(cache)
-            if all(own is not cache for own, _ in self.most):
-                self.most.append((cache, []))
-            self.of(cache).append(int(cache.budgets().held_BLH.max()))
+        def noted(engine: Engine) -> None:
+            finish(engine)
+            if all(own is not engine for own, _ in self.most):
+                self.most.append((engine, []))
+            held = [int(store.lengths_R.max()) for store in engine.state.stores]
+            next(most for own, most in self.most if own is engine).append(max(held))
 
-        monkeypatch.setitem(attach.OUTSIDE, "finish", noted)
+        monkeypatch.setattr(Engine, "finish", noted)
 
     def of(self, cache: Cache) -> list[int]:
-        return next(most for own, most in self.most if own is cache)
+        return next(most for own, most in self.most if own is cache.engine)
 
 
 def evicts(cache: Cache) -> None:
@@ -83,6 +82,7 @@ def evicts(cache: Cache) -> None:
     assert total.bytes_held < total.bytes_full and total.bytes_allocated < total.bytes_full
 
 
+@pytest.mark.always
 def test_regimes(folders, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     watch, ran = Watch(monkeypatch), []
