@@ -235,6 +235,7 @@ def trained(folders, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     return functools.cache(train)
 
 
+@pytest.mark.always
 def test_fusion(folders, trained, capsys) -> None:
     """The page's block runs, and what it says of the rule is what the preset says."""
     scope = {"name": folders["name"], "folder": trained("gates"), "context_ids": torch.arange(2, 302)[None]}

@@ -97,6 +97,7 @@ def commands() -> list[str]:
     return found
 
 
+@pytest.mark.always
 def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -> None:
     retain = ("compare", "study", "claims", "fused-claims", "inspect", "policies", "capacity", "lm-eval")
     asked = [(module, ["--help"]) for module in commands()]

@@ -23,8 +23,8 @@ from xml.etree import ElementTree
 import pytest
 
 MAX_CASES = 12
-SECONDS_A_CASE = 5.0
-SECONDS_A_GRID = 1.0
+SECONDS_A_CASE = 2.2
+SECONDS_A_GRID = 0.5
 SECONDS = Path(__file__).with_name("seconds.json")
 
 

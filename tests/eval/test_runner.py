@@ -43,6 +43,7 @@ def gated(tmp_path):
     return tmp_path
 
 
+@pytest.mark.always
 def test_a_killed_run_goes_on_to_the_same_report(gated):
     config = stub_config(gated, items_per_task=3, policies=("snapkv", "gate", "token_identity"))
     whole, _ = compare(config, STUB)

@@ -64,6 +64,7 @@ def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> No
         assert gates.score(evidence).unit == "risk"
 
 
+@pytest.mark.always
 def test_a_killed_run_resumes_to_the_same_numbers(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

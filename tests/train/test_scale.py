@@ -198,6 +198,7 @@ def test_the_slurm_script_launches_every_node_and_stops_in_time(
     assert (output / STOP_FILE).exists() == bool(asked)
 
 
+@pytest.mark.always
 def test_the_cpu_launch_file_runs_a_distillation(make_config: Make, tmp_path: Path) -> None:
     path = written(make_config(output=str(tmp_path / "run")), tmp_path / "c.yaml")
     arguments = ["--config_file", "configs/accelerate/cpu.yaml", "train/distill.py", "--config", path]

@@ -89,6 +89,7 @@ def test_the_end_of_the_launcher_is_no_second_signal(
     assert "the launcher has ended: finishing this step, then a checkpoint" in capfd.readouterr().err
 
 
+@pytest.mark.always
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells of a parent's end")
 def test_a_run_does_not_outlive_its_launcher() -> None:
     """`accelerate launch` of one process ends at SIGTERM without a word to the process that it started."""
