@@ -44,13 +44,13 @@ from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import one_by_one, plan
 from retain.eval.run.gate_sources import source_identity
 from retain.eval.run.processes import Processes, launched
-from retain.eval.run.results_store import MANIFEST, disk_error, open_run
+from retain.eval.run.results_store import MANIFEST, full_disk_explained, open_run
 from retain.eval.run.runner import run_all
 from retain.eval.stats.ceilings import write_cells
 from retain.eval.stats.summary import Claim
 from retain.eval.tasks.suite import Suite
 from retain.hf.model.decoder import fingerprint
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import require
 from retain.process.lock import lock_folder
 from retain.process.provenance import code_state, environment, now, write_json
@@ -246,6 +246,7 @@ def command_of(module: str, typed: Sequence[str]) -> str:
     return shlex.join(["python", "-m", module, *typed])
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run, and say where the report is."""
     parser = argparse.ArgumentParser(
@@ -256,21 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
     given = parser.parse_args(typed)
-    processes, folder = Processes(), Path("results")
-    try:
-        config = load(given.config, CompareConfig, given.overrides)
-        folder = config.folder
-        processes = launched()
+    config = load(given.config, CompareConfig, given.overrides)
+    with launched().until_done() as processes, full_disk_explained(config.folder):
         report, claims = compare(config, suite_of(config), processes, command=command_of(MODULE, typed))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        processes.leave()
-        return 2
-    except OSError as error:
-        print(f"error: {disk_error(error, folder)}", file=sys.stderr)
-        processes.leave()
-        return 2
-    processes.leave()
     if not processes.first:
         return 0
     print("\n" + section(report, "At a glance"))
@@ -284,4 +273,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

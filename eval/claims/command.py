@@ -17,9 +17,10 @@ from retain.eval.claims.runs import check_conditions, join, parts_of
 from retain.eval.run.results_store import read_manifest, read_rows
 from retain.eval.stats.summary import gather
 from retain.eval.tasks.suites import tasks_of
-from retain.process.command import status_of
+from retain.process.command import command
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check claims on folders of results, write what was found, and say how each claim came out."""
     parser = argparse.ArgumentParser(prog="retain claims", description="Check claims on finished runs.")
@@ -39,24 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where claims.md and claims.json go; default: the first")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
     given = parser.parse_intermixed_args(arguments)
-    try:
-        stated = load_claims(given.claims)
-        manifests = [read_manifest(folder) for folder in given.folders]
-        scores = join(
-            [
-                (gather(read_rows(folder), tasks_of(manifest)), manifest)
-                for folder, manifest in zip(given.folders, manifests, strict=True)
-            ]
-        )
-        names = {part: getattr(given, part) or getattr(stated, part) for part in ("policy", "gate", "oracle")}
-        parts = parts_of(scores, manifests, **names, also=given.also)
-        claims = [check_claim(one, scores, parts, resamples=given.resamples) for one in stated.claims]
-        conditions = check_conditions(scores, parts, manifests, stated.conditions)
-        options = {"resamples": given.resamples}
-        path = write_claims(given.out or given.folders[0], manifests, parts, claims, conditions, options)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    stated = load_claims(given.claims)
+    manifests = [read_manifest(folder) for folder in given.folders]
+    scores = join(
+        [
+            (gather(read_rows(folder), tasks_of(manifest)), manifest)
+            for folder, manifest in zip(given.folders, manifests, strict=True)
+        ]
+    )
+    names = {part: getattr(given, part) or getattr(stated, part) for part in ("policy", "gate", "oracle")}
+    parts = parts_of(scores, manifests, **names, also=given.also)
+    claims = [check_claim(one, scores, parts, resamples=given.resamples) for one in stated.claims]
+    conditions = check_conditions(scores, parts, manifests, stated.conditions)
+    options = {"resamples": given.resamples}
+    path = write_claims(given.out or given.folders[0], manifests, parts, claims, conditions, options)
     for condition in conditions:
         if not condition.holds:
             print(f"condition not met: {condition.text}: {condition.numbers}")
@@ -67,4 +64,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

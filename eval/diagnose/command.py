@@ -69,7 +69,7 @@ from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy, decide_layers, score_entries
 from retain.presets import load_policy
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_json
 from retain.registry import lookup
 from retain.scores import Score
@@ -412,15 +412,12 @@ def texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return [tokenizer.decode([token]) for token in ids]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, measure, write, and show the table."""
     typed = sys.argv[1:] if arguments is None else list(arguments)
     given = parser().parse_args(typed)
-    try:
-        path, record = run(given, shlex.join(["python", "-m", "retain.eval.diagnose", *typed]))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    path, record = run(given, shlex.join(["python", "-m", "retain.eval.diagnose", *typed]))
     print(table(record))
     print(
         f"\n{len(record['documents'])} documents, {sum(own['steps'] for own in record['documents'])} steps."
@@ -430,4 +427,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -44,7 +44,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.gates import load_gates
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import code_state, environment, now, write_json, write_text
 from retain.ranking import rank_entries
@@ -364,6 +364,7 @@ def markdown(lines: Sequence[Line], settings: Settings) -> str:
     return "\n".join([about, "", *table, ""])
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -377,11 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, type=type(default), default=default, help=f"default {default}")
     given = parser.parse_args(arguments)
     settings = Settings(**{name: getattr(given, name) for name in asdict(Settings())})
-    try:
-        write_table(load_suite(given.suite), given.folder, settings)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    write_table(load_suite(given.suite), given.folder, settings)
     return 0
 
 
@@ -409,4 +406,4 @@ def write_table(suite: Suite, folder: Path, settings: Settings) -> list[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -29,7 +29,7 @@ from retain.eval.tasks.suite import Document
 from retain.eval.tasks.suites import load_suite
 from retain.hf.intercept.observe import observe
 from retain.hf.model.named import load_named, reference_seed
-from retain.process.command import status_of
+from retain.process.command import command
 
 SINKS, RECENT = 4, 32
 APPENDIX = "\n{question}\n{answer}"
@@ -216,6 +216,7 @@ def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple
     return model, (document for document, _ in zip(found, range(count), strict=False))
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, measure, write, and show the shares."""
     parser = argparse.ArgumentParser(
@@ -230,12 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recent", type=int, default=RECENT, help="last entries that it holds")
     parser.add_argument("--output", required=True, help="the table, e.g. heads.tsv")
     given = parser.parse_args(arguments)
-    try:
-        model, documents = load(given.model, given.jsonl, given.documents, given.context_tokens)
-        shares_LH = measure_head_classes(model, documents, sinks=given.sinks, recent=given.recent)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    model, documents = load(given.model, given.jsonl, given.documents, given.context_tokens)
+    shares_LH = measure_head_classes(model, documents, sinks=given.sinks, recent=given.recent)
     path, raw = write_head_classes(shares_LH, given.output)
     print(f"Attention beyond {given.sinks} first and {given.recent} last entries, by layer and KV head:")
     for idx, row in enumerate(shares_LH.tolist()):
@@ -245,4 +242,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -45,7 +45,7 @@ from retain.hf.model.gates import load_gates
 from retain.hf.model.named import load_named, reference_seed
 from retain.policy import Policy, decide_layers, score_entries
 from retain.presets import load_policy
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import code_state, environment, now, write_json
 
@@ -332,19 +332,16 @@ def run(given: argparse.Namespace, command: str) -> dict[str, Any]:
     return record
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, measure, and show the table."""
     typed = sys.argv[1:] if arguments is None else list(arguments)
     given = parser().parse_args(typed)
-    try:
-        record = run(given, shlex.join(["python", "-m", "retain.eval.diagnose.perplexity", *typed]))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    record = run(given, shlex.join(["python", "-m", "retain.eval.diagnose.perplexity", *typed]))
     print(table(record["rows"]))
     print(f"\n{given.documents} pieces; control: KL of our own full cache is {record['control_kl']:.2e}.")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

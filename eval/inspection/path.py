@@ -33,7 +33,7 @@ from retain.eval.inspection.results import (
 )
 from retain.eval.report.plots import COLOURS, Dot, Heat, Lines, Look, Panel, Rows, Series, check_png, save_png
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import MissingExtra
 
 __all__ = ["KINDS", "Inspection", "inspect_path", "main"]
@@ -422,6 +422,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and print."""
     parser = argparse.ArgumentParser(prog="retain inspect", description="Say what lies at a path.")
@@ -429,18 +430,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="base model of gates, to count their FLOPs against its prefill's")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it too")
     given = parser.parse_args(arguments)
-    try:
-        if given.picture is not None:
-            check_png(given.picture)
-        found = inspect_path(given.path, given.model)
-        print(found)
-        if given.picture is not None:
-            print(f"  picture: {found.save_picture(given.picture)}")
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if given.picture is not None:
+        check_png(given.picture)
+    found = inspect_path(given.path, given.model)
+    print(found)
+    if given.picture is not None:
+        print(f"  picture: {found.save_picture(given.picture)}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -35,7 +35,7 @@ from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import Cell, Scores, gather
 from retain.eval.tasks.suite import Task
 from retain.eval.tasks.suites import tasks_of
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import write_text
 
@@ -332,20 +332,17 @@ def _sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the exports of a folder again."""
     parser = argparse.ArgumentParser(description="Write items.parquet and the exports of a run.")
     parser.add_argument("folder", type=Path, help="results/<run>")
     given = parser.parse_args(arguments)
-    try:
-        manifest = read_manifest(given.folder)
-        made = write_exports(given.folder, manifest, tasks_of(manifest))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    manifest = read_manifest(given.folder)
+    made = write_exports(given.folder, manifest, tasks_of(manifest))
     print(f"{made[0]} and {len(made) - 1} folders in {given.folder / EXPORTS}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

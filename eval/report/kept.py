@@ -23,7 +23,7 @@ from retain.eval.run.caches import Batch, Prefill
 from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import EvaluatedModel, Unit, load_evaluated
 from retain.eval.tasks.suite import Item, Suite
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_text
 
 KEPT = "kept.json"
@@ -148,6 +148,7 @@ def token_texts(config: CompareConfig) -> Callable[[Sequence[int]], list[str]]:
     return lambda ids: [tokenizer.decode([token]) for token in ids]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, decide, write."""
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
@@ -157,21 +158,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=f"file (default: {KEPT} in the run's folder)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     given = parser.parse_intermixed_args(arguments)
-    try:
-        config = load(given.config, CompareConfig, given.overrides)
-        suite = suite_of(config)
-        check(config, suite)
-        command = shlex.join(["python", "-m", "retain.eval.report.kept", *typed])
-        made = collect(config, suite, token_texts(config), command=command, documents=given.documents)
-        path = given.out or config.folder / KEPT
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(made, separators=(",", ":")) + "\n")
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = load(given.config, CompareConfig, given.overrides)
+    suite = suite_of(config)
+    check(config, suite)
+    command = shlex.join(["python", "-m", "retain.eval.report.kept", *typed])
+    made = collect(config, suite, token_texts(config), command=command, documents=given.documents)
+    path = given.out or config.folder / KEPT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(made, separators=(",", ":")) + "\n")
     print(path)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -31,7 +31,7 @@ from retain.eval.run.results_store import read_manifest, read_rows
 from retain.eval.stats.comparisons import Judged, Place, budget_name, is_bound
 from retain.eval.stats.summary import Cell, Scores, gather
 from retain.eval.tasks.suites import tasks_of
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.registry import suggest
 
 SHAPES = {"better": "^", "worse": "v", "equivalent": "s", "identical": "s"}
@@ -146,6 +146,7 @@ def forest_panels(judged: Sequence[Judged], margin: float) -> list[Panel]:
     return panels
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw chosen policies of a run, each a line, in the order in which they are named."""
     parser = argparse.ArgumentParser(description="Draw score against budget for some policies of a run.")
@@ -154,25 +155,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="a PNG; default: chosen.png in the folder")
     given = parser.parse_args(arguments)
     out = given.out or given.folder / "chosen.png"
-    try:
-        check_png(out)
-        manifest, rows = read_manifest(given.folder), read_rows(given.folder)
-        there = {row["policy"] for row in rows}
-        unknown = [f"{name!r}{suggest(name, sorted(there))}" for name in given.policies if name not in there]
-        if unknown:
-            raise ValueError(
-                f"not measured in {given.folder}: {'; '.join(unknown)}. Measured: {', '.join(sorted(there))}."
-            )
-        drawn = {name: place for place, name in enumerate((FULL, *given.policies))}
-        rows = sorted((row for row in rows if row["policy"] in drawn), key=lambda row: drawn[row["policy"]])
-        title = f"{manifest['config']['run']}: score at equal memory, mean over tasks"
-        draw(gather(rows, tasks_of(manifest)), out, title=title)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_png(out)
+    manifest, rows = read_manifest(given.folder), read_rows(given.folder)
+    there = {row["policy"] for row in rows}
+    unknown = [f"{name!r}{suggest(name, sorted(there))}" for name in given.policies if name not in there]
+    if unknown:
+        raise ValueError(
+            f"not measured in {given.folder}: {'; '.join(unknown)}. Measured: {', '.join(sorted(there))}."
+        )
+    drawn = {name: place for place, name in enumerate((FULL, *given.policies))}
+    rows = sorted((row for row in rows if row["policy"] in drawn), key=lambda row: drawn[row["policy"]])
+    title = f"{manifest['config']['run']}: score at equal memory, mean over tasks"
+    draw(gather(rows, tasks_of(manifest)), out, title=title)
     print(f"Picture: {out}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -24,7 +24,7 @@ from retain.eval.run.results_store import read_manifest
 from retain.eval.stats.summary import Claim
 from retain.eval.tasks.suite import Task
 from retain.eval.tasks.suites import tasks_of
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import write_text
 
@@ -103,6 +103,7 @@ def inert(value: object) -> str:
     return text
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report of a folder again."""
     parser = argparse.ArgumentParser(
@@ -110,15 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="results/<run>")
     given = parser.parse_args(arguments)
-    try:
-        manifest = read_manifest(given.folder)
-        report, _ = write_report(given.folder, manifest, tasks_of(manifest))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    manifest = read_manifest(given.folder)
+    report, _ = write_report(given.folder, manifest, tasks_of(manifest))
     print(report.with_name(PAGE))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -5,6 +5,8 @@ run, and a rank that is ahead may wait for days.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -42,6 +44,14 @@ class Processes:
         """Go on when all have come here."""
         if self.state is not None:
             self.state.wait_for_everyone()
+
+    @contextmanager
+    def until_done(self) -> Iterator["Processes"]:
+        """Leave the others when the work is done, or has failed."""
+        try:
+            yield self
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Leave the others, at the very end: the interpreter's end may abort what has not

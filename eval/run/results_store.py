@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,20 +267,23 @@ def append_unit(
             _append(folder / own, "".join(_line(asdict(value)) for value in values))
 
 
-def disk_error(error: OSError, folder: Path) -> str:
-    """What to say of an error of the disk, or of another file that could not be had.
+@contextmanager
+def full_disk_explained(folder: Path) -> Iterator[None]:
+    """Says where room is missing, and how the run goes on, in errors of a disk that takes nothing more.
 
     Args:
-        error: that ended a run.
         folder: `results/<run>`, which is meant where the system names no file.
     """
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
-        return str(error)
-    return (
-        f"cannot write {error.filename or folder}: {error.strerror}. Make room there, or move "
-        f"{folder.parent} to another disk and set `results` to it; the same command then goes on "
-        "behind the last whole unit."
-    )
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+            raise
+        raise OSError(
+            f"cannot write {error.filename or folder}: {error.strerror}. Make room there, or move "
+            f"{folder.parent} to another disk and set `results` to it; the same command then goes on "
+            "behind the last whole unit."
+        ) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

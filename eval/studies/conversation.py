@@ -35,7 +35,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.gates import load_gates
 from retain.presets import load_policy
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import code_state, environment, now, write_json
 from retain.reference import SEEDS, load_model
@@ -494,6 +494,7 @@ def _pinning_lines(pinning: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run, print the table and what memory did."""
     default = Setting()
@@ -523,22 +524,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where every turn's report is written")
     given = parser.parse_args(arguments)
     typed = sys.argv[1:] if arguments is None else arguments
-    try:
-        setting = Setting(
-            turns=given.turns,
-            conversations=given.conversations,
-            tokens_per_head=given.tokens_per_head,
-            every=given.every,
-            written=given.written,
-            batch=given.batch,
-            seeds=tuple(given.seed),
-            policies=tuple(given.policies),
-            gates=given.gates,
-        )
-        played = run(setting, lambda line: print(line, file=sys.stderr, flush=True))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    setting = Setting(
+        turns=given.turns,
+        conversations=given.conversations,
+        tokens_per_head=given.tokens_per_head,
+        every=given.every,
+        written=given.written,
+        batch=given.batch,
+        seeds=tuple(given.seed),
+        policies=tuple(given.policies),
+        gates=given.gates,
+    )
+    played = run(setting, lambda line: print(line, file=sys.stderr, flush=True))
     rows, pinning = summarise(setting, played), differences(setting, played)
     problems = problems_of(setting, played)
     print(f"{setting.turns} turns, {played[0].tokens:,} tokens; {setting.tokens_per_head} entries a head")
@@ -562,4 +559,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

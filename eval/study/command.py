@@ -21,14 +21,14 @@ from retain.config import load, save, to_mapping
 from retain.eval.compare import command_of, compare
 from retain.eval.config import suite_of
 from retain.eval.run.processes import Processes, launched
-from retain.eval.run.results_store import disk_error, read_manifest, read_rows
+from retain.eval.run.results_store import full_disk_explained, read_manifest, read_rows
 from retain.eval.stats.summary import gather
 from retain.eval.study.gates import stale_gates
 from retain.eval.study.picture import draw_study
 from retain.eval.study.plan import Plan, StudyConfig, absent_gates, plan_of, train_commands
 from retain.eval.study.table import as_markdown, as_rows, entries_of, ingredients_of, tables_of
 from retain.eval.tasks.suite import Suite
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.provenance import write_json, write_text
 
 MODULE = "retain.eval.study"
@@ -123,6 +123,7 @@ def _head(study: StudyConfig, suite: Suite, manifest: dict[str, Any]) -> list[st
     return lines
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run, and say where the report is."""
     parser = argparse.ArgumentParser(
@@ -137,32 +138,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="of each training, for --train-commands")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
-    given, command = parser.parse_args(typed), command_of(MODULE, typed)
-    processes, folder = Processes(), Path("results")
-    try:
-        study = load(given.config, StudyConfig, given.overrides)
-        folder = study.compare.folder
-        if given.train_commands:
-            print("\n".join(train_commands(study, given.processes)))
-            return 0
-        processes = launched()
-        path = run_study(study, suite_of(study.compare), processes, command=command)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        processes.leave()
-        return 2
-    except OSError as error:
-        print(f"error: {disk_error(error, folder)}", file=sys.stderr)
-        processes.leave()
-        return 2
-    processes.leave()
+    given, made_by = parser.parse_args(typed), command_of(MODULE, typed)
+    study = load(given.config, StudyConfig, given.overrides)
+    if given.train_commands:
+        print("\n".join(train_commands(study, given.processes)))
+        return 0
+    with launched().until_done() as processes, full_disk_explained(study.compare.folder):
+        path = run_study(study, suite_of(study.compare), processes, command=made_by)
     if processes.first:
         print(
             path.read_text(encoding="utf-8").partition("\n## Ingredients\n")[2].partition("\n## ")[0].strip()
         )
-        print(f"\nStudy: {path}; again: {command}")
+        print(f"\nStudy: {path}; again: {made_by}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -5,11 +5,15 @@ the pipe (`retain --help | head -1`) 141 and no message, as in shells. Any other
 its traceback.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable
+from typing import ParamSpec
 
-__all__ = ["INTERRUPTED", "UNREAD", "WRONG", "status_of"]
+__all__ = ["INTERRUPTED", "UNREAD", "WRONG", "command", "status_of"]
+
+P = ParamSpec("P")
 
 WRONG, INTERRUPTED, UNREAD = 2, 130, 141
 
@@ -41,3 +45,13 @@ def status_of(main: Callable[[], int | None]) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG
+
+
+def command(main: Callable[P, int | None]) -> Callable[P, int]:
+    """Make a command's `main` return its exit status (`status_of`) for every expected error."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        return status_of(lambda: main(*args, **kwargs))
+
+    return run

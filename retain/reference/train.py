@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.reference.batches import batches, parts
 from retain.reference.checkpoint import Checkpoint
 from retain.reference.curriculum import KINDS, WEIGHTS, Batch
@@ -385,37 +385,32 @@ def parser() -> argparse.ArgumentParser:
     return own
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: train a size and seed, save the model and its curve."""
     given = parser().parse_args(arguments)
-    try:
-        size: Size = lookup(given.size, SIZES, what="size of a reference model")
-        for name, least in (("seed", 0), ("threads", 1), ("loaders", 0), ("micro_tokens", 1)):
-            value = getattr(given, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: pass {least} or more")
-        if given.loaders and not size.recipe.indexed:
-            raise ValueError(
-                f"--loaders {given.loaders}: the documents of size {size.name} are one stream, which one "
-                "process writes: leave it out"
-            )
-        default = (
-            weights_path(given.seed)
-            if size is SMALL
-            else Path(f"runs/reference-{size.name}-seed{given.seed}")
+    size: Size = lookup(given.size, SIZES, what="size of a reference model")
+    for name, least in (("seed", 0), ("threads", 1), ("loaders", 0), ("micro_tokens", 1)):
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: pass {least} or more")
+    if given.loaders and not size.recipe.indexed:
+        raise ValueError(
+            f"--loaders {given.loaders}: the documents of size {size.name} are one stream, which one "
+            "process writes: leave it out"
         )
-        run = Run(size, given.seed, given.output or default, planted=not given.no_planting)
-        room = Resources(given.micro_tokens, given.checkpointing, given.loaders)
-        torch.set_num_threads(given.threads)
-        if given.plan:
-            from retain.reference.cost import plan
+    default = (
+        weights_path(given.seed) if size is SMALL else Path(f"runs/reference-{size.name}-seed{given.seed}")
+    )
+    run = Run(size, given.seed, given.output or default, planted=not given.no_planting)
+    room = Resources(given.micro_tokens, given.checkpointing, given.loaders)
+    torch.set_num_threads(given.threads)
+    if given.plan:
+        from retain.reference.cost import plan
 
-            print(plan(size, room))
-            return 0
-        run.make(_device(given.device), room)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        print(plan(size, room))
+        return 0
+    run.make(_device(given.device), room)
     print(f"model: {run.output}\ncurve: {run.curve}")
     return 0
 
@@ -432,4 +427,4 @@ def _device(name: str) -> torch.device:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -17,8 +17,8 @@ from retain.eval.run.results_store import (
     Reference,
     Row,
     append_unit,
-    disk_error,
     finished,
+    full_disk_explained,
     gates_identity,
     open_run,
     read_manifest,
@@ -185,12 +185,11 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
     try:
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(OSError) as caught, full_disk_explained(tmp_path):
             append_unit(tmp_path, [row("b", item, rows=40) for item in range(40)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    said = disk_error(caught.value, tmp_path)
-    assert said.startswith(
+    assert str(caught.value).startswith(
         f"cannot write {tmp_path / 'items.jsonl'}: File too large. Make room there, or move"
     )
     assert take_up(tmp_path, ["a", "b"]) == {"a"}, "what was whole is there"

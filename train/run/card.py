@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from retain.config import leaves
 from retain.gates.artifact import read_metadata, write_beside
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import require
 from retain.train.run.checkpoint import read_log
 from retain.train.run.curves import BASELINES, CURVES, HEADS, draw_all
@@ -246,6 +246,7 @@ def _shares(titles: Sequence[str], rows: Mapping[Any, Mapping[str, float]]) -> s
     return _table([*titles, *names], [[*row, *map(_number, own.values())] for row, own in named.items()])
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -253,13 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="of a finished run, for instance runs/gates-seed0")
     given = parser.parse_args(arguments)
-    try:
-        print(write_card(given.folder))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(write_card(given.folder))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())
