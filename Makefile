@@ -129,13 +129,11 @@ test-all: lint
 size: $(INSTALLED)
 	$(BIN)/python -m tests.size
 
-# Which of 40 single-line faults the tiers of tests catch: results/faults/table.md. `faults` goes on where it was stopped. Changed code needs
-# a new draw; after a change to tests alone, `make faults FAULTS=--keep-caught` asks again only about the faults that were not caught.
-FAULTS :=
+# Which of 40 single-line faults the tiers of tests catch. `faults` goes on where it was stopped; changed code needs a new draw.
 faults-draw: $(INSTALLED)
 	$(BIN)/python -m tests.faults draw
 faults: $(INSTALLED)
-	$(BIN)/python -m tests.faults run $(FAULTS)
+	$(BIN)/python -m tests.faults run
 	$(BIN)/python -m tests.faults table
 
 # Everything that waits for a GPU, in the order in which the first ten minutes tell most, with the interpreter that is there (.venv, if it was

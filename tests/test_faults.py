@@ -1,0 +1,203 @@
+"""Tests the measurement of faults: draws, what each tier catches on a toy tree, the table."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import faults
+from tests.faults import (
+    Copy,
+    Fault,
+    code_lines,
+    draw,
+    make_table,
+    meaning,
+    mirrored,
+    rooms,
+    run_faults,
+    shares,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+TOY = {
+    "pyproject.toml": """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "retain"
+version = "0"
+[tool.setuptools]
+packages = ["retain", "retain.eval"]
+[tool.setuptools.package-dir]
+"retain" = "retain"
+"retain.eval" = "eval"
+[tool.pytest.ini_options]
+pythonpath = ["."]
+""",
+    ".gitignore": ".venv/\n*.egg-info/\n",
+    "retain/__init__.py": '''"""Adds 1 and 2."""
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    LIMIT: int = 1 + 2
+def add(left: "int | None", right: int = 2 - 1) -> int:
+    """Return left + right."""
+    # 1 + 1
+    return left + right
+def wait(left: int) -> int:
+    while left > 0:
+        left = left - 1
+    return left
+if __name__ == "__main__":
+    print(1 + 1)
+''',
+    "eval/__init__.py": """def double(value):
+    return value * 2
+def halve(value):
+    return value // 2
+def thrice(value):
+    return value * 3
+""",
+    "tests/conftest.py": """def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true")
+""",
+    "tests/eval/test_eval.py": """import pytest
+from retain.eval import double, halve
+def test_double():
+    assert double(3) == 6
+def test_halve(request):
+    if not request.config.option.all:
+        pytest.skip("whole tier")
+    assert halve(6) == 3
+""",
+    "tests/test_other.py": """from retain import add, wait
+def test_add():
+    assert add(2) == 3
+def test_wait():
+    assert wait(2) == 0
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    root = tmp_path_factory.mktemp("toy")
+    for name, text in TOY.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    user = ("-c", "user.name=a", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false")
+    for command in (("init", "-q"), ("add", "-A"), (*user, "commit", "-qm", "toy")):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    return root
+
+
+def fault(root, file, before, after):
+    lines = (root / file).read_text().split("\n")
+    (at,) = [n for n, line in enumerate(lines) if line.strip() == before]
+    room = {"retain": "retain", "eval": "retain.eval"}[Path(file).parts[0]]
+    return Fault(room, file, at + 1, "core/Toy", lines[at], lines[at].replace(before, after))
+
+
+def test_draws_are_reproducible_stratified_and_of_lines_that_are_run(toy):
+    assert faults.SEED == 20261123
+    assert draw(toy, count=4) == draw(toy, count=4) != draw(toy, count=4, seed=1)
+    for seed in range(6):
+        drawn = draw(toy, count=4, seed=seed)
+        assert {found.room for found in drawn} == {"retain", "retain.eval"} and len(drawn) == 4
+        for found in drawn:
+            text = (toy / found.file).read_text()
+            assert found.line in code_lines(text)
+            assert meaning(found.in_text(text)) != meaning(text)
+    text = TOY["retain/__init__.py"].split("\n")
+    assert [
+        text[n - 1] for n in code_lines("\n".join(text)) if "1 + " in text[n - 1] or '"""' in text[n - 1]
+    ] == []
+    assert len(rooms(ROOT)) <= faults.COUNT
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"""One."""\nx = 1', '"""Two."""\nx = 1'),
+        ("def f(x: 1 + 1) -> 2: pass", "def f(x: 1 - 1) -> 3: pass"),
+        ("x: list[1] = 2", "x: list[2] = 2"),
+        ("if TYPE_CHECKING:\n    x = 1", "if TYPE_CHECKING:\n    x = 2"),
+        ("if __name__ == '__main__':\n    f(1)", "if __name__ == '__main__':\n    f(2)"),
+    ],
+)
+def test_text_that_is_not_run_has_no_meaning(before, after):
+    assert meaning(before) == meaning(after)
+    assert meaning(before + "\ny = 1") != meaning(after + "\ny = 2")
+
+
+def test_shares_are_proportional_and_at_least_one():
+    assert shares({"a": 700, "b": 290, "c": 10}, 40) == {"a": 27, "b": 12, "c": 1}
+    assert sum(shares({str(n): n + 1 for n in range(30)}, 40).values()) == 40
+    with pytest.raises(ValueError, match="3 rooms cannot each get one of 2"):
+        shares({"a": 1, "b": 1, "c": 1}, 2)
+
+
+@pytest.mark.slow
+def test_each_tier_catches_its_faults_and_a_second_start_goes_on(toy, tmp_path, monkeypatch):
+    drawn = [
+        fault(toy, "retain/__init__.py", "return left + right", "return left - right"),
+        fault(toy, "retain/__init__.py", "left = left - 1", "left = left - 0"),
+        fault(toy, "eval/__init__.py", "return value * 2", "return value * 3"),  # as many bytes
+        fault(toy, "eval/__init__.py", "return value // 2", "return value // 1"),
+        fault(toy, "eval/__init__.py", "return value * 3", "return value * 4"),
+    ]
+    results, pytest_ = tmp_path / "results.jsonl", ("-m", "pytest", "-x", "-rfE", "-p", "no:hypothesispytest")
+    run_faults(toy, drawn[:2], results, pytest_, limit=20)
+    run_faults(toy, drawn, results, pytest_, limit=20)
+    lines = results.read_text().splitlines()
+    run_faults(toy, drawn, results, pytest_, limit=20)
+    assert results.read_text().splitlines() == lines
+    rows = [faults.json.loads(line) for line in lines]
+    assert [(row["tier"], row["caught"]) for row in rows] == [
+        ("default", "tests/test_other.py::test_add"),
+        ("default", "stopped after 20 s"),
+        ("default", "tests/eval/test_eval.py::test_double"),
+        ("default", None),
+        ("default", None),
+        ("whole", "tests/eval/test_eval.py::test_halve"),
+        ("whole", None),
+    ]
+    monkeypatch.setattr(faults, "EQUIVALENT", {drawn[4].id: "Nothing calls it."})
+    table = make_table(drawn, rows)
+    assert "The default tier catches 3 of 5; 36 of 40" in table and "survives | Nothing calls it. |" in table
+    monkeypatch.setattr(faults, "EQUIVALENT", {drawn[3].id: "Never."})
+    with pytest.raises(ValueError, match="called equivalent"):
+        make_table(drawn, rows)
+
+
+def test_a_copy_refuses_foreign_modules_other_lines_and_runs_without_an_answer(toy, tmp_path):
+    changed = fault(toy, "eval/__init__.py", "return value * 2", "return value * 3")
+    copy = Copy(toy, tmp_path)
+    with pytest.raises(RuntimeError, match="exit status 1 without a failed test"):
+        copy.caught_by(changed, "-c", "raise SystemExit(1)")
+    assert copy.run("-c", "from retain.eval import double; print(double(5))") == (0, "10\n"), "restored"
+    with pytest.raises(ValueError, match="draw again for this tree"):
+        copy.caught_by(Fault(**{**vars(changed), "before": "return 1"}), "-c", "")
+    (finder,) = copy.python.parents[1].rglob("__editable__*finder.py")
+    finder.write_text(finder.read_text().replace(str(copy.folder), str(toy)))
+    with pytest.raises(
+        RuntimeError, match=r"retain\.eval is imported from .*toy0/eval/__init__.py, not from"
+    ):
+        copy.caught_by(changed, "-c", "")
+
+
+def test_mirrored_tests_are_the_nearest(tmp_path):
+    for name in ("test_policy", "test_other", "hf/test_cache", "eval/test_ruler", "eval/stats/test_mean"):
+        path = tmp_path / "tests" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    assert mirrored(tmp_path, "retain/policy.py") == ["tests/test_policy.py"]
+    assert mirrored(tmp_path, "retain/cascade.py") == ["tests/test_other.py", "tests/test_policy.py"]
+    assert mirrored(tmp_path, "retain/hf/cache/state.py") == ["tests/hf/test_cache.py"]
+    assert mirrored(tmp_path, "eval/tasks/ruler.py") == ["tests/eval/test_ruler.py"]
+    assert mirrored(tmp_path, "eval/stats/bootstrap.py") == ["tests/eval/stats/test_mean.py"]
+
+
+def test_the_makefile_runs_the_default_tier():
+    asked = " ".join(faults.PYTEST[:-2]).replace("-n 2", "-n $(WORKERS)")
+    assert f"PYTEST := $(BIN)/python {asked}\n" in (ROOT / "Makefile").read_text()
