@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retain
 from retain.hf.cache import engine
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept import mask_checks
+from retain.hf.intercept import forward_call as mask_checks
 from retain.hf.intercept.observe import observe
 from retain.kernels import backend
 from tests.evictions import PRESETS, small
@@ -254,7 +254,7 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
             waited.append(self)
             super().settle()
 
-    from retain.hf.intercept import forward_call as call
+    call = mask_checks
 
     monkeypatch.setattr(call, "MaskCheck", Late)
     with retain.attach(model), backend.using("triton"):
@@ -317,7 +317,7 @@ FORGOTTEN = "a decoding step's attention_mask declared tokens padding that the c
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_no_eviction_goes_by_a_mask_that_nobody_looked_at(monkeypatch, name, wrong, heads_file):
     """A step that forgets a row's last tokens, at which entries are due to go; the device is far behind."""
-    from retain.hf.intercept import forward_call as call
+    call = mask_checks
 
     class Late(mask_checks.MaskCheck):
         arrived = property(lambda self: False)
