@@ -6,8 +6,8 @@ full disk, a kill, a cut copy and a flipped bit are noticed, and leave what ther
 
 Header: the model's `fingerprint` and `dtype`; the counters of `COUNTERS`; `seeds`; whatever else the engine
 needs to go on. Tensors: `history.valid`, `.positions`, `.last`, `.ids`, `.announced`; of each layer that
-evicts `layer.N.store.NAME` (`retain.cache.store.RaggedStore.tensors`) and `layer.N.recent.NAME`, what its
-last tokens showed; of other layers `layer.N.state.NAME`.
+evicts `layer.N.store.NAME` (`tensors_of`) and `layer.N.recent.NAME`, its last tokens' queries and hidden
+states; of other layers `layer.N.state.NAME`.
 """
 
 import hashlib
@@ -21,10 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from retain.cache.store import SLACK, RaggedStore
 from retain.gates.artifact import save_beside
 
 SCHEMA_VERSION = 1
 FORMAT = "retain.cache"
+BESIDE = "beside."
 # Beyond what any model reads: tables of positions are made.
 MOST_POSITIONS = 2**24
 # Counters of a conversation, in the header as they are.
@@ -33,7 +35,7 @@ COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at")
 
 @runtime_checkable
 class LayerSizes(Protocol):
-    """What is known of a layer that evicts."""
+    """Sizes of a layer that evicts."""
 
     @property
     def layer_idx(self) -> int: ...
@@ -207,6 +209,49 @@ def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -
             yield f"{name} that is not finite"
 
 
+def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
+    """Tensors of a store: exactly the entries held, row after row, and the rows' lengths.
+
+    Returns:
+        "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and "beside.NAME" `[N, ...]`.
+    """
+    index_N = store.index_N()
+    columns = {"keys": store.keys_CD, "values": store.values_CD, "positions": store.positions_C}
+    columns |= {BESIDE + name: column for name, column in store.beside.items()}
+    entries = {name: column[index_N] for name, column in columns.items()}
+    return {**entries, "lengths": store.lengths_R.clone()}
+
+
+def store_of(tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> RaggedStore:
+    """Rebuild a store from `tensors_of` it.
+
+    Raises:
+        ValueError: a tensor is missing, or lengths and entries do not fit together.
+    """
+    missing = [name for name in ("keys", "values", "positions", "lengths") if name not in tensors]
+    if missing:
+        raise ValueError(
+            f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
+            "save it again, with tensors_of()."
+        )
+    lengths_R = tensors["lengths"]
+    N = int(lengths_R.sum())
+    wrong = [
+        f"{name} {tuple(value.shape)}"
+        for name, value in tensors.items()
+        if name != "lengths" and value.shape[:1] != (N,)
+    ]
+    if lengths_R.shape[0] % num_heads or bool((lengths_R < 0).any()):
+        wrong.append(f"{lengths_R.shape[0]} rows")
+    if wrong:
+        raise ValueError(
+            f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
+            "the file was cut, or is another model's; save it again, with tensors_of()."
+        )
+    keys_ND, values_ND, positions_N = (tensors[name] for name in ("keys", "values", "positions"))
+    return RaggedStore(keys_ND, values_ND, positions_N, lengths_R, num_heads, slack, within(tensors, BESIDE))
+
+
 def within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """What is named with this prefix, without it."""
+    """The tensors with this prefix, named without it."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
