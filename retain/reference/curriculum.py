@@ -19,24 +19,15 @@ from retain.reference.documents import (
     Target,
     Writer,
     random_content,
+    take,
     taken_words,
 )
 from retain.reference.tokenizer import BOS_ID, PAD_ID
 
-WEIGHTS = {
-    "get": 1.0,
-    "who": 1.0,
-    "all": 2.0,
-    "trace": 1.0,
-    "list": 1.0,
-    "quote": 1.0,
-    "common": 5.0,
-    "use": 1.0,
-    "key": 0.5,
-    "copy": 0.5,
-    "eos": 0.1,
-    "text": 0.3,
-}
+# Weight in the loss of each kind of target.
+WEIGHTS = {"get": 1.0, "who": 1.0, "all": 2.0, "trace": 1.0, "list": 1.0, "quote": 1.0} | {
+    "common": 5.0, "use": 1.0, "key": 0.5, "copy": 0.5, "eos": 0.1, "text": 0.3
+}  # fmt: skip
 KINDS = tuple(WEIGHTS)
 MAX_ACCEPT = 5
 QUOTE_TOKENS = 6
@@ -87,8 +78,8 @@ def _assemble(
     text_share: float,
     quotes: int = 0,
 ) -> Example:
-    """Make the context of the room that the questions leave, then the questions, without those on the filler
-    if it has no suitable word."""
+    """Write the context in the room that the questions leave, then the questions; none on the filler if it
+    has no suitable word."""
     segments = [question.segment() for question in asked]
     context_tokens = length - sum(len(segment.ids) for segment in segments) - quotes * QUOTE_TOKENS
     taken = taken_words(content)
@@ -115,9 +106,9 @@ def _assemble(
 
 
 def _cost(groups: list[list[Segment]], asked: Sequence[Question]) -> int:
-    return sum(len(s.ids) for group in groups for s in group) + sum(
-        len(q.ids) + len(q.gold_ids) for q in asked
-    )
+    """Tokens of statements and questions."""
+    segments = [segment for group in groups for segment in group]
+    return sum(len(segment.ids) for segment in (*segments, *(question.segment() for question in asked)))
 
 
 def text_document(
@@ -154,9 +145,10 @@ def text_document(
         spare = max(24, int(0.15 * length)) if topics else 1
         while asked and _cost(groups, asked) + spare >= length:
             asked.pop()
-        if asked and _cost(groups, asked) + spare < length:
+        free = length - _cost(groups, asked) - spare
+        if asked and free > 0:
             # A question on the filler costs six tokens and needs filler to ask about.
-            quotes = min(3, (length - _cost(groups, asked) - spare) // 40)
+            quotes = min(3, free // 40)
             return _assemble(writer, groups, content, asked, length, reach, text_share, quotes)
 
 
@@ -166,26 +158,25 @@ def dense_document(writer: Writer, length: int, reach: int = 0) -> Example:
     scale = length / 64
     while True:
         pool = writer.draw(min(420, int(60 * scale)))
-        content = Content([], [], [], [])
+        content = Content()
         u = rng.random()
         if u < 0.55:
             content.facts = [(pool.pop(), pool.pop()) for _ in range(int(rng.integers(3, 5) * scale))]
-        elif u < 0.72:
-            for _ in range(max(1, int(rng.integers(1, 3) * scale / 1.5))):
-                content.multis.append((pool.pop(), tuple(pool.pop() for _ in range(rng.integers(2, 4)))))
-        elif u < 0.9:
-            for _ in range(max(1, int(rng.integers(2, 3) * scale / 1.5))):
-                content.chains.append(tuple(pool.pop() for _ in range(rng.integers(3, 5))))
         else:
-            for _ in range(max(1, int(rng.integers(1, 3) * scale / 1.5))):
-                content.lists.append((pool.pop(), tuple(pool.pop() for _ in range(rng.integers(3, 5)))))
+            count = range(max(1, int(rng.integers(2 if 0.72 <= u < 0.9 else 1, 3) * scale / 1.5)))
+            if u < 0.72:
+                content.multis = [(pool.pop(), take(pool, int(rng.integers(2, 4)))) for _ in count]
+            elif u < 0.9:
+                content.chains = [take(pool, int(rng.integers(3, 5))) for _ in count]
+            else:
+                content.lists = [(pool.pop(), take(pool, int(rng.integers(3, 5)))) for _ in count]
         groups = writer.groups(content, reuses=0)
         asked: list[Question] = []
         budget = length - 2 - _cost(groups, []) - int(rng.integers(0, max(2, int(length * 0.12))))
         misses = 0
         while budget > 0 and misses < 3:
             for question in writer.questions(content, held_out=True):
-                size = len(question.ids) + len(question.gold_ids)
+                size = _cost([], [question])
                 if size <= budget:
                     asked.append(question)
                     budget -= size
@@ -233,14 +224,7 @@ def example(
         return copy_document(writer, length, reach)
     if length <= 128 and rng.random() < 0.35:
         return dense_document(writer, length, reach)
-    return text_document(
-        writer,
-        length,
-        reach,
-        multi_share=multi_share,
-        statement_tokens=statement_tokens,
-        most_facts=most_facts,
-    )
+    return text_document(writer, length, reach, 0.2, multi_share, statement_tokens, most_facts)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ size `small`; all sizes are trained by one loop on the same kinds of documents.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 
@@ -38,6 +40,17 @@ class Phase:
     @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
+
+    def stage_of(self, step: int) -> int:
+        """Index of the stage that a step belongs to.
+
+        Raises:
+            ValueError: The phase is shorter.
+        """
+        ends = [*accumulate(stage.steps for stage in self.stages)]
+        if step >= ends[-1]:
+            raise ValueError(f"step {step} is behind the phase's {ends[-1]}: ask for one below that")
+        return bisect_right(ends, step)
 
 
 GROWTH = Phase((Stage(64, 500), Stage(128, 700), Stage(256, 700), Stage(512, 700), Stage(1024, 2800)))
@@ -143,10 +156,7 @@ LARGE = Size(
         phases=(
             Phase(
                 (
-                    Stage(64, 500),
-                    Stage(128, 700),
-                    Stage(256, 700),
-                    Stage(512, 700),
+                    *GROWTH.stages[:4],
                     Stage(1024, 1500),
                     Stage(2048, 1500),
                     Stage(4096, 2000),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retain.process.command import status_of
+from retain.process.command import command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -64,6 +64,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> PreTraine
     )
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line: train the tokenizer again, over the one that ships."""
     from retain.reference.library import sources
@@ -76,4 +77,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -137,11 +137,9 @@ class Curve:
     """Collects results of training steps and writes a row every `every` steps."""
 
     def __init__(self, every: int, path: Path | None) -> None:
-        self.every = every
-        self.path = path
+        self.every, self.path = every, path
         self.rows: list[dict[str, float]] = []
-        self.started = time.time()
-        self.tokens = 0
+        self.started, self.tokens = time.time(), 0
         self._clear()
 
     def go_on_after(self, step: int) -> None:
@@ -172,9 +170,7 @@ class Curve:
         """Add one step, counted over all phases; True if that made a row."""
         self.loss += loss
         self.tokens += batch.ids_BT.size
-        for row, values in zip(
-            self.sums, (np.ones(len(batch.kinds)), right.numpy(), losses.numpy()), strict=True
-        ):
+        for row, values in zip(self.sums, (1, right.numpy(), losses.numpy()), strict=True):
             np.add.at(row, batch.kinds, values)
         if step % self.every:
             return False
@@ -222,9 +218,9 @@ def train_phase(
     """
     phase = recipe.phases[phase_idx]
     before = sum(earlier.steps for earlier in recipe.phases[:phase_idx])
-    steppers = optimisers(model, recipe)
-    base = [stepper.param_groups[0]["lr"] for stepper in steppers]
-    start = unfinished.restore(phase_idx, model, steppers) if unfinished is not None else 0
+    both = optimisers(model, recipe)
+    base = [own.param_groups[0]["lr"] for own in both]
+    start = unfinished.restore(phase_idx, model, both) if unfinished is not None else 0
     kind_weights = torch.tensor(list(WEIGHTS.values()))
     steps = min(phase.steps, stop_after or phase.steps)
     bar = tqdm(
@@ -236,21 +232,21 @@ def train_phase(
     for step, (length, batch) in enumerate(bar, start):
         if step >= steps:
             break
-        for stepper, lr in zip(steppers, base, strict=True):
-            stepper.param_groups[0]["lr"] = lr * rate(phase, recipe.warmup, step)
+        for own, lr in zip(both, base, strict=True):
+            own.param_groups[0]["lr"] = lr * rate(phase, recipe.warmup, step)
         model.zero_grad(set_to_none=True)
         loss, losses, right = step_loss(model, batch, kind_weights, room.micro_tokens)
         if not math.isfinite(loss):
             kept = f"; the last good state is in {unfinished.path}" if unfinished is not None else ""
             raise RuntimeError(f"the loss is {loss} at step {before + step + 1}, length {length}{kept}")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
+        for own in both:
+            own.step()
         if curve.add(before + step + 1, length, batch, loss, losses, right):
             row = curve.rows[-1]
             bar.set_postfix({name: row.get(name) for name in ("loss", "get", "all", "common")})
         if unfinished is not None and not (before + step + 1) % recipe.save_every:
-            unfinished.save(phase_idx, step + 1, model, steppers)
+            unfinished.save(phase_idx, step + 1, model, both)
 
 
 @torch.no_grad()
@@ -310,7 +306,7 @@ class Run:
     def unfinished(self) -> Path:
         return self.output.with_suffix(".unfinished") if self.is_file else self.output / "unfinished"
 
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Settings that decide the numbers of a run; runs that differ in them cannot be merged."""
         return {
             "size": self.size.name,
@@ -343,13 +339,13 @@ class Run:
         self.check()
         self.curve.parent.mkdir(parents=True, exist_ok=True)
         curve = Curve(self.size.recipe.log_every, self.curve)
-        unfinished = Checkpoint(self.unfinished, self.told())
+        unfinished = Checkpoint(self.unfinished, self.settings())
         if unfinished.found:
             before = sum(phase.steps for phase in self.size.recipe.phases[: unfinished.phase_idx])
             curve.go_on_after(before + unfinished.step)
             print(f"goes on at step {before + unfinished.step} of {self.size.recipe.steps}")
         else:
-            self.curve.write_text(json.dumps(self.told()) + "\n")
+            self.curve.write_text(json.dumps(self.settings()) + "\n")
         model = build(self.seed, planted=self.planted, **self.size.model).to(device)
         train(model, self.size.recipe, self.seed, curve, unfinished=unfinished, room=room)
         model = model.cpu().eval()
@@ -363,26 +359,29 @@ class Run:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
     about = "; ".join(f"{size.name}: {size.about}" for size in SIZES.values())
-    own.add_argument("--size", default=SMALL.name, help=f"{about} (default small)")
-    own.add_argument("--seed", type=int, default=0, help="of initialisation and documents")
-    own.add_argument(
+    add("--size", default=SMALL.name, help=f"{about} (default small)")
+    add("--seed", type=int, default=0, help="of initialisation and documents")
+    add(
         "--output",
         type=Path,
         help="folder of the model, or of size small a .safetensors file; default: inside the package, of "
         "another size runs/reference-SIZE-seedN",
     )
-    own.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, or auto (default cpu)")
-    own.add_argument("--threads", type=int, default=1, help="of the CPU (default 1: the shipped models')")
-    own.add_argument("--loaders", type=int, default=0, help="processes that write documents (not of small)")
-    own.add_argument(
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, or auto (default cpu)")
+    add("--threads", type=int, default=1, help="of the CPU (default 1: the shipped models')")
+    add("--loaders", type=int, default=0, help="processes that write documents (not of small)")
+    add(
         "--micro-tokens", type=int, help="most tokens read together; less memory, the same step (default all)"
     )
-    own.add_argument("--checkpointing", action="store_true", help="compute activations twice to hold fewer")
-    own.add_argument("--no-planting", action="store_true", help="without the planted induction heads")
-    own.add_argument("--plan", action="store_true", help="print what it would take, and train nothing")
-    return own
+    add("--checkpointing", action="store_true", help="compute activations twice to hold fewer")
+    add("--no-planting", action="store_true", help="without the planted induction heads")
+    add("--plan", action="store_true", help="print what it would take, and train nothing")
+    return options
 
 
 @command
