@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation, allocate_joint, make_bids
-from retain.budget.cascade import Cascade
 from retain.budget.priority_sampling import Draw, draw_keys
 from retain.budget.statement import Budget
-from retain.policy import candidates_of, decide_layers, score_entries
+from retain.policy import decide_layers, score_entries
 from retain.presets import Policy, load_policy
 from retain.scores import SCORES, Score, masked_score
 from retain.two_stage import FirstStage
@@ -31,6 +30,7 @@ from tests.evictions import (
     stock_of,
 )
 from tests.naive import random_evidence
+from tests.test_cascade import run_cascade
 
 DRAWN = [name for name in VARIANTS if VARIANTS[name].draw is not None]
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}, "protection": FIXED}
@@ -272,20 +272,14 @@ def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ties, ratio, share):
     scores, budget = made_scores(layers, seed, ties=ties), Budget(keep_ratio=ratio)
     once = _sets(policy, layers, budget, scores)
     plan = plan_for(policy, layers, budget, None)
-    cascade, keeps = Cascade(plan.shares), []
-    for seen, score in enumerate(scores, start=1):
-        keep_BHT, lower = cascade.add(candidates_of(plan, score))
-        for own, keep_N in zip(keeps, lower, strict=True):
-            if keep_N is not None:
-                own[own.clone()] = keep_N
-        keeps.append(keep_BHT.clone())
-        held_B = torch.stack(keeps).sum((0, 2, 3))
-        if policy.scope == "model":
-            exists_B = layers[0].valid_BT.sum(-1) * 2 * seen
-            assert torch.equal(held_B, torch.minimum(torch.tensor(plan.shares.totals.total_B), exists_B))
+    keeps, held = run_cascade(plan, scores)
+    totals, lengths = plan.shares.totals.total_B, layers[0].valid_BT.sum(-1).tolist()
+    if policy.scope == "model":
+        for seen, held_B in enumerate(held, start=1):
+            assert held_B == [min(total, 2 * seen * own) for total, own in zip(totals, lengths, strict=True)]
     assert torch.equal(torch.stack(keeps), once)
     check_competition(policy, layers, scores, budget, list(once))
-    assert once.sum((0, 2, 3)).tolist() == plan.shares.totals.total_B
+    assert once.sum((0, 2, 3)).tolist() == totals
 
 
 def test_scores_that_their_mean_makes_equal_are_ordered_as_they_bid():

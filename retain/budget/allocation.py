@@ -6,7 +6,7 @@ shares of the others only shrink, so that a cascade can evict early and still en
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -96,28 +96,29 @@ class Bids:
         """Select some of the bids."""
         # Counted once, for all of their fields: a mask is waited for each time that it indexes.
         at_N = which_N.nonzero()[:, 0]
-        draw_N = None if self.draw_N is None else self.draw_N[at_N]
-        return Bids(self.guaranteed_BH, self.value_N[at_N], self.place_N[at_N], self.row_N[at_N], draw_N)
+        return self._changed(self.guaranteed_BH, lambda field_N: field_N[at_N])
 
     def to(self, device: torch.device) -> "Bids":
         """Move the bids to another device; `free_BHT` is dropped, since it marks entries on the old one."""
-        draw_N = None if self.draw_N is None else self.draw_N.to(device)
-        value_N, place_N = self.value_N.to(device), self.place_N.to(device)
-        return Bids(self.guaranteed_BH.to(device), value_N, place_N, self.row_N.to(device), draw_N)
+        return self._changed(self.guaranteed_BH.to(device), lambda field_N: field_N.to(device))
+
+    def _changed(self, guaranteed_BH: Tensor, change: Callable[[Tensor], Tensor]) -> "Bids":
+        draw_N = None if self.draw_N is None else change(self.draw_N)
+        return Bids(guaranteed_BH, change(self.value_N), change(self.place_N), change(self.row_N), draw_N)
 
 
 class Won(NamedTuple):
-    """Part of a shared budget that one layer's heads won.
+    """Budgets of one layer's heads.
 
     Attributes:
         budget_BH: entries of each head, guaranteed ones included.
-        bids: those that won.
-        won_N: which of the bids that were made these are.
+        bids: those that won, and may still win when more layers come; None where heads do not bid.
+        won_N: which of the bids that were made these are; None where heads do not bid.
     """
 
     budget_BH: Int64[Tensor, "B H"]
-    bids: Bids
-    won_N: Bool[Tensor, " N"]
+    bids: Bids | None = None
+    won_N: Bool[Tensor, " N"] | None = None
 
 
 def make_bids(
@@ -257,22 +258,28 @@ def allocate_joint(
     scored_N = _first_of_each(value_N, later_N, sequence_N, free_B - drawn_B)
     chosen_N = scored_N
     if drawn_share is not None:
-        keys_N = torch.cat([_keys(bids) for bids in there]).masked_fill(scored_N, float("-inf"))
+        keys = [bids.draw_N for bids in there if bids.draw_N is not None]
+        keys_N = torch.cat(keys).masked_fill(scored_N, float("-inf"))
         # Those that went by score stand last; where there is too little left to draw, all of it is drawn.
         chosen_N = scored_N | (_first_of_each(keys_N, later_N, sequence_N, drawn_B) & ~scored_N)
-    answer, start = [], 0
-    for bids, own in zip(layers, there, strict=True):
-        here = slice(start, start + len(own.value_N))
-        start += len(own.value_N)
-        home = bids.value_N.device
-        won_N = chosen_N[here].to(home)
-        answer.append(Won(_with_won(own, chosen_N[here]).to(home), bids.select(won_N), won_N))
-    return answer
+    chosen = chosen_N.split([len(bids.value_N) for bids in there])
+    return [_won(own, bids, own_N) for own, bids, own_N in zip(layers, there, chosen, strict=True)]
 
 
-def _keys(bids: Bids) -> Tensor:
-    assert bids.draw_N is not None, "where a share is drawn, bids have keys"
-    return bids.draw_N
+def _won(bids: Bids, there: Bids, won_N: Bool[Tensor, " N"]) -> Won:
+    """Winning bids of a layer, and the budgets that they come to.
+
+    Args:
+        bids: of the layer, on its own device.
+        there: the same on the device of the first layer.
+        won_N: those that won, there.
+    """
+    extra_R = torch.zeros_like(there.guaranteed_BH).flatten()
+    extra_R.scatter_add_(0, there.row_N.long(), won_N.long())
+    budget_BH = there.guaranteed_BH + extra_R.view_as(there.guaranteed_BH)
+    home = bids.value_N.device
+    won_N = won_N.to(home)
+    return Won(budget_BH.to(home), bids.select(won_N), won_N)
 
 
 def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B: Tensor) -> Tensor:
@@ -285,13 +292,6 @@ def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B
     sorted_N = sequence_N[order_N]
     place_N = torch.arange(len(order_N), device=value_N.device) - (held_B.cumsum(0) - held_B)[sorted_N]
     return torch.zeros_like(order_N, dtype=torch.bool).scatter_(0, order_N, place_N < count_B[sorted_N])
-
-
-def _with_won(bids: Bids, won_N: Bool[Tensor, " N"]) -> Int64[Tensor, "B H"]:
-    """Guaranteed plus won entries of each head."""
-    extra_R = torch.zeros_like(bids.guaranteed_BH).flatten()
-    extra_R.scatter_add_(0, bids.row_N.long(), won_N.long())
-    return bids.guaranteed_BH + extra_R.view(bids.guaranteed_BH.shape)
 
 
 def mix_convex(
@@ -397,9 +397,7 @@ def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int)
         window: w, the protected entries.
     """
     total, most = int((mean - window) * len(weights)), length - window
-    scale = sum(weights)
-    parts = [weight / scale for weight in weights] if scale else [Fraction(1, len(weights))] * len(weights)
-    shares = [math.floor(total * part) for part in parts]
+    shares = _rounded_down(total, weights)
     surplus = sum(max(0, share - most) for share in shares)
     shares = [min(share, most) for share in shares]
     for left in (surplus, None):
@@ -409,6 +407,14 @@ def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int)
         for order, idx in enumerate(open_to):
             shares[idx] += each + (order < more)
     return [min(share, most) for share in shares]
+
+
+def _rounded_down(total: int, weights: Sequence[Fraction]) -> list[int]:
+    """Shares by weight, each rounded down; equal ones where all weights are zero."""
+    scale = sum(weights)
+    return [
+        math.floor(total * (weight / scale if scale else Fraction(1, len(weights)))) for weight in weights
+    ]
 
 
 def spread_evenly(
@@ -426,12 +432,8 @@ def spread_evenly(
     Returns:
         whole entries that sum to the total.
     """
-    scale = sum(weights)
-    parts = [weight / scale for weight in weights] if scale else [Fraction(1, len(weights))] * len(weights)
-    shares = [
-        min(max(math.floor(total * part), low), high)
-        for part, low, high in zip(parts, least, most, strict=True)
-    ]
+    bounds = zip(_rounded_down(total, weights), least, most, strict=True)
+    shares = [min(max(share, low), high) for share, low, high in bounds]
     while left := total - sum(shares):
         sign = 1 if left > 0 else -1
         bound = most if sign > 0 else least

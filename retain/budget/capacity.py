@@ -15,16 +15,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from retain.budget.cascade import Candidates, Shares, Split, keep_sets
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.budget.statement import Totals
+from retain.budget.statement import Totals, select_rows
 from retain.registry import lookup
 
 ACTIONS: dict[str, str] = {
@@ -44,12 +44,12 @@ class CapacityError(ValueError):
     """An eviction would have exceeded the limit of risk; nothing was evicted.
 
     Args:
-        told: the message.
-        capacity: what the eviction would have been.
+        message: of the error.
+        capacity: of the eviction, had it happened.
     """
 
-    def __init__(self, told: str, capacity: "Capacity"):
-        super().__init__(told)
+    def __init__(self, message: str, capacity: "Capacity"):
+        super().__init__(message)
         self.capacity = capacity
 
 
@@ -138,15 +138,7 @@ class Capacity:
 
     def select_batch(self, rows: Sequence[int]) -> "Capacity":
         """Select some of the sequences."""
-        return replace(
-            self,
-            price_B=tuple(self.price_B[row] for row in rows),
-            lost_B=tuple(self.lost_B[row] for row in rows),
-            need_B=tuple(self.need_B[row] for row in rows),
-            kept_B=tuple(self.kept_B[row] for row in rows),
-            entries_B=tuple(self.entries_B[row] for row in rows),
-            seen_B=None if self.seen_B is None else tuple(self.seen_B[row] for row in rows),
-        )
+        return select_rows(self, rows)
 
     def placed(
         self, rows: Sequence[int], entries_B: Sequence[int], seen_B: Sequence[int] | None = None
@@ -158,21 +150,24 @@ class Capacity:
             entries_B: that each sequence of the batch had.
             seen_B: what a keep_ratio is a ratio of, for each sequence of the batch; None: what it had.
         """
-        own = {row: place for place, row in enumerate(rows)}
-
-        def spread(values: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[own[row]] if row in own else other for row, other in enumerate(others))
-
-        nothing = [0.0] * len(entries_B)
-        return replace(
-            self,
-            price_B=spread(self.price_B, nothing),
-            lost_B=spread(self.lost_B, nothing),
-            need_B=spread(self.need_B, [0] * len(entries_B)),
-            kept_B=spread(self.kept_B, entries_B),
-            entries_B=spread(self.entries_B, entries_B),
-            seen_B=None if self.seen_B is None else spread(self.seen_B, seen_B or entries_B),
-        )
+        place_of = {row: place for place, row in enumerate(rows)}
+        others: dict[str, Sequence[float]] = {
+            "price_B": [0.0] * len(entries_B),
+            "lost_B": [0.0] * len(entries_B),
+            "need_B": [0] * len(entries_B),
+            "kept_B": entries_B,
+            "entries_B": entries_B,
+        }
+        if self.seen_B is not None:
+            others["seen_B"] = seen_B or entries_B
+        whole: dict[str, Any] = {
+            name: tuple(
+                getattr(self, name)[place_of[row]] if row in place_of else other
+                for row, other in enumerate(others_B)
+            )
+            for name, others_B in others.items()
+        }
+        return replace(self, **whole)
 
     def __str__(self) -> str:
         row, short = self.worst, sum(self.short_B)
@@ -189,11 +184,11 @@ class Capacity:
         needs = f"{needs.capitalize()} would do" if most == row else f"Sequence {most} needs {needs}"
         return (
             f"more goes than can be afforded: {which} {kept}; {price} ({lost}). {needs} (keep_ratio {about} "
-            f"{ceiled(self.ratio_B[most]):.3g})"
+            f"{rounded_up(self.ratio_B[most]):.3g})"
         )
 
 
-def ceiled(ratio: float) -> float:
+def rounded_up(ratio: float) -> float:
     """Round a ratio up to thousandths; at most 1."""
     return min(1.0, math.ceil(ratio * 1000 - 1e-9) / 1000)
 
@@ -283,13 +278,11 @@ class CapacityMeter:
         kept_B, entries_B = counts.sum(0).tolist()
         lost_B, total_B = risks.sum(0)
         # Layers may have unlike numbers of heads.
-        needs = torch.cat([need.to(self._needs[0].device) for need in self._needs], -1).tolist()
-        splits = [0]
-        for own in self._needs:
-            splits.append(splits[-1] + own.shape[-1])
+        needs = torch.cat([need.to(self._needs[0].device) for need in self._needs], -1)
+        parts_L = [part.tolist() for part in needs.cpu().split([own.shape[-1] for own in self._needs], -1)]
         enough, need_B = True, []
         for row, entries in enumerate(entries_B):
-            sure, above = ([part[row][i:j] for i, j in pairwise(splits)] for part in needs)
+            sure, above = ([part[kind][row] for part in parts_L] for kind in (0, 1))
             need, enough = needed(sure, above, self.split)
             need_B.append(min(need, entries))
         tiny = torch.finfo(torch.float64).tiny
@@ -359,10 +352,10 @@ def capacity_of(
         keeps: keep masks of the layers, `[B, H, T]`, each over its own columns.
         limit: the largest risk that can be afforded.
     """
-    gauge = CapacityMeter(limit, shares.split)
+    meter = CapacityMeter(limit, shares.split)
     for layer, keep_BHT in zip(candidates, keeps, strict=True):
-        gauge.add(layer, keep_BHT)
-    return replace(gauge.read(), seen_B=seen_of(shares.totals))
+        meter.add(layer, keep_BHT)
+    return replace(meter.read(), seen_B=seen_of(shares.totals))
 
 
 def seen_of(totals: Totals) -> tuple[int, ...]:
@@ -373,13 +366,13 @@ def seen_of(totals: Totals) -> tuple[int, ...]:
 def enlarged(shares: Shares, totals_B: Sequence[int]) -> Shares:
     """Replace the totals (entries of each sequence, over all layers). Protected entries, and the budget that
     fractions refer to, stay."""
-    totals, equal_BL = shares.totals, []
-    for length, total in zip(totals.lengths_B, totals_B, strict=True):
-        weights = [Fraction(heads) for heads in totals.heads_L]
-        equal_BL.append(
-            tuple(largest_remainder(total, weights, [length * heads for heads in totals.heads_L]))
-        )
-    return replace(shares, totals=replace(totals, equal_BL=tuple(equal_BL)))
+    totals = shares.totals
+    weights = [Fraction(heads) for heads in totals.heads_L]
+    equal_BL = tuple(
+        tuple(largest_remainder(total, weights, [length * heads for heads in totals.heads_L]))
+        for length, total in zip(totals.lengths_B, totals_B, strict=True)
+    )
+    return replace(shares, totals=replace(totals, equal_BL=equal_BL))
 
 
 def enlarge_to_limit(
@@ -402,8 +395,8 @@ def enlarge_to_limit(
     if shares.threshold is not None:
         raise ValueError("a threshold states no budget that could be enlarged: state keep_ratio.")
 
-    def tried(totals_B: Sequence[int]) -> tuple[Shares, list[Tensor], Capacity]:
-        own = enlarged(shares, totals_B)
+    def tried(totals_B: np.ndarray) -> tuple[Shares, list[Tensor], Capacity]:
+        own = enlarged(shares, totals_B.tolist())
         keeps = keep_sets(own, candidates)
         return own, keeps, capacity_of(own, candidates, keeps, limit)
 
@@ -412,28 +405,19 @@ def enlarge_to_limit(
     if not any(stated.short_B):
         return shares, keeps, stated
     totals = shares.totals
-    all_B = [length * sum(totals.heads_L) for length in totals.lengths_B]
-    low_B = list(totals.stated_B)
+    all_B, low_B = np.array(seen_of(totals)), np.array(totals.stated_B)
     # The counted need is mostly enough, and never too much if one budget is shared by all.
-    high_B = [
-        max(low, min(need, most)) if short else low
-        for low, need, most, short in zip(low_B, stated.need_B, all_B, stated.short_B, strict=True)
-    ]
+    need_B = np.maximum(low_B, np.minimum(stated.need_B, all_B))
+    high_B = np.where(stated.short_B, need_B, low_B)
     best = tried(high_B)
     if any(best[2].short_B) or not stated.enough:
         # Of these, high is enough and low is not.
-        short_B = best[2].short_B
-        low_B = [high if short else low for low, high, short in zip(low_B, high_B, short_B, strict=True)]
-        high_B = [most if short else high for high, most, short in zip(high_B, all_B, short_B, strict=True)]
-        while any(
-            high - low > max(1, most // FINEST) for low, high, most in zip(low_B, high_B, all_B, strict=True)
-        ):
-            middle_B = [(low + high) // 2 for low, high in zip(low_B, high_B, strict=True)]
-            short_B = tried(middle_B)[2].short_B
-            low_B = [mid if short else low for low, mid, short in zip(low_B, middle_B, short_B, strict=True)]
-            high_B = [
-                high if short else mid for high, mid, short in zip(high_B, middle_B, short_B, strict=True)
-            ]
+        short_B = np.array(best[2].short_B)
+        low_B, high_B = np.where(short_B, high_B, low_B), np.where(short_B, all_B, high_B)
+        while (high_B - low_B > np.maximum(1, all_B // FINEST)).any():
+            middle_B = (low_B + high_B) // 2
+            short_B = np.array(tried(middle_B)[2].short_B)
+            low_B, high_B = np.where(short_B, middle_B, low_B), np.where(short_B, high_B, middle_B)
         best = tried(high_B)
     return best[0], best[1], replace(best[2], raised=True)
 

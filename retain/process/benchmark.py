@@ -1,7 +1,6 @@
 """A benchmark as a command: settings are options, what was measured becomes a record and a printed table.
 
-One function writes what tells a reader whether to believe a time: date, machine, load before and after,
-versions, commit, command. No benchmark can leave it out.
+Every record holds what a time is judged by: date, machine, load before and after, versions, commit, command.
 """
 
 import argparse
@@ -125,8 +124,8 @@ class Benchmark:
             RuntimeError: that process failed or took too long.
         """
         asked = json.dumps([asdict(one) for one in settings])
-        said = in_a_process(self.module, ["--what", self.what, "--watch", asked])
-        return [json.loads(line) for line in said[-len(settings) :]]
+        lines = in_a_process(self.module, ["--what", self.what, "--watch", asked])
+        return [json.loads(line) for line in lines[-len(settings) :]]
 
     def parser(self) -> argparse.ArgumentParser:
         """The options: one for each setting; those that are not typed are absent from what is parsed."""
@@ -140,15 +139,15 @@ class Benchmark:
                 how = {"action": argparse.BooleanOptionalAction}
             elif isinstance(default, tuple):
                 how, default = {"type": str, "nargs": "+"}, " ".join(default)
-            said = f"{hints[own.name].__metadata__[0]}; default {default if default != '' else 'empty'}"
+            help_text = f"{hints[own.name].__metadata__[0]}; default {default if default != '' else 'empty'}"
             flag = f"--{own.name.replace('_', '-')}"
-            parser.add_argument(flag, default=argparse.SUPPRESS, help=said.replace("%", "%%"), **how)
+            parser.add_argument(flag, default=argparse.SUPPRESS, help=help_text.replace("%", "%%"), **how)
         if self.shapes:
             parser.add_argument("--shape", default=next(iter(self.shapes)), help=", ".join(self.shapes))
         parser.add_argument("--watch", type=json.loads, help=argparse.SUPPRESS)
         output = RESULTS / f"{self.name or self.what}.json"
-        said = f"default {output}; the table lies beside it"
-        parser.add_argument("--output", type=Path, default=output, help=said)
+        about_output = f"default {output}; the table lies beside it"
+        parser.add_argument("--output", type=Path, default=output, help=about_output)
         return parser
 
     def run(self, arguments: Sequence[str], command: str) -> None:
@@ -187,12 +186,12 @@ def main(
     # The help is that of the benchmark, if one is named.
     named = default is not None or any(word.startswith("--what") for word in typed)
     parser = argparse.ArgumentParser(f"python -m {module}", add_help=not named, allow_abbrev=False)
-    known = ", ".join(one.what for one in benchmarks)
-    said = f"what is measured: {known}; each has options of its own"
-    parser.add_argument("--what", default=default, required=default is None, help=said)
+    known = {one.what: one for one in benchmarks}
+    about = f"benchmark: {', '.join(known)}; each has options of its own"
+    parser.add_argument("--what", default=default, required=default is None, help=about)
     what, rest = parser.parse_known_args(typed)
     try:
-        benchmark = lookup(what.what, {one.what: one for one in benchmarks}, what="benchmark")
+        benchmark = lookup(what.what, known, what="benchmark")
         benchmark.run(rest, shlex.join(["python", "-m", module, *typed]))
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
