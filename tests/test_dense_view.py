@@ -116,11 +116,10 @@ def test_there_and_back(seed, B, H, seen):
     # From the columns back to the entries, in the order of the store.
     assert torch.equal(columns.per_entry(kept_BHTD), store.put(keys_BHTD, held_BHT)[store.index_N])
     keep_BHT = torch.rand(held.shape) < 0.5
-    keep_N = columns.select(keep_BHT)
+    keep_N = columns.where().select(keep_BHT)
     assert keep_N.sum() == (keep_BHT & held).sum()
     where = columns.where()
     assert where.rows_N.dtype == where.column_N.dtype == torch.int32
-    assert torch.equal(where.select(keep_BHT), keep_N)
     assert torch.equal(where.select(keep_BHT & held), keep_N)  # it asks about nothing else
     assert torch.equal(columns.per_entry(columns.index_BHT), store.index_N)
     kept = set(columns.index_BHT[keep_BHT & held].tolist())
@@ -189,7 +188,7 @@ def test_a_store_of_nothing_has_the_columns_of_its_queries():
     assert columns.valid_BT.tolist() == columns.queried_BT.tolist() == [[True, True], [False, True]]
     assert not columns.held_BHT.any()
     assert columns.gather(torch.zeros(0, 3)).shape == (2, 2, 2, 3)
-    assert columns.select(nothing[..., :2]).shape == (0,)
+    assert columns.where().select(nothing[..., :2]).shape == (0,)
     assert store.columns(positions_BT, valid_BT, 3).held_BHT.shape == (2, 2, 0)
 
 

@@ -1,9 +1,8 @@
 """Measures whether a budget was too small: the largest predicted risk that was evicted, against a limit.
 
-`Capacity` reports the *price* of an eviction (the largest risk that went), and the number of entries a budget
-needs so that nothing above the limit goes. With one budget for the whole model and no draw, `price > limit`
-and `need > kept` agree, so that one number warns and also tells which budget would do; it does not grow with
-the context as sums do. With a drawn share, `need` is enough for any draw.
+`Capacity` reports the *price* of an eviction (the largest risk that went), and the entries a budget needs so
+that nothing above the limit goes. With one budget for the whole model and no draw, `price > limit` and
+`need > kept` agree; with a drawn share, `need` is enough for any draw.
 
 Contexts full of facts (retrieval among many keys) are beyond every method at small budgets: KVzip (arXiv
 2505.23416) and KVzap (arXiv 2601.07891) lose there silently. Calibrated risk is comparable between heads and
@@ -59,8 +58,7 @@ class Guard:
 
     Args:
         action: a name in `ACTIONS`.
-        limit: the largest risk that may be evicted, in the unit of the policy's score (risk); None: the one
-            that the gates were stored with.
+        limit: the largest risk that may be evicted; None: the one that the gates were stored with.
     """
 
     action: str = "warn"
@@ -91,10 +89,8 @@ class Capacity:
         need_B: entries that a budget must hold, as it is shared out, so that nothing above the limit goes.
         kept_B: entries that were kept.
         entries_B: entries that there were.
-        seen_B: what a keep_ratio is a ratio of, over all layers and heads: entries of all tokens seen, or
-            announced, of which earlier evictions may have taken some; None: those that there were.
-        enough: whether so many would do, with what is protected now; False: it takes at least that many,
-            where layers or heads get shares of a budget that no count can say.
+        seen_B: entries of all tokens seen, or announced, of which a keep_ratio is a ratio; None: `entries_B`.
+        enough: whether `need_B` would do; False: it takes at least that many.
         raised: whether the budget was enlarged to meet the limit.
     """
 
@@ -131,8 +127,7 @@ class Capacity:
 
     @property
     def fullest(self) -> int:
-        """The short sequence that needs the largest keep_ratio, which is enough for all; without a short one,
-        the worst."""
+        """The short sequence that needs the largest keep_ratio; without a short one, the worst."""
         short = [row for row, is_short in enumerate(self.short_B) if is_short]
         return max(short, key=lambda row: self.ratio_B[row]) if short else self.worst
 
@@ -143,12 +138,12 @@ class Capacity:
     def placed(
         self, rows: Sequence[int], entries_B: Sequence[int], seen_B: Sequence[int] | None = None
     ) -> "Capacity":
-        """Extend to a whole batch in which only these rows were decided; the others lost nothing.
+        """Extend to a whole batch in which only `rows` were decided; the others lost nothing.
 
         Args:
-            rows: of the batch, one a sequence here.
+            rows: place in the batch of each sequence here.
             entries_B: that each sequence of the batch had.
-            seen_B: what a keep_ratio is a ratio of, for each sequence of the batch; None: what it had.
+            seen_B: of each sequence of the batch, as in this class; None: `entries_B`.
         """
         place_of = {row: place for place, row in enumerate(rows)}
         others: dict[str, Sequence[float]] = {
@@ -222,8 +217,7 @@ class CapacityMeter:
         Args:
             layer: its entries, scored in risk.
             keep_BHT: kept.
-            lower: of each lower layer, which of the entries that it holds it still keeps, row after row in
-                order of time; None for all (`retain.budget.cascade.Cascade.add`).
+            lower: masks of lower layers as from `retain.budget.cascade.Cascade.add`.
         """
         score_BHT = layer.score_BHT
         exists_BHT = score_BHT > float("-inf")
@@ -247,11 +241,8 @@ class CapacityMeter:
         return len(self._needs)
 
     def _needed(self, layer: Candidates, exists_BHT: Bool[Tensor, "B H T"]) -> Int64[Tensor, "2 B H"]:
-        """Entries that each head must keep so that nothing above the limit goes: guaranteed ones, and others.
-
-        Where heads compete it is what they are guaranteed and what bids above the limit, which is more than
-        what lies above it where a policy lifts entries to their head's mean (`floor`).
-        """
+        """Entries that each head must keep so that nothing above the limit goes: guaranteed ones, and others
+        (where heads compete, bids above the limit, which a `floor` may have lifted there)."""
         own = self.split.allocation
         if layer.bids is None or own.normalise is not None or own.compete_by != "score":
             above_BHT = exists_BHT & ~layer.kept_BHT & (layer.score_BHT > self.limit)
@@ -308,13 +299,11 @@ def needed(
     """Entries that a budget for all layers must hold so that every head gets what it needs, and whether that
     number is enough.
 
-    With `n_lh = sure_lh + above_lh` what head h of layer l needs and `H_l` its heads: `sum n_lh` where all
-    heads share (`model`), `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do,
-    `max n_lh * sum H_l` where none does. Where layers or heads get stated shares, or layers compete as
-    layers, it is at least `sum n_lh`; and where not all goes by score (a first stage takes places by other
-    numbers), at least what it would be without. Of a budget of the model of which a share s is drawn, so many
-    are enough whatever is drawn: `sum sure_lh + f`, with f the least for which
-    `f - floor(s f) >= sum above_lh`.
+    With `n_lh = sure_lh + above_lh` and `H_l` heads: `sum n_lh` where all heads share (`model`),
+    `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do, `max n_lh * sum H_l` where none does.
+    Where layers or heads get stated shares, or layers compete as layers, it is at least `sum n_lh`; where not
+    all goes by score (a first stage), at least what it would be without. With a share s of the model's budget
+    drawn: `sum sure_lh + f`, f the least with `f - floor(s f) >= sum above_lh`, enough for any draw.
 
     Args:
         sure_LH: entries that each head keeps in any case; at least one a head is counted.
@@ -344,14 +333,7 @@ def needed(
 def capacity_of(
     shares: Shares, candidates: Sequence[Candidates], keeps: Sequence[Tensor], limit: float
 ) -> Capacity:
-    """Measure the capacity of a decision about all layers.
-
-    Args:
-        shares: totals and shares.
-        candidates: all layers' entries, scored in risk.
-        keeps: keep masks of the layers, `[B, H, T]`, each over its own columns.
-        limit: the largest risk that can be afforded.
-    """
+    """Measure the capacity of a decision about all layers: their entries, scored in risk, and keep masks."""
     meter = CapacityMeter(limit, shares.split)
     for layer, keep_BHT in zip(candidates, keeps, strict=True):
         meter.add(layer, keep_BHT)
@@ -380,9 +362,8 @@ def enlarge_to_limit(
 ) -> tuple[Shares, list[Tensor], Capacity]:
     """Find the least budget, at least the stated one, at which nothing above the limit is evicted.
 
-    Each sequence gets its own: what the counts say (`needed`), where that is enough (and where a share is
-    drawn, enough whatever is drawn); else one found by halving, to `1 / FINEST` of what there is. What is
-    protected stays as the stated budget has it.
+    Each sequence gets its own: as counted (`needed`), where that is enough; else one found by halving, to
+    `1 / FINEST` of all entries. Protected entries stay as the stated budget has them.
 
     Args:
         shares: totals and shares.

@@ -5,15 +5,12 @@ contains the final answer, so a `Cascade` that evicts at every step ends with th
 the budget plus one full layer (plus rounding: one entry a layer, one a head with the convex safeguard).
 
 Exact for joint selection (scope `model`: a running threshold) and for shares by weight (LAVa, CAKE), since
-shares only shrink as layers come. Not exact for CAKE's released repair (`spread: even`), which at the end
-spreads a full layer's excess over layers that may have evicted it already.
+shares only shrink as layers come; not for CAKE's released repair (`spread: even`), which at the end spreads
+a full layer's excess over layers that may have evicted it already. A second eviction has all layers at once:
+no cascade runs.
 
-A second eviction has all layers at once: `keep_sets` decides with what heads hold (`Candidates.capacity_BH`),
-and no cascade runs.
-
-For each entry of a cut layer a cascade stores its row and its rank in its head (8 bytes) and its bid if heads
-compete (12 bytes); with a drawn share a flag instead of the rank (5 bytes) and a key with each bid (16): a
-few percent of the keys and values.
+A cascade stores 8 bytes for each entry of a cut layer (row, rank), and 12 more if heads compete; with a drawn
+share 5 and 16: a few percent of the keys and values.
 """
 
 import math
@@ -91,9 +88,9 @@ class Shares:
         split: the policy's.
         totals: entries of each sequence, over all layers.
         protected_B: entries of every head that are protected by their place.
-        threshold: of admission; then the totals are what exists, and no budget decides.
+        threshold: of admission; then the totals are all that exists, and no budget decides.
         seen_B: tokens of each sequence, padding apart, where lengths are announced; None: the lengths.
-        quotas: shares of heads, for an allocation by quotas; None: unknown.
+        quotas: shares of heads, for an allocation by quotas.
     """
 
     split: Split
@@ -105,8 +102,7 @@ class Shares:
 
     @cached_property
     def least_B(self) -> list[int]:
-        """Entries that every head keeps whatever the scores: protected ones, those of a safeguard, and at
-        least one."""
+        """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
         own = self.split.allocation
         least = []
         for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
@@ -120,8 +116,7 @@ class Shares:
 
     @cached_property
     def fixed_LB(self) -> list[list[int]] | None:
-        """Entries of each layer and sequence, if scores do not decide them: the stated share, or all that it
-        still holds."""
+        """Entries of each layer and sequence, if scores do not decide them: as stated, or all it holds."""
         if self.split.crosses_layers:
             return None
         rows = self.totals.equal_BL
@@ -150,8 +145,7 @@ class Shares:
 
     @cached_property
     def classes_LBH(self) -> list[list[list[int]]] | None:
-        """Entries of each head by a table of head classes; a head with fewer entries keeps all, and its
-        remainder goes to no other."""
+        """Entries of each head by a table of head classes; a head's remainder goes to no other."""
         own, totals = self.split.allocation, self.totals
         if own.head_classes is None:
             return None
@@ -167,8 +161,8 @@ class Shares:
     ) -> list[list[list[int]]]:
         """Entries of each head by its quota.
 
-        The keep_ratio by which quotas are looked up is that of what competes: as stated, what is protected
-        apart, so that it does not change with what earlier evictions have left.
+        Quotas are looked up by the stated keep_ratio, protected entries apart, so that it does not change
+        with what earlier evictions have left.
 
         Args:
             capacity_LBH: entries that each head holds; None: all tokens, as while a cascade runs.
@@ -284,15 +278,12 @@ Layer = Candidates | Held
 
 
 def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -> list[Bool[Tensor, "B H T"]]:
-    """Compute the keep mask of each layer.
+    """Compute the keep mask of each layer; their sum is exact when all layers have come.
 
     Args:
         shares: totals and shares.
         layers: those that have come: all, or the first few of those that evict.
         first: place of `layers[0]` among them; not 0 only where layers do not depend on each other.
-
-    Returns:
-        keep masks; their sum is exact when all layers have come.
 
     Raises:
         ValueError: if a budget cannot hold the guaranteed entries.
@@ -304,13 +295,7 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
 
 
 def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> list[Won]:
-    """Compute the entries of each head of each layer.
-
-    Args:
-        shares: totals and shares.
-        layers: those that have come.
-        first: place of `layers[0]`.
-    """
+    """Compute the entries of each head of each layer; arguments as of `keep_sets`."""
     split, totals = shares.split, shares.totals
     here = slice(first, first + len(layers))
     final = here.stop == len(totals.heads_L)
@@ -348,8 +333,7 @@ def _tensor(numbers: Sequence[int] | Sequence[list[int]], layer: Layer) -> Tenso
 
 
 def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[int]]:
-    """Entries of each layer, `[layer][sequence]`, by the layers' weights; while layers are to come, the
-    ceilings of their shares."""
+    """Entries of each layer and sequence by the layers' weights, rounded up while layers are to come."""
     own, totals = shares.split.allocation, shares.totals
     columns = []
     for row, total in enumerate(totals.total_B):
@@ -405,11 +389,7 @@ def _keep_first(
 
 
 class Cascade:
-    """Decides layer by layer, and shrinks lower layers as layers come.
-
-    Args:
-        shares: totals and shares.
-    """
+    """Decides layer by layer, and shrinks lower layers as layers come."""
 
     def __init__(self, shares: Shares):
         self.shares = shares
@@ -418,9 +398,6 @@ class Cascade:
 
     def add(self, layer: Candidates) -> tuple[Bool[Tensor, "B H T"], list[Bool[Tensor, " N"] | None]]:
         """Add the next layer.
-
-        Args:
-            layer: all its entries.
 
         Returns:
             its keep mask; and one for each lower layer, over the entries that it holds, row after row in

@@ -91,15 +91,14 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False)
 class Stock:
-    """Entries that can still be chosen, if not simply every token of the evidence: at a second eviction, or
-    while an announced prompt is still being read.
+    """Entries that can still be chosen, if not every token of the evidence: at a second eviction, or while an
+    announced prompt is still being read.
 
     Args:
         held_BL: entries that each sequence's layers hold, over all heads.
-        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or more: the
-            announced length of a prompt that is still being read.
-        intact_BT: of all tokens seen, padding included, True where every head of every layer still holds the
-            token: only these can be protected.
+        lengths_B: tokens that a ratio is a ratio of: seen by each sequence, padding apart, or announced.
+        intact_BT: tokens seen, padding included, that every head of every layer still holds: only these can
+            be protected.
         prompt_lengths_B: tokens of each sequence's prompt, for a static suffix; None for all that were seen.
     """
 
@@ -131,13 +130,12 @@ class Totals:
     """Entries that each sequence of a batch may hold.
 
     Args:
-        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
+        lengths_B: as in `Stock`.
         heads_L: H of each layer that evicts.
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
         held_BL: entries that are still there; None for all, `length * H` each.
-        whole_B: short sequences that are held whole, since what was stated is too little for them; then
-            `equal_BL` is all that they have. None: there are none.
+        whole_B: short sequences that are held whole, for which the stated budget is too little.
         ratio: kept / seen as stated, before anything is rounded; None where entries or bytes are stated.
     """
 
@@ -160,8 +158,7 @@ class Totals:
 
     @property
     def per_head_B(self) -> list[Fraction]:
-        """Mean stated budget of a head of each sequence, exact. Fractions of a budget refer to it, so that
-        they do not change with earlier evictions."""
+        """Mean stated budget of a head of each sequence, exact, to which fractions of a budget refer."""
         return [Fraction(total, sum(self.heads_L)) for total in self.stated_B]
 
     @property
@@ -235,11 +232,11 @@ def spread(
 
     Args:
         budget: as stated.
-        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
+        lengths_B: as in `Stock`.
         layers: those that evict, in order.
         held_BL: entries that each layer of each sequence still holds; None for all, `n_b * H_l`.
         short_tokens: sequences of at most so many tokens are held whole rather than refused.
-        rounding: of a ratio: `exact`, or down as released code does it, once a `head`, `layer` or `model`.
+        rounding: of a ratio.
 
     Raises:
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.

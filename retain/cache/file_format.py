@@ -54,12 +54,7 @@ class LayerSizes(Protocol):
 def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a file; an older one survives until the new one is complete on disk.
 
-    Needs memory on the host for one copy of the tensors.
-
-    Args:
-        path: of the file; its folder is made if missing.
-        header: what JSON can hold.
-        tensors: on any device, by name.
+    Needs memory on the host for one copy of the tensors, which may be on any device.
 
     Raises:
         OSError: the disk takes no more; names the file.
@@ -70,11 +65,8 @@ def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[st
         for name, tensor in tensors
     }
     text = json.dumps(header)
-    record = {
-        "schema_version": SCHEMA_VERSION,
-        "sha256": digest(text, plain.items()),
-        "header": text,  # as text, of which the digest is
-    }
+    # The header as text, of which the digest is.
+    record = {"schema_version": SCHEMA_VERSION, "sha256": digest(text, plain.items()), "header": text}
     path.parent.mkdir(parents=True, exist_ok=True)
     os.replace(save_beside(path, plain, {FORMAT: json.dumps(record)}), path)
 
@@ -127,14 +119,8 @@ def check_model(
 ) -> None:
     """Refuse another model than the one that the entries are of.
 
-    Args:
-        header: of the file.
-        fingerprint: of the model at hand.
-        dtype: of its entries.
-        path: of the file.
-
     Raises:
-        ValueError: it is another one, or in another precision.
+        ValueError: the fingerprint or dtype of the model at hand is not that in the header.
     """
     saved, at_hand = header["fingerprint"], json.loads(json.dumps(fingerprint))
     differ = [key for key in sorted(saved.keys() | at_hand.keys()) if saved.get(key) != at_hand.get(key)]
@@ -152,7 +138,7 @@ def check_model(
 
 
 def wrong_counters(header: Mapping[str, Any], batch_size: int) -> Iterator[str]:
-    """Counters and seeds of a header that cannot be."""
+    """Yield counters and seeds of a header that are impossible."""
     for name in COUNTERS:
         value = header[name]
         several = name in ("prompt_B", "moments")
@@ -167,7 +153,7 @@ def wrong_counters(header: Mapping[str, Any], batch_size: int) -> Iterator[str]:
 
 
 def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -> Iterator[str]:
-    """Tensors of other shapes or kinds than a model with these evicting layers has."""
+    """Yield tensors of other shapes or kinds than a model with these evicting layers has."""
     B, T = tensors["history.valid"].shape
     shapes: dict[str, tuple[str, tuple[int | None, ...]]] = {
         "history.valid": ("bool", (B, T)),
@@ -194,7 +180,7 @@ def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -
         kind, shape = shapes.get(name, ("", ()))
         if shape and (
             tensor.ndim != len(shape)
-            or any(own not in (got, None) for own, got in zip(shape, tensor.shape, strict=True))
+            or any(want not in (got, None) for want, got in zip(shape, tensor.shape, strict=True))
         ):
             yield f"{name} of shape {tuple(tensor.shape)}"
         held = str(tensor.dtype).removeprefix("torch.")

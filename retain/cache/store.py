@@ -38,8 +38,7 @@ GROWTH = 1 / 48
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Context (and decorator) in which a store makes its tensors: those made under a caller's
-    `inference_mode` could not be written to afterwards."""
+    """Context for making tensors that can be written to after a caller's `inference_mode`."""
     with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
         yield
 
@@ -119,9 +118,7 @@ class RaggedStore:
         """Keep the entries of `keep_BHT`, in order of time; the rest is not copied.
 
         Args:
-            keys_BHTD: keys of all tokens, after norm and RoPE.
-            values_BHTD: their values.
-            positions_BT: their RoPE positions.
+            keys_BHTD, values_BHTD, positions_BT: of all tokens, keys after norm and RoPE.
             keep_BHT: True = kept.
             slack: free entries for each row, at least.
             beside: side columns, `[B, H, T]` or `[B, H, T, K]`.
@@ -236,9 +233,7 @@ class RaggedStore:
         """Add new tokens behind each row: O(new), amortised; the store is laid out anew when a row is full.
 
         Args:
-            keys_BHSD: keys of the new tokens, after norm and RoPE.
-            values_BHSD: their values.
-            positions_BS: their RoPE positions.
+            keys_BHSD, values_BHSD, positions_BS: of the new tokens, keys after norm and RoPE.
             valid_BS: False on padding, which is not stored; None: all are real (and the device is not waited
                 for, as long as they are `free`).
 
@@ -267,8 +262,7 @@ class RaggedStore:
     def _append_step_(
         self, keys_BH1D: Tensor, values_BH1D: Tensor, positions_B1: Tensor
     ) -> Int[Tensor, "R 1"]:
-        """Append one token to every row on a CPU: constant checks run once, and positions are written on
-        demand."""
+        """Append one token to every row on a CPU; positions are written on demand."""
         if self._steps is None:
             with normal_tensors():
                 next_R = self.offsets_R1[:-1] + self.lengths_R
@@ -369,9 +363,8 @@ class RaggedStore:
         self._steps = None
 
     def _lay_out_anew_(self, layout: _Layout, moved: Callable[[Tensor], Tensor]) -> None:
-        """Another layout, and each column as `moved` gives it, one after another: an old one is let go before
-        the next new one is made. All old ones exist only beside the first new one, so what fits then mostly
-        fits to the end; if it does not even fit then, nothing was changed."""
+        """Adopt a layout, with each column as `moved` gives it. An old column is let go before the next new
+        one is made; if the first new one does not fit in memory, nothing was changed."""
         (columns, name), *others = self._columns()
         first = moved(columns[name])
         with self._no_way_back():
@@ -402,8 +395,7 @@ class RaggedStore:
             )
 
     def _grow_(self, num_new: int) -> None:
-        """Make room for `num_new` more tokens in every row, and for some after them, so that cost
-        amortises."""
+        """Make room for `num_new` more tokens in every row, and for some after them."""
         lengths = self.lengths_R.tolist()
         self.free = _count_free(self.pages, lengths)  # it was a lower bound: padding was counted
         if self.free >= num_new:

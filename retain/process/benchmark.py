@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark.
+    """A benchmark.
 
     Args:
         module: that runs it, as behind `python -m`.
@@ -81,7 +81,7 @@ class Benchmark:
         settings: class of its settings.
         measure: settings to results.
         table: a record to the lines that are printed and kept.
-        watch: settings to what is measured in a process of its own (`watched`).
+        watch: settings to a result measured in a process of its own (`watched`).
         shapes: named defaults, behind `--shape`.
         name: of the record's file; empty: `what`.
     """
@@ -171,16 +171,7 @@ class Benchmark:
 def main(
     benchmarks: Sequence[Benchmark], arguments: Sequence[str] | None = None, *, default: str | None = None
 ) -> int:
-    """Run the benchmark that `--what` names.
-
-    Args:
-        benchmarks: of one module.
-        arguments: of the command line.
-        default: the benchmark without `--what`; None: there is none.
-
-    Returns:
-        the exit status.
-    """
+    """Run the benchmark that `--what` names, by default `default`, and return the exit status."""
     typed = sys.argv[1:] if arguments is None else list(arguments)
     module = benchmarks[0].module
     # The help is that of the benchmark, if one is named.
@@ -200,13 +191,7 @@ def main(
 
 
 def heading(record: Record, title: str, *about: str) -> list[str]:
-    """The lines above a record's table, an empty one last.
-
-    Args:
-        record: of `Benchmark.record`.
-        title: what was measured.
-        about: lines about its setting.
-    """
+    """The lines above a record's table, an empty one last; `about` are lines about its setting."""
     machine, code = record["environment"], record["code"]
     named = {name: machine["versions"].get(name) for name in ("torch", "triton", "transformers")}
     versions = ", ".join(f"{name} {version}" for name, version in named.items() if version)

@@ -23,13 +23,11 @@ LOCK_FILE = "LOCK"
 
 @contextmanager
 def lock_folder(folder: Path, *, otherwise: str) -> Iterator[None]:
-    """Context in which this process holds the folder.
-
-    A folder that was made for the lock and stays empty is removed again.
+    """Context in which this process holds the folder; one that was made for it and stays empty is removed.
 
     Args:
         folder: of the run.
-        otherwise: what to choose in place of it, for the message: "another name (run=...)".
+        otherwise: alternative to it, for the message: "another name (run=...)".
 
     Raises:
         ValueError: another run holds it; says which, and how to remove a lock whose holder is gone.
@@ -44,11 +42,7 @@ def lock_folder(folder: Path, *, otherwise: str) -> Iterator[None]:
 
 
 def take_lock(folder: Path, *, otherwise: str) -> tuple[str | None, list[Path]]:
-    """Lock a folder for this process.
-
-    Args:
-        folder: of the run; made if it is not there.
-        otherwise: what to choose in place of it, for the message.
+    """Lock a folder for this process, as `lock_folder`.
 
     Returns:
         Why it could not be had, or None; and the folders that were made, for `leave_lock`.

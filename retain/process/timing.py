@@ -69,8 +69,8 @@ class Case:
     Args:
         call: one run: times by quantity. A subclass overrides `run` instead.
         beside: the neighbour that runs next to it in each round.
-        runs: of each run that counts, its round and its times.
-        pairs: of each run that had a neighbour, its own times and the neighbour's.
+        runs: round and times of each run that counts.
+        pairs: times of each run that had a neighbour, and the neighbour's.
         failed: why it was given up; empty: it was not.
     """
 

@@ -70,14 +70,12 @@ class Recipe:
         matrix_lr: Of Muon, for the matrices of the blocks.
         vector_lr: Of AdamW, for embeddings, norms and biases.
         warmup: Steps over which the rates of a phase rise.
-        log_every: Steps between two rows of the curve.
-        save_every: Steps between two saves of an unfinished run, a multiple of `log_every`.
+        log_every, save_every: Steps between two rows of the curve, and two saves (a multiple of it).
         prose_share: Share of documents whose filler is English prose instead of source code.
         statement_tokens: Most tokens of a document that statements and questions take, about.
         most_facts: Facts of a document after which no further statement is added.
-        indexed: Whether each step's documents come from a seed of their own, so that several processes can
-            write them and a resumed run need not write them again. The shipped models were trained on one
-            stream.
+        indexed: Whether each step's documents come from a seed of their own (`retain.reference.batches`);
+            else they are one stream.
     """
 
     phases: tuple[Phase, ...] = (GROWTH, FINISH)

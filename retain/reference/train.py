@@ -66,14 +66,8 @@ def answer_loss(logits_NV: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
 def forward_loss(
     model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, whole: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted loss of a batch, and the loss and correctness of each target `[N]`.
-
-    Args:
-        model: On any device.
-        batch: All of a step's, or a part of it.
-        kind_weights: Of each kind of target.
-        whole: Weight of all targets of the step, by which the weighted sum is divided.
-    """
+    """Weighted loss of a batch, and the loss and correctness of each target `[N]`; `whole` is the weight of
+    all targets of the step, of which the batch may be a part."""
     device = model.device
     ids = torch.from_numpy(batch.ids_BT).to(device)
     # An attention mask of ones: without one, jumps in the positions would be read as packed sequences.
@@ -93,14 +87,7 @@ def step_loss(
     model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, micro_tokens: int | None
 ) -> tuple[float, Tensor, Tensor]:
     """Add the gradients of one step's loss to the model's; return the loss, and loss and correctness of each
-    target.
-
-    Args:
-        model: Whose gradients are cleared.
-        batch: Of the step.
-        kind_weights: Of each kind of target.
-        micro_tokens: Most tokens that are read together, at least one sequence; None: all.
-    """
+    target. `micro_tokens` as in `Resources`; at least one sequence is read."""
     whole = float(kind_weights[torch.from_numpy(batch.kinds)].sum())
     total, losses, right = 0.0, [], []
     count, length = batch.ids_BT.shape
@@ -143,10 +130,10 @@ class Curve:
         self._clear()
 
     def go_on_after(self, step: int) -> None:
-        """Keep the rows of the file up to `step`, drop later ones, and count on from there.
+        """Keep the rows of the file up to `step`, drop later ones (and a line cut short), and count on.
 
-        A last line that a kill cut short is a later one. Raises ValueError if the file is gone or its rows do
-        not reach the step: one is written at every step that is saved.
+        Raises:
+            ValueError: The file is gone, or its rows do not reach the step.
         """
         assert self.path is not None
         text = self.path.read_text() if self.path.exists() else ""
@@ -208,12 +195,11 @@ def train_phase(
 
     Args:
         model: In train mode.
-        recipe: Schedule and rates.
-        phase_idx: Which of its phases.
+        recipe, phase_idx: Schedule and rates, and which of its phases.
         seed: Of the documents.
-        curve: Takes note of every step.
+        curve: Gets every step.
         unfinished: Where the run is saved now and then; if it was saved in this phase, it goes on there.
-        room: What it may take.
+        room: Resources that it may take.
         stop_after: Stop after that many steps of the full schedule (for tests).
     """
     phase = recipe.phases[phase_idx]
@@ -271,7 +257,7 @@ def train(
         model.gradient_checkpointing_enable()
     first = unfinished.phase_idx if unfinished is not None else 0
     for phase_idx in range(first, len(recipe.phases)):
-        # What a phase begins with is what a saved model would be; a run that goes on has that behind it.
+        # A phase begins with weights as they are saved; a run that goes on has rounded them already.
         if phase_idx:
             round_weights_(model)
         train_phase(model, recipe, phase_idx, seed, curve, unfinished=unfinished, room=room)
@@ -317,11 +303,7 @@ class Run:
         }
 
     def check(self) -> None:
-        """Refuse outputs that cannot be written.
-
-        Raises:
-            ValueError: Weights alone of a size that the package does not load, or a model that is there.
-        """
+        """Raise `ValueError` for weights alone of a size that the package does not load, or a finished model."""
         if self.is_file and self.size.model:
             raise ValueError(
                 f"--output {self.output} is a file of weights, and only size small is loaded from one: "
@@ -331,10 +313,10 @@ class Run:
             raise ValueError(f"{self.output} holds a finished model: pass another --output, or remove it")
 
     def make(self, device: torch.device, room: Resources) -> None:
-        """Train and save; resumes what was saved of the same run.
+        """Train and save; resumes the same run if it is unfinished.
 
         Raises:
-            ValueError: As `check`; or what is unfinished there is another run's.
+            ValueError: As `check`; or the unfinished run is another.
         """
         self.check()
         self.curve.parent.mkdir(parents=True, exist_ok=True)
