@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader, Dataset
 
-from retain.reference.curriculum import Batch, collate, example
+from retain.reference.curriculum import Batch, Limits, collate, example
 from retain.reference.documents import Texts, Writer, read_texts
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ def draw(writer: Writer, recipe: Recipe, phase: Phase, index: int) -> tuple[int,
         recipe.reach if writer.rng.random() < recipe.stretch_share else 0
         for _ in range(recipe.sequences(length))
     ]
-    limits = (phase.multi_share, recipe.statement_tokens, recipe.most_facts)
-    return phase.stages[index].length, collate([example(writer, length, own, *limits) for own in reaches])
+    limits = Limits(phase.multi_share, recipe.statement_tokens, recipe.most_facts)
+    return phase.stages[index].length, collate([example(writer, length, reach, limits) for reach in reaches])
 
 
 def batch_at(

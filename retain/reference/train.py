@@ -303,7 +303,7 @@ class Run:
         }
 
     def check(self) -> None:
-        """Raise `ValueError` for weights alone of a size that the package does not load, or a finished model."""
+        """Raise `ValueError` for weights alone of a size that is loaded from folders, or a finished model."""
         if self.is_file and self.size.model:
             raise ValueError(
                 f"--output {self.output} is a file of weights, and only size small is loaded from one: "

@@ -17,7 +17,7 @@ from retain.reference import documents
 from retain.reference.batches import batch_at, batches, parts
 from retain.reference.checkpoint import Checkpoint
 from retain.reference.cost import count, held_bytes, matrix_parameters
-from retain.reference.curriculum import WEIGHTS, Batch, text_document
+from retain.reference.curriculum import WEIGHTS, Batch, Limits, text_document
 from retain.reference.documents import Writer, words
 from retain.reference.items import TASKS, write_item
 from retain.reference.model import build, load_folder, save_folder
@@ -227,8 +227,8 @@ def test_prose_fills_its_share_of_documents(
 
 def test_a_long_document_states_more_where_it_may() -> None:
     few, many = (
-        text_document(Writer("train", 1), 4096, statement_tokens=tokens, most_facts=facts)
-        for tokens, facts in ((1024, 48), (4096, 160))
+        text_document(Writer("train", 1), 4096, limits=limits)
+        for limits in (Limits(), Limits(statement_tokens=4096, most_facts=160))
     )
     assert len(few.ids) == len(many.ids) == 4096
     stated, more = (sum(target.kind != "text" for target in made.targets) for made in (few, many))
