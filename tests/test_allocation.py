@@ -21,7 +21,6 @@ from retain.budget.allocation import (
     repaired,
     spread_evenly,
 )
-from retain.selection import select
 from tests.evictions import drawn_by_hand
 
 
@@ -43,16 +42,6 @@ def _flat(score, protected, total, least=1):
     return allocate_joint([bids], total.tolist())[0][0]
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 5), st.data())
-def test_uniform_budgets_sum_exactly_and_differ_by_one_at_most(lengths, heads, data):
-    capacity = torch.tensor(lengths)[:, None].expand(-1, heads)
-    total = [data.draw(st.integers(0, length * heads)) for length in lengths]
-    budget = allocate_uniform(torch.tensor(total), capacity)
-    assert budget.sum(-1).tolist() == total
-    assert int((budget.amax(-1) - budget.amin(-1)).max()) <= 1
-
-
 def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
     """Entry by entry, to the head that has least, of equal ones the first, as long as it holds more."""
     cases = [(total, own) for own in itertools.product(range(6), repeat=3) for total in range(sum(own) + 1)]
@@ -65,32 +54,6 @@ def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
         naive.append(held)
     totals, capacities = zip(*cases, strict=True)
     assert allocate_uniform(torch.tensor(totals), torch.tensor(capacities)).tolist() == naive
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.data())
-def test_flat_budgets_are_the_joint_top_k(seed, least, ties, data):
-    score, valid = _score(seed, ties=ties)
-    protected = (valid.cumsum(-1) <= 2)[:, None] & valid[:, None].expand_as(score)
-    B, H, T = score.shape
-    total = torch.tensor([data.draw(st.integers(H * (2 + least), int(row.sum()) * H)) for row in valid])
-    budget = _flat(score, protected, total, least)
-    assert torch.equal(budget.sum(-1), total)
-
-    # The plain version: guaranteed entries first, then (score, later position, lower head), one by one.
-    keep = select(score, protected, budget)
-    for b in range(B):
-        guaranteed = {(h, i) for h in range(H) for i in range(T) if protected[b, h, i]}
-        for h in range(H):
-            own = sorted(
-                (i for i in range(T) if valid[b, i]),
-                key=lambda i, b=b, h=h: (bool(protected[b, h, i]), float(score[b, h, i]), i),
-            )
-            guaranteed |= {(h, i) for i in own[::-1][:least]}
-        rest = [(h, i) for h in range(H) for i in range(T) if valid[b, i] and (h, i) not in guaranteed]
-        rest.sort(key=lambda own, b=b: (float(score[b, own[0], own[1]]), own[1], -own[0]), reverse=True)
-        wanted = guaranteed | set(rest[: int(total[b]) - len(guaranteed)])
-        assert {(h, i) for h, i in keep[b].nonzero().tolist()} == wanted
 
 
 def _layers(seed: int, num_layers: int, *, ties: bool, least: int = 1):
@@ -160,23 +123,6 @@ def test_who_wins_neither_way_among_the_first_layers_wins_neither_way_among_all(
     for one, two in zip(once, won, strict=True):
         assert torch.equal(one.budget_BH, two.budget_BH)
         assert torch.equal(one.bids.place_N, two.bids.place_N) and torch.equal(one.bids.row_N, two.bids.row_N)
-
-
-def test_equal_keys_go_to_the_later_place_then_to_the_lower_layer_then_to_the_lower_head():
-    alike = torch.ones(1, 2, 3)
-    nothing = torch.zeros_like(alike, dtype=torch.bool)
-    layers = [make_bids(alike, ~nothing, nothing, [0], None, alike) for _ in range(2)]
-    order = []
-    for total in range(13):
-        won = allocate_joint(layers, [total], 1.0)
-        held = {
-            (idx, int(row), int(place))
-            for idx, own in enumerate(won)
-            for row, place in zip(own.bids.row_N, own.bids.place_N, strict=True)
-        }
-        order += sorted(held - set(order))
-        assert len(order) == len(held) == total
-    assert order == [(idx, h, i) for i in (2, 1, 0) for idx in (0, 1) for h in (0, 1)]
 
 
 def test_a_key_that_is_no_number_is_refused():

@@ -395,16 +395,3 @@ def test_what_cannot_be_is_refused():
             decide_layers(EXACT[name], layers, Budget(keep_ratio=0.5), scores=own)
     with pytest.raises(ValueError, match="5 protected"):
         decide_layers(EXACT["joint"], layers, Budget(tokens_per_head=4), scores=scores)
-
-
-def test_keep_sets_of_some_layers_are_their_ceilings():
-    """With two of four layers come, LAVa's shares are those of two, and never below the final ones."""
-    policy = EXACT["lava"]
-    layers, scores = _case(4)
-    plan = _plan(policy, layers, Budget(keep_ratio=0.4))
-    candidates = [candidates_of(plan, score) for score in scores]
-    early = keep_sets(plan.shares, candidates[:2])
-    final = keep_sets(plan.shares, candidates)
-    for some, all_of in zip(early, final[:2], strict=True):
-        assert not (all_of & ~some).any()
-        assert (some.sum((1, 2)) >= all_of.sum((1, 2))).all()

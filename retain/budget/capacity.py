@@ -106,7 +106,7 @@ class Capacity:
 
     @property
     def short_B(self) -> list[bool]:
-        """Which sequences exceeded the limit: `price > limit`."""
+        """Whether each sequence exceeded the limit: `price > limit`."""
         return [price > self.limit for price in self.price_B]
 
     @property
@@ -201,9 +201,8 @@ class CapacityMeter:
         self.limit, self.split, self.follows = limit, split, follows
         # Layer by layer, on the layer's own device: the device is waited for only after the last.
         self._needs: list[Int64[Tensor, "2 B H"]] = []
-        self._counts: list[Int64[Tensor, "2 B"]] = []
-        self._risks: list[Float64[Tensor, "2 B"]] = []
-        self._prices: list[Float64[Tensor, " B"]] = []
+        # Entries kept and all entries, risk lost and all risk, and the price.
+        self._sums: list[Float64[Tensor, "5 B"]] = []
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def add(
@@ -225,9 +224,9 @@ class CapacityMeter:
         risk_BHT = score_BHT.double().masked_fill(~exists_BHT, 0.0)
         gone_risk_BHT = risk_BHT.masked_fill(~gone_BHT, 0.0)
         self._needs.append(self._needed(layer, exists_BHT))
-        self._counts.append(torch.stack([(exists_BHT & keep_BHT).sum((1, 2)), exists_BHT.sum((1, 2))]))
-        self._risks.append(torch.stack([gone_risk_BHT.sum((1, 2)), risk_BHT.sum((1, 2))]))
-        self._prices.append(gone_risk_BHT.amax((1, 2)))
+        counts = [mask_BHT.sum((1, 2)).double() for mask_BHT in (exists_BHT & keep_BHT, exists_BHT)]
+        risks = [gone_risk_BHT.sum((1, 2)), risk_BHT.sum((1, 2)), gone_risk_BHT.amax((1, 2))]
+        self._sums.append(torch.stack([*counts, *risks]))
         for place, keep_N in enumerate(lower):
             if keep_N is not None and self.follows:
                 self._shrink(place, keep_N)
@@ -257,19 +256,21 @@ class CapacityMeter:
         b_N, score_N = self._held[place]
         keep_N = keep_N.to(score_N.device)
         gone_N = score_N.double().masked_fill(keep_N, 0.0)
-        self._prices[place].scatter_reduce_(0, b_N, gone_N, "amax")
-        self._risks[place][0].scatter_add_(0, b_N, gone_N)
-        self._counts[place][0].scatter_add_(0, b_N, -(~keep_N).long())
+        kept_B, _, lost_B, _, price_B = self._sums[place]
+        kept_B.scatter_add_(0, b_N, -(~keep_N).double())
+        lost_B.scatter_add_(0, b_N, gone_N)
+        price_B.scatter_reduce_(0, b_N, gone_N, "amax")
         left_N = keep_N.nonzero()[:, 0]
         self._held[place] = b_N[left_N], score_N[left_N]
 
     def read(self) -> Capacity:
         """Summarise all layers."""
-        counts, risks, prices = (_together(parts) for parts in (self._counts, self._risks, self._prices))
-        kept_B, entries_B = counts.sum(0).tolist()
-        lost_B, total_B = risks.sum(0)
+        device = self._sums[0].device
+        sums_L5B = torch.stack([sums.to(device) for sums in self._sums])
+        kept_B, entries_B = sums_L5B[:, :2].sum(0).long().tolist()
+        lost_B, total_B = sums_L5B[:, 2:4].sum(0)
         # Layers may have unlike numbers of heads.
-        needs = torch.cat([need.to(self._needs[0].device) for need in self._needs], -1)
+        needs = torch.cat([need.to(device) for need in self._needs], -1)
         parts_L = [part.tolist() for part in needs.cpu().split([own.shape[-1] for own in self._needs], -1)]
         enough, need_B = True, []
         for row, entries in enumerate(entries_B):
@@ -279,18 +280,13 @@ class CapacityMeter:
         tiny = torch.finfo(torch.float64).tiny
         return Capacity(
             self.limit,
-            tuple(prices.amax(0).tolist()),
+            tuple(sums_L5B[:, 4].amax(0).tolist()),
             tuple((lost_B / total_B.clamp_min(tiny)).tolist()),
             tuple(need_B),
             tuple(kept_B),
             tuple(entries_B),
             enough=enough,
         )
-
-
-def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of all layers on the device of the first."""
-    return torch.stack([part.to(parts[0].device) for part in parts])
 
 
 def needed(

@@ -156,26 +156,27 @@ class Shares:
         ]
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
 
-    def quotas_LBH(
-        self, capacity_LBH: Sequence[Sequence[Sequence[int]]] | None = None
-    ) -> list[list[list[int]]]:
+    @cached_property
+    def static_quotas_LBH(self) -> list[list[list[int]]]:
+        """Entries of each head by its quota while heads still hold all tokens, as in a cascade."""
+        lengths_B = self.totals.lengths_B
+        return self.quotas_LBH([[[length] * heads for length in lengths_B] for heads in self.totals.heads_L])
+
+    def quotas_LBH(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
         """Entries of each head by its quota.
 
         Quotas are looked up by the stated keep_ratio, protected entries apart, so that it does not change
         with what earlier evictions have left.
 
         Args:
-            capacity_LBH: entries that each head holds; None: all tokens, as while a cascade runs.
+            capacity_LBH: entries that each head holds.
 
         Raises:
             ValueError: something has to go, and there are no quotas.
         """
         heads, totals, budgets_BLH = sum(self.totals.heads_L), self.totals, []
         for row, (length, stated) in enumerate(zip(totals.lengths_B, totals.stated_B, strict=True)):
-            if capacity_LBH is None:
-                capacity_LH = [[length] * own for own in totals.heads_L]
-            else:
-                capacity_LH = [list(rows_BH[row]) for rows_BH in capacity_LBH]
+            capacity_LH = [list(rows_BH[row]) for rows_BH in capacity_LBH]
             protected = self.protected_B[row]
             if stated >= sum(map(sum, capacity_LH)):
                 budgets_BLH.append(capacity_LH)
@@ -187,18 +188,15 @@ class Shares:
                     "plan_of, or leave quotas out."
                 )
             room, free = (length - protected) * heads, stated - protected * heads
-            ratio = Fraction(free, room) if room > 0 else Fraction(1)
-            least = self.least_B[row]
-            budgets_BLH.append(
-                quota_budgets(
-                    self.quotas,
-                    stated,
-                    keep_ratio=ratio,
-                    protected=protected,
-                    least=least,
-                    capacity_LH=capacity_LH,
-                )
+            budget_LH = quota_budgets(
+                self.quotas,
+                stated,
+                keep_ratio=Fraction(free, room) if room > 0 else Fraction(1),
+                protected=protected,
+                least=self.least_B[row],
+                capacity_LH=capacity_LH,
             )
+            budgets_BLH.append(budget_LH)
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
 
     @property
@@ -305,10 +303,10 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
         classes = zip(shares.classes_LBH[here], layers, strict=True)
         return [Won(torch.minimum(_tensor(own, layer), layer.capacity_BH)) for own, layer in classes]
     if split.allocation.quotas is not None:
-        held_LBH = None
-        if first == 0 and final:  # all have come: what each head holds is known
-            held_LBH = [layer.capacity_BH.tolist() for layer in layers]
-        quotas_LBH = shares.quotas_LBH(held_LBH)[here]
+        if first == 0 and final:  # all have come: the entries of each head are known
+            quotas_LBH = shares.quotas_LBH([layer.capacity_BH.tolist() for layer in layers])
+        else:
+            quotas_LBH = shares.static_quotas_LBH[here]
         return [Won(_tensor(own, layer)) for own, layer in zip(quotas_LBH, layers, strict=True)]
     totals_LB = _shared(shares, layers, final) if shares.fixed_LB is None else shares.fixed_LB[here]
     pairs = list(zip(layers, totals_LB, strict=True))

@@ -29,7 +29,7 @@ class EntryColumns:
     rows_N: Int[Tensor, " N"]
 
     def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
-        """Which entries a keep mask over the columns keeps, in the order of the store."""
+        """Mask of the entries that a keep mask over the columns keeps, in the order of the store."""
         return keep_BHT.flatten(0, 1)[self.rows_N, self.column_N]
 
 

@@ -385,7 +385,7 @@ class RaggedStore:
     if not TYPE_CHECKING:  # or else every name would be an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """What is missing after `_no_way_back`."""
+            """Refuse everything after `_no_way_back`."""
             if name.startswith("__") or self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             raise ValueError(

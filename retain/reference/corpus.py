@@ -49,9 +49,9 @@ def docstrings(text: str) -> Iterator[str]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            said = ast.get_docstring(node)
-            if said:
-                yield said
+            text = ast.get_docstring(node)
+            if text:
+                yield text
 
 
 def prose_texts(split: Split) -> list[str]:
@@ -64,7 +64,7 @@ def prose_texts(split: Split) -> list[str]:
 
     found = [text for name, text in sorted(topics.items()) if split_of(f"topic {name}") == split]
     for _, text in sources(split):
-        found += [said + "\n\n" for said in docstrings(text) if len(said.split()) >= PROSE_WORDS]
+        found += [own + "\n\n" for own in docstrings(text) if len(own.split()) >= PROSE_WORDS]
     return found
 
 

@@ -109,8 +109,8 @@ def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
 def save_folder(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Write a model and its tokenizer as a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-    The weights stay float32, so that the model is loaded as the shipped ones are. What makes the folder a
-    model, its weights' file, is put there last: one that was written in part is none.
+    The weights stay float32, so that the model is loaded as the shipped ones are. Their file is put there
+    last: without it a folder that was written in part is no model.
     """
     from retain.reference.tokenizer import load_tokenizer
 
