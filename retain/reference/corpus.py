@@ -49,9 +49,9 @@ def docstrings(text: str) -> Iterator[str]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield text
+            found = ast.get_docstring(node)
+            if found:
+                yield found
 
 
 def prose_texts(split: Split) -> list[str]:

@@ -157,7 +157,7 @@ class Curve:
         """Add one step, counted over all phases; True if that made a row."""
         self.loss += loss
         self.tokens += batch.ids_BT.size
-        for row, values in zip(self.sums, (1, right.numpy(), losses.numpy()), strict=True):
+        for row, values in zip(self.sums, (np.ones(len(right)), right.numpy(), losses.numpy()), strict=True):
             np.add.at(row, batch.kinds, values)
         if step % self.every:
             return False

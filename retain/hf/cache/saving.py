@@ -175,6 +175,7 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
         yield "history.announced", cache.state.announced_BT
     for spec, layer in zip(cache.state.specs, cache.state.ragged, strict=True):
         where = f"layer.{spec.layer_idx}"
+        assert layer.store is not None
         for name, tensor in tensors_of(layer.store).items():
             yield f"{where}.store.{name}", tensor
         recent = layer.recent
