@@ -14,10 +14,10 @@ from retain.budget.capacity import (
     CapacityMeter,
     Guard,
     capacity_of,
-    rounded_up,
     enlarge_to_limit,
     enlarged,
     needed,
+    rounded_up,
     stored_limit,
 )
 from retain.budget.cascade import Cascade, Split, keep_sets
