@@ -30,18 +30,9 @@ def fill(
 ) -> list[Fraction]:
     """Share by weight between bounds, exactly: `share_i = min(max(level * w_i, least_i), most_i)`.
 
-    The level is the one at which the shares sum to the total. It falls when another layer joins, so that
-    earlier shares only shrink (a cascade relies on it). Zero weights get their least until all others are
-    full, then share the rest equally.
-
-    Args:
-        total: to share, between `sum(least)` and `sum(most)`.
-        weights: non-negative.
-        least: lower bounds.
-        most: upper bounds.
-
-    Returns:
-        shares that sum to the total.
+    The shares sum to the total, which lies between `sum(least)` and `sum(most)`; weights are non-negative.
+    The level falls when another layer joins, so that earlier shares only shrink (a cascade relies on it).
+    Zero weights get their least until all others are full, then share the rest equally.
 
     Raises:
         ValueError: if the total does not fit between the bounds.
@@ -94,12 +85,8 @@ def fill(
 
 
 def round_shares(shares: Sequence[Fraction]) -> list[int]:
-    """Round by largest remainder (Hamilton): the floor of each, and the rest one by one to the largest
-    remainders, ties to the lower index.
-
-    Args:
-        shares: whose sum is whole.
-    """
+    """Round shares of a whole sum by largest remainder (Hamilton): the floor of each, and the rest one by one
+    to the largest remainders, ties to the lower index."""
     whole = [math.floor(share) for share in shares]
     left = int(sum(shares)) - sum(whole)
     for i in sorted(range(len(whole)), key=lambda i: whole[i] - shares[i])[:left]:
@@ -112,12 +99,7 @@ def largest_remainder(
 ) -> list[int]:
     """Share whole entries by weight, exactly: `sum(result) == total`, `result[i] <= capacity[i]`.
 
-    Shares are capped at the capacity, the others share the rest (`fill`), then largest remainder.
-
-    Args:
-        total: entries to share, at most `sum(capacity)`.
-        weights: non-negative, exact.
-        capacity: upper bounds; None for no limit.
+    Shares are capped at the capacity (None: no limit), the others share the rest (`fill`).
 
     Raises:
         ValueError: if the total does not fit.

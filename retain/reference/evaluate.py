@@ -58,14 +58,14 @@ def accuracy(
     tasks: tuple[str, ...] = TASKS,
     batch_size: int = 8,
 ) -> dict[str, dict[str, float]]:
-    """Measure exact and partial match a task, on text of the `eval` split.
+    """Measure exact and partial match a task (`TASKS`), on text of the `eval` split.
 
     Args:
         model: A reference model.
         items: Items a task.
         context_tokens: Length of each context; question and answer come on top.
         seed: Of the documents.
-        tasks: Names in `TASKS`.
+        tasks: Their names.
         batch_size: Items that are read together.
     """
     results = {}

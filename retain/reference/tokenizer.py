@@ -34,12 +34,8 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Train the byte-level BPE (Sennrich et al., arXiv 1508.07909) that `load_tokenizer` serves.
-
-    Args:
-        texts: Documents to learn merges from.
-        vocab_size: Size of the vocabulary, special tokens and the 256 bytes included.
-    """
+    """Train the byte-level BPE (Sennrich et al., arXiv 1508.07909) that `load_tokenizer` serves; the
+    vocabulary includes special tokens and the 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
