@@ -76,8 +76,8 @@ class Peak:
 
 
 def in_a_process(module: str, flags: Sequence[str], *, timeout: float = 1800) -> list[str]:
-    """Run a module (`python -m`) in its own process, whose allocator gives back freed memory; return its output
-    by line.
+    """Run a module (`python -m`) in its own process, whose allocator gives back freed memory; return the
+    printed lines.
 
     Raises:
         RuntimeError: it failed or took too long; holds its output.

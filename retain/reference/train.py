@@ -63,26 +63,6 @@ def answer_loss(logits_NV: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.logsumexp(log_probs.masked_fill(accept < 0, -1e9), dim=1), right
 
 
-def forward_loss(
-    model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, whole: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted loss of a batch, and the loss and correctness of each target `[N]`; `whole` is the weight of
-    all targets of the step, of which the batch may be a part."""
-    device = model.device
-    ids = torch.from_numpy(batch.ids_BT).to(device)
-    # An attention mask of ones: without one, jumps in the positions would be read as packed sequences.
-    hidden = model.model(
-        input_ids=ids,
-        position_ids=torch.from_numpy(batch.positions_BT).to(device),
-        attention_mask=torch.ones_like(ids),
-        use_cache=False,
-    ).last_hidden_state
-    picked = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(batch.places).to(device)]
-    losses, right = answer_loss(model.lm_head(picked), torch.from_numpy(batch.accept).to(device))
-    weights = kind_weights[torch.from_numpy(batch.kinds)].to(device)
-    return (losses * weights).sum() / whole, losses.detach(), right
-
-
 def step_loss(
     model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, micro_tokens: int | None
 ) -> tuple[float, Tensor, Tensor]:
@@ -92,11 +72,20 @@ def step_loss(
     total, losses, right = 0.0, [], []
     count, length = batch.ids_BT.shape
     for part in parts(batch, count if micro_tokens is None else max(1, micro_tokens // length)):
+        ids, positions, places, accept, kinds = (
+            torch.from_numpy(array).to(model.device)
+            for array in (part.ids_BT, part.positions_BT, part.places, part.accept, part.kinds)
+        )
         with torch.autocast(model.device.type, torch.bfloat16):
-            loss, own, hit = forward_loss(model, part, kind_weights, whole)
+            # Without an attention mask, jumps in the positions would be read as packed sequences.
+            hidden = model.model(
+                input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False
+            ).last_hidden_state
+            own, hit = answer_loss(model.lm_head(hidden.reshape(-1, hidden.shape[-1])[places]), accept)
+            loss = (own * kind_weights.to(model.device)[kinds]).sum() / whole
         loss.backward()
         total += loss.item()
-        losses.append(own.cpu())
+        losses.append(own.detach().cpu())
         right.append(hit.cpu())
     # In the order of the parts: the targets of a sequence stand together, as `collate` puts them.
     return total, torch.cat(losses), torch.cat(right)
