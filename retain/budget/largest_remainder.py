@@ -5,6 +5,7 @@ rounded once, by largest remainder.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
@@ -53,29 +54,17 @@ def fill(
     shares = [Fraction(low) for low in least]
     left = Fraction(total) - sum(shares[i] for i in light)
     if not heavy or left > sum(most[i] for i in heavy):
-        for i in heavy:
-            shares[i] = Fraction(most[i])
-            left -= most[i]
-        left += sum(shares[i] for i in light)
-        ones = [Fraction(1)] * len(light)
-        alike = fill(left, ones, [least[i] for i in light], [most[i] for i in light]) if light else []
-        for i, share in zip(light, alike, strict=True):
-            shares[i] = share
-        return shares
+        rest = Fraction(total) - sum(most[i] for i in heavy)
+        limits = ([bound[i] for i in light] for bound in (least, most))
+        equal = iter(fill(rest, [Fraction(1)] * len(light), *limits) if light else [])
+        return [next(equal) if not weight else Fraction(most[i]) for i, weight in enumerate(weights)]
 
     def held(level: Fraction) -> list[Fraction]:
         return [min(max(level * weights[i], Fraction(least[i])), Fraction(most[i])) for i in heavy]
 
     # Between two neighbouring bounds the sum is a straight line in the level.
     bounds = sorted({Fraction(bound[i]) / weights[i] for bound in (least, most) for i in heavy})
-    low, high = 0, len(bounds) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(held(bounds[middle])) <= left:
-            low = middle
-        else:
-            high = middle - 1
-    level = bounds[low]
+    level = bounds[max(0, bisect_right(bounds, left, key=lambda bound: sum(held(bound))) - 1)]
     slope = sum(weights[i] for i in heavy if least[i] <= level * weights[i] < most[i])
     if slope:
         level += (left - sum(held(level))) / slope

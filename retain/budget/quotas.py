@@ -8,6 +8,7 @@ Between stored keep_ratios the *number of entries* of a head is interpolated, no
 gets less when the budget grows; rounding may still cost it an entry or so.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -41,7 +42,7 @@ class Quotas:
         heads = sum(map(len, self.parts[0]))
         # Two sets of quotas, and how many entries, of all that are kept, go by each of them.
         below = [Fraction(0), *self.keep_ratios]
-        number = max(idx for idx, ratio in enumerate(below) if ratio <= keep_ratio)
+        number = bisect_right(below, keep_ratio) - 1
         low = self._at(max(0, number - 1))
         if number == 0 or below[number] == keep_ratio:
             return low
