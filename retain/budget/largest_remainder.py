@@ -64,7 +64,7 @@ def fill(
 
     # Between two neighbouring bounds the sum is a straight line in the level.
     bounds = sorted({Fraction(bound[i]) / weights[i] for bound in (least, most) for i in heavy})
-    level = bounds[max(0, bisect_right(bounds, left, key=lambda bound: sum(held(bound))) - 1)]
+    level = bounds[max(0, bisect_right(bounds, left, key=lambda bound: sum(held(bound), Fraction(0))) - 1)]
     slope = sum(weights[i] for i in heavy if least[i] <= level * weights[i] < most[i])
     if slope:
         level += (left - sum(held(level))) / slope
